@@ -1,0 +1,63 @@
+"""tightfit: train models that barely fit, as fast as the hardware allows, and know both before you start.
+
+Importing it is cheap; torch and transformers are imported when something needs them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tightfit.engine.build import build
+    from tightfit.engine.checkpoint import resume, save
+    from tightfit.engine.loop import evaluate, train
+    from tightfit.engine.step import Step
+    from tightfit.errors import DoesNotFit, InputError, TightfitError
+    from tightfit.job import DataSpec, Job, Limits, ModelSpec, Train
+    from tightfit.machine import Machine
+    from tightfit.measure.verify import verify
+    from tightfit.methods.run import Run
+    from tightfit.models.objective import Objective
+    from tightfit.plan import Plan
+    from tightfit.planner.complete import complete
+    from tightfit.record import Record
+
+_ROOMS = {
+    "DataSpec": "job",
+    "DoesNotFit": "errors",
+    "InputError": "errors",
+    "Job": "job",
+    "Limits": "job",
+    "Machine": "machine",
+    "ModelSpec": "job",
+    "Objective": "models.objective",
+    "Plan": "plan",
+    "Record": "record",
+    "Run": "methods.run",
+    "Step": "engine.step",
+    "TightfitError": "errors",
+    "Train": "job",
+    "build": "engine.build",
+    "complete": "planner.complete",
+    "evaluate": "engine.loop",
+    "resume": "engine.checkpoint",
+    "save": "engine.checkpoint",
+    "train": "engine.loop",
+    "verify": "measure.verify",
+}
+
+__all__ = [
+    "DataSpec", "DoesNotFit", "InputError", "Job", "Limits", "Machine", "ModelSpec", "Objective", "Plan", "Record",
+    "Run", "Step", "TightfitError", "Train", "build", "complete", "evaluate", "resume", "save", "train", "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"tightfit has no {name!r}; its names are {', '.join(sorted(_ROOMS))}")
+    return getattr(importlib.import_module(f"tightfit.{_ROOMS[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_ROOMS)

@@ -1,0 +1,70 @@
+"""The command line: one verb a command, each a few lines that call the library. Heavy imports wait until they are needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="tightfit", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
+    help="Train models that barely fit, as fast as the hardware allows.",
+)
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="the job file (YAML)")]
+PlanFile = Annotated[str | None, typer.Option("--plan", metavar="PLAN", help="a plan file (YAML), or the word reference")]
+Changes = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change the job or its plan: train.steps=20, plan.micro_batch=4")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON and nothing else")]
+
+
+@app.command()
+def train(
+    job: JobFile,
+    plan: PlanFile = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="where the run's files go; left out, runs/<job name>")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint in --out")] = False,
+    changes: Changes = None,
+) -> None:
+    """Train a job: plan what was left open, train, checkpoint, and leave a record."""
+    from tightfit.report.commands import train_command
+
+    train_command(job, plan, out, resume, changes or [])
+
+
+@app.command()
+def verify(
+    job: JobFile,
+    plan: PlanFile = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="optimizer steps to compare")] = 3,
+    changes: Changes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run the plan beside the reference plan and print the largest differences."""
+    from tightfit.report.commands import verify_command
+
+    verify_command(job, plan, steps, changes or [], as_json)
+
+
+@app.command()
+def machine(
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="measure this machine (about a minute)")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what this machine is and what it was measured to do."""
+    from tightfit.report.commands import machine_command
+
+    machine_command(calibrate, as_json)
+
+
+@app.command()
+def schema(noun: Annotated[str, typer.Argument(help="job, plan, machine or record")] = "job") -> None:
+    """Print the JSON schema of a job, plan, machine or record, for editors."""
+    from tightfit import errors, job, plan, record
+    from tightfit import machine as machines
+
+    nouns = {"job": job.Job, "plan": plan.Plan, "machine": machines.Machine, "record": record.Record}
+    if noun not in nouns:
+        raise errors.InputError(f"schema {noun}", "no such noun", f"use one of: {', '.join(nouns)}")
+    typer.echo(json.dumps(nouns[noun].model_json_schema(), indent=1))

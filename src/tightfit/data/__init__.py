@@ -1,0 +1,62 @@
+"""Data: text, tokens, images and the user's own datasets as samples, in an order that resumes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tightfit.data.images import open_images
+from tightfit.data.language import open_language, synthetic_language
+from tightfit.data.order import Order
+from tightfit.data.samples import ModelInput, Samples
+from tightfit.data.synthetic import SyntheticImages
+from tightfit.data.user import Given, Named, UserStream, open_user
+from tightfit.errors import InputError
+from tightfit.job import DataSpec, Job, ModelSpec
+from tightfit.models import model_config, task_of
+
+__all__ = ["ModelInput", "Order", "Samples", "UserStream", "model_input", "open_samples"]
+
+
+def open_samples(job: Job) -> Samples | UserStream:
+    """The samples of a job's data, a stream where they are an iterable; prepared now, or taken from the cache.
+
+    Raises InputError for data that is missing, empty, damaged or not what the job's model takes.
+    """
+    model, seed = model_input(job), job.train.seed
+    spec = job.data
+    if not isinstance(spec, DataSpec):
+        return open_user(Given(spec), model, seed)
+    if spec.python is not None:
+        return open_user(Named(spec.python), model, seed)
+    if _are_images(spec, model):
+        return _images(spec, model, seed)
+    return synthetic_language(spec, model, seed) if spec.synthetic else open_language(spec, model, seed)
+
+
+def model_input(job: Job) -> ModelInput:
+    """What a job's model takes, as far as its config says."""
+    config = model_config(job.model) if isinstance(job.model, ModelSpec) else None
+    text = config and config.get_text_config()
+    size = getattr(config, "image_size", None)
+    return ModelInput(
+        task=task_of(job.model), own_loss=job.loss is not None,
+        vocabulary=getattr(text, "vocab_size", None), positions=getattr(text, "max_position_embeddings", None),
+        labels=getattr(config, "num_labels", None),
+        image_size=size if isinstance(size, int) else None, channels=getattr(config, "num_channels", None),
+    )
+
+
+def _are_images(spec: DataSpec, model: ModelInput) -> bool:
+    if spec.images is not None or spec.synthetic == "images":
+        return True
+    return spec.dataset is not None and model.task == "classification" and model.vocabulary is None
+
+
+def _images(spec: DataSpec, model: ModelInput, seed: int) -> Any:
+    if model.task not in (None, "classification"):
+        raise InputError(f"data: {spec}", f"is images, and a {model.task} model reads text",
+                         "give text, or a model of images such as vit")
+    if spec.synthetic is None:
+        return open_images(spec, model)
+    size, channels = model.image_size or spec.image_size or 32, model.channels or 3
+    return SyntheticImages(spec.samples, model.labels or 10, channels, size, seed)

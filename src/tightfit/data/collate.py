@@ -1,0 +1,117 @@
+"""Samples of the user's own made into batches, and held to what the model takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.data import default_collate
+
+from tightfit.data.samples import ModelInput
+from tightfit.errors import InputError
+from tightfit.models.objective import IGNORED, Batch
+
+
+def as_tensors(sample: Any) -> Any:
+    """A sample with arrays and lists of numbers as tensors; single numbers stay. Raises InputError for the rest."""
+    if isinstance(sample, Tensor | bool | int | float | np.number | np.bool_):
+        return sample
+    if isinstance(sample, np.ndarray) and sample.dtype.kind in "biufc":
+        return torch.from_numpy(sample.copy())  # a copy: the dataset's own may be read-only, or change
+    if isinstance(sample, dict):
+        return {name: as_tensors(value) for name, value in sample.items()}
+    if isinstance(sample, tuple):
+        values = [as_tensors(value) for value in sample]
+        return type(sample)(*values) if hasattr(sample, "_fields") else tuple(values)
+    if isinstance(sample, list):
+        array = _array_of(sample)
+        return tuple(as_tensors(value) for value in sample) if array is None else torch.from_numpy(array)
+    raise InputError("data", f"a sample holds a {type(sample).__name__}, not a tensor or number",
+                     "turn it into a tensor in the dataset, or leave it out")
+
+
+def _array_of(values: list[Any]) -> NDArray[Any] | None:
+    """Nested lists of numbers as an array; None where they are something else."""
+    innermost: Any = values
+    while isinstance(innermost, list) and innermost:
+        innermost = innermost[0]
+    if not isinstance(innermost, int | float | np.number):
+        return None
+    try:
+        array = np.array(values)
+    except ValueError:
+        return None
+    return array if array.dtype.kind in "biuf" else None
+
+
+def tensors_in(sample: Any) -> list[Tensor]:
+    if isinstance(sample, Tensor):
+        return [sample]
+    values = sample.values() if isinstance(sample, dict) else sample if isinstance(sample, tuple) else ()
+    return [tensor for value in values for tensor in tensors_in(value)]
+
+
+def items_in(sample: Any) -> int:
+    """Tokens of a sample that has any, else 1."""
+    return sample["input_ids"].numel() if isinstance(sample, dict) and "input_ids" in sample else 1
+
+
+def check_labelled(sample: Any, model: ModelInput) -> None:
+    """Refuse samples that have no labels where the loss of the model's task needs them."""
+    if model.own_loss:
+        return
+    if isinstance(sample, dict):
+        if "labels" not in sample:
+            raise InputError("data", f"samples have the fields {', '.join(map(str, sample))} and no labels",
+                             "add the field labels (for causal-lm a copy of input_ids), or give the job a loss")
+    elif model.task not in (None, "classification"):
+        raise InputError("data", f"samples are a {type(sample).__name__}, and a {model.task} model takes named fields",
+                         "let samples be dicts with input_ids and labels, or give the job a loss")
+    elif not isinstance(sample, tuple) or len(sample) < 2:
+        raise InputError("data", f"samples are a {type(sample).__name__} without a label",
+                         "let samples be (input, label), or give the job a loss")
+
+
+def collate(samples: list[Any], model: ModelInput) -> Batch:
+    """Samples stacked by torch's default_collate, rows of different lengths padded before. Raises InputError."""
+    if isinstance(samples[0], dict):
+        samples = _pad(samples, model)
+    try:
+        batch = default_collate(samples)
+    except (RuntimeError, TypeError, KeyError, ValueError) as error:
+        raise InputError("data", f"samples cannot be stacked ({str(error).splitlines()[0]})",
+                         "let all samples have the same fields and shapes") from None
+    _check_ids(batch, model)
+    return batch
+
+
+def _pad(samples: list[dict[str, Any]], model: ModelInput) -> list[dict[str, Any]]:
+    """Rows (1-D tensors) filled on the right to the longest: labels with IGNORED, others with 0.
+
+    Where the model needs an attention mask and the samples have none, it is added.
+    """
+    rows = [name for name, value in samples[0].items() if isinstance(value, Tensor) and value.dim() == 1]
+    shared = [name for name in rows if all(name in sample for sample in samples)]
+    longest = {name: max(len(sample[name]) for sample in samples) for name in shared}
+    if all(len(sample[name]) == length for sample in samples for name, length in longest.items()):
+        return samples
+    if "input_ids" in longest and "attention_mask" not in samples[0] and model.task != "causal-lm":
+        longest["attention_mask"] = longest["input_ids"]
+        samples = [{**sample, "attention_mask": torch.ones_like(sample["input_ids"])} for sample in samples]
+    fills = {name: IGNORED if name == "labels" else 0 for name in longest}
+    return [sample | {name: pad(sample[name], (0, length - len(sample[name])), value=fills[name])
+                      for name, length in longest.items()} for sample in samples]
+
+
+def _check_ids(batch: Batch, model: ModelInput) -> None:
+    """Refuse ids that the model has no embedding or class for: on a GPU they would end the process without a word."""
+    if isinstance(batch, dict) and "input_ids" in batch:
+        model.check_ids(batch["input_ids"])
+    if model.task == "classification" and not model.own_loss:
+        labels = batch["labels"] if isinstance(batch, dict) else batch[1]
+        if isinstance(labels, Tensor) and not labels.is_floating_point():
+            model.check_labels("data", labels[labels != IGNORED].numpy())

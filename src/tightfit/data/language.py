@@ -1,0 +1,103 @@
+"""Text made into samples of the model's task: source, tokenizer, token file, rows, and what the task asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tightfit.data.samples import ModelInput, Samples
+from tightfit.data.sequences import (
+    CausalSamples,
+    LabelledSamples,
+    MaskedSamples,
+    PairSamples,
+    SpanSamples,
+    corruption,
+    row_length,
+)
+from tightfit.data.synthetic import SyntheticRows
+from tightfit.data.text import Columns, TextSource, open_text
+from tightfit.data.tokenizer import SpecialTokens, load_tokenizer, special_tokens, trained_tokenizer
+from tightfit.data.tokens import Packed, Padded, Rows, TokenFile, token_file
+from tightfit.errors import InputError
+from tightfit.job import DataSpec
+
+
+def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
+    """The samples of a text source. Raises InputError for what the data or the model lacks."""
+    task = _task(spec, model)
+    pairs, labelled = task == "seq2seq-lm" and spec.target_field is not None, task == "classification"
+    source = open_text(spec, Columns(spec.field, spec.target_field, spec.label_field if labelled else None))
+    spanned = task == "seq2seq-lm" and not pairs
+    length = row_length(spec.sequence_length, spec.mask_probability) if spanned else spec.sequence_length
+    spans = corruption(length, spec.mask_probability)[1] if spanned else 0
+    tokenizer = load_tokenizer(spec.tokenizer) if spec.tokenizer else trained_tokenizer(source, spec, model, spans)
+    asked = f"data: tokenizer={spec.tokenizer}" if spec.tokenizer else f"data: {source.name}"
+    special = special_tokens(tokenizer, asked, task)
+    model.check_tokenizer(asked, special.vocabulary)
+    tokens = token_file(source, tokenizer, special, task != "causal-lm", spec.skip_damaged)
+    damaged = tokens.facts["damaged"]
+    if labelled:
+        model.check_labels(f"data: {source.name}", tokens.labels)
+        return LabelledSamples(Padded(tokens, length, special.pad), tokenizer, damaged, labels=tokens.labels)
+    if pairs:
+        targets = Padded(TokenFile(tokens.folder, "target"), spec.target_length or length, special.pad)
+        return PairSamples(Padded(tokens, length, special.pad), tokenizer, damaged, targets=targets)
+    if len(special.sentinels) < spans:
+        raise InputError(asked, f"has {len(special.sentinels)} of the {spans} sentinels (<extra_id_0> ...) "
+                         "that span corruption needs",
+                         "give data.target_field for pairs of texts, or leave data.tokenizer out")
+    rows = Padded(tokens, length, special.pad) if spec.packing == "padded" else _packed(source, tokens, length)
+    return _of_rows(task, rows, special, spec, seed, tokenizer, damaged)
+
+
+def synthetic_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
+    """Synthetic sequences as samples of the model's task."""
+    task, vocabulary = _task(spec, model), spec.vocabulary_size or model.vocabulary
+    if vocabulary is None:
+        raise InputError("data: synthetic=tokens", "the model does not say its vocabulary size",
+                         "add data.vocabulary_size")
+    rows = SyntheticRows(spec.samples, spec.sequence_length, vocabulary, seed)
+    if task == "classification":
+        return LabelledSamples(rows, labels=rows.rules(np.arange(spec.samples)) % (model.labels or 2))
+    if task == "seq2seq-lm":
+        return PairSamples(rows, targets=replace(rows, length=spec.target_length or spec.sequence_length))
+    special = SpecialTokens(vocabulary, end=0, pad=0, mask=vocabulary - 1, sentinels=(), all=(vocabulary - 1,))
+    return _of_rows(task, rows, special, spec, seed, None, 0)
+
+
+def _task(spec: DataSpec, model: ModelInput) -> str:
+    """The task that text is prepared for, once it is clear that the model reads text."""
+    task = model.task or ("causal-lm" if model.own_loss else None)
+    if task is None:
+        raise InputError(f"data: {spec}", "the model does not say what it does with text",
+                         "add model.task (such as causal-lm), or give the job a loss")
+    if task == "classification" and model.vocabulary is None and not spec.vocabulary_size and not spec.tokenizer:
+        raise InputError(f"data: {spec}", "is text, and the model has no vocabulary", "give images, or a model of text")
+    if spec.target_field is not None and task != "seq2seq-lm":
+        raise InputError(f"data: target_field={spec.target_field}", f"a {task} model reads one text",
+                         "leave it out, or use a seq2seq-lm")
+    model.check_length("data: sequence_length", spec.sequence_length)
+    model.check_length("data: target_length", spec.target_length or 0)
+    return task
+
+
+def _packed(source: TextSource, tokens: TokenFile, length: int) -> Packed:
+    rows = Packed(tokens, length)
+    if len(rows) == 0:
+        count = len(tokens.ids)
+        raise InputError(f"data: {source.name}", f"holds {count} tokens, not one sequence of {length}",
+                         f"use data.sequence_length: {count // 2}" if count >= 4 else "give more text")
+    return rows
+
+
+def _of_rows(
+    task: str, rows: Rows, special: SpecialTokens, spec: DataSpec, seed: int, tokenizer: Any, damaged: int
+) -> Samples:
+    if task == "causal-lm":
+        return CausalSamples(rows, tokenizer, damaged)
+    kinds: dict[str, Callable[..., Samples]] = {"masked-lm": MaskedSamples, "seq2seq-lm": SpanSamples}
+    return kinds[task](rows, tokenizer, damaged, special=special, probability=spec.mask_probability, seed=seed)

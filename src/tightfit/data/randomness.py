@@ -1,0 +1,51 @@
+"""The random generators of Python, NumPy and torch, lent to a dataset and taken back as they were."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+States = tuple[Any, Any, Tensor]
+
+
+class Randomness:
+    """A state of Python's, NumPy's and torch's random generators, apart from the training's."""
+
+    def __init__(self, seed: int) -> None:
+        outside = _states()
+        seed_generators(seed)
+        self.inside = _states()
+        _restore(outside)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """This state inside, and the one from outside again afterwards."""
+        outside = _states()
+        _restore(self.inside)
+        try:
+            yield
+        finally:
+            self.inside = _states()
+            _restore(outside)
+
+
+def seed_generators(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed % 2**63)
+
+
+def _states() -> States:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _restore(states: States) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])

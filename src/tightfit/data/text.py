@@ -1,0 +1,253 @@
+"""Sources of text: files, JSON lines, parquet and saved datasets, read as documents that know their place."""
+
+from __future__ import annotations
+
+import glob
+import io
+import json
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tightfit.data.cache import stamps
+from tightfit.data.samples import Damage
+from tightfit.errors import InputError
+from tightfit.job import DataSpec
+from tightfit.values import nearest
+
+PYTHON_STDLIB = "python-stdlib"
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and where it stands. `ends` is False where the next document continues it: large files come in blocks."""
+
+    place: str
+    text: str
+    target: str | None = None
+    label: int | str | None = None
+    ends: bool = True
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The fields of a row that are read: the text, the target text of a pair, the class label."""
+
+    text: str
+    target: str | None = None
+    label: str | None = None
+
+    def names(self) -> list[str]:
+        return [name for name in (self.text, self.target, self.label) if name is not None]
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """A source of documents: its name for messages, what identifies its content, its size, and how it is read."""
+
+    name: str
+    identity: Any
+    size_bytes: int
+    documents: Callable[[Damage], Iterator[Document]]
+
+
+def open_text(spec: DataSpec, columns: Columns) -> TextSource:
+    """The documents of `spec` (text, jsonl, parquet or dataset). Raises InputError for what is not there."""
+    if spec.text is not None:
+        if columns.target or columns.label:
+            raise InputError(f"data: text={spec.text}", f"plain text has no field {columns.names()[-1]!r}",
+                             "use jsonl, parquet or dataset, whose rows have fields")
+        files = stdlib_files() if spec.text == PYTHON_STDLIB else find_files("text", spec.text)
+        return _source(str(spec), files, columns, lambda damage: _read_text(files, damage))
+    if spec.jsonl is not None:
+        files = find_files("jsonl", spec.jsonl, (".jsonl", ".json", ".ndjson"))
+        return _source(str(spec), files, columns, lambda damage: _read_jsonl(files, columns, damage))
+    if spec.parquet is not None:
+        files = find_files("parquet", spec.parquet, (".parquet",))
+        return _source(str(spec), files, columns, lambda damage: _read_parquet(files, columns, damage))
+    folder = Path(str(spec.dataset))
+    files = find_files("dataset", str(folder))
+    return _source(str(folder), files, columns, lambda damage: _read_dataset(folder, columns, damage))
+
+
+def _source(name: str, files: list[Path], columns: Columns, read: Callable[[Damage], Iterator[Document]]) -> TextSource:
+    seen = stamps(files)
+    return TextSource(name, [seen, columns.names()], sum(size for _, size, _ in seen), read)
+
+
+def stdlib_files() -> list[Path]:
+    """The modules of the running Python's standard library, without its tests: some 12 MB of text on every machine."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    return sorted(file for file in folder.rglob("*.py") if not _LEFT_OUT & set(file.relative_to(folder).parts))
+
+
+def find_files(field: str, given: str | list[str], endings: tuple[str, ...] = ()) -> list[Path]:
+    """The files that a file, folder, glob or list of them names; of folders those with `endings`. Raises InputError."""
+    if isinstance(given, list):
+        return [file for one in given for file in find_files(field, one, endings)]
+    path = Path(given).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        files = _files_below(path, endings)
+        if not files:
+            kinds = f" ending in {' or '.join(endings)}" if endings else ""
+            raise InputError(f"data: {field}={given}", f"a folder without files{kinds}",
+                             "name a file, or another folder")
+        return files
+    files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+    if not files:
+        raise InputError(f"data: {field}={given}", "no such file or folder", _similar(path))
+    return files
+
+
+def _files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
+    inside = (file for file in folder.rglob("*") if file.is_file())
+    shown = (file for file in inside if not any(part.startswith(".") for part in file.relative_to(folder).parts))
+    return sorted(file for file in shown if not endings or file.suffix.lower() in endings)
+
+
+def _similar(path: Path) -> str:
+    """What to write instead of a path that is not there."""
+    if glob.has_magic(str(path)) or not path.parent.is_dir():
+        return "check the path; relative paths start at the job file's folder"
+    names = sorted(other.name for other in path.parent.iterdir())
+    return nearest(path.name, names[:20]) if names else f"put data into {path.parent}, which is empty"
+
+
+def _read_text(files: list[Path], damage: Damage) -> Iterator[Document]:
+    """Each file is one document; files of more than a block come in several, cut at line ends."""
+    for file in files:
+        held: Document | None = None
+        for line, block in _blocks(file):
+            text = _decode(file, line, block, damage)
+            if text and held:
+                yield Document(held.place, held.text, ends=False)
+            held = Document(f"{file}:{line}", text) if text else held
+        if held:
+            yield held
+
+
+def _blocks(file: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file in blocks of about 1 MiB, each with the number of its first line."""
+    line = 1
+    with file.open("rb") as opened:
+        while lines := opened.readlines(_BLOCK_BYTES):
+            yield line, b"".join(lines)
+            line += len(lines)
+
+
+def _decode(file: Path, first: int, block: bytes, damage: Damage) -> str:
+    """The block as text, without the lines that are not UTF-8 where damage is skipped."""
+    try:
+        return block.decode()
+    except UnicodeDecodeError:
+        return "".join(_sound_lines(file, first, block, damage))
+
+
+def _sound_lines(file: Path, first: int, block: bytes, damage: Damage) -> Iterator[str]:
+    for number, line in enumerate(io.BytesIO(block), first):
+        try:
+            yield line.decode()
+        except UnicodeDecodeError as error:
+            damage.report(f"{file}:{number}", f"not UTF-8 text ({error.reason} at byte {error.start} of the line)")
+
+
+def _read_jsonl(files: list[Path], columns: Columns, damage: Damage) -> Iterator[Document]:
+    for file in files:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                place = f"{file}:{number}"
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    damage.report(place, f"not a line of JSON ({error})")
+                    continue
+                yield from _documents(place, row, columns, damage)
+
+
+def _read_parquet(files: list[Path], columns: Columns, damage: Damage) -> Iterator[Document]:
+    import pyarrow
+    from pyarrow import parquet
+
+    for file in files:
+        number = 0
+        try:
+            table = parquet.ParquetFile(file)
+            known = [name for name in columns.names() if name in table.schema_arrow.names]
+            if len(known) < len(columns.names()):
+                missing = next(name for name in columns.names() if name not in known)
+                damage.report(str(file), f"has no column {missing!r}; it has {', '.join(table.schema_arrow.names)}")
+                continue
+            for batch in table.iter_batches(1024, columns=known):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield from _documents(f"{file}: row {number}", row, columns, damage)
+        except (pyarrow.ArrowException, OSError) as error:
+            damage.report(str(file), f"not readable as parquet after row {number} ({error})")
+
+
+def _read_dataset(folder: Path, columns: Columns, damage: Damage) -> Iterator[Document]:
+    rows = load_dataset(folder)
+    missing = [name for name in columns.names() if name not in rows.column_names]
+    if missing:
+        raise InputError(f"data: dataset={folder}", f"has no column {missing[0]!r}",
+                         nearest(missing[0], rows.column_names))
+    for number, row in enumerate(rows.select_columns(columns.names()), 1):
+        yield from _documents(f"{folder}: row {number}", row, columns, damage)
+
+
+def load_dataset(folder: Path) -> Any:
+    """The datasets.Dataset that save_to_disk left in a folder; of several splits the one named train."""
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:  # whatever arrow, json or fsspec raise for a folder that is not a dataset
+        raise InputError(f"data: dataset={folder}", f"not a folder written by datasets.save_to_disk ({error})",
+                         "save it with dataset.save_to_disk(folder)") from None
+    if isinstance(loaded, datasets.DatasetDict):
+        if "train" not in loaded:
+            raise InputError(f"data: dataset={folder}", f"has the splits {', '.join(loaded)} and none named train",
+                             f"name one split's folder, such as {folder / next(iter(loaded))}")
+        loaded = loaded["train"]
+    return loaded.with_format(None)
+
+
+def _documents(place: str, row: Any, columns: Columns, damage: Damage) -> Iterator[Document]:
+    """The document of one row: none where it is damaged or its text is empty."""
+    found = _flaw(row, columns)
+    if found:
+        damage.report(place, found)
+    elif row[columns.text] and (columns.target is None or row[columns.target]):
+        target, label = (name and row[name] for name in (columns.target, columns.label))
+        yield Document(place, row[columns.text], target, label)
+
+
+def _flaw(row: Any, columns: Columns) -> str | None:
+    """What is wrong with a row, or None."""
+    if not isinstance(row, dict):
+        return f"expected a mapping of fields, found {type(row).__name__}"
+    for name in columns.names():
+        if name not in row:
+            return f"has no field {name!r}; it has {', '.join(map(repr, row)) or 'none'}"
+        kinds, wanted = (int | str, "a label") if name == columns.label else (str, "text")
+        if not isinstance(row[name], kinds):
+            return f"field {name!r} holds {type(row[name]).__name__}, not {wanted}"
+        if isinstance(row[name], str) and not _is_unicode(row[name]):
+            return f"field {name!r} holds half a surrogate pair, which is no character"
+    return None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

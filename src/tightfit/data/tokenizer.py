@@ -1,0 +1,128 @@
+"""Tokenizers: the user's own, or a byte-level BPE trained on the data and cached.
+
+Source  byte-level BPE: Radford et al. 2019 (GPT-2); sentinels: Raffel et al. 2020, arXiv:1910.10683 (T5).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tightfit.data.cache import cached
+from tightfit.data.samples import Damage, ModelInput
+from tightfit.data.text import TextSource
+from tightfit.errors import InputError
+from tightfit.job import DataSpec
+
+PAD, END, MASK, SENTINEL = "<|pad|>", "<|endoftext|>", "<|mask|>", "<extra_id_{}>"
+_TRAINING_CHARACTERS = 8_000_000
+_BYTES = 256  # the alphabet of a byte-level tokenizer
+_END_NAMES = (END, "</s>", "[SEP]", "<|end_of_text|>", "<eos>", "<|im_end|>")
+_PAD_NAMES = (PAD, "[PAD]", "<pad>")
+_MASK_NAMES = (MASK, "[MASK]", "<mask>")
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids of the tokens that stand for no text, `all` of them; `vocabulary` is how many tokens there are."""
+
+    vocabulary: int
+    end: int
+    pad: int
+    mask: int | None
+    sentinels: tuple[int, ...]
+    all: tuple[int, ...]
+
+
+def load_tokenizer(path: str) -> Any:
+    """The transformers tokenizer of a folder or a tokenizer.json. Raises InputError."""
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    asked, place = f"data: tokenizer={path}", Path(path).expanduser()
+    if not place.exists():
+        raise InputError(asked, "no such file or folder", "name a tokenizer.json, or a folder that has one")
+    try:
+        if place.is_dir() and (place / "tokenizer_config.json").exists():
+            loaded = AutoTokenizer.from_pretrained(str(place), local_files_only=True)
+            loaded.backend_tokenizer  # noqa: B018  a tokenizer in pure Python has none
+            return loaded
+        return _with_roles(Tokenizer.from_file(str(place / "tokenizer.json" if place.is_dir() else place)))
+    except Exception as error:  # the Rust library raises plain Exception, transformers many kinds
+        raise InputError(asked, f"not a tokenizer ({error})",
+                         "write one with tokenizer.save_pretrained(folder)") from None
+
+
+def _with_roles(backend: Any) -> Any:
+    """A tokenizers.Tokenizer does not say what its special tokens are for, so they are found by their usual names."""
+    from transformers import PreTrainedTokenizerFast
+
+    def named(names: tuple[str, ...]) -> str | None:
+        return next((name for name in names if backend.token_to_id(name) is not None), None)
+
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=named(_END_NAMES), pad_token=named(_PAD_NAMES),
+                                   mask_token=named(_MASK_NAMES))
+
+
+def trained_tokenizer(source: TextSource, spec: DataSpec, model: ModelInput, sentinels: int) -> Any:
+    """A byte-level BPE of the model's vocabulary size, trained on some 8 MB of the source and cached."""
+    names, size = _special_names(model.task, sentinels), spec.vocabulary_size or model.vocabulary
+    if size is None:
+        raise InputError(f"data: {source.name}", "no tokenizer can be trained, as the model names no vocabulary size",
+                         "add data.vocabulary_size, or give data.tokenizer")
+    if size < _BYTES + len(names):
+        raise InputError(f"vocabulary of {size} tokens", "too small for text, which needs one for every byte",
+                         f"set model.vocab_size (or data.vocabulary_size) to {_BYTES + len(names)} or more")
+    identity = [source.identity, size, names, _TRAINING_CHARACTERS]
+    return load_tokenizer(str(cached("tokenizer", identity, lambda folder: _train(folder, source, size, names))))
+
+
+def _special_names(task: str | None, sentinels: int) -> list[str]:
+    """In the order of their ids: padding first, as in BERT and T5, where there is any."""
+    if task in (None, "causal-lm"):
+        return [END]
+    extra = [MASK] if task == "masked-lm" else []
+    return [PAD, END, *extra, *(SENTINEL.format(number) for number in range(sentinels))]
+
+
+def _train(folder: Path, source: TextSource, vocabulary: int, names: list[str]) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, min_frequency=2, special_tokens=names,
+                                  initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(_training_texts(source), trainer)
+    _with_roles(backend).save_pretrained(str(folder))
+
+
+def _training_texts(source: TextSource) -> Iterator[str]:
+    """Documents spread evenly over the source, some 8 MB of them."""
+    every = max(1, source.size_bytes // _TRAINING_CHARACTERS)
+    left = _TRAINING_CHARACTERS
+    for document in itertools.islice(source.documents(Damage(skip=True)), 0, None, every):
+        for text in filter(None, (document.text, document.target)):
+            yield text[:left]
+            left -= len(text)
+            if left <= 0:
+                return
+
+
+def special_tokens(tokenizer: Any, asked: str, task: str | None) -> SpecialTokens:
+    """The ids that `task` needs of a tokenizer. Raises InputError where it lacks one."""
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+    if end is None:
+        raise InputError(asked, "has no end-of-text token", "add eos_token to its tokenizer_config.json")
+    if task == "masked-lm" and tokenizer.mask_token_id is None:
+        raise InputError(asked, "has no mask token",
+                         "add mask_token to its tokenizer_config.json, or train a causal-lm")
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
+    found = (tokenizer.backend_tokenizer.token_to_id(SENTINEL.format(number)) for number in itertools.count())
+    sentinels = tuple(itertools.takewhile(lambda token: token is not None, found))
+    known = {*tokenizer.all_special_ids, end, pad, *sentinels}
+    return SpecialTokens(len(tokenizer), end, pad, tokenizer.mask_token_id, sentinels, tuple(sorted(known)))

@@ -1,0 +1,177 @@
+"""Samples of the user's own: any map-style dataset or sequence, and iterables, whose order is their own.
+
+A dataset may draw from the random generators of Python, NumPy and torch (to augment, say): what they give it is a
+function of the seed, the sample and the epoch, and the training's own generators do not notice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tightfit.data.collate import as_tensors, check_labelled, collate, items_in, tensors_in
+from tightfit.data.order import Integers, key
+from tightfit.data.randomness import Randomness, seed_generators
+from tightfit.data.samples import ModelInput, single
+from tightfit.errors import InputError, TightfitError
+from tightfit.models import load_python
+from tightfit.models.objective import Batch
+
+_SEEN = 8  # samples that are looked at when a dataset is opened
+_END = object()
+
+
+@runtime_checkable
+class MapStyle(Protocol):
+    """A dataset whose samples can be had by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Given:
+    """A dataset handed over in Python."""
+
+    dataset: Any
+
+    def __call__(self) -> Any:
+        return self.dataset
+
+
+@dataclass(frozen=True)
+class Named:
+    """The dataset that "file.py:function" or "module:function" returns. Pickles as that name: a worker calls it."""
+
+    source: str
+
+    def __call__(self) -> Any:
+        function = load_python(self.source)
+        try:
+            return function()
+        except TightfitError:
+            raise
+        except Exception as error:
+            raise InputError(f"data: python={self.source}", f"the function raised {type(error).__name__}: {error}",
+                             "mend the function") from error
+
+
+class UserSamples:
+    """A user's map-style dataset: batches are what torch's default_collate makes of its samples, ragged rows padded."""
+
+    damaged = 0
+    tokenizer = None
+
+    def __init__(self, make: Given | Named, dataset: MapStyle, model: ModelInput, seed: int) -> None:
+        self.make, self.dataset, self.model, self.seed = make, dataset, model, seed
+        if len(dataset) == 0:
+            raise InputError("data", "the dataset is empty", "give one with samples")
+        count = min(_SEEN, len(dataset))
+        seen = self._samples(range(count), [0] * count)
+        check_labelled(seen[0], model)
+        self.ragged = len({tuple(tensor.shape for tensor in tensors_in(sample)) for sample in seen}) > 1
+        self.sample_items = max(map(items_in, seen))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "dataset": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, dataset=state["make"]())
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return single(self, index)
+
+    def batch(self, indices: Integers, epochs: Integers) -> Batch:
+        return collate(self._samples(indices.tolist(), epochs.tolist()), self.model)
+
+    def _samples(self, indices: Iterable[int], epochs: Iterable[int]) -> list[Any]:
+        with Randomness(self.seed).used():
+            return [self._sample(index, epoch) for index, epoch in zip(indices, epochs, strict=True)]
+
+    def _sample(self, index: int, epoch: int) -> Any:
+        seed_generators(key(self.seed, epoch, index))
+        try:
+            return as_tensors(self.dataset[index])
+        except TightfitError:
+            raise
+        except Exception as error:
+            raise InputError(f"data: sample {index}", f"the dataset raised {type(error).__name__}: {error}",
+                             "mend its __getitem__") from error
+
+
+class UserStream:
+    """A user's iterable dataset, read again from its start when it ends. To resume, what was consumed is read over."""
+
+    def __init__(self, make: Given | Named, model: ModelInput, seed: int) -> None:
+        self.make, self.model, self.seed = make, model, seed
+
+    def batches(self, consumed: int, sizes: Iterable[int]) -> Iterator[Batch]:
+        samples = itertools.islice(self._samples(), consumed, None)
+        for size in sizes:
+            batch = [as_tensors(sample) for sample in itertools.islice(samples, size)]
+            check_labelled(batch[0], self.model)
+            yield collate(batch, self.model)
+
+    @property
+    def sample_items(self) -> int:
+        """Tokens of the first sample, or 1."""
+        return items_in(as_tensors(next(self._samples())))
+
+    def _samples(self) -> Iterator[Any]:
+        for epoch in itertools.count():
+            empty = True
+            for sample in self._epoch(epoch):
+                empty = False
+                yield sample
+            if empty:
+                raise InputError("data", f"the iterable gave no samples in epoch {epoch}",
+                                 "let its __iter__ start anew each time")
+
+    def _epoch(self, epoch: int) -> Iterator[Any]:
+        randomness = Randomness(key(self.seed, epoch))
+        with randomness.used():
+            samples = iter(self.make())
+        while True:
+            with randomness.used():
+                sample = self._next(samples)
+            if sample is _END:
+                return
+            yield sample
+
+    def _next(self, samples: Iterator[Any]) -> Any:
+        try:
+            return next(samples, _END)
+        except TightfitError:
+            raise
+        except Exception as error:
+            raise InputError("data", f"the iterable raised {type(error).__name__}: {error}",
+                             "mend its __iter__") from error
+
+
+def open_user(make: Given | Named, model: ModelInput, seed: int) -> UserSamples | UserStream:
+    """A user's dataset as samples, or as a stream where it has no length. Raises InputError for what is neither."""
+    dataset, asked = make(), f"data: python={make.source}" if isinstance(make, Named) else "data"
+    found = f"a {type(dataset).__name__}"
+    if isinstance(dataset, DataLoader):
+        raise InputError(asked, f"{found}, which cuts batches of its own",
+                         "give its dataset; train.batch says the batch")
+    if isinstance(dataset, str | bytes | dict):
+        raise InputError(asked, f"{found}, not a dataset",
+                         "give a list of samples, a torch Dataset or an iterable of samples")
+    if isinstance(dataset, Iterator) and isinstance(make, Given):
+        raise InputError(asked, f"{found}, which can be read only once, so a run could not be resumed",
+                         "give a list, an IterableDataset, or the function that makes it: {python: 'file.py:function'}")
+    if isinstance(dataset, MapStyle) and not isinstance(dataset, IterableDataset):
+        return UserSamples(make, dataset, model, seed)
+    if isinstance(dataset, IterableDataset) or (isinstance(dataset, Iterable) and not isinstance(dataset, Dataset)):
+        return UserStream(make, model, seed)
+    raise InputError(asked, f"{found}, which has no length or no samples by number",
+                     "give it __len__ and __getitem__, or derive it from torch.utils.data.IterableDataset")

@@ -1,0 +1,1 @@
+"""The engine: build a run, take its steps, save and resume it."""

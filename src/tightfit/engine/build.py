@@ -1,0 +1,35 @@
+"""build: the fold of every method's `apply` over one Run. Refuses a plan that cannot work before it allocates anything."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from tightfit.job import Job
+from tightfit.machine import Machine
+from tightfit.methods import METHODS
+from tightfit.methods.run import Run
+from tightfit.models import task_of
+from tightfit.models.objective import objective_of
+from tightfit.plan import Plan, check
+
+
+def build(job: Job, plan: Plan | None = None, machine: Machine | None = None) -> Run:
+    """A Run of `job` fitted by `plan` (the reference plan if left out) to this machine's device.
+
+    Raises InputError for a plan that the job does not allow or that cannot work, with its remedy.
+    """
+    plan = plan or Plan()
+    kind = (machine or Machine.detect()).device
+    check(plan, job, kind)
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    torch.manual_seed(job.train.seed)
+    unset = cast(Any, None)  # set by the rooms below
+    run = Run(job=job, plan=plan, device=device, objective=objective_of(job.loss, task_of(job.model)),
+              model=unset, loss_sum=unset, data=unset, optimizer=unset, learning_rate=unset)
+    for method in METHODS:
+        if method.wanted(plan):
+            run = method.apply(run, plan)
+    run.model.train()
+    return run

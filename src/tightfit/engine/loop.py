@@ -1,0 +1,59 @@
+"""The loop: a generator that yields each step's result. What is done with it is the caller's `for`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from tightfit.engine.step import Step, take_step, to_device
+from tightfit.methods.run import Run
+from tightfit.models.objective import Batch
+
+TakeStep = Callable[[Run, list[Batch], int], Step]
+
+
+def total_steps(run: Run) -> int:
+    """How many optimizer steps the job has; a job that says neither steps nor epochs runs one epoch."""
+    train = run.job.train
+    if train.steps is not None or run.data.samples is None:
+        return train.steps or 0
+    return math.ceil((train.epochs or 1) * run.data.samples / train.batch)
+
+
+def train(run: Run, start: int = 0, take: TakeStep = take_step) -> Iterator[Step]:
+    """Train from step `start` to the job's end, yielding a Step for each. Stop by leaving the loop.
+
+    `take` takes a step: one that also observes it may stand in for the engine's own.
+
+    On CUDA the time of a step ends when its loss is on the host, so the device's work is counted.
+    """
+    batch = run.job.train.batch
+    until = None
+    if run.job.train.steps is None and run.data.samples is not None:
+        until = round((run.job.train.epochs or 1) * run.data.samples)
+    if start == 0:
+        torch.manual_seed(run.job.train.seed + 1)  # dropout draws the same numbers however the model was created
+    began = time.perf_counter()
+    for step, micro_batches in zip(range(start, total_steps(run)), run.data.steps(start * batch, until), strict=False):
+        result = take(run, micro_batches, step)
+        ended = time.perf_counter()
+        yield replace(result, seconds=ended - began)
+        began = time.perf_counter()
+
+
+@torch.no_grad()
+def evaluate(run: Run, samples: int | None = None) -> float:
+    """Mean loss over held-out samples, one micro-batch at a time: nothing but the running sum is kept."""
+    run.model.eval()
+    total, items = 0.0, 0
+    try:
+        for batch in run.data.held_out(samples or run.job.train.evaluate_samples):
+            items += run.objective.count(batch)
+            total += float(run.loss_sum(to_device(batch, run)))
+    finally:
+        run.model.train()
+    return total / items if items else math.nan

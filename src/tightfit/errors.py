@@ -1,0 +1,34 @@
+"""What can go wrong, each with the exit code the command line ends with.
+
+An error says what was asked, what was found, and the smallest change that works.
+"""
+
+from __future__ import annotations
+
+
+class TightfitError(Exception):
+    """A run that failed for a reason tightfit can name. Exit code 1."""
+
+    exit_code = 1
+
+
+class InputError(TightfitError, ValueError):
+    """The job, plan, data or command is wrong. Exit code 2.
+
+    asked: what the user wrote. found: what is wrong with it. fix: the smallest change that works.
+    """
+
+    exit_code = 2
+
+    def __init__(self, asked: str, found: str, fix: str) -> None:
+        self.asked, self.found, self.fix = asked, found, fix
+        super().__init__(f"{asked}: {found}\n  fix: {fix}")
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
+        return type(self), (self.asked, self.found, self.fix)
+
+
+class DoesNotFit(TightfitError):
+    """The job does not fit the machine's memory with this plan. Exit code 3."""
+
+    exit_code = 3

@@ -1,0 +1,288 @@
+"""Job: what is trained. It fixes the mathematics, and nothing about how it is fitted to a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+import yaml
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
+
+from tightfit.errors import InputError
+from tightfit.units import parse_bytes
+from tightfit.values import Value, nearest, read_yaml
+
+Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "classification"]
+Permission = Literal[
+    "tf32", "bf16", "fp16", "bf16-states", "8-bit-states", "4-bit-states", "another-optimizer", "stochastic-rounding",
+]
+OptimizerName = Literal["adamw", "adafactor", "sgd", "lamb", "lars", "lion", "muon"]
+ScheduleName = Literal["constant", "linear", "cosine", "warmup-stable-decay"]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+
+
+def _where_defined(thing: Any) -> dict[str, str]:
+    """How a Python object given in place of a file's section is written down."""
+    name = getattr(thing, "__qualname__", type(thing).__qualname__)
+    return {"python": f"{getattr(thing, '__module__', type(thing).__module__)}:{name}"}
+
+
+PythonObject = Annotated[Any, PlainSerializer(_where_defined), WithJsonSchema({"type": "object", "title": "a Python object"})]
+
+
+class ModelSpec(Value):
+    """Which model: one of preset, architecture, from, python. Other keys are the transformers config's own.
+
+    preset        a name of `tightfit.models.presets`, its dimensions from the paper or the published config
+    architecture  a transformers model type (llama, gpt2, bert, vit, t5, ...) with its config keys beside it
+    from          a local folder with config.json and safetensors
+    python        "file.py:function" or "package.module:function" that returns an nn.Module
+    """
+
+    preset: str | None = None
+    architecture: str | None = None
+    from_: str | None = Field(None, alias="from")
+    python: str | None = None
+    task: Task | None = None
+    blocks: str | None = Field(None, description="name of the list of repeated blocks, where it is not found by itself")
+    config: dict[str, Any] = Field(default_factory=dict, description="transformers config keys")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_config(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            raise InputError("job: model", f"expected a mapping, found {content!r}", "write {preset: gpt2} or {architecture: llama, ...}")
+        own = set(cls.field_names()) | {"from_"}
+        extra = {key: value for key, value in content.items() if key not in own}
+        if not extra:
+            return content
+        if not (content.get("architecture") or content.get("preset")):
+            field = next(iter(extra))
+            raise InputError(f"job: model.{field}", "unknown field", nearest(str(field), cls.field_names()))
+        kept = {key: value for key, value in content.items() if key in own}
+        return {**kept, "config": {**content.get("config", {}), **extra}}
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        _exactly_one("model", {"preset": self.preset, "architecture": self.architecture, "from": self.from_, "python": self.python})
+        return self
+
+    def content(self) -> dict[str, Any]:
+        return _flat(super().content())
+
+    def __str__(self) -> str:
+        return self.preset or self.architecture or self.from_ or self.python or ""
+
+
+
+class DataSpec(Value):
+    """Which data: one of text, jsonl, parquet, dataset, images, synthetic, python; and how samples are cut from it."""
+
+    text: str | list[str] | None = Field(None, description="a file, a folder, a glob, or python-stdlib")
+    jsonl: str | list[str] | None = None
+    parquet: str | list[str] | None = None
+    dataset: str | None = Field(None, description="a folder written by datasets.save_to_disk")
+    images: str | None = Field(None, description="a folder with one sub-folder per class, or digits")
+    synthetic: Literal["tokens", "images"] | None = None
+    python: str | None = None
+    field: str = "text"
+    target_field: str | None = Field(None, description="seq2seq: the field of the target text")
+    label_field: str = "label"
+    tokenizer: str | None = Field(None, description="a folder or tokenizer.json; left out, a byte-level BPE is trained on the data")
+    vocabulary_size: int | None = Field(None, gt=0, description="tokens the trained BPE has; left out, the model's vocabulary")
+    sequence_length: int = Field(256, gt=1)
+    target_length: int | None = Field(None, gt=1)
+    packing: Literal["packed", "padded"] = "packed"
+    mask_probability: float = Field(0.15, gt=0, lt=1)
+    image_size: int | None = Field(None, gt=0)
+    samples: int = Field(4096, gt=0, description="how many synthetic samples")
+    held_out: float = Field(0.01, ge=0, lt=1, description="share of the samples kept for evaluation")
+    skip_damaged: bool = False
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        names = ("text", "jsonl", "parquet", "dataset", "images", "synthetic", "python")
+        _exactly_one("data", {name: getattr(self, name) for name in names})
+        return self
+
+    def __str__(self) -> str:
+        return str(self.text or self.jsonl or self.parquet or self.dataset or self.images or self.python or f"synthetic {self.synthetic}")
+
+
+class Train(Value):
+    """How it is trained: the optimizer, its schedule and the batch. `batch` is samples (sequences) per optimizer step."""
+
+    optimizer: OptimizerName = "adamw"
+    learning_rate: float = Field(3e-4, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = Field(1e-8, gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    schedule: ScheduleName = "constant"
+    warmup: int = Field(0, ge=0, description="steps of linear warm-up")
+    decay: float = Field(0.2, gt=0, le=1, description="warmup-stable-decay: share of the steps that decay")
+    final_learning_rate: float = Field(0.0, ge=0, le=1, description="share of the learning rate at the end of the schedule")
+    batch: int = Field(32, gt=0)
+    steps: int | None = Field(None, gt=0)
+    epochs: float | None = Field(None, gt=0)
+    seed: int = Field(0, ge=0)
+    clip: float | None = Field(None, gt=0, description="largest norm of the whole gradient")
+    scale_learning_rate: Literal["none", "linear", "sqrt"] = "none"
+    base_batch: int | None = Field(None, gt=0, description="the batch the learning rate was chosen for")
+    checkpoint_every: int | None = Field(None, gt=0)
+    keep_checkpoints: int = Field(2, gt=0)
+    evaluate_every: int | None = Field(None, gt=0)
+    evaluate_samples: int = Field(128, gt=0)
+    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = ["tensorboard"]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.steps is not None and self.epochs is not None:
+            raise InputError("job: train.steps and train.epochs", f"both given ({self.steps} and {self.epochs:g})",
+                             "keep the one that should end the training")
+        if self.steps is not None and self.warmup > self.steps:
+            raise InputError("job: train.warmup", f"{self.warmup} steps of warm-up in a training of {self.steps}",
+                             f"use a warmup of at most {self.steps}")
+        if self.scale_learning_rate != "none" and self.base_batch is None:
+            raise InputError(f"job: train.scale_learning_rate={self.scale_learning_rate}", "no batch to scale from",
+                             "add train.base_batch, the batch that learning_rate was chosen for")
+        if any(not 0 <= beta < 1 for beta in self.betas):
+            raise InputError("job: train.betas", f"{list(self.betas)} lies outside [0, 1)", "use two numbers such as [0.9, 0.95]")
+        return self
+
+    @property
+    def scaled_learning_rate(self) -> float:
+        """The learning rate after `scale_learning_rate`: linear (Goyal et al. 2017) or square root (Krizhevsky 2014)."""
+        ratio = self.batch / (self.base_batch or self.batch)
+        return self.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.scale_learning_rate]
+
+
+class Limits(Value):
+    """What a run may use at most, in bytes; '24GiB' is understood."""
+
+    memory: Bytes | None = None
+    host_memory: Bytes | None = None
+    disk: Bytes | None = None
+
+
+class Job(Value):
+    """What is trained: model, data, loss, optimizer and schedule, batch, steps, seed, and what `allow` permits.
+
+    model  a ModelSpec (or its mapping), or any callable that returns an nn.Module
+    data   a DataSpec (or its mapping), or a map-style or iterable dataset of samples
+    loss   left out, it follows from the model's task; else a callable `loss(output, batch)` that returns the
+           mean over the batch's samples, or a `tightfit.Objective`
+    """
+
+    model: ModelSpec | PythonObject
+    data: DataSpec | PythonObject
+    loss: PythonObject = None
+    train: Train = Train()
+    allow: list[Permission] | None = Field(None, description="what may change numerics; left out it is [bf16]")
+    limits: Limits = Limits()
+    plan: dict[str, Any] | Literal["reference"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sections(cls, content: Any) -> Any:
+        """Turn mappings into specs here, so that a mistake in one is reported as that section's."""
+        if not isinstance(content, dict):
+            return content
+        content = dict(content)
+        for name, kind in (("model", ModelSpec), ("data", DataSpec)):
+            section = content.get(name)
+            if isinstance(section, dict):
+                content[name] = kind.parse(section, f"job: {name}")
+            elif section is None or isinstance(section, str | int | float | bool | list) and name == "model":
+                example = "{preset: gpt2}" if name == "model" else "{text: python-stdlib}"
+                raise InputError(f"job: {name}", "is needed" if section is None else f"expected a mapping, found {section!r}",
+                                 f"add a section such as {name}: {example}")
+        if isinstance(content.get("train"), dict):
+            content["train"] = Train.parse(content["train"], "job: train")
+        for permission in content.get("allow") or []:
+            if permission not in get_args(Permission):
+                raise InputError(f"job: allow: {permission}", "unknown permission", nearest(str(permission), list(get_args(Permission))))
+        return content
+
+    @classmethod
+    def load(cls, path: str | Path, changes: list[str] | None = None) -> Job:
+        """Read a job file; `changes` are KEY=VALUE texts such as train.steps=20. Relative paths start at the file's folder."""
+        content = read_yaml(path)
+        for change in changes or []:
+            _change(content, change)
+        return cls.parse(_absolute(content, Path(path).resolve().parent), str(path))
+
+    @property
+    def allowed(self) -> frozenset[str]:
+        """What may change numerics: `allow`, or bf16 where it was left out."""
+        return frozenset(["bf16"] if self.allow is None else self.allow)
+
+    def content(self) -> dict[str, Any]:
+        content = super().content()
+        if isinstance(content.get("model"), dict):
+            content["model"] = _flat(content["model"])
+        return content
+
+    def __repr__(self) -> str:
+        train = self.train
+        length = f"{train.steps} steps" if train.steps else f"{train.epochs or 1:g} epochs"
+        model = self.model if isinstance(self.model, ModelSpec) else _where_defined(self.model)["python"]
+        data = self.data if isinstance(self.data, DataSpec) else type(self.data).__name__
+        return f"Job({model} on {data}, {train.optimizer} {train.scaled_learning_rate:g}, batch {train.batch}, {length})"
+
+    __str__ = __repr__
+
+
+def _exactly_one(section: str, sources: dict[str, Any]) -> None:
+    given = [name for name, value in sources.items() if value is not None]
+    if len(given) != 1:
+        found = "gives none of its sources" if not given else f"gives {' and '.join(given)}"
+        raise InputError(f"job: {section}", found, f"give exactly one of: {', '.join(sources)}")
+
+
+def _flat(model: dict[str, Any]) -> dict[str, Any]:
+    """A model section with its config keys beside the others, as people write it."""
+    config = model.pop("config", {})
+    return {**model, **config}
+
+
+def _change(content: dict[str, Any], change: str) -> None:
+    """Apply one KEY=VALUE text to a job's mapping."""
+    key, equals, value = change.partition("=")
+    if not equals or not key:
+        raise InputError(f"--set {change}", "is not KEY=VALUE", "write it like --set train.steps=20")
+    *path, last = key.strip().split(".")
+    for part in path:
+        inner = content.setdefault(part, {})
+        if inner == "reference" or inner is None:
+            inner = content[part] = {}
+        if not isinstance(inner, dict):
+            raise InputError(f"--set {change}", f"{part} is {inner!r}, which has no fields", "name a section: model, data, train, limits or plan")
+        content = inner
+    content[last] = yaml.safe_load(value) if value else None
+
+
+def _absolute(content: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The job's relative paths, made absolute from the folder of its file."""
+
+    def path(text: Any) -> Any:
+        if isinstance(text, list):
+            return [path(item) for item in text]
+        return str(folder / text) if isinstance(text, str) else text
+
+    def python(text: Any) -> Any:
+        return str(folder / text) if isinstance(text, str) and ".py:" in text else text
+
+    words = {"text": ["python-stdlib"], "images": ["digits"]}
+    for section, names in (("model", ["from"]), ("data", ["text", "jsonl", "parquet", "dataset", "images", "tokenizer"])):
+        fields = content.get(section)
+        if isinstance(fields, dict):
+            changed = {n: path(fields[n]) for n in names if n in fields and fields[n] not in words.get(n, [])}
+            if "python" in fields:
+                changed["python"] = python(fields["python"])
+            content = {**content, section: {**fields, **changed}}
+    return content
+
+
+ModelFactory = Callable[[], Any]

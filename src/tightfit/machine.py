@@ -1,0 +1,123 @@
+"""Machine: what a job runs on, each number with its source. Imports no torch until a device is asked for."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from tightfit.units import format_bytes, format_count
+from tightfit.values import Value
+
+
+class Figure(Value):
+    """One number of a machine and where it comes from: measured here, published by the maker, or read from the system."""
+
+    value: float
+    source: Literal["measured", "published", "system"]
+    detail: str = ""
+
+
+class Machine(Value):
+    """What a job runs on: device kind, count and memory, and the rates it was measured or published to reach.
+
+    matrix_flops_per_s   achieved rate of square matrix products by dtype, FLOP/s per device
+    memory_bytes_per_s   achieved bandwidth of device memory
+    launch_s             time to start one operation
+    host_to_device_bytes_per_s, process_bytes_per_s   copies to the device, and between two processes
+    """
+
+    name: str
+    device: Literal["cpu", "cuda"]
+    devices_per_node: int = Field(1, gt=0)
+    nodes: int = Field(1, gt=0)
+    cores: int = Field(1, gt=0)
+    memory_bytes: Figure
+    host_memory_bytes: Figure
+    matrix_flops_per_s: dict[str, Figure] = Field(default_factory=dict)
+    matrix_flops_per_s_by_size: dict[str, dict[int, float]] = Field(default_factory=dict)
+    memory_bytes_per_s: Figure | None = None
+    launch_s: Figure | None = None
+    host_to_device_bytes_per_s: Figure | None = None
+    process_bytes_per_s: Figure | None = None
+
+    @classmethod
+    def detect(cls) -> Machine:
+        """This machine: its devices and memory, with the figures of the last calibration if there was one."""
+        found = _detect_cuda() or _detect_cpu()
+        cache = calibration_path(found.name)
+        if cache.exists():
+            measured = cls.model_validate_json(cache.read_text())
+            if (measured.name, measured.memory_bytes) == (found.name, found.memory_bytes):
+                return measured
+        return found
+
+    def rate(self, precision: str) -> float | None:
+        """Measured matrix rate (FLOP/s) of the type a plan's precision multiplies in; None if not measured."""
+        kind = precision.split("-")[0]
+        figure = self.matrix_flops_per_s.get(kind)
+        return figure.value if figure else None
+
+    def __repr__(self) -> str:
+        rates = ", ".join(f"{kind} {format_count(figure.value)}FLOP/s" for kind, figure in self.matrix_flops_per_s.items())
+        count = self.devices_per_node * self.nodes
+        return f"Machine({self.name}, {count} x {self.device}, {format_bytes(self.memory_bytes.value)}{', ' + rates if rates else ''})"
+
+    __str__ = __repr__
+
+
+def cache_folder() -> Path:
+    """Where tightfit keeps what it can make again: calibrations, tokenizers, token files."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tightfit"
+
+
+def calibration_path(name: str) -> Path:
+    return cache_folder() / "machines" / f"{''.join(c if c.isalnum() else '-' for c in name.lower())}.json"
+
+
+def _detect_cpu() -> Machine:
+    memory = Figure(value=_host_memory(), source="system", detail="usable physical memory")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(name=f"{_processor()} x{cores}", device="cpu", cores=cores, memory_bytes=memory, host_memory_bytes=memory)
+
+
+def _detect_cuda() -> Machine | None:
+    if not Path("/proc/driver/nvidia").exists() and not Path("/dev/nvidia0").exists():
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    return Machine(
+        name=properties.name, device="cuda", devices_per_node=torch.cuda.device_count(), cores=os.cpu_count() or 1,
+        memory_bytes=Figure(value=properties.total_memory, source="system", detail="device memory"),
+        host_memory_bytes=Figure(value=_host_memory(), source="system", detail="usable physical memory"),
+    )
+
+
+def _host_memory() -> int:
+    """Physical memory in bytes, or the control group's limit where that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limit = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if limit.isdigit():
+            total = min(total, int(limit))
+    return total
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,1 @@
+"""What is observed when a run runs: memory by row, throughput, the machine itself."""

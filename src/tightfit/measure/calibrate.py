@@ -1,0 +1,137 @@
+"""What this machine was measured to do: matrix rate by type and size, bandwidths, the cost of a launch."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tightfit.machine import Figure, Machine, calibration_path
+
+SIZES = (256, 512, 1024, 2048, 4096, 8192)
+TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PATIENCE_S = 2.0  # a size that would take longer than this is not measured, nor are larger ones
+
+
+def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) -> Machine:
+    """The machine with measured figures, kept in the user's cache for `Machine.detect`. Takes about a minute."""
+    device = torch.device(machine.device)
+    rates: dict[str, Figure] = {}
+    by_size: dict[str, dict[int, float]] = {}
+    for kind in TYPES:
+        if kind == "tf32" and machine.device != "cuda":
+            continue
+        say(f"matrix products in {kind}")
+        by_size[kind] = _matrix_rates(kind, device)
+        if by_size[kind]:
+            size, best = max(by_size[kind].items(), key=lambda item: item[1])
+            rates[kind] = Figure(value=best, source="measured", detail=f"square matrices of {size}")
+    say("memory bandwidth, launches, copies, processes")
+    measured = machine.replace(
+        matrix_flops_per_s=rates,
+        matrix_flops_per_s_by_size=by_size,
+        memory_bytes_per_s=_figure(_memory_bandwidth(device), "copy of 256 MiB, read and written"),
+        launch_s=_figure(_launch_s(device), "addition of two numbers"),
+        host_to_device_bytes_per_s=_figure(_copy_bandwidth(device), "pinned copy of 256 MiB") if device.type == "cuda" else None,
+        process_bytes_per_s=_figure(_process_bandwidth(), "all-reduce of 64 MiB over two gloo processes, bytes each sends"),
+    )
+    path = calibration_path(machine.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(measured.to_json())
+    return measured
+
+
+def _figure(value: float, detail: str) -> Figure:
+    return Figure(value=value, source="measured", detail=detail)
+
+
+def timed(work: Callable[[], object], device: torch.device, least_s: float = 0.2, least_runs: int = 3) -> float:
+    """Median seconds of `work`, after one run to warm up."""
+    work()
+    _wait(device)
+    times: list[float] = []
+    while len(times) < least_runs or sum(times) < least_s:
+        began = time.perf_counter()
+        work()
+        _wait(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _matrix_rates(kind: str, device: torch.device) -> dict[int, float]:
+    """FLOP/s of square products by size; stops where the next size would outlast PATIENCE_S."""
+    rates: dict[int, float] = {}
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
+    try:
+        for size in SIZES:
+            if rates and 2 * size**3 / min(rates.values()) > PATIENCE_S:
+                break
+            left, right = (torch.randn(size, size, device=device).to(TYPES[kind]) for _ in range(2))
+            out = torch.empty_like(left)
+            seconds = timed(lambda left=left, right=right, out=out: torch.mm(left, right, out=out), device)  # type: ignore[misc]
+            rates[size] = 2 * size**3 / seconds
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    return rates
+
+
+def _memory_bandwidth(device: torch.device) -> float:
+    source = torch.ones(2**28, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * 2**28 / timed(lambda: target.copy_(source), device)
+
+
+def _launch_s(device: torch.device) -> float:
+    number = torch.zeros(1, device=device)
+
+    def many() -> None:
+        for _ in range(1000):
+            number.add_(1.0)
+
+    return timed(many, device) / 1000
+
+
+def _copy_bandwidth(device: torch.device) -> float:
+    source = torch.ones(2**28, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(2**28, dtype=torch.uint8, device=device)
+    return 2**28 / timed(lambda: target.copy_(source, non_blocking=True), device)
+
+
+def _process_bandwidth() -> float:
+    """Bytes per second that each of two gloo processes sends in an all-reduce (a ring of two sends each byte once)."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = torch.multiprocessing.get_context("spawn")
+        queue = context.SimpleQueue()
+        workers = [context.Process(target=_all_reduce, args=(rank, folder, queue)) for rank in range(2)]
+        for worker in workers:
+            worker.start()
+        seconds = queue.get()
+        for worker in workers:
+            worker.join()
+    return 2**26 / seconds
+
+
+def _all_reduce(rank: int, folder: str, queue: torch.multiprocessing.SimpleQueue) -> None:
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(str(Path(folder) / "store"), 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    tensor = torch.ones(2**24)
+    times = []
+    for _ in range(6):
+        torch.distributed.barrier()
+        began = time.perf_counter()
+        torch.distributed.all_reduce(tensor)
+        times.append(time.perf_counter() - began)
+    if rank == 0:
+        queue.put(statistics.median(times[1:]))
+    torch.distributed.destroy_process_group()

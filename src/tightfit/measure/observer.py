@@ -1,0 +1,81 @@
+"""Observer: looks at the steps of a training as they pass and makes the Record of it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+import torch
+
+from tightfit.engine.step import Step, take_step
+from tightfit.machine import Machine
+from tightfit.measure.flops import forward_flops, mfu
+from tightfit.measure.memory import process_peak_bytes, sample_step
+from tightfit.measure.storages import Peak
+from tightfit.methods.run import Run
+from tightfit.models.objective import Batch, sample_count
+from tightfit.record import PeakBytes, Record, code_version
+
+SAMPLED = 2  # the step, counted from the start, whose memory is looked at; the steps after it are timed
+
+
+class Observer:
+    """What was seen of a training so far. The first step may compile, the second meets new memory, the third is sampled.
+
+    Timing begins after them, so the timed steps carry none of the observation's cost.
+    """
+
+    def __init__(self, run: Run, start: int) -> None:
+        self.run, self.start = run, start
+        self.steps: list[Step] = []
+        self.peak: Peak | None = None
+        self.flops_per_step: float | None = None
+
+    def take(self, run: Run, micro_batches: list[Batch], step: int) -> Step:
+        """Take a step, and look into it if it is the one that is sampled."""
+        if step - self.start != SAMPLED:
+            return take_step(run, micro_batches, step)
+        result, self.peak = sample_step(run, micro_batches, step)
+        flops = forward_flops(run, micro_batches[0])
+        if flops is not None:
+            self.flops_per_step = 3 * flops * run.job.train.batch / sample_count(micro_batches[0])
+        return result
+
+    def see(self, step: Step) -> None:
+        self.steps.append(step)
+
+    @property
+    def timed(self) -> list[Step]:
+        return self.steps[SAMPLED + 1 :]
+
+    def speed(self, latest: Step) -> float:
+        """Items per second: the median of the timed steps so far, before them the latest step's."""
+        steps = self.timed or [latest]
+        return statistics.median(step.processed / step.seconds for step in steps)
+
+    def peak_bytes(self) -> int:
+        """Peak bytes of the device so far; on CPU of the process until a step was sampled."""
+        if self.run.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.run.device)
+        return self.peak.total if self.peak else process_peak_bytes()
+
+    def record(self, machine: Machine) -> Record:
+        run, timed = self.run, self.timed
+        seconds = [step.seconds for step in timed]
+        median = statistics.median(seconds) if seconds else None
+        per_s = statistics.median(step.processed / step.seconds for step in timed) if timed else None
+        samples = statistics.median(step.samples / step.seconds for step in timed) if timed else None
+        first = self.steps[0].seconds if self.steps else None
+        compiled = run.plan.compile != "none" and first is not None and median is not None
+        reserved = torch.cuda.max_memory_reserved(run.device) if run.device.type == "cuda" else None
+        return Record(
+            job=json.loads(run.job.to_json()), plan=run.plan, machine=machine, code=code_version(), step_s=seconds,
+            tokens_per_s=per_s if run.objective.unit == "tokens" else None, samples_per_s=samples,
+            peak_bytes=PeakBytes(measured=self.peak.total if self.peak else None, reserved=reserved,
+                                 process=process_peak_bytes(), rows=self.peak.rows if self.peak else {}),
+            mfu=mfu(self.flops_per_step, median, machine, run.plan.precision),
+            compile_s=max(first - median, 0.0) if compiled and first is not None and median is not None else None,
+            loss=[(step.step + 1, step.loss) for step in self.steps],
+            skipped_steps=sum(step.skipped for step in self.steps), damaged_samples=run.data.damaged,
+            parameters=sum(parameter.numel() for parameter in run.model.parameters()),
+        )

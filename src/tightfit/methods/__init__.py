@@ -1,0 +1,34 @@
+"""METHODS: every technique once, in the order in which they compose. Build folds `apply` over it.
+
+Each room has a card (its docstring), `wanted(plan)`, `apply(run, plan) -> run` and VARIANTS, the plan fields that turn
+it on, which the contract tests try alone and in pairs. A method that a plan does not
+want is absent, not disabled; the rooms that make what every run needs (a model, data, an optimizer) always take part.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from tightfit.methods import (
+    allocator,
+    compile,
+    loader,
+    loss,
+    materialize,
+    microbatch,
+    optimizer_states,
+    precision,
+    recompute,
+)
+
+METHODS: tuple[ModuleType, ...] = (
+    allocator,         # first: it decides how every later byte is allocated
+    materialize,       # the model, in the precision its weights are kept in; all below edit its modules
+    loader,            # the data; its length and shapes are asked for below
+    microbatch,        # corrects BatchNorm on plain modules
+    loss,              # swaps the head's product before anything wraps it
+    recompute,         # wraps blocks; before compile, so that the recomputation is compiled too
+    compile,           # sees the loss and the recomputation, and is entered under autocast
+    precision,         # around the compiled function: autocast and loss scaling
+    optimizer_states,  # last: needs the final parameters, and the data's length for its schedule
+)

@@ -1,0 +1,53 @@
+"""Allocator: memory that was freed is kept and used again, in pages as large as the system has.
+
+Saves   time: on CPU glibc hands large blocks back to the kernel and fetches (and zeroes) them anew at every step;
+        on CUDA it saves memory, as expandable segments leave fewer holes.
+Costs   on CPU the process keeps its largest size until it ends.
+When    always; whatever the user's environment says of the allocator wins.
+Order   first: it decides how every later byte is allocated.
+Source  glibc manual, "Malloc Tunable Parameters" (mallopt, glibc.malloc.hugetlb); PyTorch, "CUDA semantics",
+        expandable_segments.
+
+What can be changed in a running process is changed here; huge pages for all of glibc's memory have to be asked for
+before the process starts, which the command line does (`engine/launch.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+import torch
+
+from tightfit.methods.run import Run
+from tightfit.plan import Plan
+
+VARIANTS = ({"allocator": "tuned"},)
+
+# mallopt's parameters, from malloc.h
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.allocator == "tuned"
+
+
+def apply(run: Run, plan: Plan) -> Run:
+    if run.device.type == "cuda":
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    elif "GLIBC_TUNABLES" not in os.environ:
+        keep_freed_memory()
+    return run
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc not to give freed memory back nor to map large blocks one by one; False where there is no glibc."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return False
+    return all(mallopt(name, value) for name, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)))

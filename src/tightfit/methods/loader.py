@@ -1,0 +1,232 @@
+"""The loader: samples in the job's order, in micro-batches, prepared ahead and copied from page-locked memory.
+
+Saves   the device's waiting, and no memory: workers prepare while it computes, and page-locked (pinned) memory is
+        copied to it at some 6 GB/s where pageable memory goes at 3, beside its work where the copy does not block.
+Costs   host memory: each worker is a Python process with torch in it, and holds `prefetch` micro-batches and its view
+        of the dataset; pinned buffers cannot be swapped out.
+When    preparing a step takes a good part of its time: images to decode, a dataset of the user's own. Token files
+        need no worker, as a micro-batch is one gather from mapped memory.
+Order   last: nothing depends on it, and its workers start from a finished process.
+Source  torch.utils.data; "Use pinned memory buffers" in PyTorch's notes on CUDA semantics.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tightfit.data import Order, Samples, UserStream, open_samples
+from tightfit.data.order import Integers, pieces
+from tightfit.errors import InputError, TightfitError
+from tightfit.job import DataSpec, Job
+from tightfit.methods.run import Run
+from tightfit.models.objective import Batch, map_tensors
+from tightfit.plan import Plan
+
+
+VARIANTS = ({"loader_workers": 2},)
+
+
+def wanted(plan: Plan) -> bool:
+    return True  # every run needs data
+
+
+def apply(run: Run, plan: Plan) -> Run:
+    source = open_samples(run.job)
+    if isinstance(source, UserStream):
+        return replace(run, data=_streamed(source, run.job, plan))
+    return replace(run, data=_ordered(source, run.job, plan))
+
+
+@dataclass(frozen=True)
+class OrderedData:
+    """The `Data` of samples that can be had in any order: that of `order`, however many workers prepare them."""
+
+    source: Samples
+    order: Order
+    batch: int
+    plan: Plan
+
+    @property
+    def samples(self) -> int:
+        return self.order.training
+
+    @property
+    def sample_items(self) -> int:
+        return self.source.sample_items
+
+    @property
+    def ragged(self) -> bool:
+        return self.source.ragged
+
+    @property
+    def damaged(self) -> int:
+        return self.source.damaged
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.source.tokenizer
+
+    def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
+        """The micro-batches of each step, on the host, from the sample `consumed` on; the last may be short."""
+        micro = self.plan.micro_batch_of(self.batch)
+        wanted = (key for begin, end in _steps(consumed, until, self.batch) for key in self._keys(begin, end, micro))
+        batches = self._prepare(wanted)
+        for begin, end in _steps(consumed, until, self.batch):
+            yield [next(batches) for _ in pieces(begin, end, micro)]
+
+    def held_out(self, samples: int) -> Iterator[Batch]:
+        """Micro-batches of the first `samples` held-out ones, prepared in this process: they are few."""
+        indices = self.order.held_out(samples)
+        for begin, end in pieces(0, len(indices), self.plan.micro_batch_of(self.batch)):
+            yield self.source.batch(indices[begin:end], indices[begin:end] * 0)
+
+    def _keys(self, begin: int, end: int, micro: int) -> Iterator[tuple[Integers, Integers]]:
+        """Indices and epochs of each micro-batch of the step from place `begin` to `end`."""
+        indices, epochs = self.order.at(begin, end)
+        for first, last in pieces(0, end - begin, micro):
+            yield indices[first:last], epochs[first:last]
+
+    def _prepare(self, keys: Iterator[tuple[Integers, Integers]]) -> Iterator[Batch]:
+        if self.plan.loader_workers == 0:
+            return (_pinned(self.source.batch(*key), self.plan) for key in keys)
+        return _from_workers(_Prepared(self.source), keys, self.plan)
+
+
+@dataclass(frozen=True)
+class StreamedData:
+    """The `Data` of an iterable, in its own order, without held-out samples."""
+
+    source: UserStream
+    batch: int
+    plan: Plan
+    sample_items: int
+    samples: int | None = None
+    ragged: bool = False
+    damaged: int = 0
+    tokenizer: Any = None
+
+    def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
+        """As OrderedData's; what was consumed is read over."""
+        micro = self.plan.micro_batch_of(self.batch)
+        batches = self._prepare(_Read(self.source, consumed, until, self.batch, micro))
+        for begin, end in _steps(consumed, until, self.batch):
+            yield [next(batches) for _ in pieces(begin, end, micro)]
+
+    def held_out(self, samples: int) -> Iterator[Batch]:
+        return iter(())
+
+    def _prepare(self, read: _Read) -> Iterator[Batch]:
+        if self.plan.loader_workers == 0:
+            return (_pinned(batch, self.plan) for batch in read.batches())
+        return _from_workers(read, None, self.plan)
+
+
+def _ordered(source: Samples, job: Job, plan: Plan) -> OrderedData:
+    share = job.data.held_out if isinstance(job.data, DataSpec) else 0.0  # a user's dataset is all for training
+    order = Order(len(source), share, job.train.seed)
+    if job.train.evaluate_every and not order.evaluation:
+        raise InputError(f"job: train.evaluate_every={job.train.evaluate_every}", "no samples are held out",
+                         "leave it out, or give the data as {python: 'file.py:function', held_out: 0.01}"
+                         if not isinstance(job.data, DataSpec) else "set data.held_out: 0.01, or give more data")
+    return OrderedData(source, order, job.train.batch, plan)
+
+
+def _streamed(source: UserStream, job: Job, plan: Plan) -> StreamedData:
+    if job.train.steps is None:
+        raise InputError("data", "an iterable does not say how long an epoch is", "set train.steps")
+    if job.train.evaluate_every:
+        raise InputError(f"job: train.evaluate_every={job.train.evaluate_every}", "an iterable has no held-out samples",
+                         "leave it out, or give a dataset with __len__ and __getitem__")
+    if plan.loader_workers > 1:
+        raise InputError(f"plan: loader_workers={plan.loader_workers}", "an iterable is read by one process",
+                         "use loader_workers: 1")
+    return StreamedData(source, job.train.batch, plan, source.sample_items)
+
+
+def _steps(consumed: int, until: int | None, batch: int) -> Iterator[tuple[int, int]]:
+    """First and last place of each step, the last one short where `until` cuts it."""
+    begins = itertools.count(consumed, batch) if until is None else range(consumed, until, batch)
+    for begin in begins:
+        yield begin, begin + batch if until is None else min(begin + batch, until)
+
+
+class _Prepared(Dataset[Any]):
+    """In a worker: indices and epochs -> their micro-batch. Errors travel as values: raised, they would lose parts."""
+
+    def __init__(self, source: Samples) -> None:
+        self.source = source
+
+    def __getitem__(self, key: tuple[Integers, Integers]) -> Batch | TightfitError:
+        return _or_error(lambda: self.source.batch(*key))
+
+
+class _Read(IterableDataset[Any]):
+    """The micro-batches of a stream, here or in a worker."""
+
+    def __init__(self, source: UserStream, consumed: int, until: int | None, batch: int, micro: int) -> None:
+        self.source, self.consumed, self.until, self.batch, self.micro = source, consumed, until, batch, micro
+
+    def batches(self) -> Iterator[Batch]:
+        sizes = (last - first for begin, end in _steps(self.consumed, self.until, self.batch)
+                 for first, last in pieces(begin, end, self.micro))
+        return self.source.batches(self.consumed, sizes)
+
+    def __iter__(self) -> Iterator[Batch | TightfitError]:
+        batches = self.batches()
+        while (batch := _or_error(lambda: next(batches, _END))) is not _END:
+            yield batch
+
+
+_END = None  # no batch is None
+
+
+def _or_error(make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except TightfitError as error:
+        return error
+
+
+def _from_workers(dataset: Dataset[Any], keys: Iterable[Any] | None, plan: Plan) -> Iterator[Batch]:
+    """Micro-batches from worker processes, in the order of their keys.
+
+    Workers come from a fork server, a clean process that has imported torch and started no thread: forking the
+    training process itself can lock up once torch's threads run, and spawning would import torch in every worker.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tightfit.data"])
+    loader = DataLoader(dataset, batch_size=None, sampler=keys, num_workers=plan.loader_workers, collate_fn=_as_it_is,
+                        prefetch_factor=plan.prefetch, pin_memory=plan.pin_memory, multiprocessing_context=context,
+                        generator=torch.Generator())  # its own, so that the training's draws nothing for the workers
+    try:
+        batches = iter(loader)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise InputError(f"plan: loader_workers={plan.loader_workers}",
+                         f"the dataset cannot be sent to a worker ({error})",
+                         "define its class at the top of a module, or use loader_workers: 0") from None
+    try:
+        for batch in batches:
+            if isinstance(batch, TightfitError):
+                raise batch
+            yield batch
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise TightfitError(f"{error}\n  killed workers have most often run out of host memory or of /dev/shm\n"
+                            f"  fix: use fewer loader_workers than {plan.loader_workers}, or less prefetch") from error
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _pinned(batch: Batch, plan: Plan) -> Batch:
+    return map_tensors(lambda tensor: tensor.pin_memory(), batch) if plan.pin_memory else batch

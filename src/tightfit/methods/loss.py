@@ -1,0 +1,161 @@
+"""Chunked loss: the head's product and the cross entropy together, a chunk of tokens at a time.
+
+Saves   the logits and their gradient: (tokens, vocabulary) becomes (chunk, vocabulary). With a vocabulary of
+        128k that is most of a language model's activations.
+Costs   nothing in arithmetic: the gradient is taken while the chunk's logits are at hand, so nothing is recomputed.
+        Keeps a gradient of the head's weight in fp32, and one of the hidden states, from forward to backward.
+When    any causal or masked language model.
+Order   before anything wraps the head.
+Source  Hsu et al. 2024, arXiv:2410.10989 (Liger kernel, fused linear cross entropy).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tightfit.errors import InputError
+from tightfit.methods.run import Run
+from tightfit.models.objective import IGNORED, Batch, Objective
+from tightfit.plan import Plan
+
+
+VARIANTS = ({"chunked_loss": 5},)
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.chunked_loss is not None
+
+
+def apply(run: Run, plan: Plan) -> Run:
+    assert plan.chunked_loss is not None
+    objective = chunked(run.objective, run.model, plan.chunked_loss)
+    return replace(run, objective=objective, loss_sum=partial(objective.total, run.model))
+
+
+@dataclass
+class Head:
+    """A model's last linear layer, whose product can be left out for the time of a forward."""
+
+    layer: nn.Linear
+    open: bool = False
+
+    def attach(self) -> None:
+        product = self.layer.forward
+
+        def forward(hidden: Tensor) -> Tensor:
+            return hidden if self.open else product(hidden)
+
+        self.layer.forward = forward  # type: ignore[method-assign]
+
+
+def chunked(objective: Objective, model: nn.Module, chunk: int) -> Objective:
+    """`objective` with its logits never whole. Raises InputError where the logits are not the head's own output."""
+    head = Head(find_head(objective, model))
+    head.attach()
+    assert objective.logits is not None and objective.targets is not None
+    logits, targets = objective.logits, objective.targets
+
+    def total(model: nn.Module, batch: Batch) -> Tensor:
+        head.open = True
+        try:
+            hidden = logits(model, batch)
+        finally:
+            head.open = False
+        if hidden.shape[-1] != head.layer.in_features:
+            raise InputError("plan: chunked_loss", "the model changes the logits after its head", "leave out chunked_loss")
+        return linear_cross_entropy(hidden.flatten(0, -2), head.layer.weight, head.layer.bias, targets(batch).flatten(), chunk)
+
+    return replace(objective, total=total)
+
+
+def find_head(objective: Objective, model: nn.Module) -> nn.Linear:
+    """The linear layer that gives a language model's logits. Raises InputError."""
+    get = getattr(model, "get_output_embeddings", None)
+    layer = get() if get is not None else None
+    if not isinstance(layer, nn.Linear) or objective.logits is None:
+        raise InputError("plan: chunked_loss", f"{type(model).__name__} has no linear layer that it calls its output embedding",
+                         "leave out chunked_loss, or give the model get_output_embeddings() returning its last nn.Linear")
+    config: Any = getattr(model, "config", None)
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(config, name, None) not in (None, 1.0):
+            raise InputError("plan: chunked_loss", f"the model changes the logits after its head ({name})", "leave out chunked_loss")
+    return layer
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
+    """Sum over the targets that count of the cross entropy of `hidden @ weight.T + bias`, `chunk` rows at a time.
+
+    hidden (tokens, width), weight (vocabulary, width), bias (vocabulary) or None, targets (tokens) with IGNORED.
+    Products run in the type of autocast, or of `hidden`; the softmax and the sum in fp32. Returns an fp32 scalar.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    return LinearCrossEntropy.apply(hidden, weight, bias, targets, chunk, dtype)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """The gradients are made in forward, while a chunk's logits are there, and scaled in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return _forward(ctx, hidden, weight, bias, targets, chunk, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        assert not ctx.scaled, "the gradients of a chunked loss are scaled in place, so its backward runs once"
+        ctx.scaled = True
+        scale = gradients[0]
+        for_hidden, for_weight, for_bias = ctx.saved_tensors
+        for_hidden.mul_(scale)
+        for_weight.mul_(scale)
+        if for_bias is not None:
+            for_bias.mul_(scale)
+            for_bias = for_bias.to(ctx.types[2])
+        return for_hidden.to(ctx.types[0]), for_weight.to(ctx.types[1]), for_bias, None, None, None
+
+
+def _forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
+    narrow_weight, narrow_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    learning = any(ctx.needs_input_grad[:3])
+    for_hidden = torch.empty_like(hidden, dtype=dtype) if learning else None
+    for_weight = torch.zeros_like(weight, dtype=torch.float32) if learning else None
+    for_bias = torch.zeros_like(bias, dtype=torch.float32) if learning and bias is not None else None
+    loss = torch.zeros((), device=hidden.device)
+    for start in range(0, len(hidden), chunk):
+        rows = hidden[start : start + chunk].to(dtype)
+        labels = targets[start : start + chunk]
+        logits = functional.linear(rows, narrow_weight, narrow_bias)
+        part, gradient = cross_entropy_with_gradient(logits, labels)
+        loss += part
+        if for_hidden is None or for_weight is None:
+            continue
+        torch.mm(gradient, narrow_weight, out=for_hidden[start : start + chunk])
+        if dtype == torch.float32:
+            for_weight.addmm_(gradient.t(), rows)
+        else:
+            for_weight += gradient.t() @ rows
+        if for_bias is not None:
+            for_bias += gradient.sum(0, dtype=torch.float32)
+    ctx.scaled = False
+    ctx.types = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+    ctx.save_for_backward(for_hidden, for_weight, for_bias)
+    return loss
+
+
+def cross_entropy_with_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Summed cross entropy in fp32 of (rows, classes) logits, and its gradient in their type (softmax less one at the label)."""
+    counts = labels != IGNORED
+    safe = labels.where(counts, 0).unsqueeze(1)
+    log_probability = functional.log_softmax(logits, -1, dtype=torch.float32)
+    loss = -(log_probability.gather(1, safe).squeeze(1) * counts).sum()
+    gradient = log_probability.exp_()
+    gradient.scatter_add_(1, safe, torch.full_like(safe, -1.0, dtype=torch.float32))
+    gradient *= counts.unsqueeze(1)
+    return loss, gradient.to(logits.dtype)

@@ -1,0 +1,210 @@
+"""Create the model where it is trained, in the type its weights are kept in.
+
+Saves   the fp32 copy that the usual way makes in host memory, and again on the device before it is cast.
+Costs   nothing in the training; creation copies each parameter once or twice more.
+When    the fp32 model does not fit where the trained one does, or host memory is short.
+Order   first after the allocator: every other method edits this model's modules.
+Source  as torchdistX's deferred_init, without its recording: initialisers run as they are, one parameter at a time.
+
+Both ways give the same model: the same names, types and ties, and values that are the fp32 ones, rounded once. A
+parameter that is read and written again after others have been (a second pass that scales all of them, say) starts
+from its rounded value in the device way; initialisers that only write, as those of torch and transformers, do not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as registration
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tightfit.errors import InputError
+from tightfit.methods.run import Run
+from tightfit.models.create import model_factory
+from tightfit.plan import Plan
+
+SLACK_BYTES = 2**20  # host memory for parameters beside the largest one there: biases and norms stay with their weight
+CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+VARIANTS = ({"materialize": "device"},)
+
+
+def wanted(plan: Plan) -> bool:
+    return True
+
+
+def apply(run: Run, plan: Plan) -> Run:
+    create = create_on_device if plan.materialize == "device" else create_on_host
+    model = create(run.job.model, run.device, weights_dtype(plan))
+    return replace(run, model=model, loss_sum=functools.partial(run.objective.total, model))
+
+
+def weights_dtype(plan: Plan) -> torch.dtype:
+    """The type in which weights are kept; -mixed precisions keep them in fp32."""
+    return {"bf16-true": torch.bfloat16, "fp16-true": torch.float16}.get(plan.precision, torch.float32)
+
+
+def kept_dtype(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The type of one parameter or buffer of `module` in a model whose weights are `dtype`.
+
+    Only floating-point tensors are cast. Two kinds stay in fp32, as 16 bits would lose what they are for:
+    the frequencies of rotary embeddings, which are multiplied by positions; and normalisations with running statistics,
+    whose small updates would be rounded away. The latter keep their weight and bias in fp32 too: torch's batch_norm
+    takes 16-bit inputs with either everything else in 16 bits or everything else in fp32.
+    """
+    if tensor.dtype not in CAST:
+        return tensor.dtype
+    if name.endswith("inv_freq"):
+        return torch.float32
+    if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+        return torch.float32
+    return dtype
+
+
+def create_on_host(model: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The usual way: the whole model on the CPU in fp32, then moved, then cast. `model`: a ModelSpec or a callable."""
+    return _finished(model_factory(model)(), device, dtype)
+
+
+def create_on_device(model: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The model on `device` in `dtype` from the start; host memory holds about one fp32 parameter at any time.
+
+    Under torch.device("meta") tensors stay there and are only cast. So they are under FakeTensorMode, except where torch
+    itself needs values (trunc_normal_) or mixes modes (a deepcopy in the constructor).
+    """
+    factory = model_factory(model, sequential=True)
+    with _Staging(device, dtype):
+        created = factory()
+    return _finished(created, device, dtype)
+
+
+def _finished(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Move and cast whatever is not yet where and as it is kept. Ties between parameters stay."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
+        raise InputError("job: model", "has lazy modules, whose shapes are not known yet",
+                         "call the model once on a small batch before returning it")
+    if any(tensor.device != device and not tensor.is_meta for tensor in tensors):
+        model.to(device)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dtype != (kept := kept_dtype(module, name, parameter, dtype)):
+                parameter.data = parameter.data.to(kept)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(kept_dtype(module, name, buffer, dtype))
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return model
+
+
+# what reads a parameter's shape and flags, which are the same wherever it is
+_SHAPE_ONLY = frozenset((
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "requires_grad_", "__len__", "__hash__")),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "requires_grad", "grad", "is_leaf", "is_meta")),
+    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+))
+
+
+class _Staging(TorchFunctionMode):
+    """While a model is created: a parameter is in host memory, as its constructor made it, only while it is worked on.
+
+    Each parameter is seen when it is registered. When others are worked on it is placed: its data is replaced by a
+    copy on the device in the type it is kept in. When an operation takes it again it is staged: its data is brought
+    back to where and as what it was. So every initialiser runs as it was written, and draws the same random numbers.
+    A parameter whose storage someone else holds (a view, `weight.data` in a variable) is placed when they let go of it.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.device, self.dtype = device, dtype
+        self.kept = WeakIdKeyDictionary()  # parameter -> the dtype it is kept in
+        self.placed = WeakIdKeyDictionary()  # placed parameter -> the device and dtype it was created in
+        self.staged: dict[int, nn.Parameter] = {}  # by id, as tensors compare by value; last worked on last
+
+    def __enter__(self) -> Self:
+        self.hook = registration.register_module_parameter_registration_hook(self._see)
+        self.deepcopy = nn.Parameter.__deepcopy__
+        nn.Parameter.__deepcopy__ = self._seeing_copies()  # type: ignore[method-assign, assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        nn.Parameter.__deepcopy__ = self.deepcopy  # type: ignore[method-assign]
+        self.hook.remove()
+        for parameter in list(self.staged.values()):
+            self._place(parameter)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _SHAPE_ONLY:
+            touched = {id(item): item for item in _flat((args, kwargs))
+                       if isinstance(item, nn.Parameter) and item in self.kept}
+            for parameter in touched.values():
+                self._stage(parameter)
+            self._place_idle(touched)
+        return func(*args, **(kwargs or {}))
+
+    def _see(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        """Called by torch when `module` registers `parameter` under `name`."""
+        if parameter not in self.kept and not parameter.is_meta and not nn.parameter.is_lazy(parameter):
+            self._keep(parameter, kept_dtype(module, name, parameter, self.dtype))
+
+    def _seeing_copies(self) -> Callable[[nn.Parameter, dict[int, Any]], nn.Parameter]:
+        """Parameter.__deepcopy__, whose copies are registered nowhere: nn.TransformerEncoder copies its first layer."""
+
+        def deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+            copy = self.deepcopy(parameter, memo)
+            if parameter in self.kept and copy not in self.kept:
+                self._keep(copy, self.kept[parameter])
+            return copy
+
+        return deepcopy
+
+    def _keep(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        if parameter.device != self.device or parameter.dtype != dtype:
+            self.kept[parameter] = dtype
+            self.staged[id(parameter)] = parameter
+
+    def _stage(self, parameter: nn.Parameter) -> None:
+        if parameter in self.placed:
+            device, dtype = self.placed.pop(parameter)
+            parameter.data = parameter.data.to(device, dtype)
+        self.staged.pop(id(parameter), None)
+        self.staged[id(parameter)] = parameter
+
+    def _place(self, parameter: nn.Parameter) -> None:
+        del self.staged[id(parameter)]
+        self.placed[parameter] = parameter.device, parameter.dtype
+        parameter.data = parameter.data.to(self.device, self.kept[parameter])
+
+    def _place_idle(self, touched: dict[int, nn.Parameter]) -> None:
+        """Place what was not worked on for longest, until what is staged beside the largest is within SLACK_BYTES."""
+        sizes = {key: parameter.nbytes for key, parameter in self.staged.items()}
+        for key, parameter in list(self.staged.items()):
+            if sum(sizes.values()) - max(sizes.values()) <= SLACK_BYTES:
+                break
+            if key not in touched and not _is_shared(parameter):
+                self._place(parameter)
+                del sizes[key]
+
+
+def _is_shared(parameter: nn.Parameter) -> bool:
+    """Whether another tensor has the parameter's storage. The two counted always: the parameter, and this question."""
+    return torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > 2
+
+
+def _flat(arguments: Any) -> Iterator[Any]:
+    """All items in nested lists, tuples and dicts."""
+    if isinstance(arguments, list | tuple):
+        for item in arguments:
+            yield from _flat(item)
+    elif isinstance(arguments, dict):
+        yield from _flat(list(arguments.values()))
+    else:
+        yield arguments

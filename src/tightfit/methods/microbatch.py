@@ -1,0 +1,52 @@
+"""Micro-batches: the batch in pieces, their gradients summed, one update.
+
+Saves   activations and temporaries, in proportion to the piece.
+Costs   no arithmetic; smaller matrix products and one gradient addition for each piece.
+When    the batch does not fit, or a smaller piece fits the cache better.
+Order   after the model exists, before the optimizer: it corrects BatchNorm, whose statistics a piece does change.
+Source  gradient accumulation; normalised by the items that count over the whole step, as one large batch is.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+from tightfit.methods.run import Run
+from tightfit.plan import Plan
+
+
+VARIANTS = ({"micro_batch": 3},)
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.micro_batch is not None
+
+
+def apply(run: Run, plan: Plan) -> Run:
+    pieces = math.ceil(run.job.train.batch / plan.micro_batch_of(run.job.train.batch))
+    correct_batch_norm(run.model, pieces)
+    return run
+
+
+def correct_batch_norm(model: nn.Module, pieces: int) -> None:
+    """Momentum m' with (1 - m')^pieces = 1 - m: running statistics forget as fast per step as with one batch."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None:
+            module.momentum = 1 - (1 - module.momentum) ** (1 / pieces)
+
+
+def advice(micro_batch: int, widths: list[int], device: str) -> list[str]:
+    """What to change so that matrix products fill the hardware's tiles: sizes in multiples of 8, or 64 on big GPUs.
+
+    Source: NVIDIA, Matrix Multiplication Background User's Guide (tensor cores, 16-bit types).
+    """
+    multiple = 64 if device == "cuda" else 16
+    odd = sorted({width for width in widths if width % 8})
+    loose = sorted({width for width in widths if width % 8 == 0 and width % multiple and width > multiple})
+    said = [f"layer width {width}: pad to {math.ceil(width / 8) * 8}, a multiple of 8" for width in odd]
+    said += [f"layer width {width}: {math.ceil(width / multiple) * multiple} would fill tiles of {multiple}" for width in loose]
+    if device == "cuda" and micro_batch % 8:
+        said.append(f"micro_batch {micro_batch}: a multiple of 8 (such as {math.ceil(micro_batch / 8) * 8}) fills half-precision tiles")
+    return said

@@ -1,0 +1,49 @@
+"""Optimizer states: what the optimizer remembers of each weight, how wide, and when the weight is updated.
+
+Saves   bytes for each parameter: AdamW and LAMB fp32 8, bf16 4, 8-bit 2, 4-bit 1 (and 4 for each block of 256 or
+        128); SGD with momentum, LARS, Lion half of that; Muon 4; Adafactor, factored, nearly 0. For 3B parameters:
+        Adam 24 GB, in 8 bits 6 GB, Adafactor 12 GB with a first moment and a few MB as here, without.
+        update_in_backward saves the gradients: one exists at a time.
+Costs   all but fused_optimizer: one parameter after another in place of all at once. Narrow states: another pass over
+        each in either direction. These and rounding: the fp32 copies of one parameter. kahan: 2 bytes for each weight.
+When    states are the largest row (every weight trained, small batches); update in backward where gradients are next.
+Order   after the model is final, for it needs the parameters; after the loader, which knows how long an epoch is.
+Source  Adafactor: Shazeer & Stern 2018, arXiv:1804.04235; 8-bit: Dettmers et al. 2022, arXiv:2110.02861; 4-bit:
+        Li et al. 2023, arXiv:2309.01507; update in backward: Lv et al. 2023, arXiv:2306.09782.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch.optim import Optimizer
+
+from tightfit.methods.run import Run
+from tightfit.optim import make_optimizer
+from tightfit.optim.per_parameter import PerParameter
+from tightfit.optim.schedule import learning_rate, total_steps
+from tightfit.plan import Plan
+
+
+VARIANTS = (
+    {"fused_optimizer": True},
+    {"states": "bf16"},
+    {"states": "8-bit"},
+    {"states": "4-bit"},
+    {"update_in_backward": True},
+)
+
+
+def wanted(plan: Plan) -> bool:
+    return True
+
+
+def apply(run: Run, plan: Plan) -> Run:
+    train = run.job.train
+    optimizer: Optimizer = make_optimizer(run.model, train, fused=plan.fused_optimizer)
+    if plan.states != "fp32" or plan.rounding != "nearest" or plan.update_in_backward:
+        optimizer = PerParameter(optimizer, plan.states, plan.rounding, train.seed)
+        if plan.update_in_backward:
+            optimizer.attach()
+    samples = run.data.samples if train.steps is None else None
+    return replace(run, optimizer=optimizer, learning_rate=learning_rate(train, total_steps(train, samples)))

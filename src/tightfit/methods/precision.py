@@ -1,0 +1,113 @@
+"""Precision: what the arithmetic runs in, and what keeps it from losing small numbers.
+
+Saves   -mixed: half of the activations, none of the model states (4 + 4 + 8 bytes a parameter stay fp32, and
+        autocast's half copies come on top: 18 with Adam). -true: half of everything.
+Costs   -mixed: casts of the weights; -true: small updates are lost to rounding unless `rounding` says otherwise.
+When    always where the hardware multiplies 16-bit numbers faster; bf16 needs no loss scaling, fp16 does
+        (it overflows beyond 65,504). tf32 keeps fp32 storage and rounds the factors of products to 10 bits.
+Order   around the compiled function, so that the compiler sees one type per operation.
+Source  Micikevicius et al. 2018, arXiv:1710.03740 (mixed precision, loss scaling); Kalamkar et al. 2019,
+        arXiv:1905.12322 (bf16). Sums, softmax, norms and the loss stay fp32 by torch's autocast lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightfit.methods.run import Run
+from tightfit.models.objective import Batch, map_tensors
+from tightfit.plan import Plan
+
+LARGEST_FP16 = 65504.0
+
+
+VARIANTS = (
+    {"precision": "bf16-mixed"},
+    {"precision": "bf16-true"},
+    {"precision": "bf16-true", "rounding": "kahan"},
+    {"precision": "bf16-true", "rounding": "stochastic"},
+    {"precision": "fp16-mixed"},
+    {"precision": "fp16-mixed", "loss_scale": 128.0},
+    {"precision": "fp16-true"},
+)
+
+
+def wanted(plan: Plan) -> bool:
+    return True  # the type of the arithmetic is always decided, or a tf32 run would leave its mark on the next one
+
+
+def apply(run: Run, plan: Plan) -> Run:
+    if run.device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = plan.precision == "tf32"
+        torch.backends.cudnn.allow_tf32 = plan.precision == "tf32"
+    if plan.precision in ("bf16-mixed", "fp16-mixed"):
+        dtype = torch.bfloat16 if plan.precision == "bf16-mixed" else torch.float16
+        run = replace(run, loss_sum=autocast(run.loss_sum, run.device.type, dtype))
+    elif plan.is_true:
+        dtype = torch.bfloat16 if plan.precision == "bf16-true" else torch.float16
+        run = replace(run, loss_sum=cast_inputs(run.loss_sum, dtype))
+    if plan.precision.startswith("fp16"):
+        dynamic = plan.loss_scale == "dynamic"
+        value = 2.0**16 if plan.loss_scale == "dynamic" else plan.loss_scale
+        run = replace(run, loss_scale=LossScaler(value, dynamic))
+    return run
+
+
+def autocast(loss_sum: Callable[[Batch], Tensor], device: str, dtype: torch.dtype) -> Callable[[Batch], Tensor]:
+    """`loss_sum` with products in `dtype` and everything sensitive in fp32; weights stay as they are."""
+
+    def mixed(batch: Batch) -> Tensor:
+        with torch.autocast(device, dtype):
+            return loss_sum(batch)
+
+    return mixed
+
+
+def cast_inputs(loss_sum: Callable[[Batch], Tensor], dtype: torch.dtype) -> Callable[[Batch], Tensor]:
+    """`loss_sum` of a model whose weights are in `dtype`: floating inputs are cast to it, whole numbers are not."""
+
+    def true(batch: Batch) -> Tensor:
+        return loss_sum(map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch))
+
+    return true
+
+
+class LossScaler:
+    """Loss scaling, static or dynamic: doubled after `patience` finite steps, halved after one that overflowed.
+
+    A step that overflows is skipped whole and counted in `skipped`. torch's GradScaler does the same but refuses
+    fp16 gradients, which fp16-true has.
+    """
+
+    def __init__(self, value: float, dynamic: bool, patience: int = 2000) -> None:
+        self.value, self.dynamic, self.patience = float(value), dynamic, patience
+        self.skipped, self.finite_steps = 0, 0
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not gradients:
+            return True
+        inverse = 1.0 / self.value
+        torch._foreach_mul_(gradients, inverse)
+        return bool(torch.stack([norm.isfinite() for norm in torch._foreach_norm(gradients, float("inf"))]).all())
+
+    def update(self, finite: bool) -> None:
+        self.skipped += not finite
+        if not self.dynamic:
+            return
+        self.finite_steps = self.finite_steps + 1 if finite else 0
+        if not finite:
+            self.value = max(self.value / 2, 1.0)
+        elif self.finite_steps == self.patience:
+            self.value, self.finite_steps = self.value * 2, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "skipped": self.skipped, "finite_steps": self.finite_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value, self.skipped, self.finite_steps = state["value"], state["skipped"], state["finite_steps"]

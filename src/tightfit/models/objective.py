@@ -1,0 +1,162 @@
+"""What is minimised: a sum of losses over the items that count, and how many of them a batch has.
+
+Keeping sum and count apart is what lets any split of a batch equal the whole of it: the step divides by the
+count of the whole step, never by the number of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tightfit.errors import InputError
+from tightfit.job import Task
+
+Batch = Any  # what the data yields: usually dict[str, Tensor], else what torch's default_collate makes of samples
+IGNORED = -100  # the label of a position that does not count
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A job's loss, in the two halves that any split of the batch needs.
+
+    total    (model, batch) -> the sum of the losses of the items that count, a scalar tensor
+    count    batch -> how many items count, an int; must not need the model
+    unit     what an item is: "tokens" or "samples"
+    logits   (model, batch) -> (..., classes), and targets: batch -> (...) with IGNORED where nothing counts,
+             both for cross entropies only; the chunked loss is built from them
+    """
+
+    total: Callable[[nn.Module, Batch], Tensor]
+    count: Callable[[Batch], int]
+    unit: str = "samples"
+    logits: Callable[[nn.Module, Batch], Tensor] | None = None
+    targets: Callable[[Batch], Tensor] | None = None
+
+
+def sample_count(batch: Batch) -> int:
+    """How many samples a batch holds: the length of its first tensor's first dim."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0]
+    values = batch.values() if isinstance(batch, dict) else batch
+    for value in values:
+        if isinstance(value, Tensor | dict | list | tuple):
+            return sample_count(value)
+    raise InputError("data", f"a batch of {type(batch).__name__} holds no tensor", "yield tensors, or dicts or tuples of tensors")
+
+
+def processed_count(batch: Batch) -> int:
+    """What throughput counts: token positions (padding included) of a language batch, else samples."""
+    if isinstance(batch, dict) and "input_ids" in batch:
+        return batch["input_ids"].numel()
+    return sample_count(batch)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
+    """The batch with `function` applied to each of its tensors."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, dict):
+        return {key: map_tensors(function, value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(function, value) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(map_tensors(function, value) for value in batch)
+    return batch
+
+
+def cross_entropy_objective(
+    logits: Callable[[nn.Module, Batch], Tensor], targets: Callable[[Batch], Tensor], unit: str
+) -> Objective:
+    """Cross entropy summed over the targets that are not IGNORED, computed in fp32 whatever the logits are."""
+
+    def total(model: nn.Module, batch: Batch) -> Tensor:
+        values = logits(model, batch)
+        return functional.cross_entropy(
+            values.flatten(0, -2).float(), targets(batch).flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+
+    def count(batch: Batch) -> int:
+        return int((targets(batch) != IGNORED).sum())
+
+    return Objective(total, count, unit, logits, targets)
+
+
+def next_token_targets(batch: Batch) -> Tensor:
+    """(batch, sequence) labels, as transformers gives them, moved so that position t holds the label of t + 1."""
+    return functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+
+
+def _labels(batch: Batch) -> Tensor:
+    return batch["labels"]
+
+
+def _model_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Logits of a model called with everything in the batch but its labels."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    output = model(**inputs)
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def _seq2seq_logits(model: nn.Module, batch: Batch) -> Tensor:
+    """Logits of an encoder-decoder whose decoder reads the labels moved one to the right (teacher forcing)."""
+    if "decoder_input_ids" not in batch:
+        decoder_input = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])  # type: ignore[operator]
+        batch = {**batch, "decoder_input_ids": decoder_input}
+    return _model_logits(model, batch)
+
+
+def _class_logits(model: nn.Module, batch: Batch) -> Tensor:
+    if isinstance(batch, dict):
+        return _model_logits(model, batch)
+    return model(batch[0])
+
+
+def _class_targets(batch: Batch) -> Tensor:
+    return batch["labels"] if isinstance(batch, dict) else batch[1]
+
+
+TASKS: dict[str, Objective] = {
+    "causal-lm": cross_entropy_objective(_model_logits, next_token_targets, "tokens"),
+    "masked-lm": cross_entropy_objective(_model_logits, _labels, "tokens"),
+    "seq2seq-lm": cross_entropy_objective(_seq2seq_logits, _labels, "tokens"),
+    "classification": cross_entropy_objective(_class_logits, _class_targets, "samples"),
+}
+assert set(TASKS) == set(get_args(Task))
+
+
+def objective_of(loss: Any, task: str | None) -> Objective:
+    """The objective of a job: its own Objective, its callable `loss(output, batch)`, or that of the model's task.
+
+    A callable returns the mean loss over the batch's samples; `batch` is the whole batch, and the model is called
+    with batch["inputs"] or batch[0], or with everything but "labels" where the batch is a dict without "inputs".
+    """
+    if isinstance(loss, Objective):
+        return loss
+    if loss is None:
+        return TASKS[task or "classification"]
+
+    def total(model: nn.Module, batch: Batch) -> Tensor:
+        value = loss(_call(model, batch), batch)
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            raise InputError("loss", f"returned {type(value).__name__}{list(getattr(value, 'shape', []))}, not a scalar tensor",
+                             "return the mean over the batch's samples, or give a tightfit.Objective")
+        return value * sample_count(batch)
+
+    return Objective(total, sample_count, "samples")
+
+
+def _call(model: nn.Module, batch: Batch) -> Any:
+    if isinstance(batch, dict):
+        if "inputs" in batch:
+            return model(batch["inputs"])
+        return model(**{name: value for name, value in batch.items() if name != "labels"})
+    if isinstance(batch, list | tuple):
+        return model(batch[0])
+    return model(batch)
+
+

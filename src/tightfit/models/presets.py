@@ -1,0 +1,38 @@
+"""Presets: models by name. Dimensions as data (presets.yaml), each with its source and published parameter count."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from tightfit.errors import InputError
+from tightfit.values import Value, nearest, read_yaml
+
+
+class Preset(Value):
+    """One published model.
+
+    architecture  a transformers model type; `config` its dimensions in transformers' own keys
+    parameters    the published count: exact, or the paper's rounded figure
+    source        the paper and table, or the published config
+    """
+
+    architecture: str
+    config: dict[str, Any]
+    parameters: int
+    source: str
+
+
+@functools.cache
+def presets() -> dict[str, Preset]:
+    """All presets by name."""
+    content = read_yaml(Path(__file__).with_suffix(".yaml"))
+    return {name: Preset.parse(fields, name) for name, fields in content.items()}
+
+
+def preset(name: str) -> Preset:
+    """The preset of this name. Raises InputError with the nearest name."""
+    if name not in presets():
+        raise InputError(f"job: model.preset={name}", "unknown preset", nearest(name, list(presets())))
+    return presets()[name]

@@ -1,0 +1,131 @@
+"""The user's own Python: functions found by name, called without arguments, their mistakes reported as such."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tightfit.errors import InputError
+from tightfit.values import nearest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def load_python(reference: str) -> Callable[..., Any]:
+    """The function that "file.py:function" or "package.module:function" names; a file is run once a process.
+
+    Raises InputError if there is no such file, module or function, or if running it fails.
+    """
+    source, colon, name = reference.rpartition(":")
+    asked = f"python: {reference}"
+    if not colon or not source or not name:
+        raise InputError(asked, "names no function", "write it like file.py:function or package.module:function")
+    module = _module_of_file(Path(source), asked) if source.endswith(".py") else _module_of_package(source, asked)
+    if not hasattr(module, name):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise InputError(asked, f"{source} has no function {name}",
+                         nearest(name, functions) if functions else f"define it: def {name}(): ...")
+    function = getattr(module, name)
+    if not callable(function):
+        raise InputError(asked, f"{name} is a {type(function).__name__}, not a function", f"write def {name}(): ...")
+    return function
+
+
+def returning_module(function: Any, name: str) -> Callable[[], nn.Module]:
+    """`function`, held to what a model's function must be: callable without arguments, and returning an nn.Module."""
+    from torch import nn
+
+    asked = f"job: model ({name})"
+    if isinstance(function, nn.Module) or not callable(function):
+        raise InputError(asked, f"is a {type(function).__name__}, not a function that returns a model",
+                         "give a function: plans create the model where they need it")
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise InputError(asked, f"cannot be called without arguments ({error})",
+                         "give its arguments defaults, or wrap it: lambda: make_model(...)") from None
+    except ValueError:  # a builtin that does not tell its signature
+        pass
+
+    def create() -> nn.Module:
+        code = getattr(function, "__code__", None)
+        with as_input_error(asked, "mend the function", code.co_filename if code else None):
+            model = function()
+        if not isinstance(model, nn.Module):
+            raise InputError(asked, f"returned {type(model).__name__}, not an nn.Module", "return the model")
+        return model
+
+    return create
+
+
+@contextmanager
+def as_input_error(asked: str, fix: str, file: str | None = None) -> Iterator[None]:
+    """Turn what goes wrong inside into an InputError, with its line in `file`. Running out of memory passes through."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        if isinstance(error, MemoryError) or "memory" in str(error).lower():
+            raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        own = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        message = next((line for line in lines[1:2] if "Error: " in line), own)  # what a validation error wraps
+        places = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        place = f" (line {places[-1]} of {file})" if places else ""
+        raise InputError(asked, f"{message}{place}", fix) from error
+
+
+def _module_of_file(path: Path, asked: str) -> Any:
+    path = path.resolve()
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1)
+        raise InputError(asked, f"there is no file {path}", f"did you mean {near[0]}?" if near else "check the path")
+    name = f"{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
+    try:
+        with as_input_error(asked, f"mend {path.name}", str(path)), _importable(path.parent):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _module_of_package(name: str, asked: str) -> Any:
+    with _importable(Path.cwd()):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise InputError(asked, f"{name} imports {error.name}, which is not there", "install it") from error
+            raise InputError(asked, f"there is no module {error.name}",
+                             "start in the folder that holds it, install it, or name a file.py:function") from None
+        except Exception as error:
+            raise InputError(asked, f"importing it raised {type(error).__name__}: {error}", f"mend {name}") from error
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Modules of `folder` can be imported inside, as if Python had been started in it."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))

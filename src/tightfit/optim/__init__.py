@@ -1,0 +1,81 @@
+"""Optimizers: torch's, and LAMB, LARS and Lion, which torch does not have. `make_optimizer` reads a job's Train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tightfit.errors import InputError
+from tightfit.job import Train
+from tightfit.optim.lamb import LAMB
+from tightfit.optim.lars import LARS
+from tightfit.optim.lion import Lion
+from tightfit.optim.muon import MuonWithAdamW, hidden_matrices
+from tightfit.optim.per_parameter import load_plain
+
+FUSED = ("adamw", "sgd")  # what torch has a fused kernel for
+
+
+def make_optimizer(model: nn.Module, train: Train, fused: bool = False) -> Optimizer:
+    """The job's optimizer over the model's trainable parameters, shared ones once.
+
+    Matrices (dim >= 2) decay, the others (norms, biases) do not. `fused` takes torch's fused kernel, on any device.
+    It also loads what a PerParameter around an optimizer like it has saved.
+    `train.epsilon` is that of AdamW and LAMB; Adafactor keeps torch's own, which mean something else.
+    Raises InputError where nothing is trainable, or where the optimizer has no fused kernel.
+    """
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise InputError("job: model", "has no trainable parameter", "set requires_grad on the parameters to train")
+    if fused and train.optimizer not in FUSED:
+        raise InputError(f"job: train.optimizer={train.optimizer}", "torch has a fused kernel for AdamW and SGD only",
+                         f"use fused_optimizer: false with {train.optimizer}")
+    if train.optimizer == "muon":
+        optimizer = _make_muon(model, trainable, train)
+    else:
+        optimizer = _make(train, decay_groups(trainable, train.weight_decay), fused)
+    optimizer.register_load_state_dict_pre_hook(load_plain)
+    return optimizer
+
+
+def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Up to two parameter groups: what decays (dim >= 2) and what does not."""
+    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
+    others = [parameter for parameter in parameters if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _make(train: Train, groups: list[dict[str, Any]], fused: bool) -> Optimizer:
+    rate = train.scaled_learning_rate
+    kernel = True if fused else None  # None: torch chooses among its other kernels
+    match train.optimizer:
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=rate, betas=train.betas, eps=train.epsilon, fused=kernel)
+        case "sgd":
+            return torch.optim.SGD(groups, lr=rate, momentum=train.momentum, fused=kernel)
+        case "adafactor":
+            return torch.optim.Adafactor(groups, lr=rate)
+        case "lamb":
+            return LAMB(groups, lr=rate, betas=train.betas, eps=train.epsilon)
+        case "lars":
+            return LARS(groups, lr=rate, momentum=train.momentum)
+        case "lion":
+            return Lion(groups, lr=rate, betas=train.betas)
+    raise AssertionError(train.optimizer)
+
+
+def _make_muon(model: nn.Module, trainable: list[nn.Parameter], train: Train) -> Optimizer:
+    hidden = hidden_matrices(model)
+    others = [parameter for parameter in trainable if parameter not in set(hidden)]
+    if not hidden or not others:
+        found = "no hidden matrix" if not hidden else "hidden matrices only, and no embedding, head, norm or bias"
+        raise InputError("job: train.optimizer=muon", f"the model has {found}", "use optimizer: adamw")
+    rate = train.scaled_learning_rate
+    muon = torch.optim.Muon(hidden, lr=rate, weight_decay=train.weight_decay, momentum=train.momentum,
+                            adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(decay_groups(others, train.weight_decay), lr=rate, betas=train.betas, eps=train.epsilon)
+    return MuonWithAdamW(muon, adamw)

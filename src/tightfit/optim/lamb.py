@@ -1,0 +1,73 @@
+"""LAMB: Adam whose step is scaled, for each layer, to the norm of its weights. For large batches.
+
+Source  You et al. 2020, Large Batch Optimization for Deep Learning, arXiv:1904.00962, algorithm 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+
+class LAMB(Optimizer):
+    """w <- w - lr * phi(|w|) / |u| * u, with u = m / (sqrt(v) + eps) + weight_decay * w and bias-corrected m and v.
+
+    clamp  phi(z) = min(max(z, low), high). The paper names this form and no bounds; its authors' code has none.
+
+    Parameters of fewer than two dims (norms, biases) take Adam's step with neither decay nor trust ratio, as in the
+    authors' code. The ratio is 1 where a weight or its update is zero, so that weights that start at zero can move.
+    State: 8 bytes for each fp32 parameter.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        clamp: tuple[float, float] = (0.0, math.inf),
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "clamp": clamp})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient. `closure` computes the loss anew and returns it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    _update(parameter, parameter.grad, self.state[parameter], group)
+        return loss
+
+
+def _update(weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    if not state:
+        state.update(step=0, exp_avg=torch.zeros_like(weight), exp_avg_sq=torch.zeros_like(weight))
+    state["step"] += 1
+    beta1, beta2 = group["betas"]
+    first = state["exp_avg"].lerp_(gradient, 1 - beta1)
+    second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    root = (second / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
+    update = torch.div(first, root, out=root).div_(1 - beta1 ** state["step"])
+    if weight.dim() >= 2:
+        update.add_(weight, alpha=group["weight_decay"])
+        update.mul_(_trust_ratio(weight, update, group["clamp"]))
+    weight.add_(update, alpha=-group["lr"])
+
+
+def _trust_ratio(weight: Tensor, update: Tensor, clamp: tuple[float, float]) -> Tensor:
+    """phi(|weight|) / |update|, a scalar tensor; 1 where either norm is zero. Reads no value on the host."""
+    weight_norm = torch.linalg.vector_norm(weight).clamp_(*clamp)
+    update_norm = torch.linalg.vector_norm(update)
+    usable = (weight_norm > 0) & (update_norm > 0)
+    return torch.where(usable, weight_norm / update_norm, torch.ones_like(weight_norm))

@@ -1,0 +1,65 @@
+"""LARS: momentum SGD whose rate is, for each layer, in proportion to |weight| / |gradient|. For large batches.
+
+Source  You et al. 2017, Large Batch Training of Convolutional Networks, arXiv:1708.03888, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+
+class LARS(Optimizer):
+    """v <- momentum * v + lr * rate * (g + weight_decay * w), then w <- w - v.
+
+    rate   trust * |w| / (|g| + weight_decay * |w|), for each parameter
+    trust  the paper's eta: how far, as a share of its norm, a layer may move in one step
+
+    The learning rate is inside the momentum, as in the paper. Parameters of fewer than two dims (norms, biases) take
+    plain momentum SGD, with neither decay nor rate. The rate is 1 where a weight or its gradient is zero.
+    State: 4 bytes for each fp32 parameter.
+    """
+
+    def __init__(
+        self, params: ParamsT, lr: float = 1.0, momentum: float = 0.9, weight_decay: float = 0.0, trust: float = 1e-3
+    ) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient. `closure` computes the loss anew and returns it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    _update(parameter, parameter.grad, self.state[parameter], group)
+        return loss
+
+
+def _update(weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    if not state:
+        state["momentum_buffer"] = torch.zeros_like(weight)
+    velocity = state["momentum_buffer"].mul_(group["momentum"])
+    if weight.dim() >= 2:
+        rate = _local_rate(weight, gradient, group["trust"], group["weight_decay"])
+        velocity.add_(gradient.add(weight, alpha=group["weight_decay"]).mul_(rate), alpha=group["lr"])
+    else:
+        velocity.add_(gradient, alpha=group["lr"])
+    weight.sub_(velocity)
+
+
+def _local_rate(weight: Tensor, gradient: Tensor, trust: float, weight_decay: float) -> Tensor:
+    """trust * |w| / (|g| + weight_decay * |w|), a scalar tensor; 1 where either norm is zero."""
+    weight_norm = torch.linalg.vector_norm(weight)
+    gradient_norm = torch.linalg.vector_norm(gradient)
+    usable = (weight_norm > 0) & (gradient_norm > 0)
+    rate = trust * weight_norm / (gradient_norm + weight_decay * weight_norm)
+    return torch.where(usable, rate, torch.ones_like(rate))

@@ -1,0 +1,49 @@
+"""Muon for the hidden matrices, AdamW for everything else, in one optimizer with one state_dict.
+
+Source  Jordan et al. 2024, kellerjordan.github.io/posts/muon; the step scaled to AdamW's size, so that one learning
+        rate serves both: Liu et al. 2025, Muon is Scalable for LLM Training, arXiv:2502.16982.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+class MuonWithAdamW(Optimizer):
+    """torch's Muon and torch's AdamW side by side, each for the parameters that it was made with.
+
+    A parameter group says in `algorithm` (muon or adamw) which of the two updates it.
+    """
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+        self._parts: dict[str, Optimizer] = {"muon": muon, "adamw": adamw}
+        super().__init__(
+            [{**group, "algorithm": name} for name, part in self._parts.items() for group in part.param_groups], {}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient. `closure` computes the loss anew and returns it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for name, part in self._parts.items():
+            part.param_groups = [group for group in self.param_groups if group["algorithm"] == name]
+            part.state = self.state
+            part.step()
+        return loss
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The trainable 2-D weights that are neither of an embedding (by module type) nor of the last Linear, the head."""
+    modules = list(model.modules())
+    outer = {p for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag) for p in module.parameters()}
+    linears = [module for module in modules if isinstance(module, nn.Linear)]
+    if linears:
+        outer.update(linears[-1].parameters())
+    return [p for p in model.parameters() if p.requires_grad and p.dim() == 2 and p not in outer]

@@ -1,0 +1,222 @@
+"""PerParameter: any optimizer, one parameter at a time, so that what is wide exists for one parameter only.
+
+Source  Kahan and stochastic rounding of bf16 weights: Zamirai et al. 2020, arXiv:2010.06192. Narrow states: see
+        `blocks`. Update in backward: Lv et al. 2023 (LOMO), arXiv:2306.09782, by torch's post-accumulate hook.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tightfit.errors import InputError
+from tightfit.optim.blocks import Bits, Blocks, bits_of
+
+States = Literal["fp32", "bf16", "8-bit", "4-bit"]
+Rounding = Literal["nearest", "kahan", "stochastic"]
+
+_CARRIED = {"kahan": "compensation", "stochastic": "roundings"}  # the state that each rounding adds: a tensor, a count
+_KERNEL = ("fused", "foreach", "capturable")  # options that choose a kernel, and no mathematics
+
+
+class PerParameter(Optimizer):
+    """Wraps a fresh optimizer and updates one parameter at a time.
+
+    states    width in which states are kept between updates; the update itself is in fp32. States of fewer than 4096
+              elements, or not a whole number of blocks (256 elements in 8 bits, 128 in 4), stay fp32 in place of 8-bit
+              and 4-bit. "fp32" leaves all as the wrapped optimizer makes them.
+    rounding  how an update of a 16-bit weight is rounded: nearest, kahan (a second 16-bit tensor carries what was
+              lost), or stochastic (bf16: up or down, with the probability that keeps the mean)
+    seed      of the stochastic rounding
+
+    Learning rates and the other options are read from `param_groups` at each update. The memory needed beyond what is
+    kept is that of one parameter: its fp32 copy, gradient and states.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, states: States = "fp32", rounding: Rounding = "nearest", seed: int = 0
+    ) -> None:
+        assert not optimizer.state, "wrap an optimizer before its first step"
+        super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
+        self._inner = optimizer
+        self._inner.param_groups = []
+        device = self.param_groups[0]["params"][0].device
+        self._states, self._rounding = states, rounding
+        self._blocks = Blocks(cast(Bits, int(states[0])), device) if states in ("8-bit", "4-bit") else None
+        self._generator, self._seed = torch.Generator(device) if rounding == "stochastic" else None, seed
+        self._number = {parameter: number for number, parameter in enumerate(self._parameters())}
+        self._updated: set[Tensor] = set()  # by backward, since the last step()
+
+    def attach(self) -> None:
+        """From now on backward updates each parameter once its gradient is complete, and frees the gradient."""
+        update = weakref.WeakMethod(self._update_in_backward)  # the hooks must not keep the optimizer alive
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                parameter.register_post_accumulate_grad_hook(_hook(update, number))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient: none, where backward has updated them all."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        self._updated.clear()
+        return loss
+
+    def _update_in_backward(self, parameter: Tensor, group: int) -> None:
+        if parameter in self._updated:
+            raise InputError("update in backward", "a second gradient of a weight before step()",
+                             "give the whole batch as one micro-batch, and call step() after each backward")
+        with torch.no_grad():
+            self._update(parameter, self.param_groups[group])
+        parameter.grad = None
+        self._updated.add(parameter)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """One step of the wrapped optimizer for one parameter: widen, update, narrow and round again."""
+        kept, inner = dict(self.state.get(parameter, {})), self._inner
+        carried = kept.pop(_CARRIED.get(self._rounding, ""), None)
+        weight = self._widen_weight(parameter, carried)
+        states = {name: self._widen(name, value, weight) for name, value in kept.items()}
+        inner.param_groups = [{**group, "params": [weight]}]
+        inner.state = defaultdict(dict, {weight: states})
+        inner.step()
+        states = inner.state[weight]
+        inner.param_groups, inner.state = [], defaultdict(dict)
+        self.state[parameter] = {name: self._narrow(name, states.pop(name)) for name in list(states)}
+        if weight is not parameter:
+            self._round(parameter, weight, carried)
+
+    def _is_widened(self, parameter: Tensor) -> bool:
+        """Whether the wrapped optimizer gets an fp32 copy in place of the parameter."""
+        return parameter.dtype.itemsize < 4 and (self._states != "fp32" or self._rounding != "nearest")
+
+    def _widen_weight(self, parameter: Tensor, carried: Any) -> Tensor:
+        if not self._is_widened(parameter):
+            return parameter
+        assert parameter.grad is not None
+        weight = parameter.detach().float()
+        weight.grad = parameter.grad.float()
+        return weight.add_(carried) if isinstance(carried, Tensor) else weight
+
+    def _round(self, parameter: Tensor, weight: Tensor, carried: Any) -> None:
+        """Write the fp32 `weight` back into its 16-bit parameter."""
+        if self._generator is not None:
+            assert parameter.dtype is torch.bfloat16
+            count = carried or 0
+            # a function of these three, so that neither a resume nor the order of the updates changes the noise
+            self._generator.manual_seed(abs(hash((self._seed, self._number[parameter], count))))
+            round_stochastically_(weight, self._generator)
+            self.state[parameter]["roundings"] = count + 1
+        parameter.copy_(weight)
+        if self._rounding == "kahan":
+            self.state[parameter]["compensation"] = weight.sub_(parameter).to(parameter.dtype)
+
+    def _narrow(self, name: str, value: Any) -> Any:
+        """A state as it is kept. Counters (numbers, tensors without dims) are kept as they are."""
+        if not isinstance(value, Tensor) or value.dim() == 0 or self._states == "fp32":
+            return value
+        if self._blocks is None:
+            return value.to(torch.bfloat16)
+        return self._blocks.pack(name, value) if self._blocks.divide(value) else value
+
+    def _widen(self, name: str, value: Any, weight: Tensor) -> Any:
+        """A kept state as the wrapped optimizer wants it: in the type of the weight."""
+        if isinstance(value, dict):
+            assert self._blocks is not None
+            return self._blocks.unpack(name, value, weight)
+        return value.to(weight.dtype) if isinstance(value, Tensor) and value.dim() > 0 else value
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on exactly where a PerParameter like this one was, or from states of another kind, made this one's.
+
+        What state_dict() gives is plain tensors and numbers; a packed state is {"codes", "scale"}.
+        """
+        super().load_state_dict({**with_kernels_of(self, state_dict), "state": {}})
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        parameters, others = self._parameters(), set(_CARRIED.values()) - {_CARRIED.get(self._rounding)}
+        for number, states in state_dict["state"].items():
+            parameter, group = parameters[number], groups[number]
+            self.state[parameter] = {
+                name: self._load(name, value, parameter, group) for name, value in states.items() if name not in others
+            }
+
+    def _load(self, name: str, value: Any, parameter: Tensor, group: dict[str, Any]) -> Any:
+        if isinstance(value, dict):
+            value = {part: tensor.to(parameter.device, copy=True) for part, tensor in value.items()}
+            if self._blocks is not None and self._blocks.bits == bits_of(value, parameter):
+                return value
+            value = unpack(name, value, parameter)
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim() == 0:  # a counter: on the host, but for kernels that read it on the device
+            return value.to(parameter.device if group.get("fused") or group.get("capturable") else "cpu", copy=True)
+        if name == "compensation":
+            return value.to(parameter, copy=True)
+        dtype = torch.float32 if self._is_widened(parameter) else parameter.dtype
+        return self._narrow(name, value.to(parameter.device, dtype, copy=True))
+
+
+def round_stochastically_(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Round fp32 values in place to ones that bf16 holds: up with the probability that keeps the mean, else down.
+
+    Random bits are added to the 16 bits that bf16 lacks, carrying into the others; then those are cut off.
+    """
+    noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    values.view(torch.int32).add_(noise).bitwise_and_(-(1 << 16))
+    return values
+
+
+def unpack(name: str, packed: dict[str, Tensor], parameter: Tensor) -> Tensor:
+    """The fp32 state of `parameter` that `packed` stands for, whatever its width."""
+    like = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+    return Blocks(bits_of(packed, parameter), parameter.device).unpack(name, packed, like)
+
+
+def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A pre-hook for a plain optimizer's load_state_dict: takes what any PerParameter around it has saved."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    carried = set(_CARRIED.values())
+
+    def plain(name: str, value: Any, parameter: Tensor) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return unpack(name, {part: tensor.to(parameter.device) for part, tensor in value.items()}, parameter)
+
+    states = {
+        number: {name: plain(name, value, parameters[number]) for name, value in saved.items() if name not in carried}
+        for number, saved in state_dict["state"].items()
+    }
+    return {**with_kernels_of(optimizer, state_dict), "state": states}
+
+
+def with_kernels_of(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """`state_dict` with the kernels that `optimizer` was made with: those are the plan's, not the checkpoint's."""
+    groups = [
+        {**saved, **{option: group[option] for option in _KERNEL if option in group}}
+        for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    return {**state_dict, "param_groups": groups}
+
+
+def _hook(update: weakref.WeakMethod[Any], group: int) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        method = update()
+        if method is not None:
+            method(parameter, group)
+
+    return hook

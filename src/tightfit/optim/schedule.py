@@ -1,0 +1,61 @@
+"""Learning-rate schedules: pure functions of the step, so that a resumed run needs to restore nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from tightfit.errors import InputError
+from tightfit.job import Train
+
+
+def total_steps(train: Train, samples: int | None) -> int | None:
+    """Optimizer steps of the whole training over `samples` an epoch; None where nothing says when it ends.
+
+    A job that says neither steps nor epochs runs one epoch.
+    """
+    if train.steps is not None or samples is None:
+        return train.steps
+    return math.ceil((train.epochs or 1) * samples / train.batch)
+
+
+def learning_rate(train: Train, total_steps: int | None) -> Callable[[int], float]:
+    """step (from 0) -> learning rate: linear warm-up, then constant | linear | cosine | warmup-stable-decay.
+
+    Step `warmup - 1` is the first at the full rate. The rate reaches `final_learning_rate` (a share of the full one)
+    at step `total_steps`, one past the last, so that no step is taken at a rate of zero.
+
+    Raises InputError where the schedule needs a length and there is none, or the warm-up is longer than the training.
+    Source: cosine, Loshchilov & Hutter 2017, arXiv:1608.03983; warmup-stable-decay, Hu et al. 2024, arXiv:2404.06395.
+    """
+    _check(train, total_steps)
+    base, warmup = train.scaled_learning_rate, train.warmup
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return base * (step + 1) / warmup
+        remaining = _remaining_share(train, step, total_steps)
+        return base * (train.final_learning_rate + (1 - train.final_learning_rate) * remaining)
+
+    return rate
+
+
+def _remaining_share(train: Train, step: int, total_steps: int | None) -> float:
+    """How much of the way from the full to the final rate is left: 1 at first, 0 at the end and ever after."""
+    if train.schedule == "constant" or total_steps is None:
+        return 1.0
+    start = train.warmup
+    if train.schedule == "warmup-stable-decay":
+        start = max(start, total_steps - max(1, round(train.decay * total_steps)))
+    progress = min(max((step - start) / max(total_steps - start, 1), 0.0), 1.0)
+    return 0.5 * (1 + math.cos(math.pi * progress)) if train.schedule == "cosine" else 1 - progress
+
+
+def _check(train: Train, total_steps: int | None) -> None:
+    if total_steps is None:
+        if train.schedule != "constant":
+            raise InputError(f"job: train.schedule={train.schedule}", "the data is endless and the job says no steps",
+                             "add train.steps, or use schedule: constant")
+    elif train.warmup > total_steps:
+        raise InputError("job: train.warmup", f"{train.warmup} steps of warm-up in a training of {total_steps}",
+                         f"use a warmup of at most {total_steps}, or train for longer")

@@ -1,0 +1,191 @@
+"""Plan: how a job is fitted to a machine; and RULES, the one table of combinations that cannot work.
+
+`Plan()` is the reference: fp32, one device, the whole batch at once, no method. It changes no mathematics
+beyond what the job's `allow` names: `needed_permissions` says which those are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Field
+
+from tightfit.errors import InputError
+from tightfit.job import Job
+from tightfit.values import Value, read_yaml
+
+Precision = Literal["fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"]
+
+
+def _recompute(value: Any) -> Any:
+    if isinstance(value, str) and (value in ("none", "full", "selective", "sqrt") or re.fullmatch(r"every-[1-9]\d*", value)):
+        return value
+    raise InputError(f"plan: recompute={value}", "unknown choice", "use one of: none, full, selective, sqrt, every-2 (or another number)")
+
+
+def _compile(value: Any) -> Any:
+    """YAML's true and false read as the whole model and none."""
+    return {True: "model", False: "none"}.get(value, value) if isinstance(value, bool) else value
+
+
+def _chunk(value: Any) -> Any:
+    return {True: 1024, False: None}[value] if isinstance(value, bool) else value
+
+
+class Plan(Value):
+    """How the job is fitted. Every field's default is the reference; a method is absent until its field leaves it.
+
+    precision           what the arithmetic runs in; -mixed keeps fp32 weights, -true has one type for everything
+    loss_scale          fp16 only: dynamic, or a fixed number
+    rounding            bf16-true: how a weight update is rounded: nearest loses small ones, kahan carries what was
+                        lost, stochastic keeps it in expectation
+    micro_batch         samples per forward; None is the whole batch at once
+    recompute           which blocks are computed again in backward instead of kept
+    chunked_loss        tokens whose logits live at once; None keeps all logits
+    states              width in which optimizer states are stored
+    fused_optimizer     torch's fused kernel in place of its default one
+    update_in_backward  each weight is updated as soon as its gradient is there, and the gradient freed
+    compile             torch.compile of nothing, each block, or the model with its loss
+    materialize         where the model is created: host (then moved and cast) or device (there, in its precision)
+    allocator           default, or tuned: freed memory is kept and reused, huge pages, expandable segments
+    loader_workers      processes that prepare data; 0 prepares it in the training process
+    prefetch            batches prepared ahead by each worker
+    pin_memory          page-locked host buffers
+    non_blocking        copies to the device that overlap its work
+    """
+
+    precision: Precision = "fp32"
+    loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0)] = "dynamic"
+    rounding: Literal["nearest", "kahan", "stochastic"] = "nearest"
+    micro_batch: int | None = Field(None, gt=0)
+    recompute: Annotated[str, BeforeValidator(_recompute)] = "none"
+    chunked_loss: Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_chunk)] = None
+    states: Literal["fp32", "bf16", "8-bit", "4-bit"] = "fp32"
+    fused_optimizer: bool = False
+    update_in_backward: bool = False
+    compile: Annotated[Literal["none", "block", "model"], BeforeValidator(_compile)] = "none"
+    materialize: Literal["host", "device"] = "host"
+    allocator: Literal["default", "tuned"] = "default"
+    loader_workers: int = Field(0, ge=0)
+    prefetch: int = Field(2, gt=0)
+    pin_memory: bool = False
+    non_blocking: bool = False
+
+    def differences(self) -> dict[str, Any]:
+        """The fields that differ from the reference plan."""
+        reference = Plan()
+        return {name: value for name, value in self if value != getattr(reference, name)}
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{name}={value}" for name, value in self.differences().items())
+        return f"Plan({said or 'reference'})"
+
+    __str__ = __repr__
+
+    @property
+    def is_half(self) -> bool:
+        return self.precision.startswith(("bf16", "fp16"))
+
+    @property
+    def is_true(self) -> bool:
+        """Weights, gradients and arithmetic all in 16 bits."""
+        return self.precision.endswith("-true")
+
+    def micro_batch_of(self, batch: int) -> int:
+        return min(self.micro_batch or batch, batch)
+
+
+def read_pins(source: str | Path | Mapping[str, Any] | Literal["reference"] | None) -> dict[str, Any]:
+    """The fields that a plan file, a mapping or the word `reference` pins. A plan may be partial. Raises InputError."""
+    if source is None:
+        return {}
+    if source == "reference":
+        return Plan().model_dump()
+    where = "plan" if isinstance(source, Mapping) else str(source)
+    content = dict(source) if isinstance(source, Mapping) else read_yaml(source)
+    if set(content) == {"plan"}:
+        content = content["plan"]
+        if content == "reference":
+            return Plan().model_dump()
+    plan = Plan.parse(content, where)
+    return {name: getattr(plan, name) for name in content}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination that cannot work: what must hold, why, and the smallest change that makes it hold."""
+
+    text: str
+    holds: Callable[[Plan, Job, str], bool]
+    fix: str
+
+    def remedy(self, plan: Plan, job: Job) -> str:
+        return self.fix.format(plan=plan, job=job, train=job.train)
+
+
+_ELEMENTWISE = ("adamw", "sgd", "lion", "lamb", "lars")
+
+RULES = (
+    Rule("tf32 is arithmetic of CUDA devices (Ampere and later)",
+         lambda plan, job, device: plan.precision != "tf32" or device == "cuda",
+         "use precision: fp32 or bf16-mixed"),
+    Rule("a micro-batch is at most the batch",
+         lambda plan, job, device: plan.micro_batch is None or plan.micro_batch <= job.train.batch,
+         "use a micro_batch of at most {train.batch}"),
+    Rule("kahan and stochastic rounding are for weights held in bf16",
+         lambda plan, job, device: plan.rounding == "nearest" or plan.precision == "bf16-true",
+         "use precision: bf16-true, or rounding: nearest"),
+    Rule("an update in backward sees each gradient once, so the whole batch is one micro-batch",
+         lambda plan, job, device: not plan.update_in_backward or plan.micro_batch_of(job.train.batch) == job.train.batch,
+         "use micro_batch: {train.batch}, or update_in_backward: false"),
+    Rule("clipping needs the norm of all gradients before the first update, which an update in backward does not have",
+         lambda plan, job, device: not plan.update_in_backward or job.train.clip is None,
+         "leave out train.clip, or use update_in_backward: false"),
+    Rule("a step that overflows in fp16 must be skipped whole, and an update in backward is already under way",
+         lambda plan, job, device: not plan.update_in_backward or not plan.precision.startswith("fp16"),
+         "use precision: bf16-mixed, or update_in_backward: false"),
+    Rule("narrow states are for optimizers whose states are element by element",
+         lambda plan, job, device: plan.states == "fp32" or job.train.optimizer in _ELEMENTWISE,
+         "use states: fp32 with {train.optimizer}, or one of the optimizers " + ", ".join(_ELEMENTWISE)),
+    Rule("torch has a fused kernel for AdamW and SGD only",
+         lambda plan, job, device: not plan.fused_optimizer or job.train.optimizer in ("adamw", "sgd"),
+         "use fused_optimizer: false with {train.optimizer}"),
+    Rule("pinned memory and copies that do not block need a CUDA device",
+         lambda plan, job, device: not (plan.pin_memory or plan.non_blocking) or device == "cuda",
+         "use pin_memory: false and non_blocking: false"),
+    Rule("chunked loss is for language models, whose logits are a linear layer of the hidden states",
+         lambda plan, job, device: plan.chunked_loss is None or job.loss is None,
+         "leave out chunked_loss, or leave the job's loss to its task"),
+)
+
+
+def needed_permissions(plan: Plan) -> set[str]:
+    """What the plan changes in the numerics, in the words of the job's `allow`."""
+    needed = set()
+    for word in ("tf32", "bf16", "fp16"):
+        if plan.precision.startswith(word):
+            needed.add(word)
+    if plan.states != "fp32":
+        needed.add(f"{plan.states}-states")
+    if plan.rounding == "stochastic":
+        needed.add("stochastic-rounding")
+    return needed
+
+
+def check(plan: Plan, job: Job, device: str) -> None:
+    """Refuse a plan that the job does not allow or that cannot work on `device` (cpu, cuda). Raises InputError."""
+    refused = sorted(needed_permissions(plan) - job.allowed)
+    if refused:
+        allow = ", ".join(sorted(job.allowed | set(refused)))
+        raise InputError(f"plan: {plan}", f"changes numerics in a way the job does not allow: {', '.join(refused)}",
+                         f"add it to the job (allow: [{allow}]), or leave it out of the plan")
+    for rule in RULES:
+        if not rule.holds(plan, job, device):
+            raise InputError(f"plan: {plan}", rule.text, rule.remedy(plan, job))
+
+
+PRECISIONS: tuple[str, ...] = get_args(Precision)

@@ -1,0 +1,1 @@
+"""What people look at: progress, tables, the files of a run."""

@@ -1,0 +1,141 @@
+"""What each command does, on the library's own functions. Prints what people read, or JSON where it was asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tightfit.engine.launch import enter_environment
+from tightfit.errors import InputError
+from tightfit.job import Job
+from tightfit.machine import Machine
+from tightfit.plan import Plan, needed_permissions, read_pins
+from tightfit.planner.complete import complete
+from tightfit.units import format_bytes, format_count, format_seconds
+
+
+def planned(path: Path, plan: str | None, changes: list[str], machine: Machine) -> tuple[Job, Plan, dict[str, str]]:
+    """The job of a file, and its plan: what --plan, the job file and --set pin, and what is chosen beside it."""
+    job = Job.load(path, changes)
+    own = read_pins(job.plan)
+    if plan is None:
+        pins = own
+    else:
+        in_changes = {change.split("=")[0].removeprefix("plan.") for change in changes if change.startswith("plan.")}
+        pins = {**read_pins("reference" if plan == "reference" else Path(plan)), **{k: v for k, v in own.items() if k in in_changes}}
+    chosen, reasons = complete(job, machine, pins)
+    return job, chosen, reasons
+
+
+def train_command(path: Path, plan: str | None, out: Path | None, resume: bool, changes: list[str]) -> None:
+    machine = Machine.detect()
+    job, chosen, reasons = planned(path, plan, changes, machine)
+    out = out or Path("runs") / path.stem
+    if out.exists() and not out.is_dir():
+        raise InputError(f"--out {out}", "is a file", "name a folder")
+    if not resume and any((out / "checkpoints").glob("step-*")):
+        raise InputError(f"--out {out}", "holds the checkpoints of an earlier run, which this one would overwrite",
+                         "add --resume to go on with it, or name another folder")
+    console = Console()
+    enter_environment(chosen, machine.device)
+    announce(console, job, chosen, reasons, machine)
+    from tightfit.report.session import train_in_folder
+
+    record = train_in_folder(job, chosen, machine, out, resume)
+    console.print(summary(record.content(), out), highlight=False, markup=False, soft_wrap=True)
+
+
+def announce(console: Console, job: Job, plan: Plan, reasons: dict[str, str], machine: Machine) -> None:
+    """The first lines: what is trained, on what, with which plan and why."""
+    say = lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)  # noqa: E731
+    say(f"job      {job!r}")
+    say(f"machine  {machine!r}")
+    say("plan     " + (", ".join(f"{name}={value}" for name, value in plan.differences().items()) or "reference"))
+    for name, reason in reasons.items():
+        say(f"           {name}={getattr(plan, name)}: {reason}")
+    changed = sorted(needed_permissions(plan))
+    if changed:
+        why = "the default of `allow`; write allow: [] to keep fp32" if job.allow is None else "as the job allows"
+        say(f"         changes numerics: {', '.join(changed)} ({why})")
+
+
+def summary(record: dict[str, Any], out: Path) -> str:
+    """What a run came to, in a few lines."""
+    peak, loss = record["peak_bytes"], record["loss"]
+    lines = []
+    if loss:
+        lines.append(f"loss     {loss[0][1]:.4f} at step {loss[0][0]}, {loss[-1][1]:.4f} at step {loss[-1][0]}")
+    if record["step_s"]:
+        speed = f"{format_count(record['tokens_per_s'])} tokens/s" if record["tokens_per_s"] else f"{record['samples_per_s']:.4g} samples/s"
+        mfu = f", {record['mfu']:.0%} of the measured matrix rate" if record["mfu"] else ""
+        lines.append(f"speed    {speed} (median of {len(record['step_s'])} steps){mfu}")
+    if record["compile_s"]:
+        lines.append(f"compile  {format_seconds(record['compile_s'])} in the first step, not counted in the speed")
+    if peak["measured"]:
+        rows = ", ".join(f"{name} {format_bytes(value)}" for name, value in peak["rows"].items() if value)
+        lines.append(f"memory   {format_bytes(peak['measured'])} at the peak ({rows}); process {format_bytes(peak['process'])}")
+    elif peak["process"]:
+        lines.append(f"memory   process {format_bytes(peak['process'])}")
+    for name, words in (("skipped_steps", "steps skipped because fp16 overflowed"), ("damaged_samples", "damaged samples skipped")):
+        if record[name]:
+            lines.append(f"         {record[name]} {words}")
+    return "\n".join([*lines, f"record   {out / 'record.json'}"])
+
+
+def verify_command(path: Path, plan: str | None, steps: int, changes: list[str], as_json: bool) -> None:
+    machine = Machine.detect()
+    job, chosen, reasons = planned(path, plan, changes, machine)
+    console = Console(stderr=as_json)
+    announce(console, job, chosen, reasons, machine)
+    from tightfit.measure.verify import verify
+
+    result = verify(job, chosen, machine, steps)
+    if as_json:
+        print(json.dumps(result.content()))
+    else:
+        table = Table("largest relative difference", "value", box=None, title_justify="left")
+        for name in ("loss", "gradients", "weights"):
+            table.add_row(name, f"{getattr(result, name):.3g}")
+        table.add_row("tolerance", f"{result.tolerance:.3g}")
+        console.print(table)
+        console.print("passed" if result.passed else "FAILED: the plan does not train the same job")
+    sys.exit(0 if result.passed else 1)
+
+
+def machine_command(calibrate: bool, as_json: bool) -> None:
+    machine = Machine.detect()
+    console = Console(stderr=as_json)
+    if calibrate:
+        from tightfit.measure.calibrate import calibrate as measure
+
+        machine = measure(machine, lambda line: console.print(f"measuring {line}", highlight=False))
+    if as_json:
+        print(json.dumps(machine.content()))
+        return
+    table = Table("what", "value", "source", box=None)
+    for row in machine_rows(machine):
+        table.add_row(*row)
+    console.print(table)
+    if not machine.matrix_flops_per_s:
+        console.print("not measured yet: tightfit machine --calibrate")
+
+
+def machine_rows(machine: Machine) -> list[tuple[str, str, str]]:
+    """(what, value, source) for each figure of a machine."""
+    count = machine.devices_per_node * machine.nodes
+    rows = [("device", f"{count} x {machine.name} ({machine.device})", "system")]
+    figures = [("memory", machine.memory_bytes, format_bytes), ("host memory", machine.host_memory_bytes, format_bytes)]
+    figures += [(f"matrix products {kind}", figure, lambda v: format_count(v) + "FLOP/s") for kind, figure in machine.matrix_flops_per_s.items()]
+    rate = lambda value: f"{value / 1e9:.3g} GB/s"  # noqa: E731
+    for name, figure in (("memory bandwidth", machine.memory_bytes_per_s), ("host to device", machine.host_to_device_bytes_per_s),
+                         ("between processes", machine.process_bytes_per_s)):
+        if figure:
+            figures.append((name, figure, rate))
+    if machine.launch_s:
+        figures.append(("launch of an operation", machine.launch_s, format_seconds))
+    return rows + [(name, form(figure.value), f"{figure.source} ({figure.detail})" if figure.detail else figure.source) for name, figure, form in figures]

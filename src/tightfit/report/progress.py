@@ -1,0 +1,85 @@
+"""Progress of a training: a live bar on a terminal, plain lines elsewhere. Both show the same figures."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from tightfit.engine.step import Step
+from tightfit.units import format_bytes, format_count, format_seconds
+
+LINE_EVERY_S = 5.0
+
+
+class View(Protocol):
+    def show(self, step: Step, items_per_s: float, peak_bytes: int) -> None: ...
+
+    def say(self, line: str) -> None: ...
+
+
+def describe(step: Step, items_per_s: float, unit: str, peak_bytes: int, left_s: float) -> str:
+    """loss, learning rate, speed, peak memory and time left, in one line."""
+    return (f"loss {step.loss:.4f}  lr {step.learning_rate:.2e}  {format_count(items_per_s)} {unit}/s  "
+            f"peak {format_bytes(peak_bytes)}  left {format_seconds(left_s)}")
+
+
+class Lines:
+    """A line for the first step, the last, and one every few seconds between."""
+
+    def __init__(self, total: int, unit: str, console: Console) -> None:
+        self.total, self.unit, self.console, self.shown_at = total, unit, console, 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        return None
+
+    def show(self, step: Step, items_per_s: float, peak_bytes: int) -> None:
+        now = time.monotonic()
+        if step.step + 1 == self.total or now - self.shown_at >= LINE_EVERY_S:
+            self.shown_at = now
+            left = (self.total - step.step - 1) * _step_s(step, items_per_s)
+            self.say(f"step {step.step + 1}/{self.total}  {describe(step, items_per_s, self.unit, peak_bytes, left)}")
+
+    def say(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class Bar:
+    """A bar that is redrawn in place, with what is said scrolling above it."""
+
+    def __init__(self, total: int, unit: str, console: Console) -> None:
+        self.total, self.unit = total, unit
+        self.progress = Progress(BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"), console=console)
+        self.task = self.progress.add_task("preparing the first step", total=total)
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.progress.stop()
+
+    def show(self, step: Step, items_per_s: float, peak_bytes: int) -> None:
+        left = (self.total - step.step - 1) * _step_s(step, items_per_s)
+        text = describe(step, items_per_s, self.unit, peak_bytes, left)
+        self.progress.update(self.task, completed=step.step + 1, description=text)
+
+    def say(self, line: str) -> None:
+        self.progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _step_s(step: Step, items_per_s: float) -> float:
+    """Expected seconds of a step: at the usual speed once it is known."""
+    return step.processed / items_per_s if items_per_s > 0 else step.seconds
+
+
+def progress(total: int, unit: str, console: Console | None = None) -> Bar | Lines:
+    """A Bar where somebody is looking, Lines where the output goes to a file or a pipe."""
+    console = console or Console()
+    return Bar(total, unit, console) if console.is_terminal else Lines(total, unit, console)

@@ -1,0 +1,68 @@
+"""Trackers: the metrics of a run where people look at them. TensorBoard always works; wandb and mlflow when installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tightfit.errors import InputError
+from tightfit.job import Job
+
+_SHOWN = ("loss", "evaluation_loss", "learning_rate", "gradient_norm", "items_per_s", "peak_bytes", "process_bytes")
+
+
+class Trackers:
+    """The trackers that the job asks for. Raises InputError for one that is not installed, before anything runs."""
+
+    def __init__(self, job: Job, out: Path) -> None:
+        self.names, self.job, self.out = job.train.trackers, job, out
+        self.writer: Any = None
+        for name in self.names:
+            if importlib.util.find_spec(name) is None:
+                raise InputError(f"job: train.trackers: {name}", "is not installed", f"pip install {name}, or leave it out")
+
+    def __enter__(self) -> Self:
+        if "tensorboard" in self.names:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self.writer = SummaryWriter(str(self.out / "tensorboard"))
+        if "wandb" in self.names:
+            import wandb
+
+            wandb.init(project="tightfit", dir=str(self.out), config=json.loads(self.job.to_json()))
+        if "mlflow" in self.names:
+            import mlflow
+
+            mlflow.start_run()
+            mlflow.log_params(json.loads(self.job.to_json())["train"])
+        return self
+
+    def log(self, line: dict[str, Any]) -> None:
+        """The figures of one step, under their names in metrics.jsonl."""
+        figures = {name: line[name] for name in _SHOWN if line.get(name) is not None}
+        if self.writer is not None:
+            for name, value in figures.items():
+                self.writer.add_scalar(name, value, line["step"])
+        if "wandb" in self.names:
+            import wandb
+
+            wandb.log(figures, step=line["step"])
+        if "mlflow" in self.names:
+            import mlflow
+
+            mlflow.log_metrics(figures, step=line["step"])
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.writer is not None:
+            self.writer.close()
+        if "wandb" in self.names:
+            import wandb
+
+            wandb.finish(exit_code=1 if error else 0)
+        if "mlflow" in self.names:
+            import mlflow
+
+            mlflow.end_run("FAILED" if error else "FINISHED")

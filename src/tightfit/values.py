@@ -1,0 +1,140 @@
+"""The base of every noun: a frozen, validated value that reads and writes YAML and JSON.
+
+What a person typed wrong comes back as an InputError that names the field and the nearest thing that works.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from tightfit.errors import InputError
+
+
+class Value(BaseModel):
+    """Frozen; unknown fields are errors. `parse` is the boundary where outside input comes in."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, populate_by_name=True)
+
+    @classmethod
+    def parse(cls, content: Any, where: str = "") -> Self:
+        """Validate a mapping. Raises InputError naming `where` and the field."""
+        where = where or cls.__name__.lower()
+        if not isinstance(content, dict):
+            raise InputError(where, f"expected a mapping of fields, found {type(content).__name__}",
+                             f"give the fields of a {cls.__name__.lower()}: {', '.join(cls.field_names())}")
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            raise explain_validation(cls, error, where) from None
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
+    def content(self) -> dict[str, Any]:
+        """The fields that were said or differ from their default, as plain JSON types."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.content(), sort_keys=False, allow_unicode=True)
+
+    def to_json(self) -> str:
+        return json.dumps(self.content())
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with these fields changed, validated again."""
+        return type(self).parse({**self.model_dump(by_alias=True), **changes})
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML (or JSON) file. Raises InputError."""
+    path = Path(path)
+    if not path.exists():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], 1)
+        raise InputError(str(path), "no such file", f"did you mean {path.parent / near[0]}?" if near else "check the path")
+    if path.is_dir():
+        raise InputError(str(path), "is a folder, not a YAML file", "name the YAML file itself")
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise InputError(place, f"not valid YAML ({getattr(error, 'problem', None) or 'unreadable'})",
+                         "mend the line; values with ': ' or a leading '%' or '@' need quotes") from None
+    if not isinstance(content, dict):
+        raise InputError(str(path), f"expected a mapping of fields, found {type(content).__name__}",
+                         "write it as 'field: value' lines")
+    return content
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """' Did you mean X?' material: the closest known word, or the whole list."""
+    near = difflib.get_close_matches(word, known, 1, 0.5)
+    return f"did you mean {near[0]!r}?" if near else "use one of: " + ", ".join(known)
+
+
+def explain_validation(cls: type[BaseModel], error: ValidationError, where: str) -> InputError:
+    """The first complaint of pydantic in the three parts of an InputError."""
+    details = error.errors()
+    unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
+    first = (unknown or details)[0]
+    inner = first.get("ctx", {}).get("error")
+    if isinstance(inner, InputError):
+        return inner
+    path = [part for part in first["loc"] if not _is_branch(part)]
+    field = ".".join(str(part) for part in path)
+    place = f"{where}: {field}" if field else where
+    return InputError(place, _found(first), _fix(cls, path, first))
+
+
+def _is_branch(part: Any) -> bool:
+    """Whether a location part names a branch of a union rather than a field."""
+    return isinstance(part, str) and (not part.isidentifier() or part[0].isupper() or part in {"int", "str", "bool", "float", "callable"})
+
+
+def _found(detail: ErrorDetails) -> str:
+    if detail["type"] == "extra_forbidden":
+        return "unknown field"
+    if detail["type"] == "missing":
+        return "is needed and was not given"
+    message = detail["msg"].removeprefix("Value error, ")
+    return f"{detail['input']!r} is not allowed ({message[0].lower()}{message[1:]})"
+
+
+def _fix(cls: type[BaseModel], path: list[Any], detail: ErrorDetails) -> str:
+    if detail["type"] == "extra_forbidden":
+        return nearest(str(path[-1]), _fields_at(cls, path[:-1]))
+    if detail["type"] == "missing":
+        return f"add '{path[-1]}: ...'"
+    context = detail.get("ctx", {})
+    if "expected" in context:
+        return f"use one of: {context['expected']}"
+    for name, words in (("gt", "more than"), ("ge", "at least"), ("lt", "less than"), ("le", "at most")):
+        if name in context:
+            return f"give a value of {words} {context[name]}"
+    kinds = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text", "list": "a list", "dict": "a mapping", "model": "a mapping"}
+    kind = next((words for name, words in kinds.items() if detail["type"].startswith(name)), "a valid value")
+    return f"give {kind}"
+
+
+def _fields_at(cls: type[BaseModel], path: list[Any]) -> list[str]:
+    """The field names of the value that `path` leads to."""
+    for part in path:
+        field = next((f for n, f in cls.model_fields.items() if part in (n, f.alias)), None)
+        inner = [a for a in _leaves(field.annotation) if isinstance(a, type) and issubclass(a, BaseModel)] if field else []
+        if not inner:
+            break
+        cls = inner[0]
+    return [field.alias or name for name, field in cls.model_fields.items()]
+
+
+def _leaves(annotation: Any) -> list[Any]:
+    arguments = getattr(annotation, "__args__", ())
+    return [leaf for argument in arguments for leaf in _leaves(argument)] if arguments else [annotation]

@@ -1,0 +1,187 @@
+"""The jobs that every method is held against, tiny, and plain PyTorch's own training of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tightfit
+from tightfit.methods.microbatch import correct_batch_norm
+
+BATCH, STEPS, SAMPLES = 8, 3, 40
+ALLOW = ["bf16", "fp16", "tf32", "bf16-states", "8-bit-states", "4-bit-states", "stochastic-rounding"]
+EPSILON = 1e-3
+"""Adam's epsilon here. Some gradients are zero but for rounding (the bias of attention's keys); with 1e-8 Adam would
+scale that rounding up to a full step, and no two orders of summation could agree."""
+
+LLAMA = {
+    "architecture": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+}
+BERT = {
+    "architecture": "bert", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "max_position_embeddings": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}
+VIT = {
+    "architecture": "vit", "image_size": 16, "patch_size": 8, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_labels": 10,
+}
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + functional.relu(self.norm(self.convolution(x)))
+
+
+class BatchNormNet(nn.Module):
+    """A small convolutional network with BatchNorm that knows nothing of tightfit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.Sequential(*(Residual(8) for _ in range(4)))
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(functional.relu(self.stem(x))).mean((2, 3)))
+
+
+def language_samples(masked_lm: bool) -> list[dict[str, Tensor]]:
+    """Samples whose labels count unevenly, so that dividing by micro-batches would show."""
+    generator = torch.Generator().manual_seed(3)
+    samples = []
+    for index in range(SAMPLES):
+        tokens = torch.randint(0, 96, (16,), generator=generator)
+        labels = tokens.clone()
+        labels[: index % 11] = -100
+        if masked_lm:
+            labels[1 + index % 3 :: 2] = -100
+        samples.append({"input_ids": tokens, "labels": labels})
+    return samples
+
+
+def image_samples(keyed: bool) -> list[Any]:
+    generator = torch.Generator().manual_seed(4)
+    pairs = [(torch.randn(3, 16, 16, generator=generator), int(torch.randint(0, 10, (1,), generator=generator))) for _ in range(SAMPLES)]
+    return [{"pixel_values": x, "labels": y} for x, y in pairs] if keyed else pairs
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job, and how plain PyTorch computes its loss: (model, batch) -> (sum of losses, items that count)."""
+
+    name: str
+    job: tightfit.Job
+    plain_loss: Callable[[nn.Module, Any], tuple[Tensor, int]]
+
+    def replace(self, **train: Any) -> Case:
+        return Case(self.name, self.job.replace(train=self.job.train.replace(**train)), self.plain_loss)
+
+
+def causal(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1].float()
+    labels = batch["labels"][:, 1:]
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), int((labels != -100).sum())
+
+
+def masked(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    logits = model(input_ids=batch["input_ids"]).logits.float()
+    labels = batch["labels"]
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), int((labels != -100).sum())
+
+
+def images(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    logits = model(pixel_values=batch["pixel_values"]).logits.float()
+    return functional.cross_entropy(logits, batch["labels"], reduction="sum"), len(logits)
+
+
+def pairs(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    logits = model(batch[0]).float()
+    return functional.cross_entropy(logits, batch[1], reduction="sum"), len(logits)
+
+
+def make_case(name: str, **train: Any) -> Case:
+    model, data, plain_loss = {
+        "llama": (LLAMA, language_samples(False), causal),
+        "bert": (BERT, language_samples(True), masked),
+        "vit": (VIT, image_samples(True), images),
+        "batchnorm": (BatchNormNet, image_samples(False), pairs),
+    }[name]
+    settings = {"batch": BATCH, "steps": STEPS, "learning_rate": 1e-2, "weight_decay": 0.1, "epsilon": EPSILON, "seed": 5, **train}
+    job = tightfit.Job(model=model, data=data, train=tightfit.Train(**settings), allow=ALLOW)
+    return Case(name, job, plain_loss)
+
+
+NAMES = ("llama", "bert", "vit", "batchnorm")
+
+
+def plain_training(case: Case, micro_batch: int | None = None) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of the job, trained by nothing but PyTorch, on the very samples in the very order.
+
+    micro_batch  splits the batch the way one would by hand: only BatchNorm, which it changes, needs that.
+    """
+    settings = case.job.train
+    run = tightfit.build(case.job)  # for its initial weights and its samples, no more
+    model, batches = run.model, run.data.steps(0, None)
+    if micro_batch:
+        correct_batch_norm(model, -(-settings.batch // micro_batch))
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon)
+    losses = []
+    for _, (batch,) in zip(range(settings.steps or 0), batches, strict=False):
+        pieces = split(batch, micro_batch or settings.batch)
+        parts = [case.plain_loss(model, piece) for piece in pieces] if len(pieces) == 1 else None
+        if parts is not None:
+            total, count = parts[0]
+            (total / count).backward()
+            losses.append(float(total) / count)
+        else:
+            count = settings.batch
+            running = 0.0
+            for piece in pieces:
+                total, _ = case.plain_loss(model, piece)
+                (total / count).backward()
+                running += float(total)
+            losses.append(running / count)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, state(model)
+
+
+def split(batch: Any, size: int) -> list[Any]:
+    if isinstance(batch, dict):
+        columns = {name: value.split(size) for name, value in batch.items()}
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return list(zip(*(value.split(size) for value in batch), strict=True))
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    """Weights and running statistics, in fp32."""
+    return {name: value.detach().float().clone() for name, value in model.state_dict().items() if value.is_floating_point()}
+
+
+def training(case: Case, plan: tightfit.Plan) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of the job trained by tightfit with `plan`."""
+    run = tightfit.build(case.job, plan)
+    losses = [step.loss for step in tightfit.train(run)]
+    return losses, state(run.model)
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Norm of the difference of all tensors over the norm of all expected ones."""
+    assert found.keys() == expected.keys()
+    away = sum(float((found[name] - value).double().square().sum()) for name, value in expected.items())
+    size = sum(float(value.double().square().sum()) for value in expected.values())
+    return (away / size) ** 0.5

@@ -1,0 +1,119 @@
+"""The contract: every method, and every pair that the rules admit, trains the same job as plain PyTorch.
+
+Methods are found in METHODS and their settings in each room's VARIANTS: a new room is held to this by being listed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tightfit
+from tightfit.errors import InputError
+from tightfit.methods import METHODS
+from tightfit.methods import compile as compile_method
+from tightfit.plan import check
+
+from . import cases
+
+FP32 = 1e-6
+BOUNDS = {"bf16-mixed": 2e-2, "bf16-true": 4e-2, "fp16-mixed": 2e-3, "fp16-true": 1e-2}
+"""Relative difference of all weights after three steps. One rounding is 2^-9 (bf16) or 2^-12 (fp16) of a weight or an
+activation; Adam turns relative errors of gradients into errors of steps that are 1 % of a weight."""
+STATES = {"fp32": 0.0, "bf16": 2e-3, "8-bit": 1e-2, "4-bit": 3e-2}
+
+Variant = tuple[str, dict[str, Any]]
+
+
+def variants() -> list[Variant]:
+    return [(method.__name__.rpartition(".")[2], fields) for method in METHODS for fields in method.VARIANTS]
+
+
+def named(items: list[Variant]) -> str:
+    return "+".join(",".join(f"{key}={value}" for key, value in fields.items()) for _, fields in items)
+
+
+SINGLES = [[variant] for variant in variants()]
+PAIRS = [list(pair) for pair in itertools.combinations(variants(), 2) if pair[0][0] != pair[1][0]]
+
+
+@functools.lru_cache(maxsize=None)
+def expected(name: str, micro_batch: int | None) -> tuple[list[float], dict[str, Tensor]]:
+    return cases.plain_training(cases.make_case(name), micro_batch if name == "batchnorm" else None)
+
+
+def hold(name: str, items: list[Variant]) -> None:
+    """Train the case with the variants' plan and hold losses and weights against plain PyTorch's."""
+    fields = {key: value for _, variant in items for key, value in variant.items()}
+    case, plan = cases.make_case(name), tightfit.Plan(**fields)
+    if not admitted(plan, case):
+        with pytest.raises(InputError):
+            tightfit.build(case.job, plan)
+        return
+    losses, weights = cases.training(case, plan)
+    plain_losses, plain_weights = expected(name, plan.micro_batch)
+    bound = max(FP32, BOUNDS.get(plan.precision, 0.0), STATES[plan.states])
+    assert cases.distance(weights, plain_weights) <= bound
+    assert losses == pytest.approx(plain_losses, rel=max(bound, 2e-6))
+
+
+def admitted(plan: tightfit.Plan, case: cases.Case) -> bool:
+    """Whether the rules admit the plan for the case, and the model has what it works on."""
+    try:
+        check(plan, case.job, "cpu")
+    except InputError:
+        return False
+    return plan.chunked_loss is None or case.name in ("llama", "bert")
+
+
+def is_compiled(items: list[Variant]) -> bool:
+    return any(method == "compile" for method, _ in items)
+
+
+@pytest.mark.parametrize("name", cases.NAMES)
+def test_reference_plan_is_plain_pytorch(name: str) -> None:
+    hold(name, [])
+
+
+@pytest.mark.parametrize("name", cases.NAMES)
+@pytest.mark.parametrize("items", [s for s in SINGLES if not is_compiled(s)], ids=named)
+def test_single(name: str, items: list[Variant]) -> None:
+    hold(name, items)
+
+
+@pytest.mark.parametrize("name", cases.NAMES)
+@pytest.mark.parametrize("items", [p for p in PAIRS if not is_compiled(p)], ids=named)
+def test_pair(name: str, items: list[Variant]) -> None:
+    hold(name, items)
+
+
+@pytest.fixture
+def fresh_compiler() -> Any:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", cases.NAMES)
+@pytest.mark.parametrize("items", [s for s in SINGLES if is_compiled(s)], ids=named)
+def test_compiled(name: str, items: list[Variant], fresh_compiler: None) -> None:
+    hold(name, items)
+
+
+@pytest.mark.parametrize("items", [p for p in PAIRS if is_compiled(p)], ids=named)
+def test_compiled_pair_composes(items: list[Variant], fresh_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced and differentiated as compiled, but run by eager kernels, which is quick; the slow suite generates code."""
+    monkeypatch.setattr(compile_method, "BACKEND", "aot_eager")
+    hold("llama", items)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cases.NAMES)
+@pytest.mark.parametrize("items", [p for p in PAIRS if is_compiled(p)], ids=named)
+def test_compiled_pair(name: str, items: list[Variant], fresh_compiler: None) -> None:
+    hold(name, items)

@@ -1,0 +1,36 @@
+"""Each preset has the parameter count that was published with it."""
+
+import pytest
+import torch
+
+from tightfit.errors import InputError
+from tightfit.job import ModelSpec
+from tightfit.models import model_factory, preset, presets
+
+
+@pytest.mark.parametrize("name", presets())
+def test_the_parameter_count_is_the_published_one(name):
+    with torch.device("meta"):
+        model = model_factory(ModelSpec(preset=name))()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    published = preset(name).parameters
+    tolerance = 0.02 if published % 10_000_000 == 0 else 0  # papers round; configs do not
+    assert count == pytest.approx(published, rel=tolerance, abs=0)
+
+
+def test_most_presets_are_exact():
+    rounded = [name for name, value in presets().items() if value.parameters % 10_000_000 == 0]
+    assert rounded == ["bert-base", "bert-large", "gpt-1.3b", "turing-nlg-17b", "gpt-3-175b"]
+
+
+@pytest.mark.parametrize("key", ["n_layer", "num_hidden_layers"])
+def test_config_keys_beside_a_preset_override_it_under_either_name(key):
+    with torch.device("meta"):
+        model = model_factory(ModelSpec.parse({"preset": "gpt2", key: 2}))()
+    assert len(model.transformer.h) == 2
+    assert model.config.n_embd == 768
+
+
+def test_an_unknown_preset_names_the_nearest():
+    with pytest.raises(InputError, match="did you mean 'llama-2-7b'"):
+        preset("llama2-7b")

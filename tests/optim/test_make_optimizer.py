@@ -1,0 +1,107 @@
+import io
+from typing import get_args
+
+import pytest
+import torch
+from torch import nn
+
+from tightfit.errors import InputError
+from tightfit.job import OptimizerName, Train
+from tightfit.optim import make_optimizer
+
+NAMES = get_args(OptimizerName)
+
+
+def make_model(tied: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 11))
+    if tied:
+        model[4].weight = model[0].weight
+    return model
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    tokens = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(seed))
+    model(tokens).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_trainable_parameter_is_in_exactly_one_group_and_only_matrices_decay(name: str, tied: bool) -> None:
+    model = make_model(tied)
+    model[1].bias.requires_grad_(False)
+    optimizer = make_optimizer(model, Train(optimizer=name, weight_decay=0.1, learning_rate=0.2))
+    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    assert len(owned) == len(trainable)
+    assert {id(parameter) for parameter in owned} == trainable
+    for group in optimizer.param_groups:
+        assert group["lr"] == 0.2
+        assert {group["weight_decay"]} == {0.1 if parameter.dim() >= 2 else 0.0 for parameter in group["params"]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_optimizer_lowers_the_loss_and_resumes_exactly(name: str) -> None:
+    train = Train(optimizer=name, learning_rate=1.0 if name == "lars" else 0.01, weight_decay=0.01)
+    whole, tokens = make_model(), torch.arange(11)
+    before = whole(tokens).square().mean()
+    optimizer = make_optimizer(whole, train)
+    for seed in range(3):
+        step(whole, optimizer, seed)
+    file = io.BytesIO()
+    torch.save({"model": whole.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    for seed in range(3, 6):
+        step(whole, optimizer, seed)
+    assert whole(tokens).square().mean() < before
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = make_model()
+    resumed.load_state_dict(saved["model"])
+    optimizer = make_optimizer(resumed, train)
+    optimizer.load_state_dict(saved["optimizer"])
+    for seed in range(3, 6):
+        step(resumed, optimizer, seed)
+    for expected, found in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_fused_kernel_agrees_with_the_default_one(name: str, dtype: torch.dtype) -> None:
+    models = [make_model().to(dtype) for _ in range(2)]
+    optimizers = [
+        make_optimizer(model, Train(optimizer=name, learning_rate=0.01, weight_decay=0.1), fused=fused)
+        for model, fused in zip(models, (False, True), strict=True)
+    ]
+    assert [optimizer.param_groups[0]["fused"] for optimizer in optimizers] == [None, True]
+    for seed in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            step(model, optimizer, seed)
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    for default, fused in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(default, fused, rtol=tolerance, atol=tolerance)
+
+
+def test_kernel_is_the_plans_also_after_a_resume() -> None:
+    model = make_model()
+    default = make_optimizer(model, Train())
+    step(model, default, 0)
+    fused = make_optimizer(model, Train(), fused=True)
+    fused.load_state_dict(default.state_dict())
+    assert {group["fused"] for group in fused.param_groups} == {True}
+    step(model, fused, 1)
+    default.load_state_dict(fused.state_dict())
+    assert {group["fused"] for group in default.param_groups} == {None}
+    step(model, default, 2)
+
+
+def test_what_cannot_be_optimized_is_refused() -> None:
+    with pytest.raises(InputError, match="fused_optimizer: false with lamb"):
+        make_optimizer(make_model(), Train(optimizer="lamb"), fused=True)
+    with pytest.raises(InputError, match="no hidden matrix"):
+        make_optimizer(nn.Linear(3, 3), Train(optimizer="muon"))
+    with pytest.raises(InputError, match="no trainable parameter"):
+        make_optimizer(nn.Linear(3, 3).requires_grad_(False), Train())

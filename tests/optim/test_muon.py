@@ -1,0 +1,71 @@
+import torch
+from torch import nn
+
+from tightfit.optim.muon import MuonWithAdamW, hidden_matrices
+
+
+class TinyLM(nn.Module):
+    """Embedding, a hidden matrix of each kind, a norm, and a head that may be the embedding's weight."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.up = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.mix = nn.Parameter(torch.randn(8, 6))
+        self.head = nn.Linear(6, 11, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.up(self.embedding(tokens))) @ self.mix)
+
+
+def names_of(model: nn.Module, parameters: list[nn.Parameter]) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if any(parameter is p for p in parameters)}
+
+
+def test_hidden_matrices_are_neither_embedding_nor_head_nor_vectors_nor_frozen() -> None:
+    for tied in (False, True):
+        model = TinyLM(tied)
+        assert names_of(model, hidden_matrices(model)) == {"up.weight", "mix"}
+    model.mix.requires_grad_(False)
+    assert names_of(model, hidden_matrices(model)) == {"up.weight"}
+
+
+def test_equals_torchs_two_optimizers_side_by_side() -> None:
+    torch.manual_seed(0)
+    one, two = TinyLM(False), TinyLM(False)
+    two.load_state_dict(one.state_dict())
+    tokens = torch.randint(0, 11, (4, 5))
+
+    def parts(model: nn.Module) -> tuple[torch.optim.Muon, torch.optim.AdamW]:
+        hidden = hidden_matrices(model)
+        others = [p for p in model.parameters() if not any(p is h for h in hidden)]
+        return torch.optim.Muon(hidden, lr=0.02), torch.optim.AdamW(others, lr=0.02)
+
+    combined, apart = MuonWithAdamW(*parts(one)), parts(two)
+    for _ in range(3):
+        for model in (one, two):
+            model.zero_grad()
+            model(tokens).square().sum().backward()
+        combined.step()
+        for part in apart:
+            part.step()
+    for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_learning_rate_and_state_are_those_of_its_own_groups() -> None:
+    model = TinyLM(False)
+    hidden = hidden_matrices(model)
+    others = [p for p in model.parameters() if not any(p is h for h in hidden)]
+    optimizer = MuonWithAdamW(torch.optim.Muon(hidden, lr=0.02), torch.optim.AdamW(others, lr=0.02))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    loss = model(torch.tensor([[1, 2]])).square().sum()
+    loss.backward()
+    assert optimizer.step(lambda: 3.0) == 3.0
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert set(optimizer.state_dict()["state"]) == set(range(len(before)))
