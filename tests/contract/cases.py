@@ -20,15 +20,15 @@ EPSILON = 1e-3
 scale that rounding up to a full step, and no two orders of summation could agree."""
 
 LLAMA = {
-    "architecture": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "architecture": "llama", "vocab_size": 160, "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
 }
 BERT = {
-    "architecture": "bert", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "architecture": "bert", "vocab_size": 160, "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 4,
     "num_attention_heads": 4, "max_position_embeddings": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }
 VIT = {
-    "architecture": "vit", "image_size": 16, "patch_size": 8, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "architecture": "vit", "image_size": 16, "patch_size": 8, "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_labels": 10,
 }
 
@@ -61,7 +61,7 @@ def language_samples(masked_lm: bool) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(3)
     samples = []
     for index in range(SAMPLES):
-        tokens = torch.randint(0, 96, (16,), generator=generator)
+        tokens = torch.randint(0, 160, (16,), generator=generator)
         labels = tokens.clone()
         labels[: index % 11] = -100
         if masked_lm:
@@ -125,14 +125,20 @@ def make_case(name: str, **train: Any) -> Case:
 NAMES = ("llama", "bert", "vit", "batchnorm")
 
 
-def plain_training(case: Case, micro_batch: int | None = None) -> tuple[list[float], dict[str, Tensor]]:
+def plain_training(case: Case, micro_batch: int | None = None, precision: str = "fp32") -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of the job, trained by nothing but PyTorch, on the very samples in the very order.
 
     micro_batch  splits the batch the way one would by hand: only BatchNorm, which it changes, needs that.
+    precision    bf16-mixed is torch.autocast, bf16-true a model and inputs cast to bf16
     """
     settings = case.job.train
     run = tightfit.build(case.job)  # for its initial weights and its samples, no more
     model, batches = run.model, run.data.steps(0, None)
+    if precision == "bf16-true":
+        normalised = {id(p) for m in model.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}
+        for parameter in model.parameters():  # all but BatchNorm, whose weights stay in the type of its statistics
+            if id(parameter) not in normalised:
+                parameter.data = parameter.data.bfloat16()
     if micro_batch:
         correct_batch_norm(model, -(-settings.batch // micro_batch))
     decayed = [p for p in model.parameters() if p.dim() >= 2]
@@ -142,22 +148,25 @@ def plain_training(case: Case, micro_batch: int | None = None) -> tuple[list[flo
     losses = []
     for _, (batch,) in zip(range(settings.steps or 0), batches, strict=False):
         pieces = split(batch, micro_batch or settings.batch)
-        parts = [case.plain_loss(model, piece) for piece in pieces] if len(pieces) == 1 else None
-        if parts is not None:
-            total, count = parts[0]
+        running = 0.0
+        for piece in pieces:
+            if precision == "bf16-true":
+                piece = cast(piece)
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                total, items = case.plain_loss(model, piece)
+            count = items if len(pieces) == 1 else settings.batch
             (total / count).backward()
-            losses.append(float(total) / count)
-        else:
-            count = settings.batch
-            running = 0.0
-            for piece in pieces:
-                total, _ = case.plain_loss(model, piece)
-                (total / count).backward()
-                running += float(total)
-            losses.append(running / count)
+            running += total.item() / count
+        losses.append(running)
         optimizer.step()
         optimizer.zero_grad()
     return losses, state(model)
+
+
+def cast(batch: Any) -> Any:
+    """The batch with its floating tensors in bf16."""
+    change = lambda x: x.bfloat16() if x.is_floating_point() else x  # noqa: E731
+    return {name: change(x) for name, x in batch.items()} if isinstance(batch, dict) else tuple(change(x) for x in batch)
 
 
 def split(batch: Any, size: int) -> list[Any]:

@@ -67,7 +67,8 @@ def test_one_layer_is_a_list_of_one():
 def test_the_stages_of_a_convolutional_network_are_found_among_its_layers():
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), Residual(8), Residual(8), nn.Flatten(), nn.Linear(8, 2))
     assert names(net) == ["2", "3"]
-    assert names(nn.Sequential(nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU()), nn.Sequential(nn.Conv2d(3, 3, 1)))) == ["0", "1"]
+    stages = [nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU()) for _ in range(2)]
+    assert names(nn.Sequential(*stages, nn.Linear(3, 2))) == ["0", "1"]
 
 
 def test_siblings_of_one_class_are_blocks_where_there_is_no_list():
@@ -81,6 +82,11 @@ def test_the_outermost_repetition_wins():
 def test_torchs_own_transformer_has_both_its_lists():
     model = nn.Transformer(8, 2, 2, 2, 8, batch_first=True, device="meta")
     assert names(model) == ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"]
+
+
+def test_blocks_are_found_inside_a_dict_of_named_parts():
+    body = nn.ModuleDict({"embedding": nn.Embedding(5, 4), "h": nn.ModuleList([Experts(), Experts()])})
+    assert names(nn.ModuleDict({"body": body, "head": nn.Linear(4, 5)})) == ["body.h.0", "body.h.1"]
 
 
 def test_small_lists_beside_the_blocks_are_not_blocks():

@@ -98,6 +98,17 @@ def test_kernel_is_the_plans_also_after_a_resume() -> None:
     step(model, default, 2)
 
 
+def test_a_step_of_muon_is_as_long_as_one_of_adamw() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 2))
+    optimizer = make_optimizer(model, Train(optimizer="muon", learning_rate=0.1))
+    before = model[0].weight.detach().clone()
+    model[0].weight.grad = torch.randn(32, 8)
+    optimizer.step()
+    moved = (model[0].weight - before).square().mean().sqrt() / 0.1
+    assert 0.14 < moved < 0.26  # AdamW's is about 0.2
+
+
 def test_what_cannot_be_optimized_is_refused() -> None:
     with pytest.raises(InputError, match="fused_optimizer: false with lamb"):
         make_optimizer(make_model(), Train(optimizer="lamb"), fused=True)

@@ -205,6 +205,17 @@ def test_kahan_costs_two_bytes_and_nearest_none() -> None:
         assert bytes_per_element(optimizer, model.up.weight) == expected
 
 
+def test_wide_keeps_what_fp16_cannot_hold() -> None:
+    for wide in (False, True):
+        weight = nn.Parameter(torch.ones(4096, dtype=torch.float16))
+        optimizer = PerParameter(torch.optim.AdamW([weight], lr=0.01, weight_decay=0.0, eps=1e-6), wide=wide)
+        weight.grad = torch.full_like(weight, 1e-4)  # its square is 0 in fp16
+        optimizer.step()
+        assert weight.dtype == torch.float16
+        assert bool(((weight - 0.99).abs() < 1e-3).all()) is wide  # Adam's first step is lr
+        assert bytes_per_element(optimizer, weight) == (8 if wide else 4)
+
+
 def test_kahan_carries_what_an_fp32_weight_would_hold() -> None:
     exact, model = make("adamw"), make("adamw", torch.bfloat16, rounding="kahan")
     exact[0].load_state_dict(model[0].state_dict())
@@ -234,6 +245,15 @@ def test_stochastic_rounding_is_unbiased_and_exact_on_bf16_numbers() -> None:
         assert abs(float(rounded.double().mean()) - value) < 5 * deviation + 1e-6 * abs(value)
     kept = torch.tensor([0.0, -0.0, 1.0, -2.5, float("inf"), -float("inf")])
     assert torch.equal(round_stochastically_(kept.clone(), generator), kept)
+
+
+def test_each_weight_is_rounded_by_noise_of_its_own() -> None:
+    weights = [nn.Parameter(torch.ones(256, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = PerParameter(torch.optim.SGD(weights, lr=0.002), rounding="stochastic")
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert not torch.equal(*weights)
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "kahan", "stochastic"])
@@ -335,6 +355,28 @@ def test_fused_kernel_inside(name: str) -> None:
         steps(model, optimizer, range(3))
         results.append(model)
     torch.testing.assert_close(results[0].up.weight, results[1].up.weight, rtol=2e-2, atol=2e-3)
+
+
+def test_a_rounding_takes_over_from_another() -> None:
+    for before, after in itertools.permutations(["nearest", "kahan", "stochastic"], 2):
+        model, first = make("adamw", torch.bfloat16, rounding=before)
+        steps(model, first, range(2))
+        other, second = make("adamw", torch.bfloat16, rounding=after)
+        second.load_state_dict(first.state_dict())
+        steps(other, second, range(2, 4))
+        own = {"kahan": {"compensation"}, "stochastic": {"roundings"}}.get(after, set())
+        assert set(second.state[other.up.weight]) == {"step", "exp_avg", "exp_avg_sq"} | own
+
+
+def test_kernel_is_the_plans_also_after_a_resume() -> None:
+    for fused in (True, False):
+        model, other = Model(), Model()
+        first = PerParameter(make_optimizer(model, train("adamw"), fused=not fused))
+        steps(model, first, range(2))
+        second = PerParameter(make_optimizer(other, train("adamw"), fused=fused))
+        second.load_state_dict(first.state_dict())
+        assert {bool(group["fused"]) for group in second.param_groups} == {fused}
+        steps(other, second, range(2, 4))
 
 
 def test_closure_is_called() -> None:

@@ -43,6 +43,13 @@ def test_warmup_stable_decay_has_its_three_parts() -> None:
     assert rate(100) == 0.0
 
 
+def test_warmup_stable_decay_without_room_for_one_of_them() -> None:
+    late = learning_rate(Train(learning_rate=1.0, schedule="warmup-stable-decay", warmup=90, decay=0.2), 100)
+    assert [late(step) for step in (89, 90, 95)] == pytest.approx([1.0, 1.0, 0.5])
+    short = learning_rate(Train(learning_rate=1.0, schedule="warmup-stable-decay", decay=0.01), 10)
+    assert [short(step) for step in (0, 9, 10)] == [1.0, 1.0, 0.0]
+
+
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "warmup-stable-decay"])
 @pytest.mark.parametrize("steps", [1, 7])
 def test_no_step_is_taken_at_a_rate_of_zero(schedule: str, steps: int) -> None:

@@ -19,7 +19,7 @@ from tightfit.data.sequences import (
     row_length,
 )
 from tightfit.data.synthetic import SyntheticRows
-from tightfit.data.text import Columns, TextSource, open_text
+from tightfit.data.text import Columns, TextSource, first_document, open_text
 from tightfit.data.tokenizer import SpecialTokens, load_tokenizer, special_tokens, trained_tokenizer
 from tightfit.data.tokens import Packed, Padded, Rows, TokenFile, token_file
 from tightfit.errors import InputError
@@ -31,6 +31,8 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     task = _task(spec, model)
     pairs, labelled = task == "seq2seq-lm" and spec.target_field is not None, task == "classification"
     source = open_text(spec, Columns(spec.field, spec.target_field, spec.label_field if labelled else None))
+    first_document(source, spec.skip_damaged)  # a wrong field is told now, not after a tokenizer was trained
+    _check_lengths(spec, model)
     spanned = task == "seq2seq-lm" and not pairs
     length = row_length(spec.sequence_length, spec.mask_probability) if spanned else spec.sequence_length
     spans = corruption(length, spec.mask_probability)[1] if spanned else 0
@@ -60,6 +62,7 @@ def synthetic_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     if vocabulary is None:
         raise InputError("data: synthetic=tokens", "the model does not say its vocabulary size",
                          "add data.vocabulary_size")
+    _check_lengths(spec, model)
     rows = SyntheticRows(spec.samples, spec.sequence_length, vocabulary, seed)
     if task == "classification":
         return LabelledSamples(rows, labels=rows.rules(np.arange(spec.samples)) % (model.labels or 2))
@@ -80,9 +83,12 @@ def _task(spec: DataSpec, model: ModelInput) -> str:
     if spec.target_field is not None and task != "seq2seq-lm":
         raise InputError(f"data: target_field={spec.target_field}", f"a {task} model reads one text",
                          "leave it out, or use a seq2seq-lm")
+    return task
+
+
+def _check_lengths(spec: DataSpec, model: ModelInput) -> None:
     model.check_length("data: sequence_length", spec.sequence_length)
     model.check_length("data: target_length", spec.target_length or 0)
-    return task
 
 
 def _packed(source: TextSource, tokens: TokenFile, length: int) -> Packed:

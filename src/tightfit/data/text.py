@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import io
 import json
+import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -74,6 +75,15 @@ def open_text(spec: DataSpec, columns: Columns) -> TextSource:
     return _source(str(folder), files, columns, lambda damage: _read_dataset(folder, columns, damage))
 
 
+def first_document(source: TextSource, skip_damaged: bool) -> Document:
+    """The first sound document. Raises InputError where there is none."""
+    damage = Damage(skip_damaged)
+    for document in source.documents(damage):
+        return document
+    left_out = f": all {damage.count} samples are damaged" if damage.count else ""
+    raise InputError(f"data: {source.name}", f"holds no text{left_out}", "name files that do, or another field")
+
+
 def _source(name: str, files: list[Path], columns: Columns, read: Callable[[Damage], Iterator[Document]]) -> TextSource:
     seen = stamps(files)
     return TextSource(name, [seen, columns.names()], sum(size for _, size, _ in seen), read)
@@ -81,8 +91,11 @@ def _source(name: str, files: list[Path], columns: Columns, read: Callable[[Dama
 
 def stdlib_files() -> list[Path]:
     """The modules of the running Python's standard library, without its tests: some 12 MB of text on every machine."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    return sorted(file for file in folder.rglob("*.py") if not _LEFT_OUT & set(file.relative_to(folder).parts))
+    files: list[Path] = []
+    for place, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        inside[:] = [name for name in inside if name not in _LEFT_OUT]  # os.walk goes into what is left
+        files += [Path(place, name) for name in names if name.endswith(".py")]
+    return sorted(files)
 
 
 def find_files(field: str, given: str | list[str], endings: tuple[str, ...] = ()) -> list[Path]:

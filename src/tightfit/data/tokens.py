@@ -59,7 +59,7 @@ def token_file(
 ) -> TokenFile:
     """The tokens of a source, from the cache or made now. `template`: with the tokenizer's own special tokens around.
 
-    Raises InputError for damaged text and where there is none at all.
+    Raises InputError for damaged text.
     """
     identity = [source.identity, tokenizer.backend_tokenizer.to_str(), special.end, template, skip_damaged]
 
@@ -120,10 +120,7 @@ class _Writer:
                     self.offsets[part].append(self.written[part])
 
     def finish(self, name: str, damage: Damage) -> None:
-        """Write what is known only at the end. Raises InputError where no text was written."""
-        if self.written["text"] == 0:
-            left_out = f": all {damage.count} samples are damaged" if damage.count else ""
-            raise InputError(f"data: {name}", f"holds no text{left_out}", "name files that do, or another field")
+        """Write what is known only at the end. Raises InputError for labels of two kinds."""
         for part, offsets in self.offsets.items():
             np.save(self.folder / f"{part}-offsets.npy", np.array(offsets, dtype=np.int64))
         classes = sorted({label for label in self.labels if isinstance(label, str)})

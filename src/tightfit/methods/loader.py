@@ -6,7 +6,7 @@ Costs   host memory: each worker is a Python process with torch in it, and holds
         of the dataset; pinned buffers cannot be swapped out.
 When    preparing a step takes a good part of its time: images to decode, a dataset of the user's own. Token files
         need no worker, as a micro-batch is one gather from mapped memory.
-Order   last: nothing depends on it, and its workers start from a finished process.
+Order   before what asks for the data's length and shapes; its workers start with the first step only.
 Source  torch.utils.data; "Use pinned memory buffers" in PyTorch's notes on CUDA semantics.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import pickle
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -207,7 +208,9 @@ def _from_workers(dataset: Dataset[Any], keys: Iterable[Any] | None, plan: Plan)
                         prefetch_factor=plan.prefetch, pin_memory=plan.pin_memory, multiprocessing_context=context,
                         generator=torch.Generator())  # its own, so that the training's draws nothing for the workers
     try:
-        batches = iter(loader)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Got pickle error")  # said better below
+            batches = iter(loader)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise InputError(f"plan: loader_workers={plan.loader_workers}",
                          f"the dataset cannot be sent to a worker ({error})",

@@ -76,8 +76,8 @@ def create_on_host(model: Any, device: torch.device, dtype: torch.dtype) -> nn.M
 def create_on_device(model: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The model on `device` in `dtype` from the start; host memory holds about one fp32 parameter at any time.
 
-    Under torch.device("meta") tensors stay there and are only cast. So they are under FakeTensorMode, except where torch
-    itself needs values (trunc_normal_) or mixes modes (a deepcopy in the constructor).
+    Under torch.device("meta") tensors stay there and are only cast; so they are under FakeTensorMode, except where
+    torch itself needs values (trunc_normal_) or mixes modes (a deepcopy in the constructor).
     """
     factory = model_factory(model, sequential=True)
     with _Staging(device, dtype):

@@ -3,7 +3,8 @@
 Saves   bytes for each parameter: AdamW and LAMB fp32 8, bf16 4, 8-bit 2, 4-bit 1 (and 4 for each block of 256 or
         128); SGD with momentum, LARS, Lion half of that; Muon 4; Adafactor, factored, nearly 0. For 3B parameters:
         Adam 24 GB, in 8 bits 6 GB, Adafactor 12 GB with a first moment and a few MB as here, without.
-        update_in_backward saves the gradients: one exists at a time.
+        `states: fp32` is what the optimizer makes of it: with bf16-true weights bf16, but fp32 where rounding is not
+        nearest, or in fp16-true. update_in_backward saves the gradients: one exists at a time.
 Costs   all but fused_optimizer: one parameter after another in place of all at once. Narrow states: another pass over
         each in either direction. These and rounding: the fp32 copies of one parameter. kahan: 2 bytes for each weight.
 When    states are the largest row (every weight trained, small batches); update in backward where gradients are next.
@@ -24,7 +25,6 @@ from tightfit.optim.per_parameter import PerParameter
 from tightfit.optim.schedule import learning_rate, total_steps
 from tightfit.plan import Plan
 
-
 VARIANTS = (
     {"fused_optimizer": True},
     {"states": "bf16"},
@@ -41,8 +41,9 @@ def wanted(plan: Plan) -> bool:
 def apply(run: Run, plan: Plan) -> Run:
     train = run.job.train
     optimizer: Optimizer = make_optimizer(run.model, train, fused=plan.fused_optimizer)
-    if plan.states != "fp32" or plan.rounding != "nearest" or plan.update_in_backward:
-        optimizer = PerParameter(optimizer, plan.states, plan.rounding, train.seed)
+    wide = plan.precision == "fp16-true"  # squares of gradients vanish in fp16, so its states are fp32
+    if wide or plan.states != "fp32" or plan.rounding != "nearest" or plan.update_in_backward:
+        optimizer = PerParameter(optimizer, plan.states, plan.rounding, train.seed, wide)
         if plan.update_in_backward:
             optimizer.attach()
     samples = run.data.samples if train.steps is None else None

@@ -33,7 +33,7 @@ VARIANTS = (
     {"precision": "bf16-true", "rounding": "stochastic"},
     {"precision": "fp16-mixed"},
     {"precision": "fp16-mixed", "loss_scale": 128.0},
-    {"precision": "fp16-true"},
+    {"precision": "fp16-true", "loss_scale": 128.0},
 )
 
 

@@ -10,12 +10,13 @@ Source  Chen et al. 2016, arXiv:1604.06174 (sqrt); selective: Korthikanti et al.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tightfit.errors import InputError
@@ -47,20 +48,77 @@ def apply(run: Run, plan: Plan) -> Run:
         return run
     every = int(plan.recompute.removeprefix("every-")) if plan.recompute.startswith("every-") else 1
     for block in blocks[::every]:
-        block.forward = recomputed(block.forward, selective=plan.recompute == "selective")
+        block.forward = recomputed(block.forward, [block], selective=plan.recompute == "selective")
     return run
 
 
-def recomputed(forward: Forward, selective: bool = False) -> Forward:
-    """`forward` keeping its inputs only (selective: and its products), with dropout's random state replayed."""
-    contexts = {"context_fn": partial(create_selective_checkpoint_contexts, keep_products)} if selective else {}
+def recomputed(forward: Forward, modules: list[nn.Module], selective: bool = False) -> Forward:
+    """`forward` of `modules`, keeping its inputs only (selective: and its products).
+
+    The second forward draws dropout's numbers again, and begins from the buffers that the first began from and leaves
+    them as it found them: running statistics are updated once, and a buffer that the output depends on is the same.
+    """
+    buffers = ChangingBuffers([buffer for module in modules for buffer in module.buffers()])
 
     def forward_again_in_backward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+        if torch.compiler.is_compiling():  # the compiler recomputes operations, and changes a buffer once
+            contexts = {"context_fn": partial(create_selective_checkpoint_contexts, keep_products)} if selective else {}
+            return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+        before = buffers.values()
+        output = checkpoint(
+            forward, *args, use_reentrant=False, context_fn=partial(contexts_of, buffers, before, selective), **kwargs
+        )
+        buffers.notice(before)
+        return output
 
     return forward_again_in_backward
+
+
+class ChangingBuffers:
+    """The buffers of a block that its forward changes, found in the first forward (batch_norm moves no version counter)."""
+
+    def __init__(self, buffers: list[Tensor]) -> None:
+        self.buffers, self.known = buffers, False
+
+    def values(self) -> list[tuple[Tensor, Tensor]]:
+        """(buffer, copy) of each buffer that may change."""
+        return [(buffer, buffer.clone()) for buffer in self.buffers]
+
+    def notice(self, before: list[tuple[Tensor, Tensor]]) -> None:
+        """After the first forward: keep the buffers that it changed, and no others."""
+        if not self.known:
+            self.buffers, self.known = [buffer for buffer, copy in before if not torch.equal(buffer, copy)], True
+
+    @contextmanager
+    def rewound(self, before: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """Within, the buffers are as they were before the forward; afterwards as they were on entering."""
+        changed = [(buffer, copy) for buffer, copy in before if any(buffer is one for one in self.buffers)]
+        now = [buffer.clone() for buffer, _ in changed]
+        with torch.no_grad():
+            for buffer, copy in changed:
+                buffer.copy_(copy)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (buffer, _), value in zip(changed, now, strict=True):
+                    buffer.copy_(value)
+
+
+def contexts_of(
+    buffers: ChangingBuffers, before: list[tuple[Tensor, Tensor]], selective: bool
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What surrounds the first forward and the second."""
+    first, second = create_selective_checkpoint_contexts(keep_products) if selective else (nullcontext(), nullcontext())
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        with buffers.rewound(before), second:
+            yield
+
+    return first, again()
 
 
 _PRODUCTS = frozenset({
@@ -95,7 +153,7 @@ def recompute_segment(blocks: list[nn.Module]) -> None:
             first = forward(first, *args, **kwargs)
         return first
 
-    whole = recomputed(chain)
+    whole = recomputed(chain, blocks)
     last_call: dict[str, Any] = {}
 
     def head(first: Any, *args: Any, **kwargs: Any) -> Any:

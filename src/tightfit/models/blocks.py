@@ -87,9 +87,11 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether it has parameters, and is more than one of torch's own layers."""
-    own_layer = type(module).__module__.startswith("torch.nn") and not any(True for _ in module.children())
-    return not own_layer and _size(module) > 0
+    """Whether it has parameters, can be called, and is more than one of torch's own layers."""
+    from torch import nn
+
+    layer = type(module).__module__.startswith("torch.nn") and not any(True for _ in module.children())
+    return not layer and not isinstance(module, nn.ModuleList | nn.ModuleDict) and _size(module) > 0
 
 
 def _size(module: nn.Module) -> int:

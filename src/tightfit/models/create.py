@@ -39,7 +39,7 @@ _TABLE_OF_TASK = {"seq2seq-lm": "SEQ_TO_SEQ_CAUSAL_LM", "masked-lm": "MASKED_LM"
 # keys that every config takes although they are no field of its class
 _COMMON_KEYS = {"num_labels", "torch_dtype", "attn_implementation", "bos_token_id", "eos_token_id", "pad_token_id",
                 "decoder_start_token_id", "tie_word_embeddings", "use_cache"}
-_WRITE_IT = "name a folder written by transformers' save_pretrained"
+_WRITE_IT = "name a folder with config.json and safetensors, as transformers' save_pretrained writes it"
 _ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}  # how rope_parameters was written before
 
 

@@ -34,13 +34,15 @@ class PerParameter(Optimizer):
     rounding  how an update of a 16-bit weight is rounded: nearest, kahan (a second 16-bit tensor carries what was
               lost), or stochastic (bf16: up or down, with the probability that keeps the mean)
     seed      of the stochastic rounding
+    wide      the states and updates of 16-bit weights are in fp32 whatever `states` and `rounding` say
 
     Learning rates and the other options are read from `param_groups` at each update. The memory needed beyond what is
     kept is that of one parameter: its fp32 copy, gradient and states.
     """
 
     def __init__(
-        self, optimizer: Optimizer, states: States = "fp32", rounding: Rounding = "nearest", seed: int = 0
+        self, optimizer: Optimizer, states: States = "fp32", rounding: Rounding = "nearest", seed: int = 0,
+        wide: bool = False,
     ) -> None:
         assert not optimizer.state, "wrap an optimizer before its first step"
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
@@ -48,6 +50,7 @@ class PerParameter(Optimizer):
         self._inner.param_groups = []
         device = self.param_groups[0]["params"][0].device
         self._states, self._rounding = states, rounding
+        self._wide = wide or states != "fp32" or rounding != "nearest"
         self._blocks = Blocks(cast(Bits, int(states[0])), device) if states in ("8-bit", "4-bit") else None
         self._generator, self._seed = torch.Generator(device) if rounding == "stochastic" else None, seed
         self._number = {parameter: number for number, parameter in enumerate(self._parameters())}
@@ -100,7 +103,7 @@ class PerParameter(Optimizer):
 
     def _is_widened(self, parameter: Tensor) -> bool:
         """Whether the wrapped optimizer gets an fp32 copy in place of the parameter."""
-        return parameter.dtype.itemsize < 4 and (self._states != "fp32" or self._rounding != "nearest")
+        return parameter.dtype.itemsize < 4 and self._wide
 
     def _widen_weight(self, parameter: Tensor, carried: Any) -> Tensor:
         if not self._is_widened(parameter):

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tightfit.data.cache import cached, stamps
+from tightfit.errors import InputError
+
+
+def write(folder: Path) -> None:
+    (folder / "a").write_text("made")
+
+
+def test_made_once_for_each_identity() -> None:
+    made: list[Path] = []
+
+    def make(folder: Path) -> None:
+        made.append(folder)
+        write(folder)
+
+    first = cached("kind", {"a": 1}, make)
+    assert cached("kind", {"a": 1}, make) == first
+    assert (first / "a").read_text() == "made"
+    assert cached("kind", {"a": 2}, make) != first
+    assert cached("other", {"a": 1}, make) != first
+    assert len(made) == 3
+
+
+def test_an_interrupted_run_leaves_nothing_and_a_killed_one_is_cleared(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        write(folder)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cached("kind", 1, fail)
+    folder = tmp_path / "cache" / "tightfit" / "data"
+    assert [path.suffix for path in folder.iterdir()] == [".lock"]
+    partial = next(folder.iterdir()).with_suffix(".partial")
+    partial.mkdir()
+    (partial / "left").write_text("by a killed run")
+    assert [path.name for path in cached("kind", 1, write).iterdir()] == ["a"]
+    assert not partial.exists()
+
+
+def test_whoever_comes_at_the_same_time_waits_and_reads_what_the_first_made() -> None:
+    """Threads here: the lock is of the opened file, so it holds between them as it does between processes."""
+    made: list[Path] = []
+
+    def make_slowly(folder: Path) -> None:
+        made.append(folder)
+        for number in range(200):
+            with (folder / "a").open("a") as file:
+                file.write(f"{number}\n")
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: (cached("shared", 0, make_slowly) / "a").read_text(), range(4)))
+    assert set(found) == {"".join(f"{number}\n" for number in range(200))}
+    assert len(made) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_an_input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(InputError, match="XDG_CACHE_HOME"):
+        cached("kind", 1, write)
+
+
+def test_a_changed_file_has_another_stamp(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_text("1")
+    before = stamps([file])
+    assert stamps([file]) == before
+    file.write_text("12")
+    assert stamps([file]) != before

@@ -1,0 +1,134 @@
+"""Images from folders, saved datasets and scikit-learn: sizes, classes, and damage told with its file."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tightfit.data import open_samples
+from tightfit.errors import InputError
+
+from .conftest import MODELS, make_job
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number, name in enumerate(("cats", "dogs")):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        for index in range(3):
+            Image.new("RGB", (20, 12), (255 * number, 0, 40 * index)).save(tmp_path / "pets" / name / f"{index}.png")
+    return tmp_path / "pets"
+
+
+def images(place: Path, model: Any = "images", **spec: Any) -> Any:
+    return open_samples(make_job(model, {"images": str(place), **spec}))
+
+
+def at(samples: Any, indices: list[int]) -> dict[str, torch.Tensor]:
+    return samples.batch(np.array(indices), np.zeros(len(indices), dtype=np.int64))
+
+
+def test_a_folder_of_classes(folder: Path) -> None:
+    samples = images(folder, MODELS["images"] | {"num_channels": 3})
+    batch = at(samples, [0, 5])
+    assert len(samples) == 6
+    assert (samples.sample_items, samples.ragged, samples.damaged) == (1, False, 0)
+    assert batch["labels"].tolist() == [0, 1]
+    assert batch["pixel_values"].shape == (2, 3, 8, 8)
+    assert batch["pixel_values"].dtype == torch.float32
+    assert torch.allclose(batch["pixel_values"][1, :, 0, 0], torch.tensor([1.0, -1.0, 2 * 80 / 255 - 1]))
+    assert torch.equal(samples[5]["pixel_values"], batch["pixel_values"][1])
+    assert torch.equal(at(pickle.loads(pickle.dumps(samples)), [5])["pixel_values"][0], batch["pixel_values"][1])
+    assert at(images(folder), [0])["pixel_values"].shape == (1, 1, 8, 8)
+
+
+def test_digits_at_any_size() -> None:
+    samples = open_samples(make_job("images", {"images": "digits"}))
+    batch = at(samples, [0, 1])
+    assert len(samples) == 1797  # type: ignore[arg-type]
+    assert batch["labels"].tolist() == [0, 1]
+    assert batch["pixel_values"].shape == (2, 1, 8, 8)
+    assert batch["pixel_values"].aminmax() == (-1.0, 1.0)
+    large = at(open_samples(make_job(MODELS["images"] | {"image_size": 32, "num_channels": 3}, {"images": "digits"})), [0, 1])
+    assert large["pixel_values"].shape == (2, 3, 32, 32)
+    assert torch.allclose(large["pixel_values"].mean((2, 3)), batch["pixel_values"].mean((2, 3)).expand(2, 3), atol=0.05)
+
+
+def test_broken_images_are_told_with_their_file_or_left_out(folder: Path) -> None:
+    whole = (folder / "cats" / "1.png").read_bytes()
+    (folder / "cats" / "1.png").write_bytes(whole[:-30])
+    samples = images(folder)
+    with pytest.raises(InputError, match=r"cats/1\.png(.|\n)*skip_damaged"):
+        at(samples, [0, 1])
+    (folder / "dogs" / "0.png").write_bytes(b"not an image")
+    with pytest.raises(InputError, match=r"dogs/0\.png(.|\n)*skip_damaged"):
+        images(folder)
+    samples = images(folder, skip_damaged=True)
+    assert len(samples) == 4
+    assert samples.damaged == 2
+    assert at(samples, [0, 1, 2, 3])["labels"].tolist() == [0, 0, 1, 1]
+    for file in folder.rglob("*.png"):
+        file.write_bytes(b"")
+    with pytest.raises(InputError, match="no sound image of 6"):
+        images(folder, skip_damaged=True)
+
+
+def test_wrong_folders_sizes_and_labels(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such folder"):
+        images(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="a class without images(.|\n)*whose sub-folders hold the images"):
+        images(tmp_path)
+    with pytest.raises(InputError, match="no sub-folders"):
+        images(folder / "cats")
+    with pytest.raises(InputError, match=r"label 1, the model only 0 to 0(.|\n)*num_labels: 2"):
+        images(folder, MODELS["images"] | {"num_labels": 1})
+    with pytest.raises(InputError, match=r"image_size=16: the model takes images of 8"):
+        images(folder, image_size=16)
+    with pytest.raises(InputError, match="a causal-lm model reads text"):
+        images(folder, "causal-lm")
+    with pytest.raises(InputError, match="num_channels"):
+        images(folder, MODELS["images"] | {"num_channels": 2})
+
+
+def test_saved_datasets_of_images(folder: Path, tmp_path: Path) -> None:
+    import datasets
+
+    files = sorted(map(str, folder.rglob("*.png")))
+    rows = datasets.Dataset.from_dict({"picture": files, "label": [0, 0, 0, 1, 1, 1], "name": files})
+    rows = rows.cast_column("picture", datasets.Image())
+    rows.save_to_disk(tmp_path / "saved")
+
+    def open_dataset(**spec: Any) -> Any:
+        return open_samples(make_job("images", {"dataset": str(tmp_path / "saved"), **spec}))
+
+    samples = open_dataset()
+    assert torch.equal(at(samples, [1, 4])["pixel_values"], at(images(folder), [1, 4])["pixel_values"])
+    assert torch.equal(at(pickle.loads(pickle.dumps(samples)), [4])["labels"], torch.tensor([1]))
+    with pytest.raises(InputError, match="no column 'kind'"):
+        open_dataset(label_field="kind")
+    with pytest.raises(InputError, match="no whole numbers"):
+        open_dataset(label_field="name")
+    rows.remove_columns("picture").save_to_disk(tmp_path / "saved2")
+    with pytest.raises(InputError, match="no column of images"):
+        open_samples(make_job("images", {"dataset": str(tmp_path / "saved2")}))
+
+
+def test_damage_in_a_saved_dataset_is_told_with_its_row(tmp_path: Path, folder: Path) -> None:
+    import datasets
+
+    good = (folder / "cats" / "0.png").read_bytes()
+    content = {"picture": [{"bytes": good, "path": None}, {"bytes": b"no", "path": None}, None], "label": [0, 1, 1]}
+    features = datasets.Features({"picture": datasets.Image(), "label": datasets.Value("int64")})
+    datasets.Dataset.from_dict(content, features=features).save_to_disk(tmp_path / "saved")
+    data = {"dataset": str(tmp_path / "saved")}
+    for row in (1, 2):
+        with pytest.raises(InputError, match=f"saved: row {row + 1}"):
+            at(open_samples(make_job("images", data)), [row])
+    samples = open_samples(make_job("images", data | {"skip_damaged": True}))
+    assert (len(samples), samples.damaged) == (1, 2)  # type: ignore[arg-type, union-attr]

@@ -1,0 +1,138 @@
+"""Every source of text, read as documents, and what is damaged in it, told with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tightfit.data import text
+from tightfit.data.samples import Damage
+from tightfit.data.text import Columns, Document, open_text, stdlib_files
+from tightfit.errors import InputError
+from tightfit.job import DataSpec
+
+
+def read(columns: Columns | None = None, skip: bool = False, **spec: Any) -> tuple[list[Document], int]:
+    damage = Damage(skip)
+    source = open_text(DataSpec(**spec), columns or Columns("text"))
+    return list(source.documents(damage)), damage.count
+
+
+def texts(**spec: Any) -> list[str]:
+    return [document.text for document in read(**spec)[0]]
+
+
+def test_a_file_a_folder_a_glob_and_a_list(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".hidden").write_text("no")
+    for name, words in (("a.txt", "one"), ("b/c.txt", "two"), ("d.md", "three")):
+        (tmp_path / name).write_text(words)
+    assert texts(text=str(tmp_path / "a.txt")) == ["one"]
+    assert texts(text=str(tmp_path)) == ["one", "two", "three"]
+    assert texts(text=str(tmp_path / "**" / "*.txt")) == ["one", "two"]
+    assert texts(text=[str(tmp_path / "d.md"), str(tmp_path / "b")]) == ["three", "two"]
+
+
+def test_large_files_come_in_blocks_that_make_up_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "_BLOCK_BYTES", 64)
+    whole = "".join(f"línea {number}\r\n\n" for number in range(40)) + "end"
+    (tmp_path / "a.txt").write_bytes(whole.encode())
+    (tmp_path / "b.txt").write_text("b")
+    documents, _ = read(text=str(tmp_path))
+    assert "".join(document.text for document in documents[:-1]) == whole
+    assert [document.ends for document in documents] == [False] * (len(documents) - 2) + [True, True]
+    assert len(documents) > 5
+
+
+def test_the_standard_library_is_a_text_of_some_megabytes() -> None:
+    files = stdlib_files()
+    assert 5e6 < sum(file.stat().st_size for file in files) < 30e6
+    assert not any({"test", "site-packages"} & set(file.parts) for file in files)
+    assert files == sorted(files)
+
+
+def test_text_that_is_not_utf8_is_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "_BLOCK_BYTES", 8)
+    (tmp_path / "a.txt").write_bytes(b"one\nand two\nthree\r\xff\nfour\n")
+    with pytest.raises(InputError, match=r"a\.txt:3.*UTF-8(.|\n)*skip_damaged"):
+        read(text=str(tmp_path / "a.txt"))
+    documents, damaged = read(skip=True, text=str(tmp_path / "a.txt"))
+    assert "".join(document.text for document in documents) == "one\nand two\nfour\n"
+    assert damaged == 1
+
+
+LINES = ['{"text": "a", "label": 1}', '{"text": ', "[1]", '{"words": "a"}', '{"text": 3}', "", '{"text": "\\ud800"}',
+         '{"text": ""}', '{"text": "b", "label": "x"}']
+
+
+def test_each_damaged_line_of_json_is_told_with_its_place_and_counted_when_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    for number, found in ((1, "JSON"), (2, "mapping"), (3, "no field 'text'; it has 'words'"), (4, "int, not text"),
+                          (6, "surrogate")):
+        file.write_text("\n".join([LINES[0], LINES[number]]))
+        with pytest.raises(InputError, match=r"d\.jsonl:2") as raised:
+            read(jsonl=str(file))
+        assert found in str(raised.value)
+    file.write_text("\n".join(LINES))
+    documents, damaged = read(jsonl=str(file), skip=True)
+    assert [document.text for document in documents] == ["a", "b"]
+    assert damaged == 5
+
+
+def test_fields_of_rows(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_text(json.dumps({"q": "what", "a": "that", "kind": 2}) + "\n")
+    documents, _ = read(Columns("q", "a", "kind"), jsonl=str(file))
+    assert documents == [Document(f"{file}:1", "what", "that", 2)]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    file = tmp_path / "d.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a", None, "b"], "n": [1, 2, 3]}), file)
+    with pytest.raises(InputError, match=r"d\.parquet: row 2"):
+        read(parquet=str(file))
+    documents, damaged = read(skip=True, parquet=str(tmp_path))
+    assert [document.text for document in documents] == ["a", "b"]
+    assert damaged == 1
+    with pytest.raises(InputError, match=r"d\.parquet: has no column 'body'; it has text, n"):
+        read(Columns("body"), parquet=str(file))
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(InputError, match=r"d\.parquet: not readable as parquet"):
+        read(parquet=str(file))
+    assert read(skip=True, parquet=str(file)) == ([], 1)
+
+
+def test_saved_datasets(tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]})
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "two")
+    datasets.DatasetDict({"dev": rows}).save_to_disk(tmp_path / "three")
+    assert texts(dataset=str(tmp_path / "one")) == texts(dataset=str(tmp_path / "two")) == ["a", "b"]
+    with pytest.raises(InputError, match="none named train(.|\n)*dev"):
+        read(dataset=str(tmp_path / "three"))
+    with pytest.raises(InputError, match="no column 'txt'(.|\n)*did you mean 'text'"):
+        read(Columns("txt"), dataset=str(tmp_path / "one"))
+    (tmp_path / "one" / "state.json").unlink()
+    with pytest.raises(InputError, match="not a folder written by datasets.save_to_disk"):
+        read(dataset=str(tmp_path / "one"))
+
+
+def test_what_is_not_there_comes_back_with_what_is(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("a")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="no such file(.|\n)*did you mean 'corpus.txt'"):
+        read(text=str(tmp_path / "corpsu.txt"))
+    with pytest.raises(InputError, match="without files ending in .jsonl"):
+        read(jsonl=str(tmp_path / "empty"))
+    with pytest.raises(InputError, match="no such file"):
+        read(text=str(tmp_path / "*.csv"))
+    with pytest.raises(InputError, match="plain text has no field 'label'"):
+        read(Columns("text", None, "label"), text=str(tmp_path))

@@ -1,0 +1,235 @@
+"""Datasets of the user's own: what they may be, how their samples become batches, and their randomness."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from tightfit.data import UserStream, open_samples
+from tightfit.errors import InputError
+
+from .conftest import make_job
+
+
+def opened(data: Any, model: Any = "images", **job: Any) -> Any:
+    return open_samples(make_job(model, data, **job))
+
+
+def at(samples: Any, indices: list[int], epoch: int = 0) -> Any:
+    return samples.batch(np.array(indices), np.full(len(indices), epoch))
+
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+def test_every_kind_of_sample_becomes_a_batch() -> None:
+    x, y = torch.arange(12.0).view(4, 3), torch.tensor([0, 1, 2, 3])
+    for data in (TensorDataset(x, y), list(zip(x, y, strict=True)), [[a.numpy(), int(b)] for a, b in zip(x, y, strict=True)],
+                 [(a.tolist(), np.int64(b)) for a, b in zip(x, y, strict=True)]):
+        batch = at(opened(data), [3, 1])
+        assert torch.equal(batch[0].float(), x[[3, 1]])
+        assert torch.equal(batch[1], y[[3, 1]])
+    named = at(opened([Pair(a, b) for a, b in zip(x, y, strict=True)]), [2])
+    assert torch.equal(named.x[0], x[2])
+    keyed = at(opened([{"pixel_values": a, "labels": int(b)} for a, b in zip(x, y, strict=True)]), [0, 2])
+    assert torch.equal(keyed["labels"], y[[0, 2]])
+    plain = at(opened(list(x), loss=lambda output, batch: output.sum()), [1, 0])
+    assert torch.equal(plain, x[[1, 0]])
+
+
+def test_a_huggingface_dataset_as_it_is() -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5, 6]], "labels": [[1, 2, 3], [4, 5, 6]]})
+    samples = opened(rows, "causal-lm")
+    assert at(samples, [1, 0])["input_ids"].tolist() == [[4, 5, 6], [1, 2, 3]]
+    assert samples.sample_items == 3
+
+
+def test_ragged_rows_are_padded() -> None:
+    rows = [{"input_ids": list(range(1, n)), "labels": list(range(1, n))} for n in (4, 6)]
+    samples = opened(rows, "causal-lm")
+    batch = at(samples, [0, 1])
+    assert samples.ragged
+    assert samples.sample_items == 5
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 0, 0], [1, 2, 3, 4, 5]]
+    assert batch["labels"].tolist() == [[1, 2, 3, -100, -100], [1, 2, 3, 4, 5]]
+    assert "attention_mask" not in batch
+    masked = at(opened(rows, "masked-lm"), [0, 1])
+    assert masked["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    assert not opened([rows[0]] * 2, "causal-lm").ragged
+
+
+WRONG = [
+    ([], "empty"),
+    ("words", "not a dataset"),
+    (5, "no length"),
+    (DataLoader(TensorDataset(torch.zeros(2))), "give its dataset"),
+    (iter([1, 2]), "read only once"),
+    ([("a", 1)], "holds a str"),
+    ([(None, 1)], "holds a NoneType"),
+    ([torch.zeros(3)], "without a label"),
+    ([{"pixel_values": torch.zeros(3)}], "no labels"),
+    ([{"pixel_values": torch.zeros(3), "labels": 10}], "label 10, the model only 0 to 9"),
+    ([(torch.zeros(3), -1)], "label -1"),
+]
+
+
+@pytest.mark.parametrize(("data", "found"), WRONG, ids=[found for _, found in WRONG])
+def test_what_is_no_dataset_for_the_model_is_refused(data: Any, found: str) -> None:
+    with pytest.raises(InputError, match=found):
+        at(opened(data), [0])
+
+
+def test_wrong_tokens_and_shapes_are_refused() -> None:
+    def row(*ids: int) -> dict[str, Any]:
+        return {"input_ids": list(ids), "labels": list(ids)}
+
+    with pytest.raises(InputError, match=r"token id 300, the model a vocabulary of 300(.|\n)*vocab_size: 320"):
+        at(opened([row(1), row(300)], "causal-lm"), [1])
+    with pytest.raises(InputError, match="token id -1"):
+        at(opened([row(-1)], "causal-lm"), [0])
+    with pytest.raises(InputError, match="named fields"):
+        opened([(torch.zeros(3), 1)], "causal-lm")
+    with pytest.raises(InputError, match="cannot be stacked"):
+        at(opened([(torch.zeros(3, 2), 1), (torch.zeros(2, 2), 1)]), [0, 1])
+    with pytest.raises(InputError, match="cannot be stacked"):
+        at(opened([{"a": 1, "labels": 1}, {"labels": 1}]), [0, 1])
+
+
+class Failing(Dataset[Any]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 12:
+            raise KeyError("lost")
+        return torch.zeros(2), 1
+
+
+class Lengthless(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(2), 1
+
+
+def test_an_error_in_the_dataset_names_the_sample() -> None:
+    samples = opened(Failing())
+    with pytest.raises(InputError, match="sample 12: the dataset raised KeyError: 'lost'"):
+        at(samples, [11, 12])
+    with pytest.raises(InputError, match="no length"):
+        opened(Lengthless())
+
+
+class Random(Dataset[Any]):
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([random.random(), np.random.random(), float(torch.rand(()))]), index % 10
+
+
+def test_random_samples_are_a_function_of_seed_sample_and_epoch_and_disturb_nobody() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    samples = opened(Random())
+    whole = at(samples, [5, 9])[0]
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(at(samples, [9])[0][0], whole[1])
+    assert (at(samples, [9], epoch=1)[0][0] != whole[1]).all()
+    assert (at(opened(Random(), seed=1), [9])[0][0] != whole[1]).all()
+    assert (whole[0] != whole[1]).all()
+
+
+class Counting(IterableDataset[Any]):
+    """Gives 7 samples in each pass, with a random number each."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        for index in range(7):
+            yield torch.tensor([index, random.random()]), 1
+
+
+def rows_of(stream: Any, consumed: int, sizes: list[int]) -> list[list[float]]:
+    return [row for batch in stream.batches(consumed, iter(sizes)) for row in batch[0].tolist()]
+
+
+def test_iterables_go_on_from_any_sample_as_if_undisturbed() -> None:
+    stream = opened(Counting())
+    assert isinstance(stream, UserStream)
+    whole = rows_of(stream, 0, [5, 5, 5])
+    assert [int(row[0]) for row in whole] == [number % 7 for number in range(15)]
+    assert rows_of(stream, 10, [3, 2]) == whole[10:]
+    assert len({row[1] for row in whole}) == 15  # each pass draws anew
+    state = torch.get_rng_state(), random.getstate()
+    rows_of(stream, 0, [3])
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert random.getstate() == state[1]
+
+
+def test_iterables_that_give_nothing_or_fail() -> None:
+    class Empty(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+    class Broken(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield torch.zeros(1), 1
+            raise OSError("gone")
+
+    with pytest.raises(InputError, match="no samples in epoch 0"):
+        rows_of(opened(Empty()), 0, [1])
+    with pytest.raises(InputError, match="OSError: gone"):
+        rows_of(opened(Broken()), 0, [2])
+
+
+SOURCE = """
+import torch
+from neighbour import SIZE
+
+def pairs():
+    return [(torch.full((2,), float(n)), n % 3) for n in range(SIZE)]
+
+def stream():
+    for n in range(SIZE):
+        yield torch.full((2,), float(n)), 1
+
+def fails():
+    raise RuntimeError("no data today")
+
+def nothing():
+    return None
+
+def columns():
+    return {"x": [1, 2]}
+"""
+
+
+def test_functions_by_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    (tmp_path / "neighbour.py").write_text("SIZE = 6\n")
+
+    def named(function: str) -> Any:
+        return opened({"python": f"{tmp_path / 'mine.py'}:{function}"})
+
+    samples = named("pairs")
+    assert len(samples) == 6
+    assert torch.equal(at(pickle.loads(pickle.dumps(samples)), [4])[0], at(samples, [4])[0])
+    assert [int(row[0]) for row in rows_of(named("stream"), 4, [4])] == [4, 5, 0, 1]
+    with pytest.raises(InputError, match="RuntimeError: no data today"):
+        named("fails")
+    with pytest.raises(InputError, match="NoneType"):
+        named("nothing")
+    with pytest.raises(InputError, match="a dict, not a dataset"):
+        named("columns")
+    with pytest.raises(InputError, match="did you mean 'pairs'"):
+        named("pair")

@@ -1,0 +1,289 @@
+"""Both ways of creating a model give the same model; the device way holds it once, in the type it is kept in."""
+
+import copy
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tightfit.errors import InputError
+from tightfit.job import Job, ModelSpec
+from tightfit.methods import materialize
+from tightfit.methods.materialize import create_on_device, create_on_host, weights_dtype
+from tightfit.methods.run import Run
+from tightfit.models import model_factory
+from tightfit.models.objective import TASKS
+from tightfit.plan import Plan
+
+CPU = torch.device("cpu")
+SMALL = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 90}
+LLAMA = ModelSpec(architecture="llama", config={**SMALL, "num_key_value_heads": 1})
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3),
+                                 nn.InstanceNorm2d(4, affine=True, track_running_stats=True))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(images)
+
+
+class Initialised(nn.Module):
+    """The initialisers that draw into temporaries, in pieces, through views, or in several passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square, self.flat = nn.Linear(24, 24), nn.Linear(24, 6)
+        self.table = nn.Embedding(10, 6, padding_idx=3)
+        self.scale = nn.Parameter(torch.rand(6, dtype=torch.float64))
+        self.steps = nn.Buffer(torch.arange(5))
+        self.window = nn.Buffer(torch.hann_window(5))
+        self.rotary_inv_freq = nn.Buffer(1 / 10 ** torch.arange(4.0))
+        nn.init.orthogonal_(self.square.weight)
+        nn.init.trunc_normal_(self.flat.weight, std=0.3, a=-0.3, b=0.3)
+        nn.init.sparse_(self.square.bias[None].t(), 0.2)
+        alias = self.flat.weight.data
+        self.table.weight.data.uniform_(-1, 1)
+        alias.normal_(0, 0.02).div_(3)  # 16 bits would round twice
+        alias[0].mul_(1.7)
+        with torch.no_grad():
+            self.scale += torch.randn(6)
+        self.table.weight.data[4] = torch.randn(6)
+        self.copied = copy.deepcopy(self.square)
+        nn.init.xavier_normal_(self.copied.weight)
+        self.tied = self.flat.weight
+
+
+def parametrized() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(7, 9))
+
+
+MODELS: dict[str, Any] = {
+    "llama": LLAMA,
+    "gpt2 tied": ModelSpec(architecture="gpt2", config={"n_embd": 32, "n_head": 2, "n_layer": 2, "vocab_size": 90}),
+    "bert": ModelSpec(architecture="bert", config=SMALL),
+    "vit": ModelSpec(architecture="vit", config={"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2,
+                                                 "intermediate_size": 64, "image_size": 16, "patch_size": 8}),
+    "t5": ModelSpec(architecture="t5", config={"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
+                                               "vocab_size": 90}),
+    "convolutional": Convolutional,
+    "lstm": lambda: nn.LSTM(12, 10, 2, bidirectional=True),
+    "initialised": Initialised,
+    "parametrized": parametrized,
+    "torch transformer": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3, enable_nested_tensor=False),
+}
+
+
+def created(create: Callable[..., nn.Module], model: Any, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
+    """All parameters (under each of their names) and buffers, and the state of the generator after their creation."""
+    torch.manual_seed(5)
+    module = create(model, CPU, dtype)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(module.named_buffers(remove_duplicate=False))}, torch.random.get_rng_state()
+
+
+def ties(tensors: dict[str, Tensor]) -> list[int]:
+    """For each tensor the position of the first one that is the same object."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(tensor), position) for position, tensor in enumerate(tensors.values())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_both_ways_give_the_same_model(name, dtype):
+    assert_same_model(name, dtype)
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"initialised", "parametrized"}))  # these read what they wrote
+def test_one_parameter_at_a_time_is_enough_for_initialisers_that_only_write(monkeypatch, name):
+    monkeypatch.setattr(materialize, "SLACK_BYTES", 0)
+    assert_same_model(name, torch.bfloat16)
+
+
+def assert_same_model(name: str, dtype: torch.dtype) -> None:
+    host, host_generator = created(create_on_host, MODELS[name], dtype)
+    device, device_generator = created(create_on_device, MODELS[name], dtype)
+    assert list(device) == list(host)
+    for key, expected in host.items():
+        assert type(device[key]) is type(expected), key
+        assert device[key].dtype == expected.dtype, key
+        assert torch.equal(device[key], expected), key
+    assert ties(device) == ties(host)
+    assert torch.equal(device_generator, host_generator)
+
+
+def test_values_are_the_fp32_ones_rounded_once():
+    usual, _ = created(create_on_host, Initialised, torch.float32)
+    half, _ = created(create_on_device, Initialised, torch.bfloat16)
+    assert torch.equal(half["flat.weight"], usual["flat.weight"].bfloat16())
+    assert not torch.equal(usual["flat.weight"], usual["flat.weight"].bfloat16())
+
+
+def test_torch_is_left_as_it_was():
+    before = nn.Parameter.__deepcopy__, len(nn.modules.module._global_parameter_registration_hooks)
+    with pytest.raises(InputError):
+        create_on_device(lambda: nn.Linear(-1, 2), CPU, torch.bfloat16)
+    assert before == (nn.Parameter.__deepcopy__, len(nn.modules.module._global_parameter_registration_hooks))
+
+
+@pytest.mark.parametrize("create", [create_on_host, create_on_device])
+def test_what_16_bits_would_lose_stays_in_fp32(create):
+    kept, _ = created(create, Initialised, torch.bfloat16)
+    assert kept["rotary_inv_freq"].dtype == torch.float32
+    assert kept["steps"].dtype == torch.int64
+    assert kept["window"].dtype == torch.bfloat16
+    assert kept["scale"].dtype == torch.bfloat16
+    norms, _ = created(create, Convolutional, torch.bfloat16)
+    assert {key: str(value.dtype) for key, value in norms.items() if key.startswith("net.1.")} == {
+        "net.1.weight": "torch.float32", "net.1.bias": "torch.float32", "net.1.running_mean": "torch.float32",
+        "net.1.running_var": "torch.float32", "net.1.num_batches_tracked": "torch.int64"}
+    assert norms["net.0.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_models_with_running_statistics_train_in_16_bits(dtype):
+    model = create_on_device(Convolutional, CPU, dtype)
+    output = model(torch.randn(2, 3, 8, 8, dtype=dtype))
+    output.sum().backward()
+    assert output.dtype == dtype
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert int(model.net[1].num_batches_tracked) == 1
+    assert model.eval()(torch.randn(2, 3, 8, 8, dtype=dtype)).dtype == dtype
+
+
+def test_running_statistics_of_small_pieces_arrive_in_16_bits():
+    norm = create_on_device(lambda: nn.BatchNorm1d(1, momentum=1 - 0.9 ** (1 / 16)), CPU, torch.bfloat16)
+    for _ in range(1000):  # in bf16 the mean would stop at 0.77, where an update is less than half a unit of rounding
+        norm(torch.tensor([[0.5], [1.5]], dtype=torch.bfloat16))
+    assert norm.running_mean.item() == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2 tied", "bert", "t5"])
+def test_language_models_run_in_bf16(name):
+    model = create_on_device(MODELS[name], CPU, torch.bfloat16)
+    inputs = {"input_ids": torch.tensor([[1, 2, 3]])}
+    if name == "t5":
+        inputs["decoder_input_ids"] = torch.tensor([[0, 1]])
+    assert model(**inputs).logits.dtype == torch.bfloat16
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that were alive at once in storages of tensors that operations returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.live = {key: item for key, item in self.live.items() if not item[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
+        return output
+
+
+def peak_bytes(create: Callable[..., nn.Module], model: Any) -> int:
+    with LiveBytes() as seen:
+        create(model, CPU, torch.bfloat16)
+    return seen.peak
+
+
+WIDE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 12,
+        "intermediate_size": 512, "vocab_size": 512}
+
+
+@pytest.mark.parametrize("model", [
+    ModelSpec(architecture="llama", config=WIDE),
+    lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(256, 4, 512), 20, enable_nested_tensor=False),
+], ids=["llama", "copied layers"])
+def test_the_device_way_never_holds_the_fp32_model(model):
+    full = 4 * sum(parameter.numel() for parameter in model_factory(model)().parameters())
+    assert full > 30e6
+    assert peak_bytes(create_on_host, model) > full
+    assert peak_bytes(create_on_device, model) < 0.5 * full + 2 * materialize.SLACK_BYTES + 2 * 256 * 512 * 4
+
+
+def test_a_pretrained_folder_is_never_held_in_fp32(tmp_path, monkeypatch):
+    spec = ModelSpec(architecture="llama", config=WIDE)
+    create_on_host(spec, CPU, torch.float32).save_pretrained(tmp_path)
+    folder = ModelSpec.parse({"from": str(tmp_path)})
+    full = 4 * sum(parameter.numel() for parameter in model_factory(folder)().parameters())
+    monkeypatch.delattr("transformers.core_model_loading.ThreadPoolExecutor")  # no thread reads ahead
+    assert 0.5 * full <= peak_bytes(create_on_device, folder) < 0.65 * full
+    assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_both_ways_read_a_folder_alike_and_draw_the_same_for_what_it_lacks(tmp_path, stored, dtype):
+    spec = ModelSpec(architecture="bert", task="causal-lm", config={**SMALL, "tie_word_embeddings": False})
+    create_on_host(spec, CPU, torch.float32).to(stored).bert.save_pretrained(tmp_path)
+    folder = ModelSpec.parse({"from": str(tmp_path), "task": "masked-lm"})
+    host, _ = created(create_on_host, folder, dtype)
+    device, _ = created(create_on_device, folder, dtype)
+    assert list(device) == list(host)
+    assert all(device[key].dtype == host[key].dtype and torch.equal(device[key], host[key]) for key in host)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_created_on_the_meta_device(name):
+    with torch.device("meta"):
+        model = create_on_device(MODELS[name], CPU, torch.bfloat16)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert torch.bfloat16 in {parameter.dtype for parameter in model.parameters()}
+
+
+def test_a_model_is_created_of_fake_tensors_with_its_ties():
+    with FakeTensorMode():
+        model = create_on_device(MODELS["gpt2 tied"], CPU, torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_lazy_modules_are_refused():
+    with pytest.raises(InputError, match="lazy"):
+        create_on_device(lambda: nn.LazyLinear(3), CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize("way", ["host", "device"])
+@pytest.mark.parametrize(("precision", "dtype"), [
+    ("fp32", torch.float32), ("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16),
+    ("fp16-true", torch.float16)])
+def test_a_run_gets_its_model_and_its_loss(way, precision, dtype):
+    plan = Plan(materialize=way, precision=precision)
+    job = Job(model=LLAMA, data={"synthetic": "tokens"})
+    unset: Any = None
+    run = Run(job=job, plan=plan, device=CPU, objective=TASKS["causal-lm"], model=unset, loss_sum=unset, data=unset,
+              optimizer=unset, learning_rate=unset)
+    assert materialize.wanted(plan)
+    run = materialize.apply(run, plan)
+    assert weights_dtype(plan) == dtype
+    assert {parameter.dtype for parameter in run.model.parameters()} == {dtype}
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    assert run.loss_sum({"input_ids": tokens, "labels": tokens}).isfinite()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_both_ways_give_the_same_model_on_a_gpu(name, dtype):
+    device = torch.device("cuda", 0)
+    torch.manual_seed(5)
+    host = create_on_host(MODELS[name], device, dtype).state_dict()
+    torch.manual_seed(5)
+    straight = create_on_device(MODELS[name], device, dtype).state_dict()
+    assert all(straight[key].device == device and torch.equal(straight[key], host[key]) for key in host)
