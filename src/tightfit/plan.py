@@ -45,6 +45,7 @@ class Plan(Value):
                         lost, stochastic keeps it in expectation
     micro_batch         samples per forward; None is the whole batch at once
     recompute           which blocks are computed again in backward instead of kept
+    attention           sdpa (torch's fused kernel) or blocked (plain products, faster on processors)
     chunked_loss        tokens whose logits live at once; None keeps all logits
     states              width in which optimizer states are stored
     fused_optimizer     torch's fused kernel in place of its default one
@@ -63,6 +64,7 @@ class Plan(Value):
     rounding: Literal["nearest", "kahan", "stochastic"] = "nearest"
     micro_batch: int | None = Field(None, gt=0)
     recompute: Annotated[str, BeforeValidator(_recompute)] = "none"
+    attention: Literal["sdpa", "blocked"] = "sdpa"
     chunked_loss: Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_chunk)] = None
     states: Literal["fp32", "bf16", "8-bit", "4-bit"] = "fp32"
     fused_optimizer: bool = False

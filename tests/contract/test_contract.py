@@ -72,6 +72,8 @@ def admitted(plan: tightfit.Plan, case: cases.Case) -> bool:
         check(plan, case.job, "cpu")
     except InputError:
         return False
+    if plan.attention == "blocked" and case.name == "batchnorm":
+        return False
     return plan.chunked_loss is None or case.name in ("llama", "bert")
 
 

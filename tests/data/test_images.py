@@ -48,6 +48,17 @@ def test_a_folder_of_classes(folder: Path) -> None:
     assert at(images(folder), [0])["pixel_values"].shape == (1, 1, 8, 8)
 
 
+def test_large_photographs_come_out_as_if_decoded_whole(tmp_path: Path) -> None:
+    (tmp_path / "all" / "one").mkdir(parents=True)
+    ramp = np.linspace(0, 255, 640, dtype=np.uint8)
+    photo = np.stack(np.broadcast_arrays(ramp, np.full((480, 640), 90), ramp[::-1]), 2)
+    Image.fromarray(photo.astype(np.uint8)).save(tmp_path / "all" / "one" / "a.jpg", quality=95)
+    found = at(images(tmp_path / "all", MODELS["images"] | {"num_channels": 3}), [0])["pixel_values"][0]
+    whole = Image.fromarray(photo.astype(np.uint8)).resize((8, 8), Image.Resampling.BILINEAR)
+    expected = torch.from_numpy(np.array(whole)).permute(2, 0, 1).float() / 127.5 - 1
+    assert torch.allclose(found, expected, atol=0.05)
+
+
 def test_digits_at_any_size() -> None:
     samples = open_samples(make_job("images", {"images": "digits"}))
     batch = at(samples, [0, 1])
@@ -55,9 +66,11 @@ def test_digits_at_any_size() -> None:
     assert batch["labels"].tolist() == [0, 1]
     assert batch["pixel_values"].shape == (2, 1, 8, 8)
     assert batch["pixel_values"].aminmax() == (-1.0, 1.0)
-    large = at(open_samples(make_job(MODELS["images"] | {"image_size": 32, "num_channels": 3}, {"images": "digits"})), [0, 1])
+    model = MODELS["images"] | {"image_size": 32, "num_channels": 3}
+    large = at(open_samples(make_job(model, {"images": "digits"})), [0, 1])
     assert large["pixel_values"].shape == (2, 3, 32, 32)
-    assert torch.allclose(large["pixel_values"].mean((2, 3)), batch["pixel_values"].mean((2, 3)).expand(2, 3), atol=0.05)
+    means = batch["pixel_values"].mean((2, 3)).expand(2, 3)
+    assert torch.allclose(large["pixel_values"].mean((2, 3)), means, atol=0.05)
 
 
 def test_broken_images_are_told_with_their_file_or_left_out(folder: Path) -> None:
@@ -82,7 +95,7 @@ def test_broken_images_are_told_with_their_file_or_left_out(folder: Path) -> Non
 def test_wrong_folders_sizes_and_labels(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such folder"):
         images(tmp_path / "nowhere")
-    with pytest.raises(InputError, match="a class without images(.|\n)*whose sub-folders hold the images"):
+    with pytest.raises(InputError, match=r"a class without images(.|\n)*whose sub-folders hold the images"):
         images(tmp_path)
     with pytest.raises(InputError, match="no sub-folders"):
         images(folder / "cats")

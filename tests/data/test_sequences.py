@@ -21,7 +21,9 @@ WORDS = "the quick brown fox jumps over the lazy dog and the other way round. "
 
 def text_samples(tmp_path: Path, model: Any, **spec: Any) -> Any:
     (tmp_path / "a.txt").write_text(WORDS * 3000)
-    return open_samples(make_job(model, {"text": str(tmp_path / "a.txt"), "sequence_length": 64, **spec}, seed=3))
+    for number in range(200):
+        (tmp_path / f"b{number}.txt").write_text(WORDS)
+    return open_samples(make_job(model, {"text": str(tmp_path / "*.txt"), "sequence_length": 64, **spec}, seed=3))
 
 
 def at(samples: Any, indices: list[int], epoch: int = 0) -> dict[str, torch.Tensor]:
@@ -30,8 +32,9 @@ def at(samples: Any, indices: list[int], epoch: int = 0) -> dict[str, torch.Tens
 
 def test_masking_rates_are_berts(tmp_path: Path) -> None:
     samples = text_samples(tmp_path, "masked-lm")
-    batch = at(samples, list(range(400)))
-    plain = at(text_samples(tmp_path, "causal-lm", tokenizer=saved(tmp_path, samples)), list(range(400)))["input_ids"]
+    every = list(range(len(samples)))
+    batch = at(samples, every)
+    plain = at(text_samples(tmp_path, "causal-lm", tokenizer=saved(tmp_path, samples)), every)["input_ids"]
     ids, labels = batch["input_ids"], batch["labels"]
     chosen = labels != -100
     assert set(batch) == {"input_ids", "labels"}
@@ -42,7 +45,9 @@ def test_masking_rates_are_berts(tmp_path: Path) -> None:
     assert float(masked.float().mean()) == pytest.approx(0.8, abs=0.02)
     assert float(same.float().mean()) == pytest.approx(0.1, abs=0.02)
     assert len(ids[chosen][~masked & ~same].unique()) > 50  # replaced by any token
-    assert not (chosen & (plain == samples.tokenizer.eos_token_id)).any()
+    ends = plain == samples.tokenizer.eos_token_id
+    assert ends.sum() == 200  # the last document's falls into what is left out
+    assert not (chosen & ends).any()
 
 
 def saved(tmp_path: Path, samples: Any) -> str:
@@ -56,7 +61,7 @@ def test_masking_is_a_function_of_seed_sample_and_epoch(tmp_path: Path) -> None:
     assert (at(samples, [9])["input_ids"] == whole[1]).all()
     assert (samples[9]["input_ids"] == whole[1]).all()
     assert (at(samples, [9], epoch=1)["input_ids"] != whole[1]).any()
-    job = make_job("masked-lm", {"text": str(tmp_path / "a.txt"), "sequence_length": 64}, seed=4)
+    job = make_job("masked-lm", {"text": str(tmp_path / "*.txt"), "sequence_length": 64}, seed=4)
     assert (at(open_samples(job), [9])["input_ids"] != whole[1]).any()  # type: ignore[arg-type]
 
 
@@ -102,7 +107,8 @@ def test_span_corruption_takes_out_what_the_labels_hold(tmp_path: Path) -> None:
 def test_padded_span_corruption_of_short_documents(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", "ab", WORDS)))
-    samples: Any = open_samples(make_job("seq2seq-lm", {"jsonl": str(file), "packing": "padded", "sequence_length": 64}))
+    data = {"jsonl": str(file), "packing": "padded", "sequence_length": 64}
+    samples: Any = open_samples(make_job("seq2seq-lm", data))
     batch = at(samples, [0, 1, 2])
     assert samples.ragged
     assert batch["labels"].shape[0] == batch["input_ids"].shape[0] == 3
@@ -123,8 +129,8 @@ def test_rows_are_as_long_as_their_corrupted_input_allows(length: int) -> None:
 
 def test_pairs_of_texts(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
-    rows = [{"text": "a question", "answer": "an answer"}, {"text": "why", "answer": WORDS * 9}, {"text": "x", "answer": ""}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [("a question", "an answer"), ("why", WORDS * 9), ("x", "")]
+    file.write_text("".join(json.dumps({"text": text, "answer": answer}) + "\n" for text, answer in rows))
     spec = {"jsonl": str(file), "target_field": "answer", "sequence_length": 32, "target_length": 16}
     samples: Any = open_samples(make_job("seq2seq-lm", spec))
     assert len(samples) == 2  # an empty answer is no pair
@@ -143,7 +149,8 @@ def test_texts_with_classes(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
 
     def write(*labels: Any) -> Any:
-        file.write_text("".join(json.dumps({"text": WORDS[:number + 9], "label": label}) + "\n" for number, label in enumerate(labels)))
+        rows = [{"text": WORDS[: number + 9], "label": label} for number, label in enumerate(labels)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return open_samples(make_job("text", {"jsonl": str(file), "sequence_length": 32}))
 
     samples = write("good", "bad", "good")
@@ -187,8 +194,8 @@ def test_models_take_the_batches(name: str) -> None:
     from tightfit.models import model_factory, task_of
     from tightfit.models.objective import TASKS
 
-    small = {"gpt2": {}, "bert": {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8},
-             "t5": {"d_model": 8, "d_kv": 4, "num_heads": 2, "num_layers": 1, "d_ff": 8}}
+    bert = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+    small = {"gpt2": {}, "bert": bert, "t5": {"d_model": 8, "d_kv": 4, "num_heads": 2, "num_layers": 1, "d_ff": 8}}
     model = MODELS[name] | small[MODELS[name]["architecture"]]
     job = make_job(model, {"synthetic": "tokens", "sequence_length": 16, "samples": 8})
     batch = at(open_samples(job), [0, 5])

@@ -83,3 +83,5 @@ def test_what_the_model_does_not_say_has_to_be_said() -> None:
         open_samples(make_job(MODELS["images"], data))
     with pytest.raises(InputError, match="positions"):
         tokens(sequence_length=65)
+    with pytest.raises(InputError, match="has 301 tokens, the model a vocabulary of 300"):
+        tokens(vocabulary_size=301)

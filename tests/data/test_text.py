@@ -116,21 +116,21 @@ def test_saved_datasets(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "two")
     datasets.DatasetDict({"dev": rows}).save_to_disk(tmp_path / "three")
     assert texts(dataset=str(tmp_path / "one")) == texts(dataset=str(tmp_path / "two")) == ["a", "b"]
-    with pytest.raises(InputError, match="none named train(.|\n)*dev"):
+    with pytest.raises(InputError, match=r"none named train(.|\n)*dev"):
         read(dataset=str(tmp_path / "three"))
-    with pytest.raises(InputError, match="no column 'txt'(.|\n)*did you mean 'text'"):
+    with pytest.raises(InputError, match=r"no column 'txt'(.|\n)*did you mean 'text'"):
         read(Columns("txt"), dataset=str(tmp_path / "one"))
     (tmp_path / "one" / "state.json").unlink()
-    with pytest.raises(InputError, match="not a folder written by datasets.save_to_disk"):
+    with pytest.raises(InputError, match=r"not a folder written by datasets.save_to_disk"):
         read(dataset=str(tmp_path / "one"))
 
 
 def test_what_is_not_there_comes_back_with_what_is(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("a")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="no such file(.|\n)*did you mean 'corpus.txt'"):
+    with pytest.raises(InputError, match=r"no such file(.|\n)*did you mean 'corpus.txt'"):
         read(text=str(tmp_path / "corpsu.txt"))
-    with pytest.raises(InputError, match="without files ending in .jsonl"):
+    with pytest.raises(InputError, match=r"without files ending in .jsonl"):
         read(jsonl=str(tmp_path / "empty"))
     with pytest.raises(InputError, match="no such file"):
         read(text=str(tmp_path / "*.csv"))

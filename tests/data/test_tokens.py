@@ -84,6 +84,7 @@ def test_padding_has_no_labels(folder: Path) -> None:
     assert 2 <= length <= 3
     assert ids[0, length - 1] == end
     assert (labels[0, length:] == -100).all()
+    assert (ids[0, length:] == end).all()
     assert (labels[0, :length] == ids[0, :length]).all()
     assert (labels[1] == ids[1]).all()
     assert samples.batch(np.array([3]), np.array([0]))["input_ids"].shape == (1, length)
@@ -149,7 +150,7 @@ def test_wrong_tokenizers_and_vocabularies(folder: Path, tmp_path: Path) -> None
     data = {"text": str(folder), "sequence_length": 16}
     with pytest.raises(InputError, match=r"vocabulary of 270(.|\n)*model.vocab_size: \d\d\d"):
         open_samples(make_job(small, data | {"tokenizer": str(saved)}))
-    with pytest.raises(InputError, match="256 is too small|too small for text(.|\n)*257 or more"):
+    with pytest.raises(InputError, match=r"too small for text(.|\n)*257 or more"):
         open_samples(make_job(small | {"vocab_size": 256}, data))
     with pytest.raises(InputError, match="no mask token"):
         language(folder, "masked-lm", tokenizer=str(saved))
@@ -164,8 +165,8 @@ def test_too_little_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(InputError, match=r"a\.txt: holds no text"):
         language(tmp_path / "a.txt")
-    with pytest.raises(InputError, match="65: the model has 64 positions|model has 64 positions"):
-        (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(InputError, match="sequence_length=65: the model has 64 positions"):
         language(tmp_path / "a.txt", sequence_length=65)
 
 

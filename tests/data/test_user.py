@@ -34,8 +34,9 @@ Pair = namedtuple("Pair", ["x", "y"])
 
 def test_every_kind_of_sample_becomes_a_batch() -> None:
     x, y = torch.arange(12.0).view(4, 3), torch.tensor([0, 1, 2, 3])
-    for data in (TensorDataset(x, y), list(zip(x, y, strict=True)), [[a.numpy(), int(b)] for a, b in zip(x, y, strict=True)],
-                 [(a.tolist(), np.int64(b)) for a, b in zip(x, y, strict=True)]):
+    pairs = list(zip(x, y, strict=True))
+    arrays, lists = [[a.numpy(), int(b)] for a, b in pairs], [(a.tolist(), np.int64(b)) for a, b in pairs]
+    for data in (TensorDataset(x, y), pairs, arrays, lists):
         batch = at(opened(data), [3, 1])
         assert torch.equal(batch[0].float(), x[[3, 1]])
         assert torch.equal(batch[1], y[[3, 1]])

@@ -6,6 +6,8 @@ import itertools
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -37,8 +39,8 @@ def data_of(data: Any, model: Any = GPT, plan: dict[str, Any] | None = None, **t
     """The `Data` that the loader gives a run of this job."""
     job = Job(model=model, data=data, train={"batch": 8, "steps": 100, "seed": 1, **train})
     nothing = cast(Any, None)
-    run = Run(job=job, plan=Plan(**(plan or {})), device=torch.device("cpu"), objective=TASKS["causal-lm"], model=nothing,
-              loss_sum=nothing, data=nothing, optimizer=nothing, learning_rate=nothing)
+    run = Run(job=job, plan=Plan(**(plan or {})), device=torch.device("cpu"), objective=TASKS["causal-lm"],
+              model=nothing, loss_sum=nothing, data=nothing, optimizer=nothing, learning_rate=nothing)
     assert loader.wanted(run.plan)
     return loader.apply(run, run.plan).data
 
@@ -145,7 +147,7 @@ def test_facts_come_from_the_source() -> None:
     data = data_of(TOKENS)
     assert (data.samples, data.sample_items, data.ragged, data.damaged, data.tokenizer) == (30, 8, False, 0, None)
     stream = data_of(Passes(), VIT)
-    assert (stream.samples, stream.sample_items, stream.ragged, stream.damaged, stream.tokenizer) == (None, 1, False, 0, None)
+    assert (stream.samples, stream.sample_items, stream.ragged, stream.damaged) == (None, 1, False, 0)
     assert list(stream.held_out(3)) == []
 
 
@@ -187,7 +189,7 @@ def test_an_error_in_a_worker_is_the_same_error_here(workers: int) -> None:
 
 @pytest.mark.slow  # torch looks after its workers every five seconds
 def test_a_killed_worker_says_so() -> None:
-    with pytest.raises(TightfitError, match="killed(.|\n)*fix: use fewer loader_workers"):
+    with pytest.raises(TightfitError, match=r"killed(.|\n)*fix: use fewer loader_workers"):
         first(data_of(Killed(), VIT, {"loader_workers": 1}), 4)
 
 
@@ -195,18 +197,46 @@ def test_what_cannot_be_done_is_refused_with_its_remedy() -> None:
     class Local(Augmented):
         pass
 
-    with pytest.raises(InputError, match="cannot be sent to a worker(.|\n)*loader_workers: 0"):
+    with pytest.raises(InputError, match=r"cannot be sent to a worker(.|\n)*loader_workers: 0"):
         first(data_of(Local(), VIT, {"loader_workers": 1}), 1)
-    with pytest.raises(InputError, match="set train.steps"):
+    with pytest.raises(InputError, match=r"set train.steps"):
         data_of(Passes(), VIT, steps=None, epochs=1)
     with pytest.raises(InputError, match="use loader_workers: 1"):
         data_of(Passes(), VIT, {"loader_workers": 2})
     with pytest.raises(InputError, match="no held-out samples"):
         data_of(Passes(), VIT, evaluate_every=5)
-    with pytest.raises(InputError, match="no samples are held out(.|\n)*python"):
+    with pytest.raises(InputError, match=r"no samples are held out(.|\n)*python"):
         data_of(Augmented(), VIT, evaluate_every=5)
-    with pytest.raises(InputError, match="no samples are held out(.|\n)*data.held_out"):
+    with pytest.raises(InputError, match=r"no samples are held out(.|\n)*data.held_out"):
         data_of(TOKENS | {"held_out": 0}, evaluate_every=5)
+
+
+SCRIPT = """
+from tests.methods.test_loader import TOKENS, VIT, data_of, first
+from torch.utils.data import TensorDataset
+import torch
+
+class Mine(TensorDataset):
+    pass
+
+def main(data, model):
+    print(len(first(data_of(data, model, {"loader_workers": 1}), 2)))
+
+"""
+
+
+@pytest.mark.slow
+def test_a_script_needs_its_guard_only_where_it_defines_the_dataset(tmp_path: Path) -> None:
+    def run(line: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "script.py").write_text(SCRIPT + line)
+        folder = Path(__file__).parents[2]
+        environment = {**os.environ, "PYTHONPATH": f"{folder}:{folder / 'src'}"}
+        return subprocess.run([sys.executable, tmp_path / "script.py"], env=environment, capture_output=True, text=True)
+
+    mine = "main(Mine(torch.zeros(20, 3), torch.zeros(20).long()), VIT)\n"
+    assert run("main(TOKENS, {'architecture': 'gpt2'})\n").stdout == "2\n"
+    assert run(f"if __name__ == '__main__':\n    {mine}").stdout == "2\n"
+    assert "must start under if __name__ == '__main__'" in run(mine).stderr
 
 
 def test_text_through_workers_needs_no_tokenizer_there(tmp_path: Path) -> None:

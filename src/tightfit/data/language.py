@@ -40,6 +40,10 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     asked = f"data: tokenizer={spec.tokenizer}" if spec.tokenizer else f"data: {source.name}"
     special = special_tokens(tokenizer, asked, task)
     model.check_tokenizer(asked, special.vocabulary)
+    if len(special.sentinels) < spans:
+        raise InputError(asked, f"has {len(special.sentinels)} of the {spans} sentinels (<extra_id_0> ...) "
+                         "that span corruption needs",
+                         "give data.target_field for pairs of texts, or leave data.tokenizer out")
     tokens = token_file(source, tokenizer, special, task != "causal-lm", spec.skip_damaged)
     damaged = tokens.facts["damaged"]
     if labelled:
@@ -48,10 +52,6 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     if pairs:
         targets = Padded(TokenFile(tokens.folder, "target"), spec.target_length or length, special.pad)
         return PairSamples(Padded(tokens, length, special.pad), tokenizer, damaged, targets=targets)
-    if len(special.sentinels) < spans:
-        raise InputError(asked, f"has {len(special.sentinels)} of the {spans} sentinels (<extra_id_0> ...) "
-                         "that span corruption needs",
-                         "give data.target_field for pairs of texts, or leave data.tokenizer out")
     rows = Padded(tokens, length, special.pad) if spec.packing == "padded" else _packed(source, tokens, length)
     return _of_rows(task, rows, special, spec, seed, tokenizer, damaged)
 
@@ -63,6 +63,7 @@ def synthetic_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
         raise InputError("data: synthetic=tokens", "the model does not say its vocabulary size",
                          "add data.vocabulary_size")
     _check_lengths(spec, model)
+    model.check_tokenizer("data: vocabulary_size", vocabulary)
     rows = SyntheticRows(spec.samples, spec.sequence_length, vocabulary, seed)
     if task == "classification":
         return LabelledSamples(rows, labels=rows.rules(np.arange(spec.samples)) % (model.labels or 2))

@@ -103,7 +103,7 @@ def _train(folder: Path, source: TextSource, vocabulary: int, names: list[str]) 
 
 def _training_texts(source: TextSource) -> Iterator[str]:
     """Documents spread evenly over the source, some 8 MB of them."""
-    every = max(1, source.size_bytes // _TRAINING_CHARACTERS)
+    every = max(1, -(-source.size_bytes // _TRAINING_CHARACTERS))
     left = _TRAINING_CHARACTERS
     for document in itertools.islice(source.documents(Damage(skip=True)), 0, None, every):
         for text in filter(None, (document.text, document.target)):

@@ -1,86 +1,173 @@
 """Peak memory of one step by row: parameters, gradients, optimizer, activations, temporaries.
 
-On CPU the bytes are those of the storages of live tensors; inside a compiled region, where nothing is seen operation
-by operation, the profiler's allocator events give the total. On CUDA the allocator itself counts. Either way one
-step is sampled and the others run untouched; the process's resident set stands beside.
+On CPU the bytes are those of the storages of live tensors; on CUDA the allocator counts, and the storages say how its
+total divides. Inside a compiled region storages are not seen: the total is then that of the allocator's own events.
+Either way one step is sampled and the others run untouched; the process's resident set stands beside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
 from tightfit.engine.step import Step, take_step
-from tightfit.measure.storages import Peak, StorageTracker, inner_tensors
+from tightfit.measure.storages import Peak, StorageTracker, storages_of
 from tightfit.methods.run import Run
 from tightfit.models.objective import Batch
+
+Result = TypeVar("Result")
+Take = Callable[[Run], Result]
+
+_FORWARD = "tightfit: forward"  # what marks a forward among the profiler's events
 
 
 def sample_step(run: Run, micro_batches: list[Batch], step: int) -> tuple[Step, Peak]:
     """Take one step (a real one) and see the peak of its memory. Take it after the first, when states exist."""
-    if run.device.type == "cuda":
-        return _sample_cuda(run, micro_batches, step)
+
+    def take(watched: Run) -> Step:
+        return take_step(watched, micro_batches, step)
+
+    on_cuda = run.device.type == "cuda"
     if run.plan.compile != "none":
-        return _sample_profiled(run, micro_batches, step)
-    tracker = StorageTracker(run.model.parameters(), [*run.model.buffers(), *state_tensors(run.optimizer)])
-    before = run.optimizer.register_step_pre_hook(lambda *_: setattr(tracker, "optimizing", True))
-    after = run.optimizer.register_step_post_hook(lambda *_: setattr(tracker, "optimizing", False))
-    try:
-        with tracker:
-            result = take_step(run, micro_batches, step)
-    finally:
-        before.remove()
-        after.remove()
-    return result, tracker.peak
-
-
-def _sample_cuda(run: Run, micro_batches: list[Batch], step: int) -> tuple[Step, Peak]:
-    before = torch.cuda.memory_allocated(run.device)
+        return _by_phase(run, take) if on_cuda else _by_profiler(run, micro_batches, take)
+    if not on_cuda:
+        return track(run, micro_batches, take)
     torch.cuda.reset_peak_memory_stats(run.device)
-    result = take_step(run, micro_batches, step)
-    total = torch.cuda.max_memory_allocated(run.device)
-    return result, _with_model_states(run, Peak(total=total, phase="step"), beside=before)
+    result, peak = track(run, [], take)
+    return result, _with_total(peak, torch.cuda.max_memory_allocated(run.device))
 
 
-def _sample_profiled(run: Run, micro_batches: list[Batch], step: int) -> tuple[Step, Peak]:
-    """The allocator's events of a step, added to the bytes alive when it began."""
-    resident = tensor_bytes(run.model.parameters()) + tensor_bytes(run.model.buffers()) + tensor_bytes(state_tensors(run.optimizer))
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-    with profiler:
-        result = take_step(run, micro_batches, step)
-    current = largest = 0
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        current += event.nbytes()
-        largest = max(largest, current)
-    return result, _with_model_states(run, Peak(total=resident + largest, phase="step"), beside=resident)
+def track(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Result, Peak]:
+    """What `take` makes of `run`, and the peak of the storages alive meanwhile. Fake tensors are counted as real ones.
+
+    micro_batches   those of the step that are in the device's memory before it begins
+    """
+    tracker = StorageTracker(run.model.parameters())
+    tracker.assign(run.model.buffers(), "parameters")
+    tracker.assign(tensors_in(micro_batches), "activations")
+    tracker.assign(state_tensors(run.optimizer), "optimizer")
+    with tracker:
+        result = take(replace(run, loss_sum=tracker.forward(run.loss_sum)))
+        tracker.assign(state_tensors(run.optimizer), "optimizer")
+    return result, tracker.peak()
 
 
+def _with_total(peak: Peak, total: int) -> Peak:
+    """The peak with the allocator's total: what it holds beyond storages (rounding, workspaces) is temporary."""
+    beyond = max(total - peak.total, 0)
+    return replace(peak, total=peak.total + beyond, rows={**peak.rows, "temporaries": peak.rows["temporaries"] + beyond})
 
 
-def _with_model_states(run: Run, peak: Peak, beside: int) -> Peak:
-    """Rows where only the total was seen: the model states are counted, the rest of the peak is what came on top."""
-    parameters = tensor_bytes(run.model.parameters())
-    gradients = 0 if run.plan.update_in_backward else parameters
-    rows = {"parameters": parameters, "gradients": gradients, "optimizer": tensor_bytes(state_tensors(run.optimizer))}
-    peak.rows = {**rows, "activations": max(peak.total - sum(rows.values()), 0), "temporaries": 0}
-    return peak
+def _by_profiler(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Result, Peak]:
+    """On CPU: the allocator's events of a step, added to the bytes alive when it began."""
+
+    def forward(batch: Batch) -> Tensor:
+        with record_function(_FORWARD):
+            return run.loss_sum(batch)
+
+    total = sum(_model_states(run).values()) + tensor_bytes(tensors_in(micro_batches))
+    with _silent_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = take(replace(run, loss_sum=forward))
+    results = profiler.profiler and profiler.profiler.kineto_results
+    assert results is not None
+    events = sorted(results.events(), key=lambda event: event.start_ns())
+    phases = {_FORWARD: "forward", f"Optimizer.step#{type(run.optimizer).__name__}.step": "optimizer"}
+    spans = [(phases[e.name()], e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() in phases]
+    timeline = []
+    for event in events:
+        if event.name() == "[memory]":
+            total += event.nbytes()
+            phase = next((name for name, begin, end in spans if begin <= event.start_ns() <= end), "backward")
+            timeline.append((phase, total))
+    return result, _divided(run, timeline)
+
+
+@contextmanager
+def _silent_profiler() -> Iterator[None]:
+    """The profiler's own switch against the lines that it writes to the terminal when it starts and stops."""
+    switch = "KINETO_LOG_LEVEL"
+    before = os.environ.get(switch)
+    os.environ.setdefault(switch, "6")
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(switch)
+
+
+def _by_phase(run: Run, take: Take[Result]) -> tuple[Result, Peak]:
+    """On CUDA: the allocator's peak in each forward, each backward and the update."""
+    timeline: list[tuple[str, int]] = []
+
+    def mark(phase: str) -> None:
+        """What ends here was of `phase`."""
+        timeline.append((phase, torch.cuda.max_memory_allocated(run.device)))
+        torch.cuda.reset_peak_memory_stats(run.device)
+
+    def forward(batch: Batch) -> Tensor:
+        if timeline:
+            mark("backward")
+        loss = run.loss_sum(batch)
+        mark("forward")
+        return loss
+
+    hook = run.optimizer.register_step_pre_hook(lambda *_: mark("backward"))
+    torch.cuda.reset_peak_memory_stats(run.device)
+    try:
+        result = take(replace(run, loss_sum=forward))
+    finally:
+        hook.remove()
+    mark("optimizer")
+    return result, _divided(run, timeline)
+
+
+def _divided(run: Run, timeline: list[tuple[str, int]]) -> Peak:
+    """The peak of a timeline of totals, by row as far as is known: model states are counted, activations are the rest.
+
+    While the first backward runs, gradients come and activations go, and nobody sees which: they are counted among
+    the activations until all are there.
+    """
+    position = max(range(len(timeline)), key=lambda index: timeline[index][1])
+    phase, total = timeline[position]
+    passed = [name for name, _ in groupby(name for name, _ in timeline[: position + 1])]
+    complete = passed.count("backward") > (phase == "backward") and not run.plan.update_in_backward
+    rows = _model_states(run)
+    gradients = tensor_bytes(p for p in run.model.parameters() if p.requires_grad) if complete else 0
+    rows["gradients"] = min(gradients, total - sum(rows.values()))
+    return Peak(total, {**rows, "activations": total - sum(rows.values()), "temporaries": 0}, phase, timeline)
+
+
+def _model_states(run: Run) -> dict[str, int]:
+    """Bytes of what lives from step to step, by row."""
+    own = [*run.model.parameters(), *run.model.buffers()]
+    return {"parameters": tensor_bytes(own), "gradients": 0, "optimizer": tensor_bytes(state_tensors(run.optimizer))}
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind `tensors`, each storage once."""
-    storages = [part.untyped_storage() for tensor in tensors for part in inner_tensors(tensor)]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    storages = {id(storage): storage for tensor in tensors for storage in storages_of(tensor)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def tensors_in(batch: Batch) -> list[Tensor]:
+    """Every tensor of a batch, or of several."""
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Every tensor among the optimizer's states."""
-    return [leaf for leaf in tree_leaves(list(optimizer.state.values())) if isinstance(leaf, Tensor)]
+    return tensors_in(list(optimizer.state.values()))
 
 
 def process_peak_bytes() -> int:

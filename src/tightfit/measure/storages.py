@@ -7,23 +7,31 @@ operation inside a compiled region: see `memory.py` for what is done there.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves
 
 ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
-@dataclass
+
+@dataclass(frozen=True)
 class Peak:
     """Bytes at the instant of the largest total, by row, and the phase it fell in (forward, backward, optimizer).
 
-    timeline   (phase, live bytes) after each operation
+    timeline   (phase, live bytes) after each storage that came or went
     """
 
     total: int = 0
@@ -32,85 +40,129 @@ class Peak:
     timeline: list[tuple[str, int]] = field(default_factory=list)
 
 
-class StorageTracker(TorchDispatchMode):
-    """Follows every storage that operations make, until it is freed, and keeps the peak by row.
+@dataclass(eq=False, slots=True)
+class _Seen:
+    """One storage: its row, as far as it is known by now, its size, and a reference that says when it is freed."""
 
-    What forward made is an activation as long as it lives; what backward makes (recomputed activations too) is a
-    temporary until it is found to be a parameter's gradient; what the optimizer makes is a temporary until it is
-    found among its states. `optimizer` phases are told by `optimizing`; backward is known to autograd.
+    row: str
+    size: int
+    reference: weakref.ref[torch.UntypedStorage]
+
+
+class StorageTracker(TorchDispatchMode):
+    """Follows every storage that operations make, until it is freed; `peak` says afterwards what was alive when.
+
+    What a storage is for is often known only after it was made, so each is counted where it is found to belong in the
+    end, for the whole of its life:
+
+    parameters    what `assign` was told, as are the batch, the states and whatever else lives before the step
+    gradients     what became the .grad of one of `parameters`
+    optimizer     what `assign` was told, when the step is over too: narrow states are made anew by each update
+    activations   the batch, and what forward made and left for backward
+    temporaries   the rest, recomputed activations among it
+
+    Phases are those that are seen: forward is the function wrapped by `forward`, backward is known to autograd, and
+    what comes between a backward and the next forward is the optimizer's. A weight updated in backward is of backward.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], states: Iterable[Tensor] = ()) -> None:
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
-        self.peak = Peak()
-        self.optimizing = False
-        self.current = 0
-        self._live: dict[int, tuple[str, int]] = {}
-        self._by_row = dict.fromkeys(ROWS, 0)
         self._parameters = list(parameters)
-        for tensor in self._parameters:
-            self.move(tensor, "parameters")
-        for tensor in states:
-            self.move(tensor, "optimizer")
-        self._note()
+        self._phase = ""  # before the step
+        self._live: dict[int, _Seen] = {}  # by id of the storage
+        self._made: list[_Seen] = []  # by the forward under way
+        self._events: list[tuple[_Seen, int, str]] = []  # storage, change of its bytes, phase
+        self.assign(self._parameters, "parameters")
 
-    @property
-    def phase(self) -> str:
-        if torch._C._current_graph_task_id() != -1:
-            return "backward"
-        return "optimizer" if self.optimizing else "forward"
+    def assign(self, tensors: Iterable[Tensor], row: str) -> None:
+        """Count the storages behind `tensors` under `row`."""
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                self._see(storage).row = row
+
+    def forward(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        """`function` as the forward of a micro-batch: what it takes, and what it leaves alive, are activations."""
+
+        def watched(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            self._phase = "forward"
+            self._made.clear()
+            self.assign((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), "activations")
+            output = function(*args, **kwargs)
+            for seen in self._made:
+                if seen.reference() is not None:
+                    seen.row = "activations"
+            self._made.clear()
+            return output
+
+        return watched
+
+    def peak(self) -> Peak:
+        """The instant of the largest total. What was assigned last is where a storage counts."""
+        rows, total, best, timeline = dict.fromkeys(ROWS, 0), 0, Peak(), []
+        for seen, change, phase in self._events:
+            rows[seen.row] += change
+            total += change
+            if phase:
+                timeline.append((phase, total))
+            if total > best.total:
+                best = Peak(total, dict(rows), phase, timeline)
+        return best
+
+    def __enter__(self) -> Self:
+        self._phase = "forward"
+        return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # its parts come by one by one
         output = func(*args, **(kwargs or {}))
-        row = "activations" if self.phase == "forward" else "temporaries"
+        self._enter_phase()
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
-                for part in inner_tensors(leaf):
-                    self._see(part.untyped_storage(), row)
-        self._note()
+                for storage in storages_of(leaf):
+                    self._see(storage)
         return output
 
-    def move(self, tensor: Tensor, row: str) -> None:
-        """Count the storage behind `tensor` under `row` from now on."""
-        for part in inner_tensors(tensor):
-            storage = part.untyped_storage()
-            old, size = self._live.get(storage._cdata, (None, 0))
-            if old is None:
-                self._see(storage, row)
-            elif old != row:
-                self._by_row[old] -= size
-                self._by_row[row] += size
-                self._live[storage._cdata] = (row, size)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._live.clear()  # with its references: a tracker keeps nothing alive
+        self._made.clear()
+        self._parameters.clear()
 
-    def _see(self, storage: torch.UntypedStorage, row: str) -> None:
-        key = storage._cdata
-        if key in self._live:
-            return
-        size = storage.nbytes()
-        self._live[key] = (row, size)
-        self._by_row[row] += size
-        self.current += size
-        weakref.finalize(storage, self._free, key)
+    def _enter_phase(self) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            self._phase = "backward"
+        elif self._phase == "backward":
+            self._phase = "optimizer"
+        if self._phase != "forward":
+            self.assign((p.grad for p in self._parameters if p.grad is not None), "gradients")
 
-    def _free(self, key: int) -> None:
-        row, size = self._live.pop(key, ("temporaries", 0))
-        self._by_row[row] -= size
-        self.current -= size
+    def _see(self, storage: torch.UntypedStorage) -> _Seen:
+        """Its record; a storage that is new, or has another size than before, is an event."""
+        size, seen = storage.nbytes(), self._live.get(id(storage))
+        if seen is None:
+            seen = _Seen("temporaries", 0, weakref.ref(storage, partial(self._free, id(storage))))
+            self._live[id(storage)] = seen
+            if self._phase == "forward":
+                self._made.append(seen)
+        if size != seen.size:
+            self._events.append((seen, size - seen.size, self._phase))
+            seen.size = size
+        return seen
 
-    def _note(self) -> None:
-        if self.current > self.peak.total:
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    self.move(parameter.grad, "gradients")
-            self.peak.total, self.peak.rows, self.peak.phase = self.current, dict(self._by_row), self.phase
-        self.peak.timeline.append((self.phase, self.current))
+    def _free(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        seen = self._live.pop(key, None)
+        if seen is not None:
+            self._events.append((seen, -seen.size, self._phase))
 
 
-def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that hold a tensor's bytes: itself, or the parts of a quantised or wrapped one."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None or type(tensor) in (Tensor, torch.nn.Parameter):
-        yield tensor
-        return
-    for name in flatten()[0]:
-        yield from inner_tensors(getattr(tensor, name))
+def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages that hold a tensor's bytes: its own, or those of the parts of a wrapped or sparse one."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from storages_of(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
+    elif tensor.layout is torch.sparse_coo:
+        yield from storages_of(tensor._indices())
+        yield from storages_of(tensor._values())

@@ -11,6 +11,7 @@ from types import ModuleType
 
 from tightfit.methods import (
     allocator,
+    attention,
     compile,
     loader,
     loss,
@@ -26,6 +27,7 @@ METHODS: tuple[ModuleType, ...] = (
     materialize,       # the model, in the precision its weights are kept in; all below edit its modules
     loader,            # the data; its length and shapes are asked for below
     microbatch,        # corrects BatchNorm on plain modules
+    attention,         # chosen by the model's configuration, before anything wraps a block
     loss,              # swaps the head's product before anything wraps it
     recompute,         # wraps blocks; before compile, so that the recomputation is compiled too
     compile,           # sees the loss and the recomputation, and is entered under autocast

@@ -15,9 +15,12 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,7 +33,6 @@ from tightfit.job import DataSpec, Job
 from tightfit.methods.run import Run
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.plan import Plan
-
 
 VARIANTS = ({"loader_workers": 2},)
 
@@ -187,6 +189,7 @@ class _Read(IterableDataset[Any]):
 
 
 _END = None  # no batch is None
+_NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
 def _or_error(make: Callable[[], Any]) -> Any:
@@ -208,23 +211,44 @@ def _from_workers(dataset: Dataset[Any], keys: Iterable[Any] | None, plan: Plan)
                         prefetch_factor=plan.prefetch, pin_memory=plan.pin_memory, multiprocessing_context=context,
                         generator=torch.Generator())  # its own, so that the training's draws nothing for the workers
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Got pickle error")  # said better below
-            batches = iter(loader)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise InputError(f"plan: loader_workers={plan.loader_workers}",
-                         f"the dataset cannot be sent to a worker ({error})",
-                         "define its class at the top of a module, or use loader_workers: 0") from None
-    try:
-        for batch in batches:
+        for batch in _started(loader, plan):
             if isinstance(batch, TightfitError):
                 raise batch
             yield batch
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        raise TightfitError(f"{error}\n  killed workers have most often run out of host memory or of /dev/shm\n"
-                            f"  fix: use fewer loader_workers than {plan.loader_workers}, or less prefetch") from error
+        raise TightfitError(f"{error}\n  a killed worker has most often run out of host memory or of /dev/shm\n"
+                            f"  fix: use fewer loader_workers than {plan.loader_workers}, or less prefetch; a script "
+                            "that defines its dataset itself must start under if __name__ == '__main__'") from error
+
+
+def _started(loader: DataLoader[Any], plan: Plan) -> Iterator[Any]:
+    """The loader's workers at work. They import the user's script only if the dataset needs something of it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Got pickle error")  # said better below
+        try:
+            with _no_script():
+                return iter(loader)
+        except _NOT_PICKLABLE:
+            pass  # perhaps because its class stands in the script
+        try:
+            return iter(loader)
+        except _NOT_PICKLABLE as error:
+            raise InputError(f"plan: loader_workers={plan.loader_workers}",
+                             f"the dataset cannot be sent to a worker ({error})",
+                             "define its class at the top of a module, or use loader_workers: 0") from None
+
+
+@contextmanager
+def _no_script() -> Iterator[None]:
+    """Processes started inside do not run the main script again, so it needs no `if __name__ == "__main__"`."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 def _as_it_is(batch: Batch) -> Batch:

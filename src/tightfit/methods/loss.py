@@ -129,20 +129,19 @@ def _forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
     for_bias = torch.zeros_like(bias, dtype=torch.float32) if learning and bias is not None else None
     loss = torch.zeros((), device=hidden.device)
     for start in range(0, len(hidden), chunk):
-        rows = hidden[start : start + chunk].to(dtype)
-        labels = targets[start : start + chunk]
-        logits = functional.linear(rows, narrow_weight, narrow_bias)
-        part, gradient = cross_entropy_with_gradient(logits, labels)
+        rows, labels = hidden[start : start + chunk].to(dtype), targets[start : start + chunk]
+        part, gradient = cross_entropy_with_gradient(functional.linear(rows, narrow_weight, narrow_bias), labels)
         loss += part
         if for_hidden is None or for_weight is None:
             continue
-        torch.mm(gradient, narrow_weight, out=for_hidden[start : start + chunk])
+        counts = (labels != IGNORED).to(dtype).unsqueeze(1)
+        torch.mm(gradient, narrow_weight, out=for_hidden[start : start + chunk]).mul_(counts)
         if dtype == torch.float32:
-            for_weight.addmm_(gradient.t(), rows)
+            for_weight.addmm_(gradient.t(), rows * counts)
         else:
-            for_weight += gradient.t() @ rows
+            for_weight += gradient.t() @ (rows * counts)
         if for_bias is not None:
-            for_bias += gradient.sum(0, dtype=torch.float32)
+            for_bias += (gradient.t() @ counts).squeeze(1)
     ctx.scaled = False
     ctx.types = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
     ctx.save_for_backward(for_hidden, for_weight, for_bias)
@@ -150,12 +149,14 @@ def _forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
 
 
 def cross_entropy_with_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy in fp32 of (rows, classes) logits, and its gradient in their type (softmax less one at the label)."""
+    """Summed cross entropy in fp32 of (rows, classes) logits, and the gradient of each row in their type.
+
+    The gradient is softmax less one at the label; in rows whose label is IGNORED it means nothing.
+    """
     counts = labels != IGNORED
     safe = labels.where(counts, 0).unsqueeze(1)
     log_probability = functional.log_softmax(logits, -1, dtype=torch.float32)
-    loss = -(log_probability.gather(1, safe).squeeze(1) * counts).sum()
-    gradient = log_probability.exp_()
-    gradient.scatter_add_(1, safe, torch.full_like(safe, -1.0, dtype=torch.float32))
-    gradient *= counts.unsqueeze(1)
-    return loss, gradient.to(logits.dtype)
+    chosen = log_probability.gather(1, safe)
+    gradient = torch.exp(log_probability, out=logits)
+    gradient.scatter_(1, safe, chosen.exp().sub_(1).to(gradient.dtype))
+    return -(chosen.squeeze(1) * counts).sum(), gradient

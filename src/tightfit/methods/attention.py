@@ -1,0 +1,195 @@
+"""Attention in blocks of queries: plain matrix products and softmax in place of torch's fused kernel.
+
+Saves   time on processors, whose fused kernel reaches a small part of the rate of their matrix products in training;
+        blocks of queries skip the keys that a causal mask hides.
+Costs   the probabilities, kept for backward: batch x heads x length^2 numbers (5/8 of them where causal, at 4 blocks).
+        Scores are rounded to the type of the products before the softmax, as in attention written by hand.
+When    on a CPU, for sequences up to about a thousand. Never on CUDA, whose fused kernels are faster and keep nothing.
+Order   before anything wraps a block: it is chosen by the model's configuration.
+Source  the causal blocks of Dao et al. 2022, arXiv:2205.14135, without their tiling of the keys.
+
+Works on models that take their attention from transformers' interface; with dropout inside attention they keep sdpa.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from tightfit.errors import InputError
+from tightfit.methods.run import Run
+from tightfit.plan import Plan
+
+VARIANTS = ({"attention": "blocked"},)
+NAME = "tightfit_blocked"
+ROWS = 64  # queries in a block
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.attention == "blocked"
+
+
+def apply(run: Run, plan: Plan) -> Run:
+    config: Any = getattr(run.model, "config", None)
+    if getattr(config, "_attn_implementation", None) != "sdpa":
+        raise InputError("plan: attention=blocked", f"{type(run.model).__name__} does not take its attention from transformers' interface",
+                         "use attention: sdpa")
+    register()
+    run.model.set_attn_implementation(NAME)  # type: ignore[operator]
+    return run
+
+
+def register() -> None:
+    """Make the kernel known to transformers under NAME, with its mask: none where causality is all there is to mask."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask_unless_causal)
+
+
+def mask_unless_causal(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask of sdpa, or None where it would say causal (or, for an encoder, everything) and nothing else."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+    plain = kwargs.get("mask_function") in (None, causal_mask_function, bidirectional_mask_function)
+    whole = kwargs.get("q_length") == kwargs.get("kv_length")
+    if plain and whole and kwargs.get("attention_mask") is None and not kwargs.get("q_offset"):
+        return None
+    return sdpa_mask(*args, **kwargs)
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: (batch, heads, length, width) in, (batch, length, heads, width) out."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    same_length = query.shape[2] == key.shape[2]
+    if dropout or others.get("position_bias") is not None or not same_length:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and attention_mask is None
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    bias = None if attention_mask is None else additive(attention_mask, query)
+    output, _ = blocked_attention(query * scale, key, value, bias, causal)
+    return output.transpose(1, 2), None
+
+
+def additive(mask: Tensor, query: Tensor) -> Tensor:
+    """The mask as numbers to add to scores, of all heads: (batch, heads, length, length)."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    return mask.to(query.dtype).expand(query.shape[0], query.shape[1], query.shape[2], -1)
+
+
+def blocks(length: int, causal: bool) -> Iterator[tuple[int, int, int]]:
+    """(first query, end of the queries, end of the keys that they see) of each block."""
+    for start in range(0, length, ROWS):
+        end = min(start + ROWS, length)
+        yield start, end, end if causal else length
+
+
+def probability_count(length: int, causal: bool) -> int:
+    return sum((end - start) * keys for start, end, keys in blocks(length, causal))
+
+
+@torch.library.custom_op("tightfit::blocked_attention", mutates_args=())
+def blocked_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    """softmax(query @ key^T + bias) @ value, and the probabilities, block after block.
+
+    query (already scaled), key, value (batch, heads, length, width); bias (batch, heads, length, length) or None.
+    Returns (batch, heads, length, width) and (batch x heads, numbers of all blocks).
+    """
+    batch, heads, length, width = query.shape
+    query, key, value = (part.reshape(batch * heads, length, width) for part in (query, key, value))
+    output = query.new_empty(batch, length, heads, width).transpose(1, 2)
+    kept = query.new_empty(batch * heads * probability_count(length, causal))
+    for (start, end, keys), probabilities in zip(blocks(length, causal), views(kept, batch * heads, length, causal), strict=True):
+        scores = torch.bmm(query[:, start:end], key[:, :keys].transpose(1, 2))
+        if bias is not None:
+            scores += bias[:, :, start:end, :keys].reshape(scores.shape)
+        if causal:
+            scores[:, :, start:] += hidden(end - start, scores)
+        torch.softmax(scores, -1, out=probabilities)
+        output[:, :, start:end] = torch.bmm(probabilities, value[:, :keys]).view(batch, heads, end - start, width)
+    return output, kept.view(batch * heads, -1)
+
+
+def hidden(rows: int, like: Tensor) -> Tensor:
+    """(rows, rows) with -inf above the diagonal."""
+    return torch.full((rows, rows), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
+
+
+def views(kept: Tensor, groups: int, length: int, causal: bool) -> Iterator[Tensor]:
+    """The probabilities of each block, (groups, queries, keys), within the one tensor that holds them all."""
+    offset = 0
+    for start, end, keys in blocks(length, causal):
+        size = groups * (end - start) * keys
+        yield kept[offset : offset + size].view(groups, end - start, keys)
+        offset += size
+
+
+@blocked_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    batch, heads, length, width = query.shape
+    output = query.new_empty(batch, length, heads, width).transpose(1, 2)
+    return output, query.new_empty(batch * heads, probability_count(length, causal))
+
+
+@torch.library.custom_op("tightfit::blocked_attention_backward", mutates_args=())
+def blocked_attention_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, kept: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, each (batch, heads, length, width), from the kept probabilities."""
+    batch, heads, length, width = query.shape
+    gradient, query, key, value, output = (
+        part.reshape(batch * heads, length, width) for part in (gradient, query, key, value, output)
+    )
+    of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    mean = (gradient.to(wide) * output.to(wide)).sum(-1, keepdim=True).to(query.dtype)
+    parts = zip(blocks(length, causal), views(kept.view(-1), batch * heads, length, causal), strict=True)
+    for (start, end, keys), probabilities in parts:
+        rows = gradient[:, start:end]
+        of_value[:, :keys].baddbmm_(probabilities.transpose(1, 2), rows)
+        of_scores = torch.bmm(rows, value[:, :keys].transpose(1, 2)).sub_(mean[:, start:end]).mul_(probabilities)
+        of_query[:, start:end] = torch.bmm(of_scores, key[:, :keys])
+        of_key[:, :keys].baddbmm_(of_scores.transpose(1, 2), query[:, start:end])
+    shape = (batch, heads, length, width)
+    return of_query.view(shape), of_key.view(shape), of_value.view(shape)
+
+
+@blocked_attention_backward.register_fake
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, kept: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, length, width = query.shape
+    empty = query.new_empty(batch, heads, length, width)
+    return empty, torch.empty_like(empty), torch.empty_like(empty)
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    query, key, value, _, ctx.causal = inputs
+    ctx.save_for_backward(query, key, value, *output)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return (*blocked_attention_backward(gradient, *ctx.saved_tensors, ctx.causal), None, None)
+
+
+blocked_attention.register_autograd(_backward, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.tightfit.blocked_attention)
+def _flops(query: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
+    """Two products of all pairs, as FLOPs of attention are counted whether or not a mask hides some."""
+    batch, heads, length, width = query
+    return 4 * batch * heads * length * length * width
