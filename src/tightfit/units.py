@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from tightfit.errors import InputError
@@ -17,17 +18,20 @@ _BYTES = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e\+?[0-9]+)?"
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """'24GiB', '1.5 GB' or a plain number of bytes, as an int. Raises InputError."""
-    if isinstance(text, int | float):
-        return int(text)
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
-    unit = match.group(2).lower() or "b" if match else ""
-    if match is None or unit not in _BYTES:
+    """'24GiB', '1.5 GB', '8e9' or a plain number of bytes, as an int. Raises InputError."""
+    if isinstance(text, str):
+        match = re.fullmatch(rf"\s*({_NUMBER})\s*([a-z]*)\s*", text, re.IGNORECASE)
+        size = _BYTES.get(match.group(2).lower() or "b") if match else None
+        number = float(match.group(1)) if match else math.nan
+    else:
+        number, size = (math.nan if isinstance(text, bool) or not isinstance(text, int | float) else text), 1
+    if size is None or not math.isfinite(number):
         raise InputError(f"size {text!r}", "not a number of bytes", "write it like 24GiB, 512MiB or 8e9")
-    return int(float(match.group(1)) * _BYTES[unit])
+    return int(number * size)
 
 
 def format_bytes(count: float) -> str:
@@ -42,17 +46,25 @@ def format_bytes(count: float) -> str:
 def format_count(count: float) -> str:
     """A number of parameters, tokens or FLOPs: '13.8M', '6.74B', '96'."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(count) >= size:
-            return f"{count / size:.3g}{unit}"
+        if abs(count) >= 0.9995 * size:  # what three digits would round up to the unit has it
+            return f"{_three_digits(count / size)}{unit}"
     return f"{count:.0f}"
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration: '2 h 05 min', '3 min 20 s', '1.25 s', '830 ms', '12 us'."""
-    if seconds >= 3600:
-        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
-    if seconds >= 60:
-        return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+    """A duration: '2 h 05 min', '3 min 20 s', '1.25 s', '830 ms', '12 us'; '?' where it is not known (inf or nan)."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    if seconds >= 59.95:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if seconds >= 0.9995:
+        return f"{_three_digits(seconds)} s"
+    return f"{_three_digits(seconds * 1e3)} ms" if seconds >= 0.9995e-3 else f"{_three_digits(seconds * 1e6)} us"
+
+
+def _three_digits(value: float) -> str:
+    """Three significant digits, or all before the point, never as a power of ten."""
+    return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"

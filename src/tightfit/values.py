@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,28 +19,40 @@ from tightfit.errors import InputError
 
 
 class Value(BaseModel):
-    """Frozen; unknown fields are errors. `parse` is the boundary where outside input comes in."""
+    """Frozen; unknown fields are errors. Made by its constructor or by `parse`; both raise InputError."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, populate_by_name=True,
+                              allow_inf_nan=False)
+
+    def __init__(self, /, **fields: Any) -> None:
+        self._fill(fields, type(self).__name__.lower())
+
+    def _fill(self, fields: dict[str, Any], where: str) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise explain_validation(type(self), error, where) from None
 
     @classmethod
     def parse(cls, content: Any, where: str = "") -> Self:
-        """Validate a mapping. Raises InputError naming `where` and the field."""
+        """Validate a mapping: the boundary where outside input comes in. Raises InputError naming `where` and the field."""
         where = where or cls.__name__.lower()
         if not isinstance(content, dict):
             raise InputError(where, f"expected a mapping of fields, found {type(content).__name__}",
                              f"give the fields of a {cls.__name__.lower()}: {', '.join(cls.field_names())}")
-        try:
-            return cls.model_validate(content)
-        except ValidationError as error:
-            raise explain_validation(cls, error, where) from None
+        for name in content:
+            if not isinstance(name, str):
+                raise InputError(f"{where}: {name}", "a field's name is text", f"write it in quotes: '{name}'")
+        value = cls.__new__(cls)
+        value._fill(content, where)
+        return value
 
     @classmethod
     def field_names(cls) -> list[str]:
         return [field.alias or name for name, field in cls.model_fields.items()]
 
     def content(self) -> dict[str, Any]:
-        """The fields that were said or differ from their default, as plain JSON types."""
+        """The fields that are not None, as plain JSON types."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def to_yaml(self) -> str:
@@ -49,8 +62,20 @@ class Value(BaseModel):
         return json.dumps(self.content())
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with these fields changed, validated again."""
-        return type(self).parse({**self.model_dump(by_alias=True), **changes})
+        """A copy with these fields changed, validated again. What is not changed is shared, not copied."""
+        kept = {name: getattr(self, name) for name, field in type(self).model_fields.items()
+                if name not in changes and field.alias not in changes}
+        return type(self).parse({**kept, **changes})
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Only what differs from the default, so that a value is one short line."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if field.is_required() or value != field.get_default(call_default_factory=True):
+                yield field.alias or name, value
+
+    def __str__(self) -> str:
+        return repr(self)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from tightfit.plan import Plan
 
@@ -27,7 +28,11 @@ def environment(plan: Plan, device: str, inherited: Mapping[str, str]) -> dict[s
 
 
 def enter_environment(plan: Plan, device: str) -> None:
-    """Start this very command again with the environment the plan wants, if it is not there yet."""
+    """Start this very command again with the environment the plan wants, if it is not there yet.
+
+    Only a process that is the tightfit command is started again; one that merely calls it goes on as it is.
+    """
     added = environment(plan, device, os.environ)
-    if added:
+    command = {Path(part).name for part in sys.orig_argv[:3]}
+    if added and (command & {"tightfit", "__main__.py"} or sys.orig_argv[1:3] == ["-m", "tightfit"]):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **added})

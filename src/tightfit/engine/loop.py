@@ -10,18 +10,20 @@ from dataclasses import replace
 import torch
 
 from tightfit.engine.step import Step, take_step, to_device
+from tightfit.errors import InputError
 from tightfit.methods.run import Run
 from tightfit.models.objective import Batch
+from tightfit.optim import schedule
 
 TakeStep = Callable[[Run, list[Batch], int], Step]
 
 
 def total_steps(run: Run) -> int:
-    """How many optimizer steps the job has; a job that says neither steps nor epochs runs one epoch."""
-    train = run.job.train
-    if train.steps is not None or run.data.samples is None:
-        return train.steps or 0
-    return math.ceil((train.epochs or 1) * run.data.samples / train.batch)
+    """How many optimizer steps the job has. Raises InputError for endless data without train.steps."""
+    steps = schedule.total_steps(run.job.train, run.data.samples)
+    if steps is None:
+        raise InputError("job: train.steps", "is not said, and the data has no end", "add train.steps")
+    return steps
 
 
 def train(run: Run, start: int = 0, take: TakeStep = take_step) -> Iterator[Step]:

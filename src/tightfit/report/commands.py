@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,12 @@ from tightfit.planner.complete import complete
 from tightfit.units import format_bytes, format_count, format_seconds
 
 
+def quiet_libraries() -> None:
+    """Keep other libraries' notes and progress bars out of a command's output. Of this process only."""
+    for name in ("torchao", "torch.utils._pytree", "transformers", "torch.utils.flop_counter"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def planned(path: Path, plan: str | None, changes: list[str], machine: Machine) -> tuple[Job, Plan, dict[str, str]]:
     """The job of a file, and its plan: what --plan, the job file and --set pin, and what is chosen beside it."""
     job = Job.load(path, changes)
@@ -33,6 +40,7 @@ def planned(path: Path, plan: str | None, changes: list[str], machine: Machine) 
 
 
 def train_command(path: Path, plan: str | None, out: Path | None, resume: bool, changes: list[str]) -> None:
+    quiet_libraries()
     machine = Machine.detect()
     job, chosen, reasons = planned(path, plan, changes, machine)
     out = out or Path("runs") / path.stem
@@ -46,7 +54,9 @@ def train_command(path: Path, plan: str | None, out: Path | None, resume: bool, 
     announce(console, job, chosen, reasons, machine)
     from tightfit.report.session import train_in_folder
 
-    record = train_in_folder(job, chosen, machine, out, resume)
+    record, sample = train_in_folder(job, chosen, machine, out, resume)
+    if sample is not None:
+        console.print("sample", *("  " + line for line in sample.splitlines()), sep="\n", highlight=False, markup=False)
     console.print(summary(record.content(), out), highlight=False, markup=False, soft_wrap=True)
 
 
@@ -88,6 +98,7 @@ def summary(record: dict[str, Any], out: Path) -> str:
 
 
 def verify_command(path: Path, plan: str | None, steps: int, changes: list[str], as_json: bool) -> None:
+    quiet_libraries()
     machine = Machine.detect()
     job, chosen, reasons = planned(path, plan, changes, machine)
     console = Console(stderr=as_json)
@@ -108,6 +119,7 @@ def verify_command(path: Path, plan: str | None, steps: int, changes: list[str],
 
 
 def machine_command(calibrate: bool, as_json: bool) -> None:
+    quiet_libraries()
     machine = Machine.detect()
     console = Console(stderr=as_json)
     if calibrate:

@@ -30,12 +30,14 @@ from tightfit.methods.run import Run
 from tightfit.plan import Plan
 from tightfit.record import Record
 from tightfit.report.progress import Bar, Lines, progress
+from tightfit.report.sample import sample_text
 from tightfit.report.trackers import Trackers
 
 
-def train_in_folder(job: Job, plan: Plan, machine: Machine, out: Path, again: bool = False) -> Record:
+def train_in_folder(job: Job, plan: Plan, machine: Machine, out: Path, again: bool = False) -> tuple[Record, str | None]:
     """Train `job` with `plan`, leaving its files in `out`; `again` goes on from the newest checkpoint there.
 
+    Returns the record, and a sample of generated text where the model is a causal language model.
     Raises DoesNotFit where memory ends, TightfitError where the loss stops being a number.
     """
     with memory_errors_named(plan, job):
@@ -49,8 +51,9 @@ def train_in_folder(job: Job, plan: Plan, machine: Machine, out: Path, again: bo
             with progress(total_steps(run), run.objective.unit) as view, Trackers(job, out) as trackers:
                 _train(run, start, out, observer, view, trackers)
         record = observer.record(machine)
+        sample = sample_text(run)
     (out / "record.json").write_text(json.dumps(record.content(), indent=1) + "\n")
-    return record
+    return record, sample
 
 
 def _train(run: Run, start: int, out: Path, observer: Observer, view: Bar | Lines, trackers: Trackers) -> None:
