@@ -27,6 +27,15 @@ KEEP_MEMORY = {
     "glibc.malloc.mmap_threshold=1099511627776:glibc.malloc.top_pad=67108864"
 }
 
+BEST = {
+    "precision": "bf16-true", "compile": "block", "attention": "blocked", "chunked_loss": 1024, "fused_optimizer": True,
+    "materialize": "device", "allocator": "tuned",
+}
+LEAN = {
+    "precision": "bf16-true", "attention": "blocked", "chunked_loss": 256, "fused_optimizer": True, "materialize": "device",
+    "micro_batch": 2,
+}
+
 CONTENDERS: dict[str, dict[str, Any]] = {
     "plain loop, defaults (fp32)": {"kind": "plain"},
     "plain loop, bf16 autocast, compiled, fused": {"kind": "plain", "autocast": True, "compile": True, "fused": True, "environment": KEEP_MEMORY},
@@ -35,8 +44,8 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "Trainer, bf16 autocast, compiled, fused": {"kind": "trainer", "autocast": True, "compile": True, "fused": True, "environment": KEEP_MEMORY},
     "Trainer, bf16 weights, compiled, fused": {"kind": "trainer", "bf16": True, "compile": True, "fused": True, "environment": KEEP_MEMORY},
     "tightfit, reference plan": {"kind": "tightfit", "plan": {}},
-    "tightfit, best plan": {"kind": "tightfit", "plan": "best"},
-    "tightfit, lean plan": {"kind": "tightfit", "plan": "lean"},
+    "tightfit, best plan": {"kind": "tightfit", "plan": BEST, "environment": KEEP_MEMORY},
+    "tightfit, lean plan": {"kind": "tightfit", "plan": LEAN},
 }
 
 
@@ -73,15 +82,6 @@ def demo_job() -> Any:
     import tightfit
 
     return tightfit.Job.load(JOB, ["train.schedule=constant", "train.warmup=0", "train.trackers=[]"])
-
-
-def token_batches(job: Any) -> Iterator[Any]:
-    """The job's own samples, (16, 256) tokens a step, as tightfit's loader gives them to everyone."""
-    import tightfit
-
-    run = tightfit.build(job)
-    for (batch,) in run.data.steps(0, None):
-        yield batch["input_ids"]
 
 
 def make_model(job: Any) -> Any:
@@ -157,3 +157,139 @@ def run_trainer(contender: dict[str, Any], steps: int) -> tuple[list[float], flo
     with torch.no_grad():
         loss = model(input_ids=batches[-1], labels=batches[-1]).loss
     return clock.times, float(loss)
+
+
+def run_tightfit(contender: dict[str, Any], steps: int) -> tuple[list[float], float]:
+    """The same job through tightfit: the reference plan, or one of the two named ones."""
+    import itertools
+
+    import tightfit
+
+    job = demo_job().replace(train=demo_job().train.replace(steps=steps))
+    run = tightfit.build(job, tightfit.Plan(**contender["plan"]))
+    results = list(itertools.islice(tightfit.train(run), steps))
+    return [result.seconds for result in results], results[-1].loss
+
+
+def tokens_of(job: Any) -> Iterator[Any]:
+    """The job's own samples, (16, 256) tokens a step, as tightfit's loader gives them to everyone."""
+    from dataclasses import replace
+
+    import tightfit
+    from tightfit.methods import loader
+    from tightfit.methods.run import Run
+
+    empty: Any = None
+    run = Run(job=job, plan=tightfit.Plan(), device=empty, objective=empty, model=empty, loss_sum=empty, data=empty, optimizer=empty, learning_rate=empty)
+    run = replace(loader.apply(run, tightfit.Plan()))
+    for (batch,) in run.data.steps(0, None):
+        yield batch["input_ids"]
+
+
+# --- all of them, in turns ------------------------------------------------------------------------------------------
+
+
+def measure(name: str, steps: int) -> dict[str, Any]:
+    """Run one contender in a new process with the environment it is given."""
+    environment = {**os.environ, **CONTENDERS[name].get("environment", {})}
+    command = [sys.executable, __file__, "--child", name, "--steps", str(steps)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{name} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def summarise(rounds: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """A row for each contender: tokens/s of the median step, largest RSS, loss, ratios to three controls round by round."""
+    rows = []
+    rate = {n: [TOKENS / statistics.median(r[n]["step_s"]) for r in rounds] for n in rounds[0]}
+    tuned = [n for n in rate if "compiled" in n]
+    for name, rates in rate.items():
+        best_peer = [max(rate[n][i] for n in tuned) if tuned else float("nan") for i in range(len(rounds))]
+        rows.append({
+            "name": name,
+            "tokens_per_s": TOKENS / statistics.median([s for r in rounds for s in r[name]["step_s"]]),
+            "step_s": [r[name]["step_s"] for r in rounds],
+            "rss_bytes": max(r[name]["rss_bytes"] for r in rounds),
+            "loss": rounds[-1][name]["loss"],
+            "to_trainer_default": _ratio(rates, rate.get("Trainer, defaults")),
+            "to_plain_default": _ratio(rates, rate.get("plain loop, defaults (fp32)")),
+            "to_best_tuned_other": _ratio(rates, best_peer),
+        })
+    return rows
+
+
+TOKENS = 16 * 256
+
+
+def _ratio(rates: list[float], control: list[float] | None) -> float | None:
+    return statistics.median(a / b for a, b in zip(rates, control, strict=True)) if control else None
+
+
+def product_limit() -> dict[str, float]:
+    """Tokens/s if a step were nothing but its matrix products in bf16, at their own shapes; and the square matrix rate."""
+    import torch
+
+    def seconds(m: int, k: int, n: int) -> float:
+        left, right = torch.randn(m, k).bfloat16(), torch.randn(k, n).bfloat16()
+        out = torch.empty(m, n, dtype=torch.bfloat16)
+        times = []
+        for _ in range(12):
+            began = time.perf_counter()
+            torch.mm(left, right, out=out)
+            times.append(time.perf_counter() - began)
+        return statistics.median(times[2:])
+
+    def layer(k: int, n: int) -> float:
+        """Forward, gradient of the input, gradient of the weight of a (k, n) linear layer over a step's tokens."""
+        return seconds(TOKENS, k, n) + seconds(TOKENS, n, k) + seconds(n, TOKENS, k)
+
+    total = 6 * (4 * layer(384, 384) + 2 * layer(384, 1024) + layer(1024, 384)) + layer(384, 8192)
+    size = 2048
+    return {"products_tokens_per_s": TOKENS / total, "square_flops_per_s": 2 * size**3 / seconds(size, size, size)}
+
+
+def print_table(rows: list[dict[str, Any]], limit: dict[str, float]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    flops_per_token = 6 * 13.77e6 + 12 * 6 * 384 * 256
+    table = Table("contender", "tokens/s", "x Trainer", "x best other", "RSS GB", "loss", "of products", "of square rate", box=None)
+    for row in rows:
+        ratios = [f"{row[n]:.2f}" if row[n] else "" for n in ("to_trainer_default", "to_best_tuned_other")]
+        shares = [f"{row['tokens_per_s'] / limit['products_tokens_per_s']:.0%}", f"{row['tokens_per_s'] * flops_per_token / limit['square_flops_per_s']:.0%}"]
+        table.add_row(row["name"], f"{row['tokens_per_s']:.0f}", *ratios, f"{row['rss_bytes'] / 1e9:.2f}", f"{row['loss']:.3f}", *shares)
+    console = Console(width=130)
+    console.print(table)
+    console.print(f"limits: {limit['products_tokens_per_s']:.0f} tokens/s from the step's own bf16 products, "
+                  f"{limit['square_flops_per_s'] / 1e9:.0f} GFLOP/s for square ones of 2048")
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.child:
+        print(json.dumps(run_child(CONTENDERS[arguments.child], arguments.steps)))
+        return
+    names = [name for name in CONTENDERS if arguments.only in name]
+    rounds, limits = [], []
+    for number in range(arguments.rounds):
+        limits.append(product_limit())
+        results = {}
+        for name in names:
+            results[name] = measure(name, arguments.steps)
+            rate = TOKENS / statistics.median(results[name]["step_s"])
+            print(f"round {number + 1}/{arguments.rounds}  {name:45s} {rate:6.0f} tokens/s  {results[name]['rss_bytes'] / 1e9:.2f} GB", flush=True)
+        rounds.append(results)
+    limit = {key: statistics.median(one[key] for one in limits) for key in limits[0]}
+    rows = summarise(rounds)
+    print_table(rows, limit)
+    if arguments.out:
+        from tightfit.machine import Machine
+        from tightfit.record import code_version
+
+        content = {"machine": Machine.detect().content(), "code": code_version(), "limits": limit, "contenders": rows}
+        arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -77,6 +77,10 @@ class Plan(Value):
     pin_memory: bool = False
     non_blocking: bool = False
 
+    def content(self) -> dict[str, Any]:
+        """Every field, also those that are None: a plan that is written down pins them all."""
+        return self.model_dump(mode="json")
+
     def differences(self) -> dict[str, Any]:
         """The fields that differ from the reference plan."""
         reference = Plan()

@@ -87,7 +87,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if path.is_dir():
         raise InputError(str(path), "is a folder, not a YAML file", "name the YAML file itself")
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise InputError(str(path), f"cannot be read ({error.strerror})", "check the file's permissions") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -99,9 +101,22 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return content
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a field that is written twice, of which plain YAML keeps the last and says nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def nearest(word: str, known: list[str]) -> str:
     """' Did you mean X?' material: the closest known word, or the whole list."""
-    near = difflib.get_close_matches(word, known, 1, 0.5)
+    near = difflib.get_close_matches(word.lower(), known, 1, 0.5)
     return f"did you mean {near[0]!r}?" if near else "use one of: " + ", ".join(known)
 
 
@@ -110,18 +125,30 @@ def explain_validation(cls: type[BaseModel], error: ValidationError, where: str)
     details = error.errors()
     unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
     first = (unknown or details)[0]
-    inner = first.get("ctx", {}).get("error")
-    if isinstance(inner, InputError):
-        return inner
-    path = [part for part in first["loc"] if not _is_branch(part)]
+    path = _path(first)
     field = ".".join(str(part) for part in path)
     place = f"{where}: {field}" if field else where
-    return InputError(place, _found(first), _fix(cls, path, first))
+    inner = first.get("ctx", {}).get("error")
+    if isinstance(inner, InputError):
+        named = not path or str(path[-1]) in inner.asked
+        return inner if named else InputError(f"{place}: {inner.asked}", inner.found, inner.fix)
+    branches = [detail for detail in details if _path(detail) == path]  # of a union, each with what it would take
+    fixes = dict.fromkeys(_fix(cls, path, detail) for detail in branches)
+    return InputError(place, _found(first), ", or ".join(fixes))
+
+
+def _path(detail: ErrorDetails) -> list[int | str]:
+    """Where the complaint is: field names and list positions, without pydantic's names for the branches of unions."""
+    *outer, last = detail["loc"] or ("",)
+    kept = [part for part in outer if not _is_branch(part)]
+    own = last != "" and (detail["type"] == "extra_forbidden" or not _is_branch(last))  # an unknown field has any name
+    return [*kept, last] if own else kept
 
 
 def _is_branch(part: Any) -> bool:
     """Whether a location part names a branch of a union rather than a field."""
-    return isinstance(part, str) and (not part.isidentifier() or part[0].isupper() or part in {"int", "str", "bool", "float", "callable"})
+    kinds = {"int", "str", "bool", "float", "callable"}
+    return isinstance(part, str) and (not part.isidentifier() or part[0].isupper() or part in kinds)
 
 
 def _found(detail: ErrorDetails) -> str:
@@ -130,7 +157,8 @@ def _found(detail: ErrorDetails) -> str:
     if detail["type"] == "missing":
         return "is needed and was not given"
     message = detail["msg"].removeprefix("Value error, ")
-    return f"{detail['input']!r} is not allowed ({message[0].lower()}{message[1:]})"
+    asked = repr(detail["input"])
+    return f"{asked if len(asked) <= 80 else asked[:80] + '...'} is not allowed ({message[0].lower()}{message[1:]})"
 
 
 def _fix(cls: type[BaseModel], path: list[Any], detail: ErrorDetails) -> str:
@@ -144,7 +172,8 @@ def _fix(cls: type[BaseModel], path: list[Any], detail: ErrorDetails) -> str:
     for name, words in (("gt", "more than"), ("ge", "at least"), ("lt", "less than"), ("le", "at most")):
         if name in context:
             return f"give a value of {words} {context[name]}"
-    kinds = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text", "list": "a list", "dict": "a mapping", "model": "a mapping"}
+    kinds = {"int": "a whole number", "float": "a number", "finite": "a number", "bool": "true or false",
+             "string": "text", "list": "a list", "tuple": "a list", "dict": "a mapping", "model": "a mapping"}
     kind = next((words for name, words in kinds.items() if detail["type"].startswith(name)), "a valid value")
     return f"give {kind}"
 
@@ -153,7 +182,8 @@ def _fields_at(cls: type[BaseModel], path: list[Any]) -> list[str]:
     """The field names of the value that `path` leads to."""
     for part in path:
         field = next((f for n, f in cls.model_fields.items() if part in (n, f.alias)), None)
-        inner = [a for a in _leaves(field.annotation) if isinstance(a, type) and issubclass(a, BaseModel)] if field else []
+        leaves = _leaves(field.annotation) if field else []
+        inner = [leaf for leaf in leaves if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
         if not inner:
             break
         cls = inner[0]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tightfit.machine import Machine
@@ -12,26 +15,32 @@ from tightfit.models.objective import Batch, map_tensors
 
 
 def forward_flops(run: Run, batch: Batch) -> int | None:
-    """FLOPs of one forward of `batch` (multiply and add count as two), on meta tensors; None for a model that refuses them.
+    """FLOPs of one forward of `batch`, a multiplication and its addition counted as two; None where it cannot be known.
 
-    Attention takes the path that computes all pairs, so for a language model three times this is 6 P + 12 L h s a token.
+    Products, convolutions and attention count, and nothing else; attention as if no pair were masked. So three times
+    this is 6 P + 12 L h s for each token of a language model of P parameters, L layers of width h, and length s: the
+    model FLOPs of Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B. What a plan computes twice counts once.
+
+    The run's own forward is taken on fake tensors, which hold no values: it costs no arithmetic and leaves the model
+    and the random numbers alone. A model whose operations depend on values refuses them.
     """
-    meta = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), batch)
-    state = {name: torch.empty_like(t, device="meta") for name, t in [*run.model.named_parameters(), *run.model.named_buffers()]}
 
-    class Total(torch.nn.Module):
+    class Total(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.model = run.model
 
-        def forward(self, inputs: Batch) -> torch.Tensor:
-            return run.objective.total(self.model, inputs)
+        def forward(self, inputs: Batch) -> Tensor:
+            return run.loss_sum(inputs)
 
-    counter = FlopCounterMode(display=False)
+    fake, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
+    total = Total()
     try:
-        with torch.no_grad(), counter, torch.compiler.set_stance("force_eager"):
-            functional_call(Total(), {f"model.{name}": value for name, value in state.items()}, (meta,))
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        state = {name: fake.from_tensor(tensor.detach()) for name, tensor in [*total.named_parameters(), *total.named_buffers()]}
+        inputs = map_tensors(lambda tensor: fake.from_tensor(tensor.to(run.device)), batch)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH), fake, counter:
+            functional_call(total, state, (inputs,))
+    except Exception:  # whatever a model makes of tensors without values, the training that is observed goes on
         return None
     return counter.get_total_flops()
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tightfit.job import Job
+from tightfit.job import DataSpec, Job, ModelSpec
 from tightfit.machine import Machine
 from tightfit.models import task_of
 from tightfit.plan import RULES, Plan, check
@@ -32,16 +32,20 @@ def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, di
 
 
 def _choices(job: Job, machine: Machine) -> Iterator[tuple[str, Any, str]]:
-    """(field, value, reason), the most telling first."""
+    """(field, value, reason), in the order in which they are tried."""
+    task, of_transformers = task_of(job.model), isinstance(job.model, ModelSpec) and job.model.python is None
+    sequence = job.data.sequence_length if isinstance(job.data, DataSpec) else 0
     yield "allocator", "tuned", "freed memory is kept and reused"
     yield "materialize", "device", "the model is created where and as it is used"
     if "bf16" in job.allowed and has_fast_bf16(machine):
         yield "precision", "bf16-mixed", "this machine multiplies bf16 faster, and the job allows it"
-    if task_of(job.model) in ("causal-lm", "masked-lm", "seq2seq-lm"):
+    if task in ("causal-lm", "masked-lm", "seq2seq-lm"):
         yield "chunked_loss", 1024, "all logits at once are the largest activation of a small language model"
+    if machine.device == "cpu" and of_transformers and task == "causal-lm" and sequence <= 1024:
+        yield "attention", "blocked", "plain products are faster here than the fused attention kernel"
     yield "fused_optimizer", True, "one pass over the states in place of several"
     if (job.train.steps or COMPILE_PAYS_AFTER_STEPS) >= COMPILE_PAYS_AFTER_STEPS and can_compile(machine):
-        yield "compile", "model", f"pays for itself within about {COMPILE_PAYS_AFTER_STEPS} steps"
+        yield "compile", "block" if of_transformers else "model", f"pays for itself within about {COMPILE_PAYS_AFTER_STEPS} steps"
     if machine.device == "cuda":
         yield "pin_memory", True, "page-locked buffers copy about twice as fast"
         yield "non_blocking", True, "copies overlap the device's work"

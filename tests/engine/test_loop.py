@@ -1,0 +1,62 @@
+"""The loop and the evaluation."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import tightfit
+from tightfit.engine.loop import total_steps
+
+from .. import tiny
+
+
+def test_steps_say_what_they_did() -> None:
+    run = tightfit.build(tiny.job(clip=0.5, schedule="linear"))
+    steps = list(tightfit.train(run))
+    assert [step.step for step in steps] == list(range(total_steps(run))) == list(range(8))
+    assert all(step.samples == 4 and step.processed == 64 and step.items == 60 for step in steps)
+    assert all(step.gradient_norm and step.gradient_norm > 0 and step.seconds > 0 for step in steps)
+    assert steps[0].learning_rate == pytest.approx(1e-2)
+    assert steps[-1].learning_rate == pytest.approx(1e-2 / 8)
+
+
+def test_learning_rate_scales_with_the_batch() -> None:
+    for rule, factor in (("linear", 4.0), ("sqrt", 2.0), ("none", 1.0)):
+        run = tightfit.build(tiny.job(scale_learning_rate=rule, base_batch=1))
+        assert run.learning_rate(0) == pytest.approx(1e-2 * factor)
+
+
+def test_evaluation_leaves_the_training_as_it_was() -> None:
+    job = tiny.job()
+    plain = [step.loss for step in tightfit.train(tightfit.build(job))]
+    run, evaluated = tightfit.build(job), []
+    losses = []
+    for step in tightfit.train(run):
+        losses.append(step.loss)
+        evaluated.append(tightfit.evaluate(run))
+    assert losses == plain
+    assert all(math.isfinite(value) for value in evaluated)
+    assert evaluated[-1] == tightfit.evaluate(run)
+    assert run.model.training
+
+
+def test_fp16_skips_a_step_that_overflows() -> None:
+    run = tightfit.build(tiny.job(), tightfit.Plan(precision="fp16-mixed", loss_scale=1e30))
+    before = [parameter.detach().clone() for parameter in run.model.parameters()]
+    steps = list(tightfit.train(run))
+    assert all(step.skipped for step in steps)
+    assert run.loss_scale is not None
+    assert run.loss_scale.skipped == 8
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+
+
+def test_a_dynamic_scale_finds_its_level() -> None:
+    run = tightfit.build(tiny.job(), tightfit.Plan(precision="fp16-mixed"))
+    assert run.loss_scale is not None
+    run.loss_scale.value = 2.0**40
+    skipped = [step.skipped for step in tightfit.train(run)]
+    assert skipped[0]
+    assert run.loss_scale.value == 2.0 ** (40 - sum(skipped))

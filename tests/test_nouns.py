@@ -1,0 +1,106 @@
+"""The nouns: frozen, validated, round trips, one-line reprs, schemas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+import tightfit
+from tightfit import units
+from tightfit.errors import InputError
+from tightfit.plan import RULES, read_pins
+from tightfit.planner.complete import complete
+from tightfit.record import PeakBytes, code_version
+
+from . import tiny
+
+
+def make_model() -> None:
+    raise AssertionError("never called")
+
+
+def nouns() -> list[tightfit.Job | tightfit.Plan | tightfit.Machine | tightfit.Record]:
+    machine = tightfit.Machine.detect()
+    record = tightfit.Record(
+        job=tiny.content(), plan=tightfit.Plan(), machine=machine, code=code_version(), step_s=[0.5, 0.25], tokens_per_s=10.0,
+        samples_per_s=1.0, peak_bytes=PeakBytes(measured=5), mfu=None, compile_s=None, loss=[(1, 2.0)],
+    )
+    return [tiny.job(), tightfit.Plan(precision="bf16-mixed", micro_batch=2), machine, record]
+
+
+@pytest.mark.parametrize("noun", nouns(), ids=lambda noun: type(noun).__name__)
+def test_round_trips_and_prints(noun: tightfit.Job) -> None:
+    kind = type(noun)
+    assert kind.parse(yaml.safe_load(noun.to_yaml())) == noun
+    assert kind.parse(json.loads(noun.to_json())) == noun
+    assert repr(noun).startswith(kind.__name__ + "(")
+    assert "\n" not in repr(noun)
+    assert kind.model_json_schema()["title"] == kind.__name__
+    with pytest.raises(ValidationError):
+        noun.plan = None  # type: ignore[misc]
+
+
+def test_python_objects_in_a_job_are_written_down_by_name() -> None:
+    job = tightfit.Job(model=make_model, data=[1, 2], train=tightfit.Train(steps=1))
+    assert job.content()["model"] == {"python": f"{__name__}:make_model"}
+    assert "make_model" in repr(job)
+
+
+def test_set_reaches_every_section(tmp_path: Path) -> None:
+    job = tightfit.Job.load(tiny.write(tmp_path), ["train.steps=3", "plan.recompute=full", "limits.memory=2GiB", "model.hidden_size=32"])
+    assert (job.train.steps, job.plan, job.limits.memory) == (3, {"recompute": "full"}, 2**31)
+    assert job.model.config["hidden_size"] == 32
+
+
+def test_relative_paths_start_at_the_job_file(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("model: {python: m.py:make}\ndata: {text: texts/a.txt}\n")
+    job = tightfit.Job.load(tmp_path / "job.yaml")
+    assert job.model.python == f"{tmp_path}/m.py:make"
+    assert job.data.text == f"{tmp_path}/texts/a.txt"
+
+
+def test_pins_are_kept_and_the_rest_is_chosen_with_reasons() -> None:
+    machine = tightfit.Machine.detect()
+    plan, reasons = complete(tiny.job(), machine, {"precision": "fp32", "compile": "none"})
+    assert plan.precision == "fp32"
+    assert plan.compile == "none"
+    assert "precision" not in reasons
+    assert all(getattr(plan, name) != getattr(tightfit.Plan(), name) for name in reasons)
+    reference, none = complete(tiny.job(), machine, read_pins("reference"))
+    assert reference == tightfit.Plan()
+    assert not none
+
+
+def test_fp32_stays_where_nothing_is_allowed() -> None:
+    plan, _ = complete(tiny.job().replace(allow=[]), tightfit.Machine.detect(), {})
+    assert plan.precision == "fp32"
+
+
+def test_short_jobs_are_not_compiled() -> None:
+    machine = tightfit.Machine.detect()
+    assert complete(tiny.job(steps=10), machine, {})[0].compile == "none"
+
+
+def test_every_rule_has_a_remedy_that_can_be_printed() -> None:
+    for rule in RULES:
+        assert rule.remedy(tightfit.Plan(), tiny.job())
+
+
+@pytest.mark.parametrize(("text", "count"), [("24GiB", 24 * 2**30), ("1.5 GB", 1_500_000_000), (7, 7), ("512mib", 2**29)])
+def test_sizes(text: str | int, count: int) -> None:
+    assert units.parse_bytes(text) == count
+
+
+def test_sizes_that_are_none() -> None:
+    with pytest.raises(InputError, match="24GiB"):
+        units.parse_bytes("plenty")
+
+
+@pytest.mark.parametrize(("value", "text"), [(units.format_bytes(3 * 2**30), "3 GiB"), (units.format_bytes(12), "12 B"), (units.format_count(13.8e6), "13.8M"),
+                                             (units.format_seconds(3725), "1 h 02 min"), (units.format_seconds(0.002), "2 ms")])
+def test_formats(value: str, text: str) -> None:
+    assert value == text

@@ -1,0 +1,43 @@
+"""The package as seen from outside: its names, what importing it costs, where its imports point."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import tightfit
+
+ROOT = Path(__file__).parent.parent
+
+
+def modules_after(code: str) -> set[str]:
+    done = subprocess.run([sys.executable, "-c", f"{code}\nimport sys; print(' '.join(sys.modules))"], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_public_names_are_sorted_complete_and_there() -> None:
+    assert tightfit.__all__ == sorted(tightfit.__all__) == dir(tightfit)
+    for name in tightfit.__all__:
+        assert getattr(tightfit, name).__name__ == name
+
+
+def test_importing_the_package_and_its_nouns_imports_no_torch() -> None:
+    assert not {"torch", "transformers", "numpy"} & modules_after("import tightfit; tightfit.Job, tightfit.Plan, tightfit.Machine.detect(), tightfit.Record")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys; sys.argv = ['tightfit', '--help']\nfrom tightfit.__main__ import main\ntry: main()\nexcept SystemExit: pass"
+    assert not {"torch", "transformers", "pydantic", "numpy", "yaml"} & modules_after(code)
+
+
+def test_the_plan_of_a_command_is_shown_before_torch_is_imported() -> None:
+    assert "torch" not in modules_after("import tightfit.report.commands")
+
+
+def test_imports_point_one_way() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "import_directions.py"))
+    assert script["violations"]() == []
+    rooms = {script["room_of"](path) for path in script["SOURCE"].rglob("*.py")}
+    assert rooms <= set(script["RANK"]), "a room that the layers do not place"
