@@ -28,21 +28,54 @@ KEEP_MEMORY = {
 }
 
 BEST = {
-    "precision": "bf16-true", "compile": "block", "attention": "blocked", "chunked_loss": 1024, "fused_optimizer": True,
-    "materialize": "device", "allocator": "tuned",
+    "precision": "bf16-true",
+    "compile": "block",
+    "attention": "blocked",
+    "chunked_loss": 1024,
+    "fused_optimizer": True,
+    "materialize": "device",
+    "allocator": "tuned",
 }
 LEAN = {
-    "precision": "bf16-true", "attention": "blocked", "chunked_loss": 256, "fused_optimizer": True, "materialize": "device",
+    "precision": "bf16-true",
+    "attention": "blocked",
+    "chunked_loss": 256,
+    "fused_optimizer": True,
+    "materialize": "device",
     "micro_batch": 2,
 }
 
 CONTENDERS: dict[str, dict[str, Any]] = {
     "plain loop, defaults (fp32)": {"kind": "plain"},
-    "plain loop, bf16 autocast, compiled, fused": {"kind": "plain", "autocast": True, "compile": True, "fused": True, "environment": KEEP_MEMORY},
-    "plain loop, bf16 weights, compiled, fused": {"kind": "plain", "bf16": True, "compile": True, "fused": True, "environment": KEEP_MEMORY},
+    "plain loop, bf16 autocast, compiled, fused": {
+        "kind": "plain",
+        "autocast": True,
+        "compile": True,
+        "fused": True,
+        "environment": KEEP_MEMORY,
+    },
+    "plain loop, bf16 weights, compiled, fused": {
+        "kind": "plain",
+        "bf16": True,
+        "compile": True,
+        "fused": True,
+        "environment": KEEP_MEMORY,
+    },
     "Trainer, defaults": {"kind": "trainer"},
-    "Trainer, bf16 autocast, compiled, fused": {"kind": "trainer", "autocast": True, "compile": True, "fused": True, "environment": KEEP_MEMORY},
-    "Trainer, bf16 weights, compiled, fused": {"kind": "trainer", "bf16": True, "compile": True, "fused": True, "environment": KEEP_MEMORY},
+    "Trainer, bf16 autocast, compiled, fused": {
+        "kind": "trainer",
+        "autocast": True,
+        "compile": True,
+        "fused": True,
+        "environment": KEEP_MEMORY,
+    },
+    "Trainer, bf16 weights, compiled, fused": {
+        "kind": "trainer",
+        "bf16": True,
+        "compile": True,
+        "fused": True,
+        "environment": KEEP_MEMORY,
+    },
     "tightfit, reference plan": {"kind": "tightfit", "plan": {}},
     "tightfit, best plan": {"kind": "tightfit", "plan": BEST, "environment": KEEP_MEMORY},
     "tightfit, lean plan": {"kind": "tightfit", "plan": LEAN},
@@ -104,7 +137,13 @@ def run_plain(contender: dict[str, Any], steps: int) -> tuple[list[float], float
         model = model.to(torch.bfloat16)
     model.train()
     train = job.train
-    optimizer = torch.optim.AdamW(model.parameters(), lr=train.learning_rate, betas=train.betas, weight_decay=train.weight_decay, fused=contender.get("fused") or None)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=train.learning_rate,
+        betas=train.betas,
+        weight_decay=train.weight_decay,
+        fused=contender.get("fused") or None,
+    )
     forward = torch.compile(model) if contender.get("compile") else model
     times, loss = [], None
     for _, tokens in zip(range(steps), tokens_of(job), strict=False):
@@ -146,10 +185,22 @@ def run_trainer(contender: dict[str, Any], steps: int) -> tuple[list[float], flo
     clock.times = []
     with tempfile.TemporaryDirectory() as folder:
         options = TrainingArguments(
-            output_dir=folder, per_device_train_batch_size=job.train.batch, max_steps=steps, learning_rate=job.train.learning_rate,
-            weight_decay=job.train.weight_decay, adam_beta1=job.train.betas[0], adam_beta2=job.train.betas[1], lr_scheduler_type="constant",
-            report_to=[], save_strategy="no", logging_strategy="steps", logging_steps=steps, use_cpu=True, disable_tqdm=True,
-            bf16=bool(contender.get("autocast")), torch_compile=bool(contender.get("compile")),
+            output_dir=folder,
+            per_device_train_batch_size=job.train.batch,
+            max_steps=steps,
+            learning_rate=job.train.learning_rate,
+            weight_decay=job.train.weight_decay,
+            adam_beta1=job.train.betas[0],
+            adam_beta2=job.train.betas[1],
+            lr_scheduler_type="constant",
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="steps",
+            logging_steps=steps,
+            use_cpu=True,
+            disable_tqdm=True,
+            bf16=bool(contender.get("autocast")),
+            torch_compile=bool(contender.get("compile")),
             **({"optim": "adamw_torch_fused"} if contender.get("fused") else {}),
         )
         trainer = Trainer(model=model, args=options, train_dataset=samples, callbacks=[clock])
@@ -180,7 +231,17 @@ def tokens_of(job: Any) -> Iterator[Any]:
     from tightfit.methods.run import Run
 
     empty: Any = None
-    run = Run(job=job, plan=tightfit.Plan(), device=empty, objective=empty, model=empty, loss_sum=empty, data=empty, optimizer=empty, learning_rate=empty)
+    run = Run(
+        job=job,
+        plan=tightfit.Plan(),
+        device=empty,
+        objective=empty,
+        model=empty,
+        loss_sum=empty,
+        data=empty,
+        optimizer=empty,
+        learning_rate=empty,
+    )
     run = replace(loader.apply(run, tightfit.Plan()))
     for (batch,) in run.data.steps(0, None):
         yield batch["input_ids"]
@@ -206,16 +267,18 @@ def summarise(rounds: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     tuned = [n for n in rate if "compiled" in n]
     for name, rates in rate.items():
         best_peer = [max(rate[n][i] for n in tuned) if tuned else float("nan") for i in range(len(rounds))]
-        rows.append({
-            "name": name,
-            "tokens_per_s": TOKENS / statistics.median([s for r in rounds for s in r[name]["step_s"]]),
-            "step_s": [r[name]["step_s"] for r in rounds],
-            "rss_bytes": max(r[name]["rss_bytes"] for r in rounds),
-            "loss": rounds[-1][name]["loss"],
-            "to_trainer_default": _ratio(rates, rate.get("Trainer, defaults")),
-            "to_plain_default": _ratio(rates, rate.get("plain loop, defaults (fp32)")),
-            "to_best_tuned_other": _ratio(rates, best_peer),
-        })
+        rows.append(
+            {
+                "name": name,
+                "tokens_per_s": TOKENS / statistics.median([s for r in rounds for s in r[name]["step_s"]]),
+                "step_s": [r[name]["step_s"] for r in rounds],
+                "rss_bytes": max(r[name]["rss_bytes"] for r in rounds),
+                "loss": rounds[-1][name]["loss"],
+                "to_trainer_default": _ratio(rates, rate.get("Trainer, defaults")),
+                "to_plain_default": _ratio(rates, rate.get("plain loop, defaults (fp32)")),
+                "to_best_tuned_other": _ratio(rates, best_peer),
+            }
+        )
     return rows
 
 
@@ -254,15 +317,37 @@ def print_table(rows: list[dict[str, Any]], limit: dict[str, float]) -> None:
     from rich.table import Table
 
     flops_per_token = 6 * 13.77e6 + 12 * 6 * 384 * 256
-    table = Table("contender", "tokens/s", "x Trainer", "x best other", "RSS GB", "loss", "of products", "of square rate", box=None)
+    table = Table(
+        "contender",
+        "tokens/s",
+        "x Trainer",
+        "x best other",
+        "RSS GB",
+        "loss",
+        "of products",
+        "of square rate",
+        box=None,
+    )
     for row in rows:
         ratios = [f"{row[n]:.2f}" if row[n] else "" for n in ("to_trainer_default", "to_best_tuned_other")]
-        shares = [f"{row['tokens_per_s'] / limit['products_tokens_per_s']:.0%}", f"{row['tokens_per_s'] * flops_per_token / limit['square_flops_per_s']:.0%}"]
-        table.add_row(row["name"], f"{row['tokens_per_s']:.0f}", *ratios, f"{row['rss_bytes'] / 1e9:.2f}", f"{row['loss']:.3f}", *shares)
+        shares = [
+            f"{row['tokens_per_s'] / limit['products_tokens_per_s']:.0%}",
+            f"{row['tokens_per_s'] * flops_per_token / limit['square_flops_per_s']:.0%}",
+        ]
+        table.add_row(
+            row["name"],
+            f"{row['tokens_per_s']:.0f}",
+            *ratios,
+            f"{row['rss_bytes'] / 1e9:.2f}",
+            f"{row['loss']:.3f}",
+            *shares,
+        )
     console = Console(width=130)
     console.print(table)
-    console.print(f"limits: {limit['products_tokens_per_s']:.0f} tokens/s from the step's own bf16 products, "
-                  f"{limit['square_flops_per_s'] / 1e9:.0f} GFLOP/s for square ones of 2048")
+    console.print(
+        f"limits: {limit['products_tokens_per_s']:.0f} tokens/s from the step's own bf16 products, "
+        f"{limit['square_flops_per_s'] / 1e9:.0f} GFLOP/s for square ones of 2048"
+    )
 
 
 def main() -> None:
@@ -278,7 +363,10 @@ def main() -> None:
         for name in names:
             results[name] = measure(name, arguments.steps)
             rate = TOKENS / statistics.median(results[name]["step_s"])
-            print(f"round {number + 1}/{arguments.rounds}  {name:45s} {rate:6.0f} tokens/s  {results[name]['rss_bytes'] / 1e9:.2f} GB", flush=True)
+            print(
+                f"round {number + 1}/{arguments.rounds}  {name:45s} {rate:6.0f} tokens/s  {results[name]['rss_bytes'] / 1e9:.2f} GB",
+                flush=True,
+            )
         rounds.append(results)
     limit = {key: statistics.median(one[key] for one in limits) for key in limits[0]}
     rows = summarise(rounds)

@@ -26,8 +26,17 @@ def make_model() -> None:
 def nouns() -> list[tightfit.Job | tightfit.Plan | tightfit.Machine | tightfit.Record]:
     machine = tightfit.Machine.detect()
     record = tightfit.Record(
-        job=tiny.content(), plan=tightfit.Plan(), machine=machine, code=code_version(), step_s=[0.5, 0.25], tokens_per_s=10.0,
-        samples_per_s=1.0, peak_bytes=PeakBytes(measured=5), mfu=None, compile_s=None, loss=[(1, 2.0)],
+        job=tiny.content(),
+        plan=tightfit.Plan(),
+        machine=machine,
+        code=code_version(),
+        step_s=[0.5, 0.25],
+        tokens_per_s=10.0,
+        samples_per_s=1.0,
+        peak_bytes=PeakBytes(measured=5),
+        mfu=None,
+        compile_s=None,
+        loss=[(1, 2.0)],
     )
     return [tiny.job(), tightfit.Plan(precision="bf16-mixed", micro_batch=2), machine, record]
 
@@ -51,7 +60,9 @@ def test_python_objects_in_a_job_are_written_down_by_name() -> None:
 
 
 def test_set_reaches_every_section(tmp_path: Path) -> None:
-    job = tightfit.Job.load(tiny.write(tmp_path), ["train.steps=3", "plan.recompute=full", "limits.memory=2GiB", "model.hidden_size=32"])
+    job = tightfit.Job.load(
+        tiny.write(tmp_path), ["train.steps=3", "plan.recompute=full", "limits.memory=2GiB", "model.hidden_size=32"]
+    )
     assert (job.train.steps, job.plan, job.limits.memory) == (3, {"recompute": "full"}, 2**31)
     assert job.model.config["hidden_size"] == 32
 
@@ -90,7 +101,9 @@ def test_every_rule_has_a_remedy_that_can_be_printed() -> None:
         assert rule.remedy(tightfit.Plan(), tiny.job())
 
 
-@pytest.mark.parametrize(("text", "count"), [("24GiB", 24 * 2**30), ("1.5 GB", 1_500_000_000), (7, 7), ("512mib", 2**29)])
+@pytest.mark.parametrize(
+    ("text", "count"), [("24GiB", 24 * 2**30), ("1.5 GB", 1_500_000_000), (7, 7), ("512mib", 2**29)]
+)
 def test_sizes(text: str | int, count: int) -> None:
     assert units.parse_bytes(text) == count
 
@@ -100,7 +113,15 @@ def test_sizes_that_are_none() -> None:
         units.parse_bytes("plenty")
 
 
-@pytest.mark.parametrize(("value", "text"), [(units.format_bytes(3 * 2**30), "3 GiB"), (units.format_bytes(12), "12 B"), (units.format_count(13.8e6), "13.8M"),
-                                             (units.format_seconds(3725), "1 h 02 min"), (units.format_seconds(0.002), "2 ms")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (units.format_bytes(3 * 2**30), "3 GiB"),
+        (units.format_bytes(12), "12 B"),
+        (units.format_count(13.8e6), "13.8M"),
+        (units.format_seconds(3725), "1 h 02 min"),
+        (units.format_seconds(0.002), "2 ms"),
+    ],
+)
 def test_formats(value: str, text: str) -> None:
     assert value == text

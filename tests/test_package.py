@@ -13,7 +13,12 @@ ROOT = Path(__file__).parent.parent
 
 
 def modules_after(code: str) -> set[str]:
-    done = subprocess.run([sys.executable, "-c", f"{code}\nimport sys; print(' '.join(sys.modules))"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys; print(' '.join(sys.modules))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return set(done.stdout.split())
 
 
@@ -24,7 +29,9 @@ def test_public_names_are_sorted_complete_and_there() -> None:
 
 
 def test_importing_the_package_and_its_nouns_imports_no_torch() -> None:
-    assert not {"torch", "transformers", "numpy"} & modules_after("import tightfit; tightfit.Job, tightfit.Plan, tightfit.Machine.detect(), tightfit.Record")
+    assert not {"torch", "transformers", "numpy"} & modules_after(
+        "import tightfit; tightfit.Job, tightfit.Plan, tightfit.Machine.detect(), tightfit.Record"
+    )
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -15,14 +15,28 @@ from tightfit.__main__ import main
 
 GOOD: dict[str, Any] = {
     "model": {
-        "architecture": "llama", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32,
+        "architecture": "llama",
+        "vocab_size": 300,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
     },
     "data": {"synthetic": "tokens", "sequence_length": 16, "samples": 64},
     "train": {"batch": 4, "steps": 2},
     "plan": "reference",
 }
-VIT = {"architecture": "vit", "image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+VIT = {
+    "architecture": "vit",
+    "image_size": 8,
+    "patch_size": 4,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 
 
 @dataclass(frozen=True)
@@ -45,10 +59,14 @@ MISTAKES = [
     Mistake("unknown section", {"trian": {}}, ("trian", "did you mean 'train'")),
     Mistake("model is a word", {"model": "gpt2"}, ("model", "preset: gpt2")),
     Mistake("missing job file", {}, ("no such file",), ("nowhere.yaml",)),
-    Mistake("job is not YAML", {}, ("not valid YAML",), ("broken.yaml",), {"broken.yaml": "model: {preset: gpt2\ndata: ]"}),
+    Mistake(
+        "job is not YAML", {}, ("not valid YAML",), ("broken.yaml",), {"broken.yaml": "model: {preset: gpt2\ndata: ]"}
+    ),
     Mistake("job is a list", {}, ("expected a mapping",), ("list.yaml",), {"list.yaml": "- 1\n- 2\n"}),
     Mistake("set without value", {}, ("KEY=VALUE", "train.steps=20"), ("job.yaml", "--set", "train.steps")),
-    Mistake("set of an unknown field", {}, ("unknown field", "did you mean 'steps'"), ("job.yaml", "--set", "train.step=3")),
+    Mistake(
+        "set of an unknown field", {}, ("unknown field", "did you mean 'steps'"), ("job.yaml", "--set", "train.step=3")
+    ),
     # the model
     Mistake("two models", {"model.preset": "gpt2"}, ("preset and architecture", "exactly one")),
     Mistake("unknown preset", {"model": {"preset": "gpt-2"}}, ("gpt-2", "gpt2")),
@@ -58,19 +76,43 @@ MISTAKES = [
     Mistake("heads do not divide", {"model.num_attention_heads": 3}, ("fix",)),
     Mistake("no such folder", {"model": {"from": "nowhere"}}, ("nowhere", "config.json")),
     Mistake("no such Python file", {"model": {"python": "nowhere.py:make"}}, ("nowhere.py", "fix")),
-    Mistake("no such function", {"model": {"python": "m.py:mke"}}, ("mke", "make"), files={"m.py": "def make(): return 1\n"}),
-    Mistake("not a module", {"model": {"python": "m.py:make"}}, ("nn.Module",), files={"m.py": "def make(): return 1\n"}),
+    Mistake(
+        "no such function", {"model": {"python": "m.py:mke"}}, ("mke", "make"), files={"m.py": "def make(): return 1\n"}
+    ),
+    Mistake(
+        "not a module", {"model": {"python": "m.py:make"}}, ("nn.Module",), files={"m.py": "def make(): return 1\n"}
+    ),
     Mistake("wrong blocks", {"model.blocks": "model.layrs", "plan": {"recompute": "full"}}, ("model.layers",)),
     # the data
     Mistake("two sources", {"data.text": "x"}, ("text and synthetic", "exactly one")),
     Mistake("unknown data field", {"data.sequence_lenght": 4}, ("did you mean 'sequence_length'",)),
     Mistake("missing text", {"data": {"text": "nowhere.txt"}}, ("nowhere.txt", "fix")),
     Mistake("empty text", {"data": {"text": "t.txt"}}, ("t.txt", "fix"), files={"t.txt": ""}),
-    Mistake("text shorter than a sequence", {"data": {"text": "t.txt", "sequence_length": 512}}, ("sequence_length",), files={"t.txt": "ab"}),
-    Mistake("broken line", {"data": {"jsonl": "d.jsonl", "sequence_length": 4}}, ("d.jsonl:2", "skip_damaged"), files={"d.jsonl": '{"text": "abc abc abc"}\n{"text": \n'}),
-    Mistake("missing field", {"data": {"jsonl": "d.jsonl", "field": "body"}}, ("body", "text"), files={"d.jsonl": '{"text": "a"}\n'}),
+    Mistake(
+        "text shorter than a sequence",
+        {"data": {"text": "t.txt", "sequence_length": 512}},
+        ("sequence_length",),
+        files={"t.txt": "ab"},
+    ),
+    Mistake(
+        "broken line",
+        {"data": {"jsonl": "d.jsonl", "sequence_length": 4}},
+        ("d.jsonl:2", "skip_damaged"),
+        files={"d.jsonl": '{"text": "abc abc abc"}\n{"text": \n'},
+    ),
+    Mistake(
+        "missing field",
+        {"data": {"jsonl": "d.jsonl", "field": "body"}},
+        ("body", "text"),
+        files={"d.jsonl": '{"text": "a"}\n'},
+    ),
     Mistake("sequence longer than the model's positions", {"data.sequence_length": 64}, ("64", "32")),
-    Mistake("images without classes", {"model": VIT, "data": {"images": "empty"}}, ("empty", "fix"), files={"empty/readme.txt": "x"}),
+    Mistake(
+        "images without classes",
+        {"model": VIT, "data": {"images": "empty"}},
+        ("empty", "fix"),
+        files={"empty/readme.txt": "x"},
+    ),
     Mistake("tokens for an image model", {"model": VIT}, ("images",)),
     Mistake("mask probability", {"data.mask_probability": 2}, ("mask_probability", "less than 1")),
     # training
@@ -93,12 +135,26 @@ MISTAKES = [
     Mistake("bf16 where only fp32 is allowed", {"allow": [], "plan": {"precision": "bf16-mixed"}}, ("allow: [bf16]",)),
     Mistake("8-bit states not allowed", {"plan": {"states": "8-bit"}}, ("8-bit-states",)),
     Mistake("micro-batch above the batch", {"plan": {"micro_batch": 8}}, ("at most 4",)),
-    Mistake("update in backward with micro-batches", {"plan": {"update_in_backward": True, "micro_batch": 2}}, ("micro_batch: 4",)),
-    Mistake("update in backward with clipping", {"train.clip": 1.0, "plan": {"update_in_backward": True}}, ("train.clip",)),
+    Mistake(
+        "update in backward with micro-batches",
+        {"plan": {"update_in_backward": True, "micro_batch": 2}},
+        ("micro_batch: 4",),
+    ),
+    Mistake(
+        "update in backward with clipping", {"train.clip": 1.0, "plan": {"update_in_backward": True}}, ("train.clip",)
+    ),
     Mistake("kahan in fp32", {"plan": {"rounding": "kahan"}}, ("bf16-true",)),
-    Mistake("narrow states of Adafactor", {"train.optimizer": "adafactor", "allow": ["8-bit-states"], "plan": {"states": "8-bit"}}, ("states: fp32",)),
+    Mistake(
+        "narrow states of Adafactor",
+        {"train.optimizer": "adafactor", "allow": ["8-bit-states"], "plan": {"states": "8-bit"}},
+        ("states: fp32",),
+    ),
     Mistake("fused Lion", {"train.optimizer": "lion", "plan": {"fused_optimizer": True}}, ("fused_optimizer: false",)),
-    Mistake("chunked loss of an image model", {"model": VIT, "data": {"synthetic": "images", "samples": 8}, "plan": {"chunked_loss": 8}}, ("leave out chunked_loss",)),
+    Mistake(
+        "chunked loss of an image model",
+        {"model": VIT, "data": {"synthetic": "images", "samples": 8}, "plan": {"chunked_loss": 8}},
+        ("leave out chunked_loss",),
+    ),
     Mistake("plan file that is not there", {}, ("no such file",), ("job.yaml", "--plan", "nowhere.yaml")),
     # the command
     Mistake("resume of nothing", {}, ("no checkpoint there", "--resume"), ("job.yaml", "--resume")),
@@ -121,7 +177,9 @@ def changed(change: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
-def test_mistake_ends_with_its_remedy(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistake_ends_with_its_remedy(
+    mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name, text in mistake.files.items():

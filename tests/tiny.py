@@ -10,8 +10,15 @@ import yaml
 import tightfit
 
 MODEL: dict[str, Any] = {
-    "architecture": "llama", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32, "attention_dropout": 0.1,
+    "architecture": "llama",
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "attention_dropout": 0.1,
 }
 
 

@@ -48,8 +48,27 @@ _ROOMS = {
 }
 
 __all__ = [
-    "DataSpec", "DoesNotFit", "InputError", "Job", "Limits", "Machine", "ModelSpec", "Objective", "Plan", "Record",
-    "Run", "Step", "TightfitError", "Train", "build", "complete", "evaluate", "resume", "save", "train", "verify",
+    "DataSpec",
+    "DoesNotFit",
+    "InputError",
+    "Job",
+    "Limits",
+    "Machine",
+    "ModelSpec",
+    "Objective",
+    "Plan",
+    "Record",
+    "Run",
+    "Step",
+    "TightfitError",
+    "Train",
+    "build",
+    "complete",
+    "evaluate",
+    "resume",
+    "save",
+    "train",
+    "verify",
 ]
 
 

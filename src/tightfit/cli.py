@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 app = typer.Typer(
-    name="tightfit", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
+    name="tightfit",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
     help="Train models that barely fit, as fast as the hardware allows.",
 )
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="the job file (YAML)")]
-PlanFile = Annotated[str | None, typer.Option("--plan", metavar="PLAN", help="a plan file (YAML), or the word reference")]
-Changes = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change the job or its plan: train.steps=20, plan.micro_batch=4")]
+PlanFile = Annotated[
+    str | None, typer.Option("--plan", metavar="PLAN", help="a plan file (YAML), or the word reference")
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="change the job or its plan: train.steps=20, plan.micro_batch=4"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON and nothing else")]
 
 
@@ -23,7 +32,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON and nothing els
 def train(
     job: JobFile,
     plan: PlanFile = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="where the run's files go; left out, runs/<job name>")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="where the run's files go; left out, runs/<job name>")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint in --out")] = False,
     changes: Changes = None,
 ) -> None:
@@ -64,7 +75,7 @@ def schema(noun: Annotated[str, typer.Argument(help="job, plan, machine or recor
     from tightfit import errors, job, plan, record
     from tightfit import machine as machines
 
-    nouns = {"job": job.Job, "plan": plan.Plan, "machine": machines.Machine, "record": record.Record}
+    nouns: dict[str, Any] = {"job": job.Job, "plan": plan.Plan, "machine": machines.Machine, "record": record.Record}
     if noun not in nouns:
         raise errors.InputError(f"schema {noun}", "no such noun", f"use one of: {', '.join(nouns)}")
     typer.echo(json.dumps(nouns[noun].model_json_schema(), indent=1))

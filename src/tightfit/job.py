@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Sized
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
 
 from tightfit.errors import InputError
 from tightfit.units import parse_bytes
@@ -15,20 +16,39 @@ from tightfit.values import Value, nearest, read_yaml
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "classification"]
 Permission = Literal[
-    "tf32", "bf16", "fp16", "bf16-states", "8-bit-states", "4-bit-states", "another-optimizer", "stochastic-rounding",
+    "tf32",
+    "bf16",
+    "fp16",
+    "bf16-states",
+    "8-bit-states",
+    "4-bit-states",
+    "another-optimizer",
+    "stochastic-rounding",
 ]
 OptimizerName = Literal["adamw", "adafactor", "sgd", "lamb", "lars", "lion", "muon"]
 ScheduleName = Literal["constant", "linear", "cosine", "warmup-stable-decay"]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
-def _where_defined(thing: Any) -> dict[str, str]:
-    """How a Python object given in place of a file's section is written down."""
-    name = getattr(thing, "__qualname__", type(thing).__qualname__)
-    return {"python": f"{getattr(thing, '__module__', type(thing).__module__)}:{name}"}
+def _where_defined(thing: Any) -> dict[str, str] | None:
+    """How a Python object given in place of a file's section is written down.
+
+    A function or class at the top of a module or script as a job file would name it; anything else as a description,
+    which no job file can be read back from, and which says so when it is tried.
+    """
+    if thing is None or isinstance(thing, Value):
+        return thing and thing.content()
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if isinstance(module, str) and isinstance(name, str) and name.isidentifier():
+        script = getattr(sys.modules.get(module), "__file__", None) if module == "__main__" else None
+        return {"python": f"{Path(script).resolve() if script else module}:{name}"}
+    size = f" of {len(thing)}" if isinstance(thing, Sized) else ""
+    return {"python": f"<a {type(thing).__qualname__}{size} made in Python>"}
 
 
-PythonObject = Annotated[Any, PlainSerializer(_where_defined), WithJsonSchema({"type": "object", "title": "a Python object"})]
+PythonObject = Annotated[
+    Any, PlainSerializer(_where_defined), WithJsonSchema({"not": {}, "description": "a Python object, only in Python"})
+]
 
 
 class ModelSpec(Value):
@@ -39,6 +59,8 @@ class ModelSpec(Value):
     from          a local folder with config.json and safetensors
     python        "file.py:function" or "package.module:function" that returns an nn.Module
     """
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
 
     preset: str | None = None
     architecture: str | None = None
@@ -52,7 +74,11 @@ class ModelSpec(Value):
     @classmethod
     def _gather_config(cls, content: Any) -> Any:
         if not isinstance(content, dict):
-            raise InputError("job: model", f"expected a mapping, found {content!r}", "write {preset: gpt2} or {architecture: llama, ...}")
+            raise InputError(
+                "job: model",
+                f"expected a mapping, found {content!r}",
+                "write {preset: gpt2} or {architecture: llama, ...}",
+            )
         own = set(cls.field_names()) | {"from_"}
         extra = {key: value for key, value in content.items() if key not in own}
         if not extra:
@@ -65,7 +91,10 @@ class ModelSpec(Value):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        _exactly_one("model", {"preset": self.preset, "architecture": self.architecture, "from": self.from_, "python": self.python})
+        _exactly_one(
+            "model",
+            {"preset": self.preset, "architecture": self.architecture, "from": self.from_, "python": self.python},
+        )
         return self
 
     def content(self) -> dict[str, Any]:
@@ -73,7 +102,6 @@ class ModelSpec(Value):
 
     def __str__(self) -> str:
         return self.preset or self.architecture or self.from_ or self.python or ""
-
 
 
 class DataSpec(Value):
@@ -89,8 +117,12 @@ class DataSpec(Value):
     field: str = "text"
     target_field: str | None = Field(None, description="seq2seq: the field of the target text")
     label_field: str = "label"
-    tokenizer: str | None = Field(None, description="a folder or tokenizer.json; left out, a byte-level BPE is trained on the data")
-    vocabulary_size: int | None = Field(None, gt=0, description="tokens the trained BPE has; left out, the model's vocabulary")
+    tokenizer: str | None = Field(
+        None, description="a folder or tokenizer.json; left out, a byte-level BPE is trained on the data"
+    )
+    vocabulary_size: int | None = Field(
+        None, gt=0, description="tokens the trained BPE has; left out, the model's vocabulary"
+    )
     sequence_length: int = Field(256, gt=1)
     target_length: int | None = Field(None, gt=1)
     packing: Literal["packed", "padded"] = "packed"
@@ -107,7 +139,15 @@ class DataSpec(Value):
         return self
 
     def __str__(self) -> str:
-        return str(self.text or self.jsonl or self.parquet or self.dataset or self.images or self.python or f"synthetic {self.synthetic}")
+        return str(
+            self.text
+            or self.jsonl
+            or self.parquet
+            or self.dataset
+            or self.images
+            or self.python
+            or f"synthetic {self.synthetic}"
+        )
 
 
 class Train(Value):
@@ -122,7 +162,9 @@ class Train(Value):
     schedule: ScheduleName = "constant"
     warmup: int = Field(0, ge=0, description="steps of linear warm-up")
     decay: float = Field(0.2, gt=0, le=1, description="warmup-stable-decay: share of the steps that decay")
-    final_learning_rate: float = Field(0.0, ge=0, le=1, description="share of the learning rate at the end of the schedule")
+    final_learning_rate: float = Field(
+        0.0, ge=0, le=1, description="share of the learning rate at the end of the schedule"
+    )
     batch: int = Field(32, gt=0)
     steps: int | None = Field(None, gt=0)
     epochs: float | None = Field(None, gt=0)
@@ -139,16 +181,27 @@ class Train(Value):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.steps is not None and self.epochs is not None:
-            raise InputError("job: train.steps and train.epochs", f"both given ({self.steps} and {self.epochs:g})",
-                             "keep the one that should end the training")
+            raise InputError(
+                "job: train.steps and train.epochs",
+                f"both given ({self.steps} and {self.epochs:g})",
+                "keep the one that should end the training",
+            )
         if self.steps is not None and self.warmup > self.steps:
-            raise InputError("job: train.warmup", f"{self.warmup} steps of warm-up in a training of {self.steps}",
-                             f"use a warmup of at most {self.steps}")
+            raise InputError(
+                "job: train.warmup",
+                f"{self.warmup} steps of warm-up in a training of {self.steps}",
+                f"use a warmup of at most {self.steps}",
+            )
         if self.scale_learning_rate != "none" and self.base_batch is None:
-            raise InputError(f"job: train.scale_learning_rate={self.scale_learning_rate}", "no batch to scale from",
-                             "add train.base_batch, the batch that learning_rate was chosen for")
+            raise InputError(
+                f"job: train.scale_learning_rate={self.scale_learning_rate}",
+                "no batch to scale from",
+                "add train.base_batch, the batch that learning_rate was chosen for",
+            )
         if any(not 0 <= beta < 1 for beta in self.betas):
-            raise InputError("job: train.betas", f"{list(self.betas)} lies outside [0, 1)", "use two numbers such as [0.9, 0.95]")
+            raise InputError(
+                "job: train.betas", f"{list(self.betas)} lies outside [0, 1)", "use two numbers such as [0.9, 0.95]"
+            )
         return self
 
     @property
@@ -156,6 +209,12 @@ class Train(Value):
         """The learning rate after `scale_learning_rate`: linear (Goyal et al. 2017) or square root (Krizhevsky 2014)."""
         ratio = self.batch / (self.base_batch or self.batch)
         return self.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.scale_learning_rate]
+
+
+class LossSpec(Value):
+    """The job's own loss: "file.py:function" or "package.module:function", as `Job.loss` in Python."""
+
+    python: str
 
 
 class Limits(Value):
@@ -172,12 +231,12 @@ class Job(Value):
     model  a ModelSpec (or its mapping), or any callable that returns an nn.Module
     data   a DataSpec (or its mapping), or a map-style or iterable dataset of samples
     loss   left out, it follows from the model's task; else a callable `loss(output, batch)` that returns the
-           mean over the batch's samples, or a `tightfit.Objective`
+           mean over the batch's samples, a `tightfit.Objective`, or in a file {python: "file.py:function"}
     """
 
     model: ModelSpec | PythonObject
     data: DataSpec | PythonObject
-    loss: PythonObject = None
+    loss: LossSpec | PythonObject = None
     train: Train = Train()
     allow: list[Permission] | None = Field(None, description="what may change numerics; left out it is [bf16]")
     limits: Limits = Limits()
@@ -190,19 +249,21 @@ class Job(Value):
         if not isinstance(content, dict):
             return content
         content = dict(content)
-        for name, kind in (("model", ModelSpec), ("data", DataSpec)):
-            section = content.get(name)
-            if isinstance(section, dict):
-                content[name] = kind.parse(section, f"job: {name}")
-            elif section is None or isinstance(section, str | int | float | bool | list) and name == "model":
-                example = "{preset: gpt2}" if name == "model" else "{text: python-stdlib}"
-                raise InputError(f"job: {name}", "is needed" if section is None else f"expected a mapping, found {section!r}",
-                                 f"add a section such as {name}: {example}")
-        if isinstance(content.get("train"), dict):
-            content["train"] = Train.parse(content["train"], "job: train")
-        for permission in content.get("allow") or []:
-            if permission not in get_args(Permission):
-                raise InputError(f"job: allow: {permission}", "unknown permission", nearest(str(permission), list(get_args(Permission))))
+        for name, kind in _SECTIONS.items():
+            if isinstance(content.get(name), dict):
+                content[name] = kind.parse(content[name], f"job: {name}")
+        for name, example in (("model", "{preset: gpt2}"), ("data", "{text: python-stdlib}")):
+            if content.get(name) is None:
+                raise InputError(f"job: {name}", "is needed", f"add a section such as {name}: {example}")
+            _refuse_plain(content, name, example)
+        _refuse_plain(content, "loss", '{python: "file.py:function"}')
+        _check_allow(content.get("allow"))
+        if isinstance(content.get("plan"), str) and content["plan"] != "reference":
+            raise InputError(
+                f"job: plan={content['plan']}",
+                "is neither a mapping of a plan's fields nor the word reference",
+                "write it like {micro_batch: 8}, or name a plan's file with --plan",
+            )
         return content
 
     @classmethod
@@ -210,7 +271,7 @@ class Job(Value):
         """Read a job file; `changes` are KEY=VALUE texts such as train.steps=20. Relative paths start at the file's folder."""
         content = read_yaml(path)
         for change in changes or []:
-            _change(content, change)
+            apply_change(content, change)
         return cls.parse(_absolute(content, Path(path).resolve().parent), str(path))
 
     @property
@@ -220,18 +281,53 @@ class Job(Value):
 
     def content(self) -> dict[str, Any]:
         content = super().content()
-        if isinstance(content.get("model"), dict):
-            content["model"] = _flat(content["model"])
-        return content
+        return {**content, "model": _flat(content["model"])}
 
     def __repr__(self) -> str:
         train = self.train
-        length = f"{train.steps} steps" if train.steps else f"{train.epochs or 1:g} epochs"
-        model = self.model if isinstance(self.model, ModelSpec) else _where_defined(self.model)["python"]
-        data = self.data if isinstance(self.data, DataSpec) else type(self.data).__name__
-        return f"Job({model} on {data}, {train.optimizer} {train.scaled_learning_rate:g}, batch {train.batch}, {length})"
+        length = _counted(train.steps, "step") if train.steps else _counted(train.epochs or 1, "epoch")
+        model, data = (
+            part if isinstance(part, Value) else (_where_defined(part) or {})["python"]
+            for part in (self.model, self.data)
+        )
+        return (
+            f"Job({model} on {data}, {train.optimizer} {train.scaled_learning_rate:g}, batch {train.batch}, {length})"
+        )
 
     __str__ = __repr__
+
+
+def _counted(count: float, noun: str) -> str:
+    return f"{count:g} {noun}{'' if count == 1 else 's'}"
+
+
+_SECTIONS: dict[str, type[Value]] = {
+    "model": ModelSpec,
+    "data": DataSpec,
+    "loss": LossSpec,
+    "train": Train,
+    "limits": Limits,
+}
+
+
+def _refuse_plain(content: dict[str, Any], name: str, example: str) -> None:
+    """Refuse a word or number where a section, or in Python an object, should stand."""
+    section = content.get(name)
+    if isinstance(section, str | int | float) or (isinstance(section, list) and name != "data"):
+        raise InputError(f"job: {name}", f"expected a mapping, found {section!r}", f"write it like {name}: {example}")
+
+
+def _check_allow(allow: Any) -> None:
+    known = list(get_args(Permission))
+    if allow is not None and not isinstance(allow, list | tuple):
+        raise InputError(
+            f"job: allow: {allow}",
+            "is not a list",
+            f"write it like allow: [{allow}]" if allow in known else "write it like allow: [bf16]",
+        )
+    for permission in allow or []:
+        if permission not in known:
+            raise InputError(f"job: allow: {permission}", "unknown permission", nearest(str(permission), known))
 
 
 def _exactly_one(section: str, sources: dict[str, Any]) -> None:
@@ -247,20 +343,29 @@ def _flat(model: dict[str, Any]) -> dict[str, Any]:
     return {**model, **config}
 
 
-def _change(content: dict[str, Any], change: str) -> None:
-    """Apply one KEY=VALUE text to a job's mapping."""
+def apply_change(content: dict[str, Any], change: str) -> None:
+    """Apply one KEY=VALUE text to a mapping of sections. Raises InputError."""
     key, equals, value = change.partition("=")
-    if not equals or not key:
+    if not equals or not key.strip():
         raise InputError(f"--set {change}", "is not KEY=VALUE", "write it like --set train.steps=20")
     *path, last = key.strip().split(".")
     for part in path:
         inner = content.setdefault(part, {})
-        if inner == "reference" or inner is None:
+        if inner is None:
             inner = content[part] = {}
         if not isinstance(inner, dict):
-            raise InputError(f"--set {change}", f"{part} is {inner!r}, which has no fields", "name a section: model, data, train, limits or plan")
+            raise InputError(
+                f"--set {change}",
+                f"{part} is {inner!r}, which has no fields",
+                "name a section: model, data, train, limits or plan",
+            )
         content = inner
-    content[last] = yaml.safe_load(value) if value else None
+    try:
+        content[last] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise InputError(
+            f"--set {change}", f"{value} is not a YAML value", f"quote it: --set '{key}=\"{value}\"'"
+        ) from None
 
 
 def _absolute(content: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -269,13 +374,14 @@ def _absolute(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     def path(text: Any) -> Any:
         if isinstance(text, list):
             return [path(item) for item in text]
-        return str(folder / text) if isinstance(text, str) else text
+        return str(folder / Path(text).expanduser()) if isinstance(text, str) else text
 
     def python(text: Any) -> Any:
-        return str(folder / text) if isinstance(text, str) and ".py:" in text else text
+        return path(text) if isinstance(text, str) and ".py:" in text else text
 
     words = {"text": ["python-stdlib"], "images": ["digits"]}
-    for section, names in (("model", ["from"]), ("data", ["text", "jsonl", "parquet", "dataset", "images", "tokenizer"])):
+    paths = {"model": ["from"], "data": ["text", "jsonl", "parquet", "dataset", "images", "tokenizer"], "loss": []}
+    for section, names in paths.items():
         fields = content.get(section)
         if isinstance(fields, dict):
             changed = {n: path(fields[n]) for n in names if n in fields and fields[n] not in words.get(n, [])}
@@ -283,6 +389,3 @@ def _absolute(content: dict[str, Any], folder: Path) -> dict[str, Any]:
                 changed["python"] = python(fields["python"])
             content = {**content, section: {**fields, **changed}}
     return content
-
-
-ModelFactory = Callable[[], Any]

@@ -62,7 +62,9 @@ class Machine(Value):
         return figure.value if figure else None
 
     def __repr__(self) -> str:
-        rates = ", ".join(f"{kind} {format_count(figure.value)}FLOP/s" for kind, figure in self.matrix_flops_per_s.items())
+        rates = ", ".join(
+            f"{kind} {format_count(figure.value)}FLOP/s" for kind, figure in self.matrix_flops_per_s.items()
+        )
         count = self.devices_per_node * self.nodes
         return f"Machine({self.name}, {count} x {self.device}, {format_bytes(self.memory_bytes.value)}{', ' + rates if rates else ''})"
 
@@ -82,7 +84,9 @@ def calibration_path(name: str) -> Path:
 def _detect_cpu() -> Machine:
     memory = Figure(value=_host_memory(), source="system", detail="usable physical memory")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(name=f"{_processor()} x{cores}", device="cpu", cores=cores, memory_bytes=memory, host_memory_bytes=memory)
+    return Machine(
+        name=f"{_processor()} x{cores}", device="cpu", cores=cores, memory_bytes=memory, host_memory_bytes=memory
+    )
 
 
 def _detect_cuda() -> Machine | None:
@@ -94,7 +98,10 @@ def _detect_cuda() -> Machine | None:
         return None
     properties = torch.cuda.get_device_properties(0)
     return Machine(
-        name=properties.name, device="cuda", devices_per_node=torch.cuda.device_count(), cores=os.cpu_count() or 1,
+        name=properties.name,
+        device="cuda",
+        devices_per_node=torch.cuda.device_count(),
+        cores=os.cpu_count() or 1,
         memory_bytes=Figure(value=properties.total_memory, source="system", detail="device memory"),
         host_memory_bytes=Figure(value=_host_memory(), source="system", detail="usable physical memory"),
     )

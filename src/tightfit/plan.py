@@ -22,9 +22,15 @@ Precision = Literal["fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp
 
 
 def _recompute(value: Any) -> Any:
-    if isinstance(value, str) and (value in ("none", "full", "selective", "sqrt") or re.fullmatch(r"every-[1-9]\d*", value)):
+    if isinstance(value, str) and (
+        value in ("none", "full", "selective", "sqrt") or re.fullmatch(r"every-[1-9]\d*", value)
+    ):
         return value
-    raise InputError(f"plan: recompute={value}", "unknown choice", "use one of: none, full, selective, sqrt, every-2 (or another number)")
+    raise InputError(
+        f"plan: recompute={value}",
+        "unknown choice",
+        "use one of: none, full, selective, sqrt, every-2 (or another number)",
+    )
 
 
 def _compile(value: Any) -> Any:
@@ -136,36 +142,58 @@ class Rule:
 _ELEMENTWISE = ("adamw", "sgd", "lion", "lamb", "lars")
 
 RULES = (
-    Rule("tf32 is arithmetic of CUDA devices (Ampere and later)",
-         lambda plan, job, device: plan.precision != "tf32" or device == "cuda",
-         "use precision: fp32 or bf16-mixed"),
-    Rule("a micro-batch is at most the batch",
-         lambda plan, job, device: plan.micro_batch is None or plan.micro_batch <= job.train.batch,
-         "use a micro_batch of at most {train.batch}"),
-    Rule("kahan and stochastic rounding are for weights held in bf16",
-         lambda plan, job, device: plan.rounding == "nearest" or plan.precision == "bf16-true",
-         "use precision: bf16-true, or rounding: nearest"),
-    Rule("an update in backward sees each gradient once, so the whole batch is one micro-batch",
-         lambda plan, job, device: not plan.update_in_backward or plan.micro_batch_of(job.train.batch) == job.train.batch,
-         "use micro_batch: {train.batch}, or update_in_backward: false"),
-    Rule("clipping needs the norm of all gradients before the first update, which an update in backward does not have",
-         lambda plan, job, device: not plan.update_in_backward or job.train.clip is None,
-         "leave out train.clip, or use update_in_backward: false"),
-    Rule("a step that overflows in fp16 must be skipped whole, and an update in backward is already under way",
-         lambda plan, job, device: not plan.update_in_backward or not plan.precision.startswith("fp16"),
-         "use precision: bf16-mixed, or update_in_backward: false"),
-    Rule("narrow states are for optimizers whose states are element by element",
-         lambda plan, job, device: plan.states == "fp32" or job.train.optimizer in _ELEMENTWISE,
-         "use states: fp32 with {train.optimizer}, or one of the optimizers " + ", ".join(_ELEMENTWISE)),
-    Rule("torch has a fused kernel for AdamW and SGD only",
-         lambda plan, job, device: not plan.fused_optimizer or job.train.optimizer in ("adamw", "sgd"),
-         "use fused_optimizer: false with {train.optimizer}"),
-    Rule("pinned memory and copies that do not block need a CUDA device",
-         lambda plan, job, device: not (plan.pin_memory or plan.non_blocking) or device == "cuda",
-         "use pin_memory: false and non_blocking: false"),
-    Rule("chunked loss is for language models, whose logits are a linear layer of the hidden states",
-         lambda plan, job, device: plan.chunked_loss is None or job.loss is None,
-         "leave out chunked_loss, or leave the job's loss to its task"),
+    Rule(
+        "tf32 is arithmetic of CUDA devices (Ampere and later)",
+        lambda plan, job, device: plan.precision != "tf32" or device == "cuda",
+        "use precision: fp32 or bf16-mixed",
+    ),
+    Rule(
+        "a micro-batch is at most the batch",
+        lambda plan, job, device: plan.micro_batch is None or plan.micro_batch <= job.train.batch,
+        "use a micro_batch of at most {train.batch}",
+    ),
+    Rule(
+        "kahan and stochastic rounding are for weights held in bf16",
+        lambda plan, job, device: plan.rounding == "nearest" or plan.precision == "bf16-true",
+        "use precision: bf16-true, or rounding: nearest",
+    ),
+    Rule(
+        "an update in backward sees each gradient once, so the whole batch is one micro-batch",
+        lambda plan, job, device: (
+            not plan.update_in_backward or plan.micro_batch_of(job.train.batch) == job.train.batch
+        ),
+        "use micro_batch: {train.batch}, or update_in_backward: false",
+    ),
+    Rule(
+        "clipping needs the norm of all gradients before the first update, which an update in backward does not have",
+        lambda plan, job, device: not plan.update_in_backward or job.train.clip is None,
+        "leave out train.clip, or use update_in_backward: false",
+    ),
+    Rule(
+        "a step that overflows in fp16 must be skipped whole, and an update in backward is already under way",
+        lambda plan, job, device: not plan.update_in_backward or not plan.precision.startswith("fp16"),
+        "use precision: bf16-mixed, or update_in_backward: false",
+    ),
+    Rule(
+        "narrow states are for optimizers whose states are element by element",
+        lambda plan, job, device: plan.states == "fp32" or job.train.optimizer in _ELEMENTWISE,
+        "use states: fp32 with {train.optimizer}, or one of the optimizers " + ", ".join(_ELEMENTWISE),
+    ),
+    Rule(
+        "torch has a fused kernel for AdamW and SGD only",
+        lambda plan, job, device: not plan.fused_optimizer or job.train.optimizer in ("adamw", "sgd"),
+        "use fused_optimizer: false with {train.optimizer}",
+    ),
+    Rule(
+        "pinned memory and copies that do not block need a CUDA device",
+        lambda plan, job, device: not (plan.pin_memory or plan.non_blocking) or device == "cuda",
+        "use pin_memory: false and non_blocking: false",
+    ),
+    Rule(
+        "chunked loss is for language models, whose logits are a linear layer of the hidden states",
+        lambda plan, job, device: plan.chunked_loss is None or job.loss is None,
+        "leave out chunked_loss, or leave the job's loss to its task",
+    ),
 )
 
 
@@ -187,8 +215,11 @@ def check(plan: Plan, job: Job, device: str) -> None:
     refused = sorted(needed_permissions(plan) - job.allowed)
     if refused:
         allow = ", ".join(sorted(job.allowed | set(refused)))
-        raise InputError(f"plan: {plan}", f"changes numerics in a way the job does not allow: {', '.join(refused)}",
-                         f"add it to the job (allow: [{allow}]), or leave it out of the plan")
+        raise InputError(
+            f"plan: {plan}",
+            f"changes numerics in a way the job does not allow: {', '.join(refused)}",
+            f"add it to the job (allow: [{allow}]), or leave it out of the plan",
+        )
     for rule in RULES:
         if not rule.holds(plan, job, device):
             raise InputError(f"plan: {plan}", rule.text, rule.remedy(plan, job))

@@ -58,7 +58,11 @@ class Record(Value):
             file.write(self.to_json() + "\n")
 
     def __repr__(self) -> str:
-        speed = f"{format_count(self.tokens_per_s)} tokens/s" if self.tokens_per_s else f"{self.samples_per_s or 0:.3g} samples/s"
+        speed = (
+            f"{format_count(self.tokens_per_s)} tokens/s"
+            if self.tokens_per_s
+            else f"{self.samples_per_s or 0:.3g} samples/s"
+        )
         peak = format_bytes(self.peak_bytes.measured or self.peak_bytes.process or 0)
         loss = f"{self.loss[-1][1]:.4g}" if self.loss else "none"
         return f"Record({self.plan}, {speed}, peak {peak}, loss {loss} after {len(self.loss)} steps)"
@@ -69,4 +73,8 @@ class Record(Value):
 def code_version() -> dict[str, str]:
     """The versions that a measurement depends on."""
     names = ("tightfit", "torch", "transformers")
-    return {**{name: metadata.version(name) for name in names}, "python": platform.python_version(), "system": " ".join(os.uname()[:3:2])}
+    return {
+        **{name: metadata.version(name) for name in names},
+        "python": platform.python_version(),
+        "system": " ".join(os.uname()[:3:2]),
+    }

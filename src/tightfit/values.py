@@ -21,8 +21,9 @@ from tightfit.errors import InputError
 class Value(BaseModel):
     """Frozen; unknown fields are errors. Made by its constructor or by `parse`; both raise InputError."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, populate_by_name=True,
-                              allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=True, populate_by_name=True, allow_inf_nan=False
+    )
 
     def __init__(self, /, **fields: Any) -> None:
         self._fill(fields, type(self).__name__.lower())
@@ -38,8 +39,11 @@ class Value(BaseModel):
         """Validate a mapping: the boundary where outside input comes in. Raises InputError naming `where` and the field."""
         where = where or cls.__name__.lower()
         if not isinstance(content, dict):
-            raise InputError(where, f"expected a mapping of fields, found {type(content).__name__}",
-                             f"give the fields of a {cls.__name__.lower()}: {', '.join(cls.field_names())}")
+            raise InputError(
+                where,
+                f"expected a mapping of fields, found {type(content).__name__}",
+                f"give the fields of a {cls.__name__.lower()}: {', '.join(cls.field_names())}",
+            )
         for name in content:
             if not isinstance(name, str):
                 raise InputError(f"{where}: {name}", "a field's name is text", f"write it in quotes: '{name}'")
@@ -63,8 +67,11 @@ class Value(BaseModel):
 
     def replace(self, **changes: Any) -> Self:
         """A copy with these fields changed, validated again. What is not changed is shared, not copied."""
-        kept = {name: getattr(self, name) for name, field in type(self).model_fields.items()
-                if name not in changes and field.alias not in changes}
+        kept = {
+            name: getattr(self, name)
+            for name, field in type(self).model_fields.items()
+            if name not in changes and field.alias not in changes
+        }
         return type(self).parse({**kept, **changes})
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
@@ -83,7 +90,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.exists():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], 1)
-        raise InputError(str(path), "no such file", f"did you mean {path.parent / near[0]}?" if near else "check the path")
+        raise InputError(
+            str(path), "no such file", f"did you mean {path.parent / near[0]}?" if near else "check the path"
+        )
     if path.is_dir():
         raise InputError(str(path), "is a folder, not a YAML file", "name the YAML file itself")
     try:
@@ -93,11 +102,17 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise InputError(place, f"not valid YAML ({getattr(error, 'problem', None) or 'unreadable'})",
-                         "mend the line; values with ': ' or a leading '%' or '@' need quotes") from None
+        raise InputError(
+            place,
+            f"not valid YAML ({getattr(error, 'problem', None) or 'unreadable'})",
+            "mend the line; values with ': ' or a leading '%' or '@' need quotes",
+        ) from None
     if not isinstance(content, dict):
-        raise InputError(str(path), f"expected a mapping of fields, found {type(content).__name__}",
-                         "write it as 'field: value' lines")
+        raise InputError(
+            str(path),
+            f"expected a mapping of fields, found {type(content).__name__}",
+            "write it as 'field: value' lines",
+        )
     return content
 
 
@@ -165,15 +180,26 @@ def _fix(cls: type[BaseModel], path: list[Any], detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
         return nearest(str(path[-1]), _fields_at(cls, path[:-1]))
     if detail["type"] == "missing":
-        return f"add '{path[-1]}: ...'"
+        return "give one more" if isinstance(path[-1], int) else f"add '{path[-1]}: ...'"
     context = detail.get("ctx", {})
+    if detail["type"] == "too_long":
+        return f"give at most {context['max_length']}"
     if "expected" in context:
         return f"use one of: {context['expected']}"
     for name, words in (("gt", "more than"), ("ge", "at least"), ("lt", "less than"), ("le", "at most")):
         if name in context:
             return f"give a value of {words} {context[name]}"
-    kinds = {"int": "a whole number", "float": "a number", "finite": "a number", "bool": "true or false",
-             "string": "text", "list": "a list", "tuple": "a list", "dict": "a mapping", "model": "a mapping"}
+    kinds = {
+        "int": "a whole number",
+        "float": "a number",
+        "finite": "a number",
+        "bool": "true or false",
+        "string": "text",
+        "list": "a list",
+        "tuple": "a list",
+        "dict": "a mapping",
+        "model": "a mapping",
+    }
     kind = next((words for name, words in kinds.items() if detail["type"].startswith(name)), "a valid value")
     return f"give {kind}"
 

@@ -20,16 +20,35 @@ EPSILON = 1e-3
 scale that rounding up to a full step, and no two orders of summation could agree."""
 
 LLAMA = {
-    "architecture": "llama", "vocab_size": 160, "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+    "architecture": "llama",
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
 }
 BERT = {
-    "architecture": "bert", "vocab_size": 160, "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "max_position_embeddings": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    "architecture": "bert",
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
 }
 VIT = {
-    "architecture": "vit", "image_size": 16, "patch_size": 8, "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_labels": 10,
+    "architecture": "vit",
+    "image_size": 16,
+    "patch_size": 8,
+    "hidden_size": 32,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_labels": 10,
 }
 
 
@@ -72,7 +91,10 @@ def language_samples(masked_lm: bool) -> list[dict[str, Tensor]]:
 
 def image_samples(keyed: bool) -> list[Any]:
     generator = torch.Generator().manual_seed(4)
-    pairs = [(torch.randn(3, 16, 16, generator=generator), int(torch.randint(0, 10, (1,), generator=generator))) for _ in range(SAMPLES)]
+    pairs = [
+        (torch.randn(3, 16, 16, generator=generator), int(torch.randint(0, 10, (1,), generator=generator)))
+        for _ in range(SAMPLES)
+    ]
     return [{"pixel_values": x, "labels": y} for x, y in pairs] if keyed else pairs
 
 
@@ -91,13 +113,17 @@ class Case:
 def causal(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
     logits = model(input_ids=batch["input_ids"]).logits[:, :-1].float()
     labels = batch["labels"][:, 1:]
-    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), int((labels != -100).sum())
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), int(
+        (labels != -100).sum()
+    )
 
 
 def masked(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
     logits = model(input_ids=batch["input_ids"]).logits.float()
     labels = batch["labels"]
-    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), int((labels != -100).sum())
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), int(
+        (labels != -100).sum()
+    )
 
 
 def images(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
@@ -117,7 +143,15 @@ def make_case(name: str, **train: Any) -> Case:
         "vit": (VIT, image_samples(True), images),
         "batchnorm": (BatchNormNet, image_samples(False), pairs),
     }[name]
-    settings = {"batch": BATCH, "steps": STEPS, "learning_rate": 1e-2, "weight_decay": 0.1, "epsilon": EPSILON, "seed": 5, **train}
+    settings = {
+        "batch": BATCH,
+        "steps": STEPS,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "epsilon": EPSILON,
+        "seed": 5,
+        **train,
+    }
     job = tightfit.Job(model=model, data=data, train=tightfit.Train(**settings), allow=ALLOW)
     return Case(name, job, plain_loss)
 
@@ -125,7 +159,9 @@ def make_case(name: str, **train: Any) -> Case:
 NAMES = ("llama", "bert", "vit", "batchnorm")
 
 
-def plain_training(case: Case, micro_batch: int | None = None, precision: str = "fp32") -> tuple[list[float], dict[str, Tensor]]:
+def plain_training(
+    case: Case, micro_batch: int | None = None, precision: str = "fp32"
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of the job, trained by nothing but PyTorch, on the very samples in the very order.
 
     micro_batch  splits the batch the way one would by hand: only BatchNorm, which it changes, needs that.
@@ -166,7 +202,9 @@ def plain_training(case: Case, micro_batch: int | None = None, precision: str = 
 def cast(batch: Any) -> Any:
     """The batch with its floating tensors in bf16."""
     change = lambda x: x.bfloat16() if x.is_floating_point() else x  # noqa: E731
-    return {name: change(x) for name, x in batch.items()} if isinstance(batch, dict) else tuple(change(x) for x in batch)
+    return (
+        {name: change(x) for name, x in batch.items()} if isinstance(batch, dict) else tuple(change(x) for x in batch)
+    )
 
 
 def split(batch: Any, size: int) -> list[Any]:
@@ -178,7 +216,9 @@ def split(batch: Any, size: int) -> list[Any]:
 
 def state(model: nn.Module) -> dict[str, Tensor]:
     """Weights and running statistics, in fp32."""
-    return {name: value.detach().float().clone() for name, value in model.state_dict().items() if value.is_floating_point()}
+    return {
+        name: value.detach().float().clone() for name, value in model.state_dict().items() if value.is_floating_point()
+    }
 
 
 def training(case: Case, plan: tightfit.Plan) -> tuple[list[float], dict[str, Tensor]]:

@@ -45,7 +45,7 @@ SINGLES = [[variant] for variant in variants()]
 PAIRS = [list(pair) for pair in itertools.combinations(variants(), 2) if pair[0][0] != pair[1][0]]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def expected(name: str, micro_batch: int | None) -> tuple[list[float], dict[str, Tensor]]:
     return cases.plain_training(cases.make_case(name), micro_batch if name == "batchnorm" else None)
 
@@ -77,6 +77,10 @@ def admitted(plan: tightfit.Plan, case: cases.Case) -> bool:
     return plan.chunked_loss is None or case.name in ("llama", "bert")
 
 
+def has_workers(items: list[Variant]) -> bool:
+    return any(method == "loader" for method, _ in items)
+
+
 def is_compiled(items: list[Variant]) -> bool:
     return any(method == "compile" for method, _ in items)
 
@@ -93,9 +97,15 @@ def test_single(name: str, items: list[Variant]) -> None:
 
 
 @pytest.mark.parametrize("name", cases.NAMES)
-@pytest.mark.parametrize("items", [p for p in PAIRS if not is_compiled(p)], ids=named)
+@pytest.mark.parametrize("items", [p for p in PAIRS if not is_compiled(p) and not has_workers(p)], ids=named)
 def test_pair(name: str, items: list[Variant]) -> None:
     hold(name, items)
+
+
+@pytest.mark.parametrize("items", [p for p in PAIRS if has_workers(p) and not is_compiled(p)], ids=named)
+def test_pair_with_workers(items: list[Variant]) -> None:
+    """On one model: each of these starts processes, which takes seconds, and what they prepare is the same batches."""
+    hold("batchnorm", items)
 
 
 @pytest.mark.parametrize("name", cases.NAMES)

@@ -176,7 +176,8 @@ def test_a_tokenizer_with_a_template_opens_and_closes_each_document_with_it(tmp_
     place = saved(tmp_path, samples)
     backend = Tokenizer.from_file(f"{place}/tokenizer.json")
     backend.post_processor = processors.TemplateProcessing(
-        single="<|pad|> $A <|endoftext|>", special_tokens=[("<|pad|>", 0), ("<|endoftext|>", 1)])
+        single="<|pad|> $A <|endoftext|>", special_tokens=[("<|pad|>", 0), ("<|endoftext|>", 1)]
+    )
     backend.save(f"{place}/tokenizer.json")
     file = tmp_path / "d.jsonl"
     file.write_text('{"text": "the fox"}\n' * 2)

@@ -64,14 +64,28 @@ def test_text_that_is_not_utf8_is_told_with_its_line(tmp_path: Path, monkeypatch
     assert damaged == 1
 
 
-LINES = ['{"text": "a", "label": 1}', '{"text": ', "[1]", '{"words": "a"}', '{"text": 3}', "", '{"text": "\\ud800"}',
-         '{"text": ""}', '{"text": "b", "label": "x"}']
+LINES = [
+    '{"text": "a", "label": 1}',
+    '{"text": ',
+    "[1]",
+    '{"words": "a"}',
+    '{"text": 3}',
+    "",
+    '{"text": "\\ud800"}',
+    '{"text": ""}',
+    '{"text": "b", "label": "x"}',
+]
 
 
 def test_each_damaged_line_of_json_is_told_with_its_place_and_counted_when_skipped(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
-    for number, found in ((1, "JSON"), (2, "mapping"), (3, "no field 'text'; it has 'words'"), (4, "int, not text"),
-                          (6, "surrogate")):
+    for number, found in (
+        (1, "JSON"),
+        (2, "mapping"),
+        (3, "no field 'text'; it has 'words'"),
+        (4, "int, not text"),
+        (6, "surrogate"),
+    ):
         file.write_text("\n".join([LINES[0], LINES[number]]))
         with pytest.raises(InputError, match=r"d\.jsonl:2") as raised:
             read(jsonl=str(file))

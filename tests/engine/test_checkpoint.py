@@ -74,7 +74,10 @@ def test_old_checkpoints_go_and_partial_ones_do_not_count(tmp_path: Path) -> Non
     assert tightfit.resume(run, tmp_path) == 3
 
 
-@pytest.mark.parametrize(("change", "field"), [({"learning_rate": 1e-3}, "train.learning_rate"), ({"batch": 8}, "train.batch"), ({"seed": 4}, "train.seed")])
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [({"learning_rate": 1e-3}, "train.learning_rate"), ({"batch": 8}, "train.batch"), ({"seed": 4}, "train.seed")],
+)
 def test_another_job_is_refused(change: dict[str, Any], field: str, tmp_path: Path) -> None:
     tightfit.save(tightfit.build(tiny.job()), tmp_path, 1)
     with pytest.raises(InputError, match=field):
@@ -95,7 +98,9 @@ def test_another_plan_goes_on_with_the_same_job(tmp_path: Path) -> None:
     first = tightfit.build(job)
     list(itertools.islice(tightfit.train(first), 5))
     tightfit.save(first, tmp_path, 5)
-    plan = tightfit.Plan(micro_batch=2, update_in_backward=False, fused_optimizer=True, materialize="device", chunked_loss=9)
+    plan = tightfit.Plan(
+        micro_batch=2, update_in_backward=False, fused_optimizer=True, materialize="device", chunked_loss=9
+    )
     second = tightfit.build(job.replace(model={**tiny.MODEL}), plan)
     after = [step.loss for step in tightfit.train(second, tightfit.resume(second, tmp_path))]
     assert after == pytest.approx(expected[5:], rel=1e-2)  # attention's dropout falls on other numbers

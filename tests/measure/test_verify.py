@@ -18,10 +18,18 @@ def job() -> tightfit.Job:
     return tiny.job().replace(model={**tiny.MODEL, "attention_dropout": 0.0})
 
 
-@pytest.mark.parametrize("plan", [
-    {"micro_batch": 3, "recompute": "full", "chunked_loss": 8}, {"precision": "bf16-mixed"}, {"precision": "bf16-true", "rounding": "kahan"},
-    {"precision": "fp16-mixed"}, {"update_in_backward": True, "states": "8-bit"}, {"attention": "blocked", "materialize": "device"},
-], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"micro_batch": 3, "recompute": "full", "chunked_loss": 8},
+        {"precision": "bf16-mixed"},
+        {"precision": "bf16-true", "rounding": "kahan"},
+        {"precision": "fp16-mixed"},
+        {"update_in_backward": True, "states": "8-bit"},
+        {"attention": "blocked", "materialize": "device"},
+    ],
+    ids=str,
+)
 def test_passes(job: tightfit.Job, plan: dict[str, Any]) -> None:
     result = tightfit.verify(job, tightfit.Plan(**plan))
     assert result.passed, result

@@ -39,8 +39,17 @@ def data_of(data: Any, model: Any = GPT, plan: dict[str, Any] | None = None, **t
     """The `Data` that the loader gives a run of this job."""
     job = Job(model=model, data=data, train={"batch": 8, "steps": 100, "seed": 1, **train})
     nothing = cast(Any, None)
-    run = Run(job=job, plan=Plan(**(plan or {})), device=torch.device("cpu"), objective=TASKS["causal-lm"],
-              model=nothing, loss_sum=nothing, data=nothing, optimizer=nothing, learning_rate=nothing)
+    run = Run(
+        job=job,
+        plan=Plan(**(plan or {})),
+        device=torch.device("cpu"),
+        objective=TASKS["causal-lm"],
+        model=nothing,
+        loss_sum=nothing,
+        data=nothing,
+        optimizer=nothing,
+        learning_rate=nothing,
+    )
     assert loader.wanted(run.plan)
     return loader.apply(run, run.plan).data
 

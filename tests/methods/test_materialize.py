@@ -30,8 +30,13 @@ LLAMA = ModelSpec(architecture="llama", config={**SMALL, "num_key_value_heads": 
 class Convolutional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3),
-                                 nn.InstanceNorm2d(4, affine=True, track_running_stats=True))
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 4, 3),
+            nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         return self.net(images)
@@ -71,16 +76,28 @@ MODELS: dict[str, Any] = {
     "llama": LLAMA,
     "gpt2 tied": ModelSpec(architecture="gpt2", config={"n_embd": 32, "n_head": 2, "n_layer": 2, "vocab_size": 90}),
     "bert": ModelSpec(architecture="bert", config=SMALL),
-    "vit": ModelSpec(architecture="vit", config={"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2,
-                                                 "intermediate_size": 64, "image_size": 16, "patch_size": 8}),
-    "t5": ModelSpec(architecture="t5", config={"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
-                                               "vocab_size": 90}),
+    "vit": ModelSpec(
+        architecture="vit",
+        config={
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 2,
+            "intermediate_size": 64,
+            "image_size": 16,
+            "patch_size": 8,
+        },
+    ),
+    "t5": ModelSpec(
+        architecture="t5",
+        config={"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 90},
+    ),
     "convolutional": Convolutional,
     "lstm": lambda: nn.LSTM(12, 10, 2, bidirectional=True),
     "initialised": Initialised,
     "parametrized": parametrized,
     "torch transformer": lambda: nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3, enable_nested_tensor=False),
+        nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3, enable_nested_tensor=False
+    ),
 }
 
 
@@ -161,8 +178,12 @@ def test_what_16_bits_would_lose_stays_in_fp32(create):
     assert kept["scale"].dtype == torch.bfloat16
     norms, _ = created(create, Convolutional, torch.bfloat16)
     assert {key: str(value.dtype) for key, value in norms.items() if key.startswith("net.1.")} == {
-        "net.1.weight": "torch.float32", "net.1.bias": "torch.float32", "net.1.running_mean": "torch.float32",
-        "net.1.running_var": "torch.float32", "net.1.num_batches_tracked": "torch.int64"}
+        "net.1.weight": "torch.float32",
+        "net.1.bias": "torch.float32",
+        "net.1.running_mean": "torch.float32",
+        "net.1.running_var": "torch.float32",
+        "net.1.num_batches_tracked": "torch.int64",
+    }
     assert norms["net.0.weight"].dtype == torch.bfloat16
 
 
@@ -218,14 +239,24 @@ def peak_bytes(create: Callable[..., nn.Module], model: Any) -> int:
     return seen.peak
 
 
-WIDE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 12,
-        "intermediate_size": 512, "vocab_size": 512}
+WIDE = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 12,
+    "intermediate_size": 512,
+    "vocab_size": 512,
+}
 
 
-@pytest.mark.parametrize("model", [
-    ModelSpec(architecture="llama", config=WIDE),
-    lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(256, 4, 512), 20, enable_nested_tensor=False),
-], ids=["llama", "copied layers"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        ModelSpec(architecture="llama", config=WIDE),
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(256, 4, 512), 20, enable_nested_tensor=False),
+    ],
+    ids=["llama", "copied layers"],
+)
 def test_the_device_way_never_holds_the_fp32_model(model):
     full = 4 * sum(parameter.numel() for parameter in model_factory(model)().parameters())
     assert full > 30e6
@@ -276,15 +307,30 @@ def test_lazy_modules_are_refused():
 
 
 @pytest.mark.parametrize("way", ["host", "device"])
-@pytest.mark.parametrize(("precision", "dtype"), [
-    ("fp32", torch.float32), ("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16),
-    ("fp16-true", torch.float16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [
+        ("fp32", torch.float32),
+        ("bf16-mixed", torch.float32),
+        ("bf16-true", torch.bfloat16),
+        ("fp16-true", torch.float16),
+    ],
+)
 def test_a_run_gets_its_model_and_its_loss(way, precision, dtype):
     plan = Plan(materialize=way, precision=precision)
     job = Job(model=LLAMA, data={"synthetic": "tokens"})
     unset: Any = None
-    run = Run(job=job, plan=plan, device=CPU, objective=TASKS["causal-lm"], model=unset, loss_sum=unset, data=unset,
-              optimizer=unset, learning_rate=unset)
+    run = Run(
+        job=job,
+        plan=plan,
+        device=CPU,
+        objective=TASKS["causal-lm"],
+        model=unset,
+        loss_sum=unset,
+        data=unset,
+        optimizer=unset,
+        learning_rate=unset,
+    )
     assert materialize.wanted(plan)
     run = materialize.apply(run, plan)
     assert weights_dtype(plan) == dtype

@@ -25,9 +25,17 @@ def make_run(train: Train, samples: int | None = 100, dtype: torch.dtype = torch
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 4)).to(dtype)
     unset = cast(Any, None)
-    return Run(job=Job(model=lambda: model, data=[1], train=train), plan=Plan(), device=torch.device("cpu"),
-               objective=objective_of(None, None), model=model, loss_sum=unset, data=cast(Any, Data(samples)),
-               optimizer=unset, learning_rate=unset)
+    return Run(
+        job=Job(model=lambda: model, data=[1], train=train),
+        plan=Plan(),
+        device=torch.device("cpu"),
+        objective=objective_of(None, None),
+        model=model,
+        loss_sum=unset,
+        data=cast(Any, Data(samples)),
+        optimizer=unset,
+        learning_rate=unset,
+    )
 
 
 def three_steps(run: Run) -> list[torch.Tensor]:
@@ -48,8 +56,10 @@ def test_reference_plan_takes_the_plain_optimizer() -> None:
     assert not run.optimizer.param_groups[0]["fused"]
 
 
-@pytest.mark.parametrize("fields", [{"fused_optimizer": True}, {"update_in_backward": True},
-                                    {"update_in_backward": True, "fused_optimizer": True}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"fused_optimizer": True}, {"update_in_backward": True}, {"update_in_backward": True, "fused_optimizer": True}],
+)
 def test_methods_that_keep_the_mathematics_give_the_reference_weights(fields: dict[str, bool]) -> None:
     train = Train(steps=10, schedule="cosine", warmup=2, learning_rate=0.01, weight_decay=0.1)
     expected = three_steps(optimizer_states.apply(make_run(train), Plan()))
@@ -81,13 +91,19 @@ def test_rounding_reaches_the_weights(rounding: str) -> None:
     assert isinstance(run.optimizer, PerParameter)
     three_steps(run)
     assert set(run.optimizer.state[run.model[0].weight]) == {
-        "step", "exp_avg", "exp_avg_sq", {"kahan": "compensation", "stochastic": "roundings"}[rounding]}
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+        {"kahan": "compensation", "stochastic": "roundings"}[rounding],
+    }
 
 
 def test_seed_is_the_jobs() -> None:
     plan = Plan(precision="bf16-true", rounding="stochastic")
-    ends = [three_steps(optimizer_states.apply(make_run(Train(steps=10, seed=seed), dtype=torch.bfloat16), plan))[0]
-            for seed in (0, 0, 1)]
+    ends = [
+        three_steps(optimizer_states.apply(make_run(Train(steps=10, seed=seed), dtype=torch.bfloat16), plan))[0]
+        for seed in (0, 0, 1)
+    ]
     assert torch.equal(ends[0], ends[1])
     assert not torch.equal(ends[0], ends[2])
 

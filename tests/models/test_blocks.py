@@ -8,8 +8,13 @@ from tightfit.errors import InputError
 from tightfit.job import ModelSpec
 from tightfit.models import find_blocks, model_factory
 
-SMALL = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 32,
-         "vocab_size": 5000}
+SMALL = {
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 3,
+    "intermediate_size": 32,
+    "vocab_size": 5000,
+}
 
 
 class Residual(nn.Module):
@@ -36,15 +41,30 @@ def names(model: nn.Module, name: str | None = None) -> list[str]:
     return [path for path, _ in blocks]
 
 
-@pytest.mark.parametrize(("spec", "lists"), [
-    ({"architecture": "llama", **SMALL, "num_key_value_heads": 2}, ["model.layers"]),
-    ({"architecture": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 3}, ["transformer.h"]),
-    ({"architecture": "bert", **SMALL}, ["bert.encoder.layer"]),
-    ({"architecture": "t5", "d_model": 16, "d_ff": 8, "num_layers": 3, "num_heads": 2, "vocab_size": 9},
-     ["encoder.block", "decoder.block"]),
-    ({"architecture": "qwen2_moe", **SMALL, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 8,
-      "shared_expert_intermediate_size": 8}, ["model.layers"]),
-], ids=lambda value: value["architecture"] if isinstance(value, dict) else "")
+@pytest.mark.parametrize(
+    ("spec", "lists"),
+    [
+        ({"architecture": "llama", **SMALL, "num_key_value_heads": 2}, ["model.layers"]),
+        ({"architecture": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 3}, ["transformer.h"]),
+        ({"architecture": "bert", **SMALL}, ["bert.encoder.layer"]),
+        (
+            {"architecture": "t5", "d_model": 16, "d_ff": 8, "num_layers": 3, "num_heads": 2, "vocab_size": 9},
+            ["encoder.block", "decoder.block"],
+        ),
+        (
+            {
+                "architecture": "qwen2_moe",
+                **SMALL,
+                "num_key_value_heads": 2,
+                "num_experts": 4,
+                "moe_intermediate_size": 8,
+                "shared_expert_intermediate_size": 8,
+            },
+            ["model.layers"],
+        ),
+    ],
+    ids=lambda value: value["architecture"] if isinstance(value, dict) else "",
+)
 def test_the_layers_of_transformers_are_found(spec, lists):
     with torch.device("meta"):
         model = model_factory(ModelSpec.parse(spec))()
@@ -90,8 +110,9 @@ def test_blocks_are_found_inside_a_dict_of_named_parts():
 
 
 def test_small_lists_beside_the_blocks_are_not_blocks():
-    model = nn.ModuleDict({"heads": nn.ModuleList([Residual(1), Residual(1)]),
-                           "layers": nn.ModuleList([Experts(), Experts()])})
+    model = nn.ModuleDict(
+        {"heads": nn.ModuleList([Residual(1), Residual(1)]), "layers": nn.ModuleList([Experts(), Experts()])}
+    )
     assert names(model) == ["layers.0", "layers.1"]
 
 

@@ -16,10 +16,21 @@ SMALL = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "i
 LLAMA = ModelSpec(architecture="llama", config={**SMALL, "num_key_value_heads": 1})
 GPT2 = ModelSpec(architecture="gpt2", config={"n_embd": 16, "n_head": 2, "n_layer": 2, "vocab_size": 50})
 BERT = ModelSpec(architecture="bert", config=SMALL)
-VIT = ModelSpec(architecture="vit", config={"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2,
-                                            "intermediate_size": 32, "image_size": 8, "patch_size": 4, "num_labels": 3})
-T5 = ModelSpec(architecture="t5", config={"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2,
-                                          "vocab_size": 50})
+VIT = ModelSpec(
+    architecture="vit",
+    config={
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "intermediate_size": 32,
+        "image_size": 8,
+        "patch_size": 4,
+        "num_labels": 3,
+    },
+)
+T5 = ModelSpec(
+    architecture="t5", config={"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 50}
+)
 
 
 def refusal(spec: ModelSpec) -> InputError:
@@ -58,12 +69,21 @@ def test_gpt2_ties_its_head_to_its_embedding():
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-@pytest.mark.parametrize(("spec", "task"), [
-    (LLAMA, "causal-lm"), (BERT, "masked-lm"), (T5, "seq2seq-lm"), (VIT, "classification"),
-    (ModelSpec(preset="qwen3-8b"), "causal-lm"), (ModelSpec(architecture="olmo2"), "causal-lm"),
-    (ModelSpec(architecture="bert", task="causal-lm"), "causal-lm"), (ModelSpec(python="a.py:f"), None),
-    (nn.Identity, None),
-], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "task"),
+    [
+        (LLAMA, "causal-lm"),
+        (BERT, "masked-lm"),
+        (T5, "seq2seq-lm"),
+        (VIT, "classification"),
+        (ModelSpec(preset="qwen3-8b"), "causal-lm"),
+        (ModelSpec(architecture="olmo2"), "causal-lm"),
+        (ModelSpec(architecture="bert", task="causal-lm"), "causal-lm"),
+        (ModelSpec(python="a.py:f"), None),
+        (nn.Identity, None),
+    ],
+    ids=str,
+)
 def test_the_task_follows_from_the_model(spec, task):
     assert task_of(spec) == task
 
@@ -83,24 +103,45 @@ def test_rotary_keys_of_older_configs_change_a_preset():
     assert model_config(ModelSpec(preset="llama-3-8b", config={"rope_theta": 7.0})).rope_parameters["rope_theta"] == 7.0
 
 
-@pytest.mark.parametrize(("spec", "asked", "fix"), [
-    (ModelSpec(architecture="lama"), "model.architecture=lama", "'llama'"),
-    (ModelSpec(preset="gpt-2"), "model.preset=gpt-2", "'gpt2'"),
-    (ModelSpec(architecture="llama", config={"hiden_size": 3}), "model.hiden_size", "'hidden_size'"),
-    (ModelSpec(architecture="llama", config={**SMALL, "num_attention_heads": 3}), "num_attention_heads=3",
-     "num_attention_heads: 2"),
-    (ModelSpec(architecture="gpt2", config={"n_embd": 10, "n_head": 3}), "n_head=3", "n_head: 2"),
-    (ModelSpec(architecture="llama", config={"num_attention_heads": 4, "num_key_value_heads": 3}),
-     "num_key_value_heads=3", "num_key_value_heads: 2"),
-    (ModelSpec(architecture="llama", config={"hidden_size": 12, "num_attention_heads": 4, "num_key_value_heads": 4}),
-     "num_attention_heads=4", "num_attention_heads: 3"),
-    (ModelSpec(architecture="bert", config={"vocab_size": 0}), "vocab_size=0", "1 or more"),
-    (ModelSpec(architecture="llama", config={"hidden_size": "big"}), "model (llama)", "config keys"),
-    (ModelSpec(architecture="llama", config={**SMALL, "num_key_value_heads": 1, "hidden_act": "swoosh"}),
-     "model (llama)", "config keys"),
-    (ModelSpec(architecture="llama", task="masked-lm", config=SMALL | {"num_key_value_heads": 1}),
-     "model.task=masked-lm", "causal-lm"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "asked", "fix"),
+    [
+        (ModelSpec(architecture="lama"), "model.architecture=lama", "'llama'"),
+        (ModelSpec(preset="gpt-2"), "model.preset=gpt-2", "'gpt2'"),
+        (ModelSpec(architecture="llama", config={"hiden_size": 3}), "model.hiden_size", "'hidden_size'"),
+        (
+            ModelSpec(architecture="llama", config={**SMALL, "num_attention_heads": 3}),
+            "num_attention_heads=3",
+            "num_attention_heads: 2",
+        ),
+        (ModelSpec(architecture="gpt2", config={"n_embd": 10, "n_head": 3}), "n_head=3", "n_head: 2"),
+        (
+            ModelSpec(architecture="llama", config={"num_attention_heads": 4, "num_key_value_heads": 3}),
+            "num_key_value_heads=3",
+            "num_key_value_heads: 2",
+        ),
+        (
+            ModelSpec(
+                architecture="llama", config={"hidden_size": 12, "num_attention_heads": 4, "num_key_value_heads": 4}
+            ),
+            "num_attention_heads=4",
+            "num_attention_heads: 3",
+        ),
+        (ModelSpec(architecture="bert", config={"vocab_size": 0}), "vocab_size=0", "1 or more"),
+        (ModelSpec(architecture="llama", config={"hidden_size": "big"}), "model (llama)", "config keys"),
+        (
+            ModelSpec(architecture="llama", config={**SMALL, "num_key_value_heads": 1, "hidden_act": "swoosh"}),
+            "model (llama)",
+            "config keys",
+        ),
+        (
+            ModelSpec(architecture="llama", task="masked-lm", config=SMALL | {"num_key_value_heads": 1}),
+            "model.task=masked-lm",
+            "causal-lm",
+        ),
+    ],
+    ids=str,
+)
 def test_a_spec_that_cannot_be_made_is_refused_with_its_fix(spec, asked, fix):
     error = refusal(spec)
     assert asked in error.asked
@@ -187,16 +228,19 @@ def test_a_function_of_a_package_makes_the_model():
     assert isinstance(model_factory(ModelSpec(python="torch.nn:Identity"))(), nn.Identity)
 
 
-@pytest.mark.parametrize(("name", "found", "fix"), [
-    ("mine.py:mak", "has no function mak", "'make'"),
-    ("mine.py:needs", "cannot be called without arguments", "defaults"),
-    ("mine.py:wrong", "returned str", "return the model"),
-    ("mine.py:breaks", "(line 15 of", "mend"),
-    ("mine.py:model", "is a Linear, not a function", "give a function"),
-    ("mine.py:number", "is a int, not a function", "def number"),
-    ("main.py:make", "there is no file", "mine.py"),
-    ("mine.py", "names no function", "file.py:function"),
-])
+@pytest.mark.parametrize(
+    ("name", "found", "fix"),
+    [
+        ("mine.py:mak", "has no function mak", "'make'"),
+        ("mine.py:needs", "cannot be called without arguments", "defaults"),
+        ("mine.py:wrong", "returned str", "return the model"),
+        ("mine.py:breaks", "(line 15 of", "mend"),
+        ("mine.py:model", "is a Linear, not a function", "give a function"),
+        ("mine.py:number", "is a int, not a function", "def number"),
+        ("main.py:make", "there is no file", "mine.py"),
+        ("mine.py", "names no function", "file.py:function"),
+    ],
+)
 def test_python_that_gives_no_model_is_refused_with_its_fix(file, name, found, fix):
     error = refusal(ModelSpec(python=str(file.parent / name)))
     assert found in error.found

@@ -135,8 +135,12 @@ def test_hooks_do_not_keep_the_optimizer_alive() -> None:
 
 
 def bytes_per_element(optimizer: PerParameter, parameter: Tensor) -> float:
-    held = [t for state in optimizer.state[parameter].values()
-            for t in (state.values() if isinstance(state, dict) else [state]) if isinstance(t, Tensor) and t.dim()]
+    held = [
+        t
+        for state in optimizer.state[parameter].values()
+        for t in (state.values() if isinstance(state, dict) else [state])
+        if isinstance(t, Tensor) and t.dim()
+    ]
     return sum(tensor.untyped_storage().nbytes() for tensor in held) / parameter.numel()
 
 

@@ -10,7 +10,17 @@ from rich.console import Console
 from tightfit.engine.step import Step
 from tightfit.report.progress import Bar, Lines, progress
 
-STEP = Step(step=4, loss=2.5, learning_rate=3e-4, gradient_norm=None, samples=4, items=60, processed=64, skipped=False, seconds=0.5)
+STEP = Step(
+    step=4,
+    loss=2.5,
+    learning_rate=3e-4,
+    gradient_norm=None,
+    samples=4,
+    items=60,
+    processed=64,
+    skipped=False,
+    seconds=0.5,
+)
 
 
 @pytest.mark.parametrize(("terminal", "kind"), [(True, Bar), (False, Lines)])

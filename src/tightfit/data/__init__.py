@@ -39,10 +39,13 @@ def model_input(job: Job) -> ModelInput:
     text = config and config.get_text_config()
     size = getattr(config, "image_size", None)
     return ModelInput(
-        task=task_of(job.model), own_loss=job.loss is not None,
-        vocabulary=getattr(text, "vocab_size", None), positions=getattr(text, "max_position_embeddings", None),
+        task=task_of(job.model),
+        own_loss=job.loss is not None,
+        vocabulary=getattr(text, "vocab_size", None),
+        positions=getattr(text, "max_position_embeddings", None),
         labels=getattr(config, "num_labels", None),
-        image_size=size if isinstance(size, int) else None, channels=getattr(config, "num_channels", None),
+        image_size=size if isinstance(size, int) else None,
+        channels=getattr(config, "num_channels", None),
     )
 
 
@@ -54,8 +57,11 @@ def _are_images(spec: DataSpec, model: ModelInput) -> bool:
 
 def _images(spec: DataSpec, model: ModelInput, seed: int) -> Any:
     if model.task not in (None, "classification"):
-        raise InputError(f"data: {spec}", f"is images, and a {model.task} model reads text",
-                         "give text, or a model of images such as vit")
+        raise InputError(
+            f"data: {spec}",
+            f"is images, and a {model.task} model reads text",
+            "give text, or a model of images such as vit",
+        )
     if spec.synthetic is None:
         return open_images(spec, model)
     size, channels = model.image_size or spec.image_size or 32, model.channels or 3

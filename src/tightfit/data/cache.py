@@ -43,8 +43,11 @@ def cached(kind: str, identity: Any, make: Callable[[Path], None]) -> Path:
             if not final.exists():
                 _fill(final, make)
     except OSError as error:
-        raise InputError(str(error.filename or final), f"cannot be read or written: {error.strerror or error}",
-                         "make it readable, free some disk, or set XDG_CACHE_HOME to a folder with room") from None
+        raise InputError(
+            str(error.filename or final),
+            f"cannot be read or written: {error.strerror or error}",
+            "make it readable, free some disk, or set XDG_CACHE_HOME to a folder with room",
+        ) from None
     return final
 
 

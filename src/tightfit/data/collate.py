@@ -30,8 +30,11 @@ def as_tensors(sample: Any) -> Any:
     if isinstance(sample, list):
         array = _array_of(sample)
         return tuple(as_tensors(value) for value in sample) if array is None else torch.from_numpy(array)
-    raise InputError("data", f"a sample holds a {type(sample).__name__}, not a tensor or number",
-                     "turn it into a tensor in the dataset, or leave it out")
+    raise InputError(
+        "data",
+        f"a sample holds a {type(sample).__name__}, not a tensor or number",
+        "turn it into a tensor in the dataset, or leave it out",
+    )
 
 
 def _array_of(values: list[Any]) -> NDArray[Any] | None:
@@ -66,14 +69,23 @@ def check_labelled(sample: Any, model: ModelInput) -> None:
         return
     if isinstance(sample, dict):
         if "labels" not in sample:
-            raise InputError("data", f"samples have the fields {', '.join(map(str, sample))} and no labels",
-                             "add the field labels (for causal-lm a copy of input_ids), or give the job a loss")
+            raise InputError(
+                "data",
+                f"samples have the fields {', '.join(map(str, sample))} and no labels",
+                "add the field labels (for causal-lm a copy of input_ids), or give the job a loss",
+            )
     elif model.task not in (None, "classification"):
-        raise InputError("data", f"samples are a {type(sample).__name__}, and a {model.task} model takes named fields",
-                         "let samples be dicts with input_ids and labels, or give the job a loss")
+        raise InputError(
+            "data",
+            f"samples are a {type(sample).__name__}, and a {model.task} model takes named fields",
+            "let samples be dicts with input_ids and labels, or give the job a loss",
+        )
     elif not isinstance(sample, tuple) or len(sample) < 2:
-        raise InputError("data", f"samples are a {type(sample).__name__} without a label",
-                         "let samples be (input, label), or give the job a loss")
+        raise InputError(
+            "data",
+            f"samples are a {type(sample).__name__} without a label",
+            "let samples be (input, label), or give the job a loss",
+        )
 
 
 def collate(samples: list[Any], model: ModelInput) -> Batch:
@@ -83,8 +95,11 @@ def collate(samples: list[Any], model: ModelInput) -> Batch:
     try:
         batch = default_collate(samples)
     except (RuntimeError, TypeError, KeyError, ValueError) as error:
-        raise InputError("data", f"samples cannot be stacked ({str(error).splitlines()[0]})",
-                         "let all samples have the same fields and shapes") from None
+        raise InputError(
+            "data",
+            f"samples cannot be stacked ({str(error).splitlines()[0]})",
+            "let all samples have the same fields and shapes",
+        ) from None
     _check_ids(batch, model)
     return batch
 
@@ -103,8 +118,14 @@ def _pad(samples: list[dict[str, Any]], model: ModelInput) -> list[dict[str, Any
         longest["attention_mask"] = longest["input_ids"]
         samples = [{**sample, "attention_mask": torch.ones_like(sample["input_ids"])} for sample in samples]
     fills = {name: IGNORED if name == "labels" else 0 for name in longest}
-    return [sample | {name: pad(sample[name], (0, length - len(sample[name])), value=fills[name])
-                      for name, length in longest.items()} for sample in samples]
+    return [
+        sample
+        | {
+            name: pad(sample[name], (0, length - len(sample[name])), value=fills[name])
+            for name, length in longest.items()
+        }
+        for sample in samples
+    ]
 
 
 def _check_ids(batch: Batch, model: ModelInput) -> None:

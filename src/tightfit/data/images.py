@@ -171,15 +171,17 @@ def class_folders(folder: Path) -> tuple[list[Path], Integers]:
         raise InputError(asked, "no such folder", "name a folder with one sub-folder per class, or digits")
     classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not classes:
-        raise InputError(asked, "has no sub-folders, which would be its classes",
-                         "put each class's images into a sub-folder")
+        raise InputError(
+            asked, "has no sub-folders, which would be its classes", "put each class's images into a sub-folder"
+        )
     files: list[Path] = []
     labels: list[int] = []
     for label, place in enumerate(classes):
         inside = sorted(file for file in place.iterdir() if file.suffix.lower() in _ENDINGS)
         if not inside:
-            raise InputError(str(place), "a class without images",
-                             "name the folder whose sub-folders hold the images themselves")
+            raise InputError(
+                str(place), "a class without images", "name the folder whose sub-folders hold the images themselves"
+            )
         files += inside
         labels += [label] * len(inside)
     return files, np.array(labels, dtype=np.int64)
@@ -192,11 +194,15 @@ def _image_column(folder: Path, label_field: str) -> tuple[ImageColumn, Integers
     asked = f"data: dataset={folder}"
     columns = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
     if not columns:
-        raise InputError(asked, f"has no column of images; it has {', '.join(rows.column_names)}",
-                         "cast one with dataset.cast_column(name, datasets.Image()), or use data.images")
+        raise InputError(
+            asked,
+            f"has no column of images; it has {', '.join(rows.column_names)}",
+            "cast one with dataset.cast_column(name, datasets.Image()), or use data.images",
+        )
     if label_field not in rows.column_names:
-        raise InputError(asked, f"has no column {label_field!r}",
-                         f"set data.label_field ({nearest(label_field, rows.column_names)})")
+        raise InputError(
+            asked, f"has no column {label_field!r}", f"set data.label_field ({nearest(label_field, rows.column_names)})"
+        )
     labels = np.array(rows[label_field][:])
     if labels.dtype.kind not in "iu":
         raise InputError(asked, f"column {label_field!r} holds no whole numbers", "number the classes from 0")
@@ -226,8 +232,11 @@ def _digits(spec: DataSpec, model: ModelInput) -> DigitSamples:
 def _shape(spec: DataSpec, model: ModelInput, size: int, channels: int) -> tuple[int, int]:
     """Size and channels of the images: the model's where it has them, else the job's, else these."""
     if spec.image_size and model.image_size and spec.image_size != model.image_size:
-        raise InputError(f"data: image_size={spec.image_size}", f"the model takes images of {model.image_size}",
-                         f"leave it out, or set model.image_size: {spec.image_size}")
+        raise InputError(
+            f"data: image_size={spec.image_size}",
+            f"the model takes images of {model.image_size}",
+            f"leave it out, or set model.image_size: {spec.image_size}",
+        )
     channels = model.channels or channels
     if channels not in _MODES:
         raise InputError("model: num_channels", f"{channels}, and an image has 1, 3 or 4", "set model.num_channels: 3")
@@ -266,8 +275,9 @@ def _flaws(pictures: Pictures, indices: range, decode: bool) -> dict[int, str]:
 
 
 def _broken(place: str, error: Exception) -> InputError:
-    return InputError(place, f"not a readable image ({error})",
-                      "mend it, or set data.skip_damaged: true to leave such samples out")
+    return InputError(
+        place, f"not a readable image ({error})", "mend it, or set data.skip_damaged: true to leave such samples out"
+    )
 
 
 def normalise(fractions: Tensor) -> Tensor:

@@ -41,9 +41,11 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     special = special_tokens(tokenizer, asked, task)
     model.check_tokenizer(asked, special.vocabulary)
     if len(special.sentinels) < spans:
-        raise InputError(asked, f"has {len(special.sentinels)} of the {spans} sentinels (<extra_id_0> ...) "
-                         "that span corruption needs",
-                         "give data.target_field for pairs of texts, or leave data.tokenizer out")
+        raise InputError(
+            asked,
+            f"has {len(special.sentinels)} of the {spans} sentinels (<extra_id_0> ...) that span corruption needs",
+            "give data.target_field for pairs of texts, or leave data.tokenizer out",
+        )
     tokens = token_file(source, tokenizer, special, task != "causal-lm", spec.skip_damaged)
     damaged = tokens.facts["damaged"]
     if labelled:
@@ -60,8 +62,9 @@ def synthetic_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     """Synthetic sequences as samples of the model's task."""
     task, vocabulary = _task(spec, model), spec.vocabulary_size or model.vocabulary
     if vocabulary is None:
-        raise InputError("data: synthetic=tokens", "the model does not say its vocabulary size",
-                         "add data.vocabulary_size")
+        raise InputError(
+            "data: synthetic=tokens", "the model does not say its vocabulary size", "add data.vocabulary_size"
+        )
     _check_lengths(spec, model)
     model.check_tokenizer("data: vocabulary_size", vocabulary)
     rows = SyntheticRows(spec.samples, spec.sequence_length, vocabulary, seed)
@@ -77,13 +80,19 @@ def _task(spec: DataSpec, model: ModelInput) -> str:
     """The task that text is prepared for, once it is clear that the model reads text."""
     task = model.task or ("causal-lm" if model.own_loss else None)
     if task is None:
-        raise InputError(f"data: {spec}", "the model does not say what it does with text",
-                         "add model.task (such as causal-lm), or give the job a loss")
+        raise InputError(
+            f"data: {spec}",
+            "the model does not say what it does with text",
+            "add model.task (such as causal-lm), or give the job a loss",
+        )
     if task == "classification" and model.vocabulary is None and not spec.vocabulary_size and not spec.tokenizer:
         raise InputError(f"data: {spec}", "is text, and the model has no vocabulary", "give images, or a model of text")
     if spec.target_field is not None and task != "seq2seq-lm":
-        raise InputError(f"data: target_field={spec.target_field}", f"a {task} model reads one text",
-                         "leave it out, or use a seq2seq-lm")
+        raise InputError(
+            f"data: target_field={spec.target_field}",
+            f"a {task} model reads one text",
+            "leave it out, or use a seq2seq-lm",
+        )
     return task
 
 
@@ -96,8 +105,11 @@ def _packed(source: TextSource, tokens: TokenFile, length: int) -> Packed:
     rows = Packed(tokens, length)
     if len(rows) == 0:
         count = len(tokens.ids)
-        raise InputError(f"data: {source.name}", f"holds {count} tokens, not one sequence of {length}",
-                         f"use data.sequence_length: {count // 2}" if count >= 4 else "give more text")
+        raise InputError(
+            f"data: {source.name}",
+            f"holds {count} tokens, not one sequence of {length}",
+            f"use data.sequence_length: {count // 2}" if count >= 4 else "give more text",
+        )
     return rows
 
 

@@ -68,8 +68,11 @@ class ModelInput:
     def check_length(self, asked: str, length: int) -> None:
         """Refuse sequences longer than the model has positions."""
         if self.positions is not None and length > self.positions:
-            raise InputError(f"{asked}={length}", f"the model has {self.positions} positions",
-                             f"use at most {self.positions}, or set model.max_position_embeddings: {length}")
+            raise InputError(
+                f"{asked}={length}",
+                f"the model has {self.positions} positions",
+                f"use at most {self.positions}, or set model.max_position_embeddings: {length}",
+            )
 
     def check_ids(self, ids: Tensor) -> None:
         """Refuse token ids that the model has no embedding for: on a GPU they would end the process without a word."""
@@ -77,14 +80,20 @@ class ModelInput:
             smallest, largest = (int(value) for value in ids.aminmax())
             if smallest < 0 or largest >= self.vocabulary:
                 wrong = largest if smallest >= 0 else smallest
-                raise InputError("data", f"has the token id {wrong}, the model a vocabulary of {self.vocabulary}",
-                                 f"set model.vocab_size: {-(-(largest + 1) // 64) * 64}, or mend the data")
+                raise InputError(
+                    "data",
+                    f"has the token id {wrong}, the model a vocabulary of {self.vocabulary}",
+                    f"set model.vocab_size: {-(-(largest + 1) // 64) * 64}, or mend the data",
+                )
 
     def check_tokenizer(self, asked: str, size: int) -> None:
         """Refuse a tokenizer that has more tokens than the model's vocabulary."""
         if self.vocabulary is not None and size > self.vocabulary:
-            raise InputError(asked, f"has {size} tokens, the model a vocabulary of {self.vocabulary}",
-                             f"set model.vocab_size: {-(-size // 64) * 64}, or use another tokenizer")
+            raise InputError(
+                asked,
+                f"has {size} tokens, the model a vocabulary of {self.vocabulary}",
+                f"set model.vocab_size: {-(-size // 64) * 64}, or use another tokenizer",
+            )
 
     def check_labels(self, asked: str, labels: Integers) -> None:
         """Refuse class labels that the model's last layer does not have."""
@@ -92,8 +101,11 @@ class ModelInput:
         if smallest < 0:
             raise InputError(asked, f"has the label {smallest}", "number the classes from 0")
         if self.labels is not None and largest >= self.labels:
-            raise InputError(asked, f"has the label {largest}, the model only 0 to {self.labels - 1}",
-                             f"set model.num_labels: {largest + 1}")
+            raise InputError(
+                asked,
+                f"has the label {largest}, the model only 0 to {self.labels - 1}",
+                f"set model.num_labels: {largest + 1}",
+            )
 
 
 def single(samples: Samples, index: int) -> Any:

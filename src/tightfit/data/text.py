@@ -60,8 +60,11 @@ def open_text(spec: DataSpec, columns: Columns) -> TextSource:
     """The documents of `spec` (text, jsonl, parquet or dataset). Raises InputError for what is not there."""
     if spec.text is not None:
         if columns.target or columns.label:
-            raise InputError(f"data: text={spec.text}", f"plain text has no field {columns.names()[-1]!r}",
-                             "use jsonl, parquet or dataset, whose rows have fields")
+            raise InputError(
+                f"data: text={spec.text}",
+                f"plain text has no field {columns.names()[-1]!r}",
+                "use jsonl, parquet or dataset, whose rows have fields",
+            )
         files = stdlib_files() if spec.text == PYTHON_STDLIB else find_files("text", spec.text)
         return _source(str(spec), files, columns, lambda damage: _read_text(files, damage))
     if spec.jsonl is not None:
@@ -109,8 +112,9 @@ def find_files(field: str, given: str | list[str], endings: tuple[str, ...] = ()
         files = _files_below(path, endings)
         if not files:
             kinds = f" ending in {' or '.join(endings)}" if endings else ""
-            raise InputError(f"data: {field}={given}", f"a folder without files{kinds}",
-                             "name a file, or another folder")
+            raise InputError(
+                f"data: {field}={given}", f"a folder without files{kinds}", "name a file, or another folder"
+            )
         return files
     files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
     if not files:
@@ -210,8 +214,9 @@ def _read_dataset(folder: Path, columns: Columns, damage: Damage) -> Iterator[Do
     rows = load_dataset(folder)
     missing = [name for name in columns.names() if name not in rows.column_names]
     if missing:
-        raise InputError(f"data: dataset={folder}", f"has no column {missing[0]!r}",
-                         nearest(missing[0], rows.column_names))
+        raise InputError(
+            f"data: dataset={folder}", f"has no column {missing[0]!r}", nearest(missing[0], rows.column_names)
+        )
     for number, row in enumerate(rows.select_columns(columns.names()), 1):
         yield from _documents(f"{folder}: row {number}", row, columns, damage)
 
@@ -223,12 +228,18 @@ def load_dataset(folder: Path) -> Any:
     try:
         loaded = datasets.load_from_disk(str(folder))
     except Exception as error:  # whatever arrow, json or fsspec raise for a folder that is not a dataset
-        raise InputError(f"data: dataset={folder}", f"not a folder written by datasets.save_to_disk ({error})",
-                         "save it with dataset.save_to_disk(folder)") from None
+        raise InputError(
+            f"data: dataset={folder}",
+            f"not a folder written by datasets.save_to_disk ({error})",
+            "save it with dataset.save_to_disk(folder)",
+        ) from None
     if isinstance(loaded, datasets.DatasetDict):
         if "train" not in loaded:
-            raise InputError(f"data: dataset={folder}", f"has the splits {', '.join(loaded)} and none named train",
-                             f"name one split's folder, such as {folder / next(iter(loaded))}")
+            raise InputError(
+                f"data: dataset={folder}",
+                f"has the splits {', '.join(loaded)} and none named train",
+                f"name one split's folder, such as {folder / next(iter(loaded))}",
+            )
         loaded = loaded["train"]
     return loaded.with_format(None)
 

@@ -52,8 +52,9 @@ def load_tokenizer(path: str) -> Any:
             return loaded
         return _with_roles(Tokenizer.from_file(str(place / "tokenizer.json" if place.is_dir() else place)))
     except Exception as error:  # the Rust library raises plain Exception, transformers many kinds
-        raise InputError(asked, f"not a tokenizer ({error})",
-                         "write one with tokenizer.save_pretrained(folder)") from None
+        raise InputError(
+            asked, f"not a tokenizer ({error})", "write one with tokenizer.save_pretrained(folder)"
+        ) from None
 
 
 def _with_roles(backend: Any) -> Any:
@@ -63,19 +64,29 @@ def _with_roles(backend: Any) -> Any:
     def named(names: tuple[str, ...]) -> str | None:
         return next((name for name in names if backend.token_to_id(name) is not None), None)
 
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=named(_END_NAMES), pad_token=named(_PAD_NAMES),
-                                   mask_token=named(_MASK_NAMES))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=named(_END_NAMES),
+        pad_token=named(_PAD_NAMES),
+        mask_token=named(_MASK_NAMES),
+    )
 
 
 def trained_tokenizer(source: TextSource, spec: DataSpec, model: ModelInput, sentinels: int) -> Any:
     """A byte-level BPE of the model's vocabulary size, trained on some 8 MB of the source and cached."""
     names, size = _special_names(model.task, sentinels), spec.vocabulary_size or model.vocabulary
     if size is None:
-        raise InputError(f"data: {source.name}", "no tokenizer can be trained, as the model names no vocabulary size",
-                         "add data.vocabulary_size, or give data.tokenizer")
+        raise InputError(
+            f"data: {source.name}",
+            "no tokenizer can be trained, as the model names no vocabulary size",
+            "add data.vocabulary_size, or give data.tokenizer",
+        )
     if size < _BYTES + len(names):
-        raise InputError(f"vocabulary of {size} tokens", "too small for text, which needs one for every byte",
-                         f"set model.vocab_size (or data.vocabulary_size) to {_BYTES + len(names)} or more")
+        raise InputError(
+            f"vocabulary of {size} tokens",
+            "too small for text, which needs one for every byte",
+            f"set model.vocab_size (or data.vocabulary_size) to {_BYTES + len(names)} or more",
+        )
     identity = [source.identity, size, names, _TRAINING_CHARACTERS]
     return load_tokenizer(str(cached("tokenizer", identity, lambda folder: _train(folder, source, size, names))))
 
@@ -95,8 +106,9 @@ def _train(folder: Path, source: TextSource, vocabulary: int, names: list[str]) 
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, min_frequency=2, special_tokens=names,
-                                  initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, min_frequency=2, special_tokens=names, initial_alphabet=alphabet, show_progress=False
+    )
     backend.train_from_iterator(_training_texts(source), trainer)
     _with_roles(backend).save_pretrained(str(folder))
 
@@ -119,8 +131,9 @@ def special_tokens(tokenizer: Any, asked: str, task: str | None) -> SpecialToken
     if end is None:
         raise InputError(asked, "has no end-of-text token", "add eos_token to its tokenizer_config.json")
     if task == "masked-lm" and tokenizer.mask_token_id is None:
-        raise InputError(asked, "has no mask token",
-                         "add mask_token to its tokenizer_config.json, or train a causal-lm")
+        raise InputError(
+            asked, "has no mask token", "add mask_token to its tokenizer_config.json, or train a causal-lm"
+        )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
     found = (tokenizer.backend_tokenizer.token_to_id(SENTINEL.format(number)) for number in itertools.count())
     sentinels = tuple(itertools.takewhile(lambda token: token is not None, found))

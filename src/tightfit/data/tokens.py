@@ -125,8 +125,9 @@ class _Writer:
             np.save(self.folder / f"{part}-offsets.npy", np.array(offsets, dtype=np.int64))
         classes = sorted({label for label in self.labels if isinstance(label, str)})
         if classes and len(classes) < len(set(self.labels)):
-            raise InputError(f"data: {name}", "some labels are text and some are numbers",
-                             "write all of them as numbers from 0")
+            raise InputError(
+                f"data: {name}", "some labels are text and some are numbers", "write all of them as numbers from 0"
+            )
         index = {label: number for number, label in enumerate(classes)}
         numbers = [index[label] if isinstance(label, str) else label for label in self.labels]
         np.save(self.folder / "labels.npy", np.array(numbers, dtype=np.int64))

@@ -57,8 +57,11 @@ class Named:
         except TightfitError:
             raise
         except Exception as error:
-            raise InputError(f"data: python={self.source}", f"the function raised {type(error).__name__}: {error}",
-                             "mend the function") from error
+            raise InputError(
+                f"data: python={self.source}",
+                f"the function raised {type(error).__name__}: {error}",
+                "mend the function",
+            ) from error
 
 
 class UserSamples:
@@ -103,8 +106,9 @@ class UserSamples:
         except TightfitError:
             raise
         except Exception as error:
-            raise InputError(f"data: sample {index}", f"the dataset raised {type(error).__name__}: {error}",
-                             "mend its __getitem__") from error
+            raise InputError(
+                f"data: sample {index}", f"the dataset raised {type(error).__name__}: {error}", "mend its __getitem__"
+            ) from error
 
 
 class UserStream:
@@ -132,8 +136,9 @@ class UserStream:
                 empty = False
                 yield sample
             if empty:
-                raise InputError("data", f"the iterable gave no samples in epoch {epoch}",
-                                 "let its __iter__ start anew each time")
+                raise InputError(
+                    "data", f"the iterable gave no samples in epoch {epoch}", "let its __iter__ start anew each time"
+                )
 
     def _epoch(self, epoch: int) -> Iterator[Any]:
         randomness = Randomness(key(self.seed, epoch))
@@ -152,8 +157,9 @@ class UserStream:
         except TightfitError:
             raise
         except Exception as error:
-            raise InputError("data", f"the iterable raised {type(error).__name__}: {error}",
-                             "mend its __iter__") from error
+            raise InputError(
+                "data", f"the iterable raised {type(error).__name__}: {error}", "mend its __iter__"
+            ) from error
 
 
 def open_user(make: Given | Named, model: ModelInput, seed: int) -> UserSamples | UserStream:
@@ -161,17 +167,25 @@ def open_user(make: Given | Named, model: ModelInput, seed: int) -> UserSamples 
     dataset, asked = make(), f"data: python={make.source}" if isinstance(make, Named) else "data"
     found = f"a {type(dataset).__name__}"
     if isinstance(dataset, DataLoader):
-        raise InputError(asked, f"{found}, which cuts batches of its own",
-                         "give its dataset; train.batch says the batch")
+        raise InputError(
+            asked, f"{found}, which cuts batches of its own", "give its dataset; train.batch says the batch"
+        )
     if isinstance(dataset, str | bytes | dict):
-        raise InputError(asked, f"{found}, not a dataset",
-                         "give a list of samples, a torch Dataset or an iterable of samples")
+        raise InputError(
+            asked, f"{found}, not a dataset", "give a list of samples, a torch Dataset or an iterable of samples"
+        )
     if isinstance(dataset, Iterator) and isinstance(make, Given):
-        raise InputError(asked, f"{found}, which can be read only once, so a run could not be resumed",
-                         "give a list, an IterableDataset, or the function that makes it: {python: 'file.py:function'}")
+        raise InputError(
+            asked,
+            f"{found}, which can be read only once, so a run could not be resumed",
+            "give a list, an IterableDataset, or the function that makes it: {python: 'file.py:function'}",
+        )
     if isinstance(dataset, MapStyle) and not isinstance(dataset, IterableDataset):
         return UserSamples(make, dataset, model, seed)
     if isinstance(dataset, IterableDataset) or (isinstance(dataset, Iterable) and not isinstance(dataset, Dataset)):
         return UserStream(make, model, seed)
-    raise InputError(asked, f"{found}, which has no length or no samples by number",
-                     "give it __len__ and __getitem__, or derive it from torch.utils.data.IterableDataset")
+    raise InputError(
+        asked,
+        f"{found}, which has no length or no samples by number",
+        "give it __len__ and __getitem__, or derive it from torch.utils.data.IterableDataset",
+    )

@@ -26,8 +26,17 @@ def build(job: Job, plan: Plan | None = None, machine: Machine | None = None) ->
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
     torch.manual_seed(job.train.seed)
     unset = cast(Any, None)  # set by the rooms below
-    run = Run(job=job, plan=plan, device=device, objective=objective_of(job.loss, task_of(job.model)),
-              model=unset, loss_sum=unset, data=unset, optimizer=unset, learning_rate=unset)
+    run = Run(
+        job=job,
+        plan=plan,
+        device=device,
+        objective=objective_of(job.loss, task_of(job.model)),
+        model=unset,
+        loss_sum=unset,
+        data=unset,
+        optimizer=unset,
+        learning_rate=unset,
+    )
     for method in METHODS:
         if method.wanted(plan):
             run = method.apply(run, plan)

@@ -53,7 +53,11 @@ def resume(run: Run, folder: str | Path) -> int:
     """Put the newest checkpoint under `folder` into `run`; returns the step to go on from. Raises InputError."""
     found = checkpoints(folder)
     if not found:
-        raise InputError(f"resume from {folder}", "no checkpoint there", "leave out --resume, or name the folder of an earlier run with --out")
+        raise InputError(
+            f"resume from {folder}",
+            "no checkpoint there",
+            "leave out --resume, or name the folder of an earlier run with --out",
+        )
     state = torch.load(found[-1] / "state.pt", map_location="cpu", weights_only=True)
     _same_job(json.loads(state["job"]), run.job, found[-1])
     load_model(run.model, str(found[-1] / "model.safetensors"), device=str(run.device))
@@ -94,7 +98,15 @@ def _set_random_states(states: dict[str, Any]) -> None:
     numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
 
 
-_MAY_CHANGE = {"steps", "epochs", "checkpoint_every", "keep_checkpoints", "evaluate_every", "evaluate_samples", "trackers"}
+_MAY_CHANGE = {
+    "steps",
+    "epochs",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "evaluate_every",
+    "evaluate_samples",
+    "trackers",
+}
 
 
 def _same_job(saved: dict[str, Any], job: Job, where: Path) -> None:
@@ -104,5 +116,8 @@ def _same_job(saved: dict[str, Any], job: Job, where: Path) -> None:
         before, now = saved.get(section) or {}, asked.get(section) or {}
         for name in sorted(set(before) | set(now)):
             if before.get(name) != now.get(name) and not (section == "train" and name in _MAY_CHANGE):
-                raise InputError(f"resume from {where}", f"{section}.{name} was {before.get(name)!r} and is now {now.get(name)!r}",
-                                 f"set {section}.{name} back, or start afresh with another --out")
+                raise InputError(
+                    f"resume from {where}",
+                    f"{section}.{name} was {before.get(name)!r} and is now {now.get(name)!r}",
+                    f"set {section}.{name} back, or start afresh with another --out",
+                )

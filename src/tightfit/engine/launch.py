@@ -9,12 +9,14 @@ from pathlib import Path
 
 from tightfit.plan import Plan
 
-KEEP_MEMORY = ":".join((
-    "glibc.malloc.hugetlb=1",               # madvise huge pages
-    "glibc.malloc.trim_threshold=1099511627776",  # give nothing back
-    "glibc.malloc.mmap_threshold=1099511627776",  # map nothing on its own
-    "glibc.malloc.top_pad=67108864",
-))
+KEEP_MEMORY = ":".join(
+    (
+        "glibc.malloc.hugetlb=1",  # madvise huge pages
+        "glibc.malloc.trim_threshold=1099511627776",  # give nothing back
+        "glibc.malloc.mmap_threshold=1099511627776",  # map nothing on its own
+        "glibc.malloc.top_pad=67108864",
+    )
+)
 
 
 def environment(plan: Plan, device: str, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -36,8 +36,12 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
         matrix_flops_per_s_by_size=by_size,
         memory_bytes_per_s=_figure(_memory_bandwidth(device), "copy of 256 MiB, read and written"),
         launch_s=_figure(_launch_s(device), "addition of two numbers"),
-        host_to_device_bytes_per_s=_figure(_copy_bandwidth(device), "pinned copy of 256 MiB") if device.type == "cuda" else None,
-        process_bytes_per_s=_figure(_process_bandwidth(), "all-reduce of 64 MiB over two gloo processes, bytes each sends"),
+        host_to_device_bytes_per_s=_figure(_copy_bandwidth(device), "pinned copy of 256 MiB")
+        if device.type == "cuda"
+        else None,
+        process_bytes_per_s=_figure(
+            _process_bandwidth(), "all-reduce of 64 MiB over two gloo processes, bytes each sends"
+        ),
     )
     path = calibration_path(machine.name)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,10 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
     fake, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
     total = Total()
     try:
-        state = {name: fake.from_tensor(tensor.detach()) for name, tensor in [*total.named_parameters(), *total.named_buffers()]}
+        state = {
+            name: fake.from_tensor(tensor.detach())
+            for name, tensor in [*total.named_parameters(), *total.named_buffers()]
+        }
         inputs = map_tensors(lambda tensor: fake.from_tensor(tensor.to(run.device)), batch)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH), fake, counter:
             functional_call(total, state, (inputs,))

@@ -40,7 +40,7 @@ def sample_step(run: Run, micro_batches: list[Batch], step: int) -> tuple[Step, 
 
     on_cuda = run.device.type == "cuda"
     if run.plan.compile != "none":
-        return _by_phase(run, take) if on_cuda else _by_profiler(run, micro_batches, take)
+        return by_phase(run, take) if on_cuda else profiled(run, micro_batches, take)
     if not on_cuda:
         return track(run, micro_batches, take)
     torch.cuda.reset_peak_memory_stats(run.device)
@@ -66,10 +66,12 @@ def track(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Res
 def _with_total(peak: Peak, total: int) -> Peak:
     """The peak with the allocator's total: what it holds beyond storages (rounding, workspaces) is temporary."""
     beyond = max(total - peak.total, 0)
-    return replace(peak, total=peak.total + beyond, rows={**peak.rows, "temporaries": peak.rows["temporaries"] + beyond})
+    return replace(
+        peak, total=peak.total + beyond, rows={**peak.rows, "temporaries": peak.rows["temporaries"] + beyond}
+    )
 
 
-def _by_profiler(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Result, Peak]:
+def profiled(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Result, Peak]:
     """On CPU: the allocator's events of a step, added to the bytes alive when it began."""
 
     def forward(batch: Batch) -> Tensor:
@@ -106,7 +108,7 @@ def _silent_profiler() -> Iterator[None]:
             os.environ.pop(switch)
 
 
-def _by_phase(run: Run, take: Take[Result]) -> tuple[Result, Peak]:
+def by_phase(run: Run, take: Take[Result]) -> tuple[Result, Peak]:
     """On CUDA: the allocator's peak in each forward, each backward and the update."""
     timeline: list[tuple[str, int]] = []
 

@@ -69,13 +69,23 @@ class Observer:
         compiled = run.plan.compile != "none" and first is not None and median is not None
         reserved = torch.cuda.max_memory_reserved(run.device) if run.device.type == "cuda" else None
         return Record(
-            job=json.loads(run.job.to_json()), plan=run.plan, machine=machine, code=code_version(), step_s=seconds,
-            tokens_per_s=per_s if run.objective.unit == "tokens" else None, samples_per_s=samples,
-            peak_bytes=PeakBytes(measured=self.peak.total if self.peak else None, reserved=reserved,
-                                 process=process_peak_bytes(), rows=self.peak.rows if self.peak else {}),
+            job=json.loads(run.job.to_json()),
+            plan=run.plan,
+            machine=machine,
+            code=code_version(),
+            step_s=seconds,
+            tokens_per_s=per_s if run.objective.unit == "tokens" else None,
+            samples_per_s=samples,
+            peak_bytes=PeakBytes(
+                measured=self.peak.total if self.peak else None,
+                reserved=reserved,
+                process=process_peak_bytes(),
+                rows=self.peak.rows if self.peak else {},
+            ),
             mfu=mfu(self.flops_per_step, median, machine, run.plan.precision),
             compile_s=max(first - median, 0.0) if compiled and first is not None and median is not None else None,
             loss=[(step.step + 1, step.loss) for step in self.steps],
-            skipped_steps=sum(step.skipped for step in self.steps), damaged_samples=run.data.damaged,
+            skipped_steps=sum(step.skipped for step in self.steps),
+            damaged_samples=run.data.damaged,
             parameters=sum(parameter.numel() for parameter in run.model.parameters()),
         )

@@ -56,7 +56,9 @@ def verify(job: Job, plan: Plan, machine: Machine | None = None, steps: int = 3)
     found = observe(build(job, plan, machine), steps)
     loss = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found.losses, expected.losses, strict=True))
     tolerance = TOLERANCE[plan.precision] + STATES_TOLERANCE[plan.states]
-    return Verification(loss, difference(found.gradients, expected.gradients), difference(found.weights, expected.weights), tolerance)
+    return Verification(
+        loss, difference(found.gradients, expected.gradients), difference(found.weights, expected.weights), tolerance
+    )
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,11 @@ class Observed:
 def observe(run: Run, steps: int) -> Observed:
     """Train `steps` steps, seeing the gradients of the first as they arrive, whatever the plan does with them."""
     gradients: dict[str, Tensor] = {}
-    hooks = [parameter.register_hook(_adder(gradients, name)) for name, parameter in run.model.named_parameters() if parameter.requires_grad]
+    hooks = [
+        parameter.register_hook(_adder(gradients, name))
+        for name, parameter in run.model.named_parameters()
+        if parameter.requires_grad
+    ]
     scale = run.loss_scale.value if run.loss_scale else 1.0
     losses = []
     for result in itertools.islice(train(run), steps):

@@ -22,6 +22,7 @@ from tightfit.methods import (
     recompute,
 )
 
+# fmt: off
 METHODS: tuple[ModuleType, ...] = (
     allocator,         # first: it decides how every later byte is allocated
     materialize,       # the model, in the precision its weights are kept in; all below edit its modules
@@ -34,3 +35,4 @@ METHODS: tuple[ModuleType, ...] = (
     precision,         # around the compiled function: autocast and loss scaling
     optimizer_states,  # last: needs the final parameters, and the data's length for its schedule
 )
+# fmt: on

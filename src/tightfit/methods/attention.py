@@ -36,8 +36,11 @@ def wanted(plan: Plan) -> bool:
 def apply(run: Run, plan: Plan) -> Run:
     config: Any = getattr(run.model, "config", None)
     if getattr(config, "_attn_implementation", None) != "sdpa":
-        raise InputError("plan: attention=blocked", f"{type(run.model).__name__} does not take its attention from transformers' interface",
-                         "use attention: sdpa")
+        raise InputError(
+            "plan: attention=blocked",
+            f"{type(run.model).__name__} does not take its attention from transformers' interface",
+            "use attention: sdpa",
+        )
     register()
     run.model.set_attn_implementation(NAME)  # type: ignore[operator]
     return run
@@ -63,15 +66,24 @@ def mask_unless_causal(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None, **others: Any,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: (batch, heads, length, width) in, (batch, length, heads, width) out."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     same_length = query.shape[2] == key.shape[2]
     if dropout or others.get("position_bias") is not None or not same_length:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
+        )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and attention_mask is None
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -104,7 +116,9 @@ def probability_count(length: int, causal: bool) -> int:
 
 
 @torch.library.custom_op("tightfit::blocked_attention", mutates_args=())
-def blocked_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+def blocked_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
     """softmax(query @ key^T + bias) @ value, and the probabilities, block after block.
 
     query (already scaled), key, value (batch, heads, length, width); bias (batch, heads, length, length) or None.
@@ -114,7 +128,9 @@ def blocked_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | 
     query, key, value = (part.reshape(batch * heads, length, width) for part in (query, key, value))
     output = query.new_empty(batch, length, heads, width).transpose(1, 2)
     kept = query.new_empty(batch * heads * probability_count(length, causal))
-    for (start, end, keys), probabilities in zip(blocks(length, causal), views(kept, batch * heads, length, causal), strict=True):
+    for (start, end, keys), probabilities in zip(
+        blocks(length, causal), views(kept, batch * heads, length, causal), strict=True
+    ):
         scores = torch.bmm(query[:, start:end], key[:, :keys].transpose(1, 2))
         if bias is not None:
             scores += bias[:, :, start:end, :keys].reshape(scores.shape)
@@ -170,7 +186,9 @@ def blocked_attention_backward(
 
 
 @blocked_attention_backward.register_fake
-def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, kept: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, kept: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, length, width = query.shape
     empty = query.new_empty(batch, heads, length, width)
     return empty, torch.empty_like(empty), torch.empty_like(empty)

@@ -25,7 +25,6 @@ from tightfit.models import find_blocks
 from tightfit.models.objective import Batch, sample_count
 from tightfit.plan import Plan
 
-
 VARIANTS = ({"compile": "block"}, {"compile": "model"})
 BACKEND = "inductor"
 
@@ -35,13 +34,15 @@ def wanted(plan: Plan) -> bool:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    dynamic = True if run.data.ragged else False
+    dynamic = run.data.ragged
     full = plan.micro_batch_of(run.job.train.batch)
     if plan.compile == "block":
         name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
         blocks = find_blocks(run.model, name)
         if not blocks:
-            raise InputError("plan: compile=block", f"{type(run.model).__name__} has no repeated blocks", "use compile: model")
+            raise InputError(
+                "plan: compile=block", f"{type(run.model).__name__} has no repeated blocks", "use compile: model"
+            )
         for _, block in blocks:
             block.compile(dynamic=dynamic, backend=BACKEND)
         compiled = run.loss_sum
@@ -50,7 +51,9 @@ def apply(run: Run, plan: Plan) -> Run:
     return replace(run, loss_sum=steady(compiled, run.loss_sum, full))
 
 
-def steady(compiled: Callable[[Batch], Tensor], plain: Callable[[Batch], Tensor], full: int) -> Callable[[Batch], Tensor]:
+def steady(
+    compiled: Callable[[Batch], Tensor], plain: Callable[[Batch], Tensor], full: int
+) -> Callable[[Batch], Tensor]:
     """`compiled` for a full micro-batch in training; as written for a short one or an evaluation."""
 
     def loss_sum(batch: Batch) -> Tensor:

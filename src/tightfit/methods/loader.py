@@ -136,9 +136,13 @@ def _ordered(source: Samples, job: Job, plan: Plan) -> OrderedData:
     share = job.data.held_out if isinstance(job.data, DataSpec) else 0.0  # a user's dataset is all for training
     order = Order(len(source), share, job.train.seed)
     if job.train.evaluate_every and not order.evaluation:
-        raise InputError(f"job: train.evaluate_every={job.train.evaluate_every}", "no samples are held out",
-                         "leave it out, or give the data as {python: 'file.py:function', held_out: 0.01}"
-                         if not isinstance(job.data, DataSpec) else "set data.held_out: 0.01, or give more data")
+        raise InputError(
+            f"job: train.evaluate_every={job.train.evaluate_every}",
+            "no samples are held out",
+            "leave it out, or give the data as {python: 'file.py:function', held_out: 0.01}"
+            if not isinstance(job.data, DataSpec)
+            else "set data.held_out: 0.01, or give more data",
+        )
     return OrderedData(source, order, job.train.batch, plan)
 
 
@@ -146,11 +150,15 @@ def _streamed(source: UserStream, job: Job, plan: Plan) -> StreamedData:
     if job.train.steps is None:
         raise InputError("data", "an iterable does not say how long an epoch is", "set train.steps")
     if job.train.evaluate_every:
-        raise InputError(f"job: train.evaluate_every={job.train.evaluate_every}", "an iterable has no held-out samples",
-                         "leave it out, or give a dataset with __len__ and __getitem__")
+        raise InputError(
+            f"job: train.evaluate_every={job.train.evaluate_every}",
+            "an iterable has no held-out samples",
+            "leave it out, or give a dataset with __len__ and __getitem__",
+        )
     if plan.loader_workers > 1:
-        raise InputError(f"plan: loader_workers={plan.loader_workers}", "an iterable is read by one process",
-                         "use loader_workers: 1")
+        raise InputError(
+            f"plan: loader_workers={plan.loader_workers}", "an iterable is read by one process", "use loader_workers: 1"
+        )
     return StreamedData(source, job.train.batch, plan, source.sample_items)
 
 
@@ -178,8 +186,11 @@ class _Read(IterableDataset[Any]):
         self.source, self.consumed, self.until, self.batch, self.micro = source, consumed, until, batch, micro
 
     def batches(self) -> Iterator[Batch]:
-        sizes = (last - first for begin, end in _steps(self.consumed, self.until, self.batch)
-                 for first, last in pieces(begin, end, self.micro))
+        sizes = (
+            last - first
+            for begin, end in _steps(self.consumed, self.until, self.batch)
+            for first, last in pieces(begin, end, self.micro)
+        )
         return self.source.batches(self.consumed, sizes)
 
     def __iter__(self) -> Iterator[Batch | TightfitError]:
@@ -207,9 +218,17 @@ def _from_workers(dataset: Dataset[Any], keys: Iterable[Any] | None, plan: Plan)
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tightfit.data"])
-    loader = DataLoader(dataset, batch_size=None, sampler=keys, num_workers=plan.loader_workers, collate_fn=_as_it_is,
-                        prefetch_factor=plan.prefetch, pin_memory=plan.pin_memory, multiprocessing_context=context,
-                        generator=torch.Generator())  # its own, so that the training's draws nothing for the workers
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=keys,
+        num_workers=plan.loader_workers,
+        collate_fn=_as_it_is,
+        prefetch_factor=plan.prefetch,
+        pin_memory=plan.pin_memory,
+        multiprocessing_context=context,
+        generator=torch.Generator(),
+    )  # its own, so that the training's draws nothing for the workers
     try:
         for batch in _started(loader, plan):
             if isinstance(batch, TightfitError):
@@ -218,9 +237,11 @@ def _from_workers(dataset: Dataset[Any], keys: Iterable[Any] | None, plan: Plan)
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        raise TightfitError(f"{error}\n  a killed worker has most often run out of host memory or of /dev/shm\n"
-                            f"  fix: use fewer loader_workers than {plan.loader_workers}, or less prefetch; a script "
-                            "that defines its dataset itself must start under if __name__ == '__main__'") from error
+        raise TightfitError(
+            f"{error}\n  a killed worker has most often run out of host memory or of /dev/shm\n"
+            f"  fix: use fewer loader_workers than {plan.loader_workers}, or less prefetch; a script "
+            "that defines its dataset itself must start under if __name__ == '__main__'"
+        ) from error
 
 
 def _started(loader: DataLoader[Any], plan: Plan) -> Iterator[Any]:
@@ -235,9 +256,11 @@ def _started(loader: DataLoader[Any], plan: Plan) -> Iterator[Any]:
         try:
             return iter(loader)
         except _NOT_PICKLABLE as error:
-            raise InputError(f"plan: loader_workers={plan.loader_workers}",
-                             f"the dataset cannot be sent to a worker ({error})",
-                             "define its class at the top of a module, or use loader_workers: 0") from None
+            raise InputError(
+                f"plan: loader_workers={plan.loader_workers}",
+                f"the dataset cannot be sent to a worker ({error})",
+                "define its class at the top of a module, or use loader_workers: 0",
+            ) from None
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from tightfit.methods.run import Run
 from tightfit.models.objective import IGNORED, Batch, Objective
 from tightfit.plan import Plan
 
-
 ROWS_IN_CACHE = 64
 VARIANTS = ({"chunked_loss": 5},)
 
@@ -52,14 +51,15 @@ class Head:
         def forward(hidden: Tensor) -> Tensor:
             return hidden if self.open else product(hidden)
 
-        self.layer.forward = forward  # type: ignore[method-assign]
+        self.layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def chunked(objective: Objective, model: nn.Module, chunk: int) -> Objective:
     """`objective` with its logits never whole. Raises InputError where the logits are not the head's own output."""
     head = Head(find_head(objective, model))
     head.attach()
-    assert objective.logits is not None and objective.targets is not None
+    assert objective.logits is not None
+    assert objective.targets is not None
     logits, targets = objective.logits, objective.targets
 
     def total(model: nn.Module, batch: Batch) -> Tensor:
@@ -69,8 +69,12 @@ def chunked(objective: Objective, model: nn.Module, chunk: int) -> Objective:
         finally:
             head.open = False
         if hidden.shape[-1] != head.layer.in_features:
-            raise InputError("plan: chunked_loss", "the model changes the logits after its head", "leave out chunked_loss")
-        return linear_cross_entropy(hidden.flatten(0, -2), head.layer.weight, head.layer.bias, targets(batch).flatten(), chunk)
+            raise InputError(
+                "plan: chunked_loss", "the model changes the logits after its head", "leave out chunked_loss"
+            )
+        return linear_cross_entropy(
+            hidden.flatten(0, -2), head.layer.weight, head.layer.bias, targets(batch).flatten(), chunk
+        )
 
     return replace(objective, total=total)
 
@@ -80,12 +84,17 @@ def find_head(objective: Objective, model: nn.Module) -> nn.Linear:
     get = getattr(model, "get_output_embeddings", None)
     layer = get() if get is not None else None
     if not isinstance(layer, nn.Linear) or objective.logits is None:
-        raise InputError("plan: chunked_loss", f"{type(model).__name__} has no linear layer that it calls its output embedding",
-                         "leave out chunked_loss, or give the model get_output_embeddings() returning its last nn.Linear")
+        raise InputError(
+            "plan: chunked_loss",
+            f"{type(model).__name__} has no linear layer that it calls its output embedding",
+            "leave out chunked_loss, or give the model get_output_embeddings() returning its last nn.Linear",
+        )
     config: Any = getattr(model, "config", None)
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1.0):
-            raise InputError("plan: chunked_loss", f"the model changes the logits after its head ({name})", "leave out chunked_loss")
+            raise InputError(
+                "plan: chunked_loss", f"the model changes the logits after its head ({name})", "leave out chunked_loss"
+            )
     return layer
 
 
@@ -104,7 +113,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     """The gradients are made in forward, while a chunk's logits are there, and scaled in backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, dtype: torch.dtype
+    ) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             return _forward(ctx, hidden, weight, bias, targets, chunk, dtype)
 
@@ -122,7 +133,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         return for_hidden.to(ctx.types[0]), for_weight.to(ctx.types[1]), for_bias, None, None, None
 
 
-def _forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
+def _forward(
+    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, dtype: torch.dtype
+) -> Tensor:
     narrow_weight, narrow_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     learning = any(ctx.needs_input_grad[:3])
     for_hidden = torch.empty_like(hidden, dtype=dtype) if learning else None

@@ -89,8 +89,11 @@ def _finished(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.
     """Move and cast whatever is not yet where and as it is kept. Ties between parameters stay."""
     tensors = [*model.parameters(), *model.buffers()]
     if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
-        raise InputError("job: model", "has lazy modules, whose shapes are not known yet",
-                         "call the model once on a small batch before returning it")
+        raise InputError(
+            "job: model",
+            "has lazy modules, whose shapes are not known yet",
+            "call the model once on a small batch before returning it",
+        )
     if any(tensor.device != device and not tensor.is_meta for tensor in tensors):
         model.to(device)
     for module in model.modules():
@@ -105,11 +108,16 @@ def _finished(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.
 
 
 # what reads a parameter's shape and flags, which are the same wherever it is
-_SHAPE_ONLY = frozenset((
-    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "requires_grad_", "__len__", "__hash__")),
-    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "requires_grad", "grad", "is_leaf", "is_meta")),
-    Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-))
+_SHAPE_ONLY = frozenset(
+    (
+        *(
+            getattr(Tensor, name)
+            for name in ("size", "dim", "numel", "nelement", "requires_grad_", "__len__", "__hash__")
+        ),
+        *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "requires_grad", "grad", "is_leaf", "is_meta")),
+        Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    )
+)
 
 
 class _Staging(TorchFunctionMode):
@@ -143,8 +151,9 @@ class _Staging(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _SHAPE_ONLY:
-            touched = {id(item): item for item in _flat((args, kwargs))
-                       if isinstance(item, nn.Parameter) and item in self.kept}
+            touched = {
+                id(item): item for item in _flat((args, kwargs)) if isinstance(item, nn.Parameter) and item in self.kept
+            }
             for parameter in touched.values():
                 self._stage(parameter)
             self._place_idle(touched)

@@ -16,7 +16,6 @@ from torch import nn
 from tightfit.methods.run import Run
 from tightfit.plan import Plan
 
-
 VARIANTS = ({"micro_batch": 3},)
 
 
@@ -46,7 +45,12 @@ def advice(micro_batch: int, widths: list[int], device: str) -> list[str]:
     odd = sorted({width for width in widths if width % 8})
     loose = sorted({width for width in widths if width % 8 == 0 and width % multiple and width > multiple})
     said = [f"layer width {width}: pad to {math.ceil(width / 8) * 8}, a multiple of 8" for width in odd]
-    said += [f"layer width {width}: {math.ceil(width / multiple) * multiple} would fill tiles of {multiple}" for width in loose]
+    said += [
+        f"layer width {width}: {math.ceil(width / multiple) * multiple} would fill tiles of {multiple}"
+        for width in loose
+    ]
     if device == "cuda" and micro_batch % 8:
-        said.append(f"micro_batch {micro_batch}: a multiple of 8 (such as {math.ceil(micro_batch / 8) * 8}) fills half-precision tiles")
+        said.append(
+            f"micro_batch {micro_batch}: a multiple of 8 (such as {math.ceil(micro_batch / 8) * 8}) fills half-precision tiles"
+        )
     return said

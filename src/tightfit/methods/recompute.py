@@ -39,8 +39,11 @@ def apply(run: Run, plan: Plan) -> Run:
     name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
     blocks = [block for _, block in find_blocks(run.model, name)]
     if not blocks:
-        raise InputError(f"plan: recompute={plan.recompute}", f"{type(run.model).__name__} has no repeated blocks to recompute",
-                         "name its list of blocks in the job (model: {..., blocks: encoder.layers}), or use recompute: none")
+        raise InputError(
+            f"plan: recompute={plan.recompute}",
+            f"{type(run.model).__name__} has no repeated blocks to recompute",
+            "name its list of blocks in the job (model: {..., blocks: encoder.layers}), or use recompute: none",
+        )
     if plan.recompute == "sqrt":
         length = round(math.sqrt(len(blocks)))
         for start in range(0, len(blocks), length):
@@ -64,7 +67,9 @@ def recomputed(forward: Forward, modules: list[nn.Module], selective: bool = Fal
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # the compiler recomputes operations, and changes a buffer once
-            contexts = {"context_fn": partial(create_selective_checkpoint_contexts, keep_products)} if selective else {}
+            contexts: dict[str, Any] = (
+                {"context_fn": partial(create_selective_checkpoint_contexts, keep_products)} if selective else {}
+            )
             return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
         before = buffers.values()
         output = checkpoint(
@@ -121,18 +126,20 @@ def contexts_of(
     return first, again()
 
 
-_PRODUCTS = frozenset({
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.baddbmm.default,
-    torch.ops.aten.convolution.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_attention_math_for_mps.default,
-})
+_PRODUCTS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+        torch.ops.aten.convolution.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_attention_math_for_mps.default,
+    }
+)
 
 
 def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -166,8 +173,11 @@ def recompute_segment(blocks: list[nn.Module]) -> None:
         shared = shared and all(a is b for a, b in zip(args, last_call["args"], strict=True))
         shared = shared and all(kwargs[name] is last_call["kwargs"][name] for name in kwargs)
         if first is not last_call["output"] or not shared:
-            raise InputError("plan: recompute=sqrt", "the model does more between its blocks than hand one's output to the next",
-                             "use recompute: full, which needs no such order")
+            raise InputError(
+                "plan: recompute=sqrt",
+                "the model does more between its blocks than hand one's output to the next",
+                "use recompute: full, which needs no such order",
+            )
         if position == len(forwards) - 1:
             last_call.clear()
         return first

@@ -43,8 +43,9 @@ def _named(model: nn.Module, name: str) -> Named:
     modules = dict(model.named_modules())
     if name not in modules:
         lists = [path for path, module in modules.items() if path and _is_list(module)]
-        raise InputError(f"job: model.blocks={name}", "the model has no such module",
-                         nearest(name, lists or list(modules)[1:]))
+        raise InputError(
+            f"job: model.blocks={name}", "the model has no such module", nearest(name, lists or list(modules)[1:])
+        )
     blocks = [(f"{name}.{child}", module) for child, module in modules[name].named_children()]
     if not blocks:
         raise InputError(f"job: model.blocks={name}", "holds no modules", "name the list that holds the blocks")

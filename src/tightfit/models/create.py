@@ -25,20 +25,59 @@ if TYPE_CHECKING:
 
 # transformers' model types whose task needs no import to be known; the others are looked up in its tables
 TASK_OF_ARCHITECTURE = {
-    **dict.fromkeys(("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "llama", "mistral", "mixtral",
-                     "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "phi", "phi3"), "causal-lm"),
+    **dict.fromkeys(
+        (
+            "gpt2",
+            "gpt_neo",
+            "gpt_neox",
+            "gptj",
+            "opt",
+            "bloom",
+            "falcon",
+            "llama",
+            "mistral",
+            "mixtral",
+            "qwen2",
+            "qwen2_moe",
+            "qwen3",
+            "qwen3_moe",
+            "gemma",
+            "gemma2",
+            "phi",
+            "phi3",
+        ),
+        "causal-lm",
+    ),
     **dict.fromkeys(("bert", "roberta", "distilbert", "deberta-v2", "electra", "modernbert"), "masked-lm"),
     **dict.fromkeys(("t5", "mt5", "bart", "mbart", "pegasus", "marian"), "seq2seq-lm"),
     **dict.fromkeys(("vit", "deit", "swin", "beit", "dinov2", "resnet", "convnext"), "classification"),
 }
-_TASK_OF_CLASS = {"ForCausalLM": "causal-lm", "LMHeadModel": "causal-lm", "ForMaskedLM": "masked-lm",
-                  "ForPreTraining": "masked-lm", "ForImageClassification": "classification",
-                  "ForSequenceClassification": "classification"}
-_TABLE_OF_TASK = {"seq2seq-lm": "SEQ_TO_SEQ_CAUSAL_LM", "masked-lm": "MASKED_LM", "causal-lm": "CAUSAL_LM",
-                  "classification": "IMAGE_CLASSIFICATION"}
+_TASK_OF_CLASS = {
+    "ForCausalLM": "causal-lm",
+    "LMHeadModel": "causal-lm",
+    "ForMaskedLM": "masked-lm",
+    "ForPreTraining": "masked-lm",
+    "ForImageClassification": "classification",
+    "ForSequenceClassification": "classification",
+}
+_TABLE_OF_TASK = {
+    "seq2seq-lm": "SEQ_TO_SEQ_CAUSAL_LM",
+    "masked-lm": "MASKED_LM",
+    "causal-lm": "CAUSAL_LM",
+    "classification": "IMAGE_CLASSIFICATION",
+}
 # keys that every config takes although they are no field of its class
-_COMMON_KEYS = {"num_labels", "torch_dtype", "attn_implementation", "bos_token_id", "eos_token_id", "pad_token_id",
-                "decoder_start_token_id", "tie_word_embeddings", "use_cache"}
+_COMMON_KEYS = {
+    "num_labels",
+    "torch_dtype",
+    "attn_implementation",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+    "tie_word_embeddings",
+    "use_cache",
+}
 _WRITE_IT = "name a folder with config.json and safetensors, as transformers' save_pretrained writes it"
 _ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}  # how rope_parameters was written before
 
@@ -114,10 +153,13 @@ def model_factory(model: Any, sequential: bool = False) -> Callable[[], nn.Modul
         config = model_config(model)
         kind = _model_class(model, config)
         if model.from_ and not _shapes_only():
-            with (as_input_error(f"job: model.from={model.from_}", _WRITE_IT),
-                  _read_sequentially() if sequential else nullcontext()):
-                return kind.from_pretrained(model.from_, config=config, dtype=torch.float32, local_files_only=True,
-                                            use_safetensors=True)
+            with (
+                as_input_error(f"job: model.from={model.from_}", _WRITE_IT),
+                _read_sequentially() if sequential else nullcontext(),
+            ):
+                return kind.from_pretrained(
+                    model.from_, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True
+                )
         with as_input_error(f"job: model ({model})", "change the config keys it names"):
             return kind.from_config(config, dtype=torch.float32)
 
@@ -162,8 +204,11 @@ def _task_of_architecture(architecture: str) -> str:
     for task, table in _TABLE_OF_TASK.items():
         if architecture in vars(modeling_auto)[f"MODEL_FOR_{table}_MAPPING_NAMES"]:
             return task
-    raise InputError(f"job: model.architecture={architecture}", "is for none of the tasks " + ", ".join(_TABLE_OF_TASK),
-                     "give a python callable that returns the model, and a loss")
+    raise InputError(
+        f"job: model.architecture={architecture}",
+        "is for none of the tasks " + ", ".join(_TABLE_OF_TASK),
+        "give a python callable that returns the model, and a loss",
+    )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -171,8 +216,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     asked = f"job: model.from={folder}"
     if not folder.is_dir():
         near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob("*/")], 1)
-        raise InputError(asked, "is a file" if folder.exists() else "no such folder",
-                         f"did you mean {folder.parent / near[0]}?" if near else _WRITE_IT)
+        raise InputError(
+            asked,
+            "is a file" if folder.exists() else "no such folder",
+            f"did you mean {folder.parent / near[0]}?" if near else _WRITE_IT,
+        )
     try:
         content = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
@@ -191,8 +239,11 @@ def _config_class(architecture: str) -> Any:
     known = transformers.CONFIG_MAPPING
     if architecture not in known:
         near = difflib.get_close_matches(architecture.lower(), list(known), 1, 0.5)
-        raise InputError(f"job: model.architecture={architecture}", "transformers has no such model type",
-                         f"did you mean {near[0]!r}?" if near else "use one such as llama, gpt2, bert, t5 or vit")
+        raise InputError(
+            f"job: model.architecture={architecture}",
+            "transformers has no such model type",
+            f"did you mean {near[0]!r}?" if near else "use one such as llama, gpt2, bert, t5 or vit",
+        )
     return known[architecture]
 
 
@@ -203,8 +254,9 @@ def _config_keys(spec: ModelSpec, kind: Any) -> dict[str, Any]:
         known |= _ROPE_KEYS
     for key in spec.config:
         if key not in known:
-            raise InputError(f"job: model.{key}", f"{kind.model_type} has no such config key",
-                             nearest(key, sorted(known)))
+            raise InputError(
+                f"job: model.{key}", f"{kind.model_type} has no such config key", nearest(key, sorted(known))
+            )
     base = preset(spec.preset).config if spec.preset else {}
     stored = [{kind.attribute_map.get(key, key): value for key, value in keys.items()} for keys in (base, spec.config)]
     keys = stored[0] | stored[1]
@@ -230,8 +282,11 @@ def _defaults(kind: Any) -> dict[str, Any]:
     """The config class's own keys and their defaults, those of its parents included."""
     defaults: dict[str, Any] = {}
     for parent in reversed(kind.__mro__[:-1]):
-        defaults |= {name: value.default for name, value in inspect.signature(parent.__init__).parameters.items()
-                     if value.kind in (value.POSITIONAL_OR_KEYWORD, value.KEYWORD_ONLY) and name != "self"}
+        defaults |= {
+            name: value.default
+            for name, value in inspect.signature(parent.__init__).parameters.items()
+            if value.kind in (value.POSITIONAL_OR_KEYWORD, value.KEYWORD_ONLY) and name != "self"
+        }
     return defaults
 
 
@@ -257,8 +312,11 @@ def _check_heads(spec: ModelSpec, kind: Any, keys: dict[str, Any]) -> None:
     if hidden and heads and not value("head_dim") and hidden % heads:
         refuse("num_attention_heads", f"does not divide the hidden size {hidden}", _nearest_divisor(hidden, heads))
     if hidden and heads and not value("head_dim") and "rope_parameters" in defaults and hidden // heads % 2:
-        refuse("num_attention_heads", f"makes heads of {hidden // heads}, and rotary embeddings turn pairs",
-               _nearest_divisor(hidden // 2, heads))
+        refuse(
+            "num_attention_heads",
+            f"makes heads of {hidden // heads}, and rotary embeddings turn pairs",
+            _nearest_divisor(hidden // 2, heads),
+        )
     if heads and groups and heads % groups:
         refuse("num_key_value_heads", f"does not divide the {heads} attention heads", _nearest_divisor(heads, groups))
 
@@ -272,12 +330,18 @@ def _model_class(spec: ModelSpec, config: Any) -> Any:
     import transformers
 
     task = task_of(spec)
-    kinds = {"causal-lm": ["AutoModelForCausalLM"], "masked-lm": ["AutoModelForMaskedLM"],
-             "seq2seq-lm": ["AutoModelForSeq2SeqLM"],
-             "classification": ["AutoModelForImageClassification", "AutoModelForSequenceClassification"]}
+    kinds = {
+        "causal-lm": ["AutoModelForCausalLM"],
+        "masked-lm": ["AutoModelForMaskedLM"],
+        "seq2seq-lm": ["AutoModelForSeq2SeqLM"],
+        "classification": ["AutoModelForImageClassification", "AutoModelForSequenceClassification"],
+    }
     for name in kinds[task or "classification"]:
         kind = getattr(transformers, name)
         if type(config) in kind._model_mapping:
             return kind
-    raise InputError(f"job: model.task={task}", f"transformers has no model of {config.model_type} for it",
-                     f"leave it out: the task is then {_task_of_architecture(config.model_type)}")
+    raise InputError(
+        f"job: model.task={task}",
+        f"transformers has no model of {config.model_type} for it",
+        f"leave it out: the task is then {_task_of_architecture(config.model_type)}",
+    )

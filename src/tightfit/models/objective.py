@@ -46,7 +46,9 @@ def sample_count(batch: Batch) -> int:
     for value in values:
         if isinstance(value, Tensor | dict | list | tuple):
             return sample_count(value)
-    raise InputError("data", f"a batch of {type(batch).__name__} holds no tensor", "yield tensors, or dicts or tuples of tensors")
+    raise InputError(
+        "data", f"a batch of {type(batch).__name__} holds no tensor", "yield tensors, or dicts or tuples of tensors"
+    )
 
 
 def processed_count(batch: Batch) -> int:
@@ -143,8 +145,11 @@ def objective_of(loss: Any, task: str | None) -> Objective:
     def total(model: nn.Module, batch: Batch) -> Tensor:
         value = loss(_call(model, batch), batch)
         if not isinstance(value, Tensor) or value.dim() != 0:
-            raise InputError("loss", f"returned {type(value).__name__}{list(getattr(value, 'shape', []))}, not a scalar tensor",
-                             "return the mean over the batch's samples, or give a tightfit.Objective")
+            raise InputError(
+                "loss",
+                f"returned {type(value).__name__}{list(getattr(value, 'shape', []))}, not a scalar tensor",
+                "return the mean over the batch's samples, or give a tightfit.Objective",
+            )
         return value * sample_count(batch)
 
     return Objective(total, sample_count, "samples")
@@ -158,5 +163,3 @@ def _call(model: nn.Module, batch: Batch) -> Any:
     if isinstance(batch, list | tuple):
         return model(batch[0])
     return model(batch)
-
-

@@ -33,8 +33,11 @@ def load_python(reference: str) -> Callable[..., Any]:
     module = _module_of_file(Path(source), asked) if source.endswith(".py") else _module_of_package(source, asked)
     if not hasattr(module, name):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise InputError(asked, f"{source} has no function {name}",
-                         nearest(name, functions) if functions else f"define it: def {name}(): ...")
+        raise InputError(
+            asked,
+            f"{source} has no function {name}",
+            nearest(name, functions) if functions else f"define it: def {name}(): ...",
+        )
     function = getattr(module, name)
     if not callable(function):
         raise InputError(asked, f"{name} is a {type(function).__name__}, not a function", f"write def {name}(): ...")
@@ -47,13 +50,19 @@ def returning_module(function: Any, name: str) -> Callable[[], nn.Module]:
 
     asked = f"job: model ({name})"
     if isinstance(function, nn.Module) or not callable(function):
-        raise InputError(asked, f"is a {type(function).__name__}, not a function that returns a model",
-                         "give a function: plans create the model where they need it")
+        raise InputError(
+            asked,
+            f"is a {type(function).__name__}, not a function that returns a model",
+            "give a function: plans create the model where they need it",
+        )
     try:
         inspect.signature(function).bind()
     except TypeError as error:
-        raise InputError(asked, f"cannot be called without arguments ({error})",
-                         "give its arguments defaults, or wrap it: lambda: make_model(...)") from None
+        raise InputError(
+            asked,
+            f"cannot be called without arguments ({error})",
+            "give its arguments defaults, or wrap it: lambda: make_model(...)",
+        ) from None
     except ValueError:  # a builtin that does not tell its signature
         pass
 
@@ -115,8 +124,11 @@ def _module_of_package(name: str, asked: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise InputError(asked, f"{name} imports {error.name}, which is not there", "install it") from error
-            raise InputError(asked, f"there is no module {error.name}",
-                             "start in the folder that holds it, install it, or name a file.py:function") from None
+            raise InputError(
+                asked,
+                f"there is no module {error.name}",
+                "start in the folder that holds it, install it, or name a file.py:function",
+            ) from None
         except Exception as error:
             raise InputError(asked, f"importing it raised {type(error).__name__}: {error}", f"mend {name}") from error
 

@@ -31,8 +31,11 @@ def make_optimizer(model: nn.Module, train: Train, fused: bool = False) -> Optim
     if not trainable:
         raise InputError("job: model", "has no trainable parameter", "set requires_grad on the parameters to train")
     if fused and train.optimizer not in FUSED:
-        raise InputError(f"job: train.optimizer={train.optimizer}", "torch has a fused kernel for AdamW and SGD only",
-                         f"use fused_optimizer: false with {train.optimizer}")
+        raise InputError(
+            f"job: train.optimizer={train.optimizer}",
+            "torch has a fused kernel for AdamW and SGD only",
+            f"use fused_optimizer: false with {train.optimizer}",
+        )
     if train.optimizer == "muon":
         optimizer = _make_muon(model, trainable, train)
     else:
@@ -75,7 +78,8 @@ def _make_muon(model: nn.Module, trainable: list[nn.Parameter], train: Train) ->
         found = "no hidden matrix" if not hidden else "hidden matrices only, and no embedding, head, norm or bias"
         raise InputError("job: train.optimizer=muon", f"the model has {found}", "use optimizer: adamw")
     rate = train.scaled_learning_rate
-    muon = torch.optim.Muon(hidden, lr=rate, weight_decay=train.weight_decay, momentum=train.momentum,
-                            adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(
+        hidden, lr=rate, weight_decay=train.weight_decay, momentum=train.momentum, adjust_lr_fn="match_rms_adamw"
+    )
     adamw = torch.optim.AdamW(decay_groups(others, train.weight_decay), lr=rate, betas=train.betas, eps=train.epsilon)
     return MuonWithAdamW(muon, adamw)

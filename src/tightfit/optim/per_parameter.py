@@ -41,7 +41,11 @@ class PerParameter(Optimizer):
     """
 
     def __init__(
-        self, optimizer: Optimizer, states: States = "fp32", rounding: Rounding = "nearest", seed: int = 0,
+        self,
+        optimizer: Optimizer,
+        states: States = "fp32",
+        rounding: Rounding = "nearest",
+        seed: int = 0,
         wide: bool = False,
     ) -> None:
         assert not optimizer.state, "wrap an optimizer before its first step"
@@ -79,8 +83,11 @@ class PerParameter(Optimizer):
 
     def _update_in_backward(self, parameter: Tensor, group: int) -> None:
         if parameter in self._updated:
-            raise InputError("update in backward", "a second gradient of a weight before step()",
-                             "give the whole batch as one micro-batch, and call step() after each backward")
+            raise InputError(
+                "update in backward",
+                "a second gradient of a weight before step()",
+                "give the whole batch as one micro-batch, and call step() after each backward",
+            )
         with torch.no_grad():
             self._update(parameter, self.param_groups[group])
         parameter.grad = None

@@ -54,8 +54,14 @@ def _remaining_share(train: Train, step: int, total_steps: int | None) -> float:
 def _check(train: Train, total_steps: int | None) -> None:
     if total_steps is None:
         if train.schedule != "constant":
-            raise InputError(f"job: train.schedule={train.schedule}", "the data is endless and the job says no steps",
-                             "add train.steps, or use schedule: constant")
+            raise InputError(
+                f"job: train.schedule={train.schedule}",
+                "the data is endless and the job says no steps",
+                "add train.steps, or use schedule: constant",
+            )
     elif train.warmup > total_steps:
-        raise InputError("job: train.warmup", f"{train.warmup} steps of warm-up in a training of {total_steps}",
-                         f"use a warmup of at most {total_steps}, or train for longer")
+        raise InputError(
+            "job: train.warmup",
+            f"{train.warmup} steps of warm-up in a training of {total_steps}",
+            f"use a warmup of at most {total_steps}, or train for longer",
+        )

@@ -45,7 +45,11 @@ def _choices(job: Job, machine: Machine) -> Iterator[tuple[str, Any, str]]:
         yield "attention", "blocked", "plain products are faster here than the fused attention kernel"
     yield "fused_optimizer", True, "one pass over the states in place of several"
     if (job.train.steps or COMPILE_PAYS_AFTER_STEPS) >= COMPILE_PAYS_AFTER_STEPS and can_compile(machine):
-        yield "compile", "block" if of_transformers else "model", f"pays for itself within about {COMPILE_PAYS_AFTER_STEPS} steps"
+        yield (
+            "compile",
+            "block" if of_transformers else "model",
+            f"pays for itself within about {COMPILE_PAYS_AFTER_STEPS} steps",
+        )
     if machine.device == "cuda":
         yield "pin_memory", True, "page-locked buffers copy about twice as fast"
         yield "non_blocking", True, "copies overlap the device's work"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.table import Table
 from tightfit.engine.launch import enter_environment
 from tightfit.errors import InputError
 from tightfit.job import Job
-from tightfit.machine import Machine
+from tightfit.machine import Figure, Machine
 from tightfit.plan import Plan, needed_permissions, read_pins
 from tightfit.planner.complete import complete
 from tightfit.units import format_bytes, format_count, format_seconds
@@ -34,7 +35,10 @@ def planned(path: Path, plan: str | None, changes: list[str], machine: Machine) 
         pins = own
     else:
         in_changes = {change.split("=")[0].removeprefix("plan.") for change in changes if change.startswith("plan.")}
-        pins = {**read_pins("reference" if plan == "reference" else Path(plan)), **{k: v for k, v in own.items() if k in in_changes}}
+        pins = {
+            **read_pins("reference" if plan == "reference" else Path(plan)),
+            **{k: v for k, v in own.items() if k in in_changes},
+        }
     chosen, reasons = complete(job, machine, pins)
     return job, chosen, reasons
 
@@ -47,8 +51,11 @@ def train_command(path: Path, plan: str | None, out: Path | None, resume: bool, 
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out}", "is a file", "name a folder")
     if not resume and any((out / "checkpoints").glob("step-*")):
-        raise InputError(f"--out {out}", "holds the checkpoints of an earlier run, which this one would overwrite",
-                         "add --resume to go on with it, or name another folder")
+        raise InputError(
+            f"--out {out}",
+            "holds the checkpoints of an earlier run, which this one would overwrite",
+            "add --resume to go on with it, or name another folder",
+        )
     console = Console()
     enter_environment(chosen, machine.device)
     announce(console, job, chosen, reasons, machine)
@@ -81,17 +88,26 @@ def summary(record: dict[str, Any], out: Path) -> str:
     if loss:
         lines.append(f"loss     {loss[0][1]:.4f} at step {loss[0][0]}, {loss[-1][1]:.4f} at step {loss[-1][0]}")
     if record["step_s"]:
-        speed = f"{format_count(record['tokens_per_s'])} tokens/s" if record["tokens_per_s"] else f"{record['samples_per_s']:.4g} samples/s"
+        speed = (
+            f"{format_count(record['tokens_per_s'])} tokens/s"
+            if record["tokens_per_s"]
+            else f"{record['samples_per_s']:.4g} samples/s"
+        )
         mfu = f", {record['mfu']:.0%} of the measured matrix rate" if record["mfu"] else ""
         lines.append(f"speed    {speed} (median of {len(record['step_s'])} steps){mfu}")
     if record["compile_s"]:
         lines.append(f"compile  {format_seconds(record['compile_s'])} in the first step, not counted in the speed")
     if peak["measured"]:
         rows = ", ".join(f"{name} {format_bytes(value)}" for name, value in peak["rows"].items() if value)
-        lines.append(f"memory   {format_bytes(peak['measured'])} at the peak ({rows}); process {format_bytes(peak['process'])}")
+        lines.append(
+            f"memory   {format_bytes(peak['measured'])} at the peak ({rows}); process {format_bytes(peak['process'])}"
+        )
     elif peak["process"]:
         lines.append(f"memory   process {format_bytes(peak['process'])}")
-    for name, words in (("skipped_steps", "steps skipped because fp16 overflowed"), ("damaged_samples", "damaged samples skipped")):
+    for name, words in (
+        ("skipped_steps", "steps skipped because fp16 overflowed"),
+        ("damaged_samples", "damaged samples skipped"),
+    ):
         if record[name]:
             lines.append(f"         {record[name]} {words}")
     return "\n".join([*lines, f"record   {out / 'record.json'}"])
@@ -141,13 +157,25 @@ def machine_rows(machine: Machine) -> list[tuple[str, str, str]]:
     """(what, value, source) for each figure of a machine."""
     count = machine.devices_per_node * machine.nodes
     rows = [("device", f"{count} x {machine.name} ({machine.device})", "system")]
-    figures = [("memory", machine.memory_bytes, format_bytes), ("host memory", machine.host_memory_bytes, format_bytes)]
-    figures += [(f"matrix products {kind}", figure, lambda v: format_count(v) + "FLOP/s") for kind, figure in machine.matrix_flops_per_s.items()]
+    figures: list[tuple[str, Figure, Callable[[float], str]]] = [
+        ("memory", machine.memory_bytes, format_bytes),
+        ("host memory", machine.host_memory_bytes, format_bytes),
+    ]
+    figures += [
+        (f"matrix products {kind}", figure, lambda v: format_count(v) + "FLOP/s")
+        for kind, figure in machine.matrix_flops_per_s.items()
+    ]
     rate = lambda value: f"{value / 1e9:.3g} GB/s"  # noqa: E731
-    for name, figure in (("memory bandwidth", machine.memory_bytes_per_s), ("host to device", machine.host_to_device_bytes_per_s),
-                         ("between processes", machine.process_bytes_per_s)):
+    for name, figure in (
+        ("memory bandwidth", machine.memory_bytes_per_s),
+        ("host to device", machine.host_to_device_bytes_per_s),
+        ("between processes", machine.process_bytes_per_s),
+    ):
         if figure:
             figures.append((name, figure, rate))
     if machine.launch_s:
         figures.append(("launch of an operation", machine.launch_s, format_seconds))
-    return rows + [(name, form(figure.value), f"{figure.source} ({figure.detail})" if figure.detail else figure.source) for name, figure, form in figures]
+    return rows + [
+        (name, form(figure.value), f"{figure.source} ({figure.detail})" if figure.detail else figure.source)
+        for name, figure, form in figures
+    ]

@@ -23,8 +23,10 @@ class View(Protocol):
 
 def describe(step: Step, items_per_s: float, unit: str, peak_bytes: int, left_s: float) -> str:
     """loss, learning rate, speed, peak memory and time left, in one line."""
-    return (f"loss {step.loss:.4f}  lr {step.learning_rate:.2e}  {format_count(items_per_s)} {unit}/s  "
-            f"peak {format_bytes(peak_bytes)}  left {format_seconds(left_s)}")
+    return (
+        f"loss {step.loss:.4f}  lr {step.learning_rate:.2e}  {format_count(items_per_s)} {unit}/s  "
+        f"peak {format_bytes(peak_bytes)}  left {format_seconds(left_s)}"
+    )
 
 
 class Lines:
@@ -36,7 +38,9 @@ class Lines:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         return None
 
     def show(self, step: Step, items_per_s: float, peak_bytes: int) -> None:
@@ -55,14 +59,18 @@ class Bar:
 
     def __init__(self, total: int, unit: str, console: Console) -> None:
         self.total, self.unit = total, unit
-        self.progress = Progress(BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"), console=console)
+        self.progress = Progress(
+            BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"), console=console
+        )
         self.task = self.progress.add_task("preparing the first step", total=total)
 
     def __enter__(self) -> Self:
         self.progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.progress.stop()
 
     def show(self, step: Step, items_per_s: float, peak_bytes: int) -> None:

@@ -20,11 +20,21 @@ def sample_text(run: Run, prompt: str = PROMPT, tokens: int = TOKENS) -> str | N
     inputs = torch.tensor([tokenizer(prompt)["input_ids"]], device=run.device)
     run.model.eval()
     try:
-        with torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with (
+            torch.random.fork_rng(devices=[run.device] if run.device.type == "cuda" else []),
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+        ):
             torch.manual_seed(run.job.train.seed)
             output = run.model.generate(  # type: ignore[operator]
-                inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=tokens, do_sample=True, temperature=0.8,
-                top_k=40, pad_token_id=tokenizer.eos_token_id or 0, use_cache=True,
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=tokens,
+                do_sample=True,
+                temperature=0.8,
+                top_k=40,
+                pad_token_id=tokenizer.eos_token_id or 0,
+                use_cache=True,
             )
     finally:
         run.model.train()

@@ -1,6 +1,6 @@
 """A training in a folder: build, train, checkpoint, and leave the files that people and scripts read.
 
-    job.yaml  plan.yaml  metrics.jsonl  record.json  checkpoints/  tensorboard/
+job.yaml  plan.yaml  metrics.jsonl  record.json  checkpoints/  tensorboard/
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from tightfit.report.sample import sample_text
 from tightfit.report.trackers import Trackers
 
 
-def train_in_folder(job: Job, plan: Plan, machine: Machine, out: Path, again: bool = False) -> tuple[Record, str | None]:
+def train_in_folder(
+    job: Job, plan: Plan, machine: Machine, out: Path, again: bool = False
+) -> tuple[Record, str | None]:
     """Train `job` with `plan`, leaving its files in `out`; `again` goes on from the newest checkpoint there.
 
     Returns the record, and a sample of generated text where the model is a causal language model.
@@ -140,8 +142,10 @@ def memory_errors_named(plan: Plan, job: Job) -> Iterator[None]:
         ours = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text
         if not ours:
             raise
-        raise DoesNotFit(f"{plan}: memory ended ({text.splitlines()[0][:160] if text else 'MemoryError'})\n"
-                         f"  smallest changes to try: {lighter(plan, job)}") from None
+        raise DoesNotFit(
+            f"{plan}: memory ended ({text.splitlines()[0][:160] if text else 'MemoryError'})\n"
+            f"  smallest changes to try: {lighter(plan, job)}"
+        ) from None
 
 
 def lighter(plan: Plan, job: Job) -> str:

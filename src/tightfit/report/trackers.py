@@ -22,7 +22,9 @@ class Trackers:
         self.writer: Any = None
         for name in self.names:
             if importlib.util.find_spec(name) is None:
-                raise InputError(f"job: train.trackers: {name}", "is not installed", f"pip install {name}, or leave it out")
+                raise InputError(
+                    f"job: train.trackers: {name}", "is not installed", f"pip install {name}, or leave it out"
+                )
 
     def __enter__(self) -> Self:
         if "tensorboard" in self.names:
@@ -55,7 +57,9 @@ class Trackers:
 
             mlflow.log_metrics(figures, step=line["step"])
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.writer is not None:
             self.writer.close()
         if "wandb" in self.names:
