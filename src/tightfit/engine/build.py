@@ -6,11 +6,12 @@ from typing import Any, cast
 
 import torch
 
-from tightfit.job import Job
+from tightfit.engine.randomness import seed_all
+from tightfit.job import Job, LossSpec
 from tightfit.machine import Machine
 from tightfit.methods import METHODS
 from tightfit.methods.run import Run
-from tightfit.models import task_of
+from tightfit.models import load_python, task_of
 from tightfit.models.objective import objective_of
 from tightfit.plan import Plan, check
 
@@ -24,13 +25,14 @@ def build(job: Job, plan: Plan | None = None, machine: Machine | None = None) ->
     kind = (machine or Machine.detect()).device
     check(plan, job, kind)
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-    torch.manual_seed(job.train.seed)
+    seed_all(job.train.seed)
+    loss = load_python(job.loss.python) if isinstance(job.loss, LossSpec) else job.loss
     unset = cast(Any, None)  # set by the rooms below
     run = Run(
         job=job,
         plan=plan,
         device=device,
-        objective=objective_of(job.loss, task_of(job.model)),
+        objective=objective_of(loss, task_of(job.model)),
         model=unset,
         loss_sum=unset,
         data=unset,

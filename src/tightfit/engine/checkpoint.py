@@ -7,41 +7,68 @@ random states, position. It is written beside and renamed, so what has a name is
 
 from __future__ import annotations
 
+import copy
 import json
 import os
-import random
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
+from torch import nn
 
-from tightfit.errors import InputError
+from tightfit.engine.randomness import random_states, set_random_states
+from tightfit.errors import InputError, TightfitError
 from tightfit.job import Job
 from tightfit.methods.run import Run
 
 
 def save(run: Run, folder: str | Path, step: int) -> Path:
-    """Write the checkpoint of a run that has done `step` steps under `folder`, and delete the oldest beyond the job's limit."""
+    """Write the checkpoint of a run that has done `step` steps under `folder`, and delete the oldest beyond the job's limit.
+
+    Raises TightfitError where it cannot be written; the checkpoints that are there stay.
+    """
     folder = Path(folder)
     final = folder / f"step-{step:08d}"
     partial = folder / f".{final.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_model(run.model, str(partial / "model.safetensors"), metadata={"format": "pt"})
-    config = getattr(run.model, "config", None)
-    if config is not None and hasattr(config, "save_pretrained"):
-        config.save_pretrained(partial)
-    if run.data.tokenizer is not None:
-        run.data.tokenizer.save_pretrained(partial)
-    torch.save(_state(run, step), partial / "state.pt")
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(partial, final)
-    for old in checkpoints(folder)[: -run.job.train.keep_checkpoints]:
-        shutil.rmtree(old)
+    try:
+        for left in folder.glob(".step-*.partial"):
+            shutil.rmtree(left)
+        partial.mkdir(parents=True)
+        _write(run, step, partial)
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(partial, final)
+        for old in checkpoints(folder)[: -run.job.train.keep_checkpoints]:
+            shutil.rmtree(old)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise TightfitError(
+            f"the checkpoint of step {step} could not be written to {folder}: {error}\n"
+            "  fix: make room there, keep fewer with train.keep_checkpoints, or name another --out"
+        ) from error
     return final
+
+
+def _write(run: Run, step: int, folder: Path) -> None:
+    save_model(run.model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    if is_transformers_model(run.model):
+        config: Any = copy.deepcopy(run.model.config)
+        config.architectures = [type(run.model).__name__]
+        if getattr(config, "use_cache", None) is False:
+            config.use_cache = True  # training has no use for it, generating has
+        config.save_pretrained(folder)
+    if run.data.tokenizer is not None:
+        run.data.tokenizer.save_pretrained(folder)
+    torch.save(_state(run, step), folder / "state.pt")
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Whether a model is one of transformers', which is not imported to know it."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
@@ -49,8 +76,8 @@ def checkpoints(folder: str | Path) -> list[Path]:
     return sorted(path for path in Path(folder).glob("step-*") if (path / "state.pt").exists())
 
 
-def resume(run: Run, folder: str | Path) -> int:
-    """Put the newest checkpoint under `folder` into `run`; returns the step to go on from. Raises InputError."""
+def newest(folder: str | Path) -> Path:
+    """The newest checkpoint under `folder`. Raises InputError."""
     found = checkpoints(folder)
     if not found:
         raise InputError(
@@ -58,14 +85,43 @@ def resume(run: Run, folder: str | Path) -> int:
             "no checkpoint there",
             "leave out --resume, or name the folder of an earlier run with --out",
         )
-    state = torch.load(found[-1] / "state.pt", map_location="cpu", weights_only=True)
-    _same_job(json.loads(state["job"]), run.job, found[-1])
-    load_model(run.model, str(found[-1] / "model.safetensors"), device=str(run.device))
-    run.optimizer.load_state_dict(state["optimizer"])
+    return found[-1]
+
+
+def resume(run: Run, folder: str | Path) -> int:
+    """Put the newest checkpoint under `folder` into `run`; returns the step to go on from. Raises InputError."""
+    path = newest(folder)
+    state = _read(path)
+    _same_job(json.loads(state["job"]), run.job, path)
+    try:
+        load_model(run.model, str(path / "model.safetensors"), device=str(run.device))
+        run.optimizer.load_state_dict(state["optimizer"])
+    except (RuntimeError, ValueError, SafetensorError) as error:
+        if isinstance(error, InputError) or "memory" in str(error).lower():
+            raise
+        lines = " ".join(str(error).split())
+        raise InputError(
+            f"resume from {path}",
+            f"does not fit this model ({lines[:200]})",
+            f"use the code that the run was started with; if the files are damaged, delete {path}",
+        ) from error
     if run.loss_scale is not None and state["loss_scale"] is not None:
         run.loss_scale.load_state_dict(state["loss_scale"])
-    _set_random_states(state["random"])
+    set_random_states(state["random"])
     return state["step"]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # what torch raises for a damaged file depends on where it is damaged
+        raise InputError(
+            f"resume from {path}",
+            f"its state.pt is damaged ({' '.join(str(error).split())[:160]})",
+            f"delete {path}: the run goes on from the checkpoint before it",
+        ) from error
 
 
 def _state(run: Run, step: int) -> dict[str, Any]:
@@ -74,28 +130,8 @@ def _state(run: Run, step: int) -> dict[str, Any]:
         "job": run.job.to_json(),
         "optimizer": run.optimizer.state_dict(),
         "loss_scale": run.loss_scale.state_dict() if run.loss_scale else None,
-        "random": _random_states(),
+        "random": random_states(),
     }
-
-
-def _random_states() -> dict[str, Any]:
-    name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(numpy.asarray(keys).astype("int64")), position, has_gauss, gauss),
-    }
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, *rest = states["numpy"]
-    numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
 
 
 _MAY_CHANGE = {
@@ -112,7 +148,7 @@ _MAY_CHANGE = {
 def _same_job(saved: dict[str, Any], job: Job, where: Path) -> None:
     """The mathematics may not change on the way; how long it trains, and how it is fitted, may."""
     asked = json.loads(job.to_json())
-    for section in ("model", "data", "train"):
+    for section in ("model", "data", "loss", "train"):
         before, now = saved.get(section) or {}, asked.get(section) or {}
         for name in sorted(set(before) | set(now)):
             if before.get(name) != now.get(name) and not (section == "train" and name in _MAY_CHANGE):

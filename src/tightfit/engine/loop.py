@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from torch import nn
 
+from tightfit.engine.randomness import randomness_kept, seed_all
 from tightfit.engine.step import Step, take_step, to_device
 from tightfit.errors import InputError
 from tightfit.methods.run import Run
@@ -36,9 +39,9 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step) -> Iterator[Step
     batch = run.job.train.batch
     until = None
     if run.job.train.steps is None and run.data.samples is not None:
-        until = round((run.job.train.epochs or 1) * run.data.samples)
+        until = math.ceil((run.job.train.epochs or 1) * run.data.samples)
     if start == 0:
-        torch.manual_seed(run.job.train.seed + 1)  # dropout draws the same numbers however the model was created
+        seed_all(run.job.train.seed + 1)  # dropout draws the same numbers however the model was created
     began = time.perf_counter()
     for step, micro_batches in zip(range(start, total_steps(run)), run.data.steps(start * batch, until), strict=False):
         result = take(run, micro_batches, step)
@@ -49,13 +52,28 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step) -> Iterator[Step
 
 @torch.no_grad()
 def evaluate(run: Run, samples: int | None = None) -> float:
-    """Mean loss over held-out samples, one micro-batch at a time: nothing but the running sum is kept."""
-    run.model.eval()
+    """Mean loss over held-out samples, one micro-batch at a time: nothing but the running sum is kept.
+
+    Leaves the training as it was: modes, running statistics and random numbers. Raises InputError where no samples
+    are held out.
+    """
     total, items = 0.0, 0
-    try:
+    with evaluating(run.model), randomness_kept():
         for batch in run.data.held_out(samples or run.job.train.evaluate_samples):
             items += run.objective.count(batch)
             total += float(run.loss_sum(to_device(batch, run)))
+    if not items:
+        raise InputError("evaluate", "the data holds out nothing that counts", "set data.held_out: 0.01")
+    return total / items
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """`model` in evaluation mode; afterwards each of its modules is in the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
     finally:
-        run.model.train()
-    return total / items if items else math.nan
+        for module in training:
+            module.training = True

@@ -36,7 +36,7 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
     fake, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
     total = Total()
     try:
-        state = {
+        state: dict[str, Tensor] = {
             name: fake.from_tensor(tensor.detach())
             for name, tensor in [*total.named_parameters(), *total.named_buffers()]
         }

@@ -8,12 +8,13 @@ Either way one step is sampled and the others run untouched; the process's resid
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -84,15 +85,26 @@ def profiled(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[
     results = profiler.profiler and profiler.profiler.kineto_results
     assert results is not None
     events = sorted(results.events(), key=lambda event: event.start_ns())
-    phases = {_FORWARD: "forward", f"Optimizer.step#{type(run.optimizer).__name__}.step": "optimizer"}
-    spans = [(phases[e.name()], e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() in phases]
+    changes = _phase_changes(events, type(run.optimizer).__name__)
     timeline = []
     for event in events:
         if event.name() == "[memory]":
             total += event.nbytes()
-            phase = next((name for name, begin, end in spans if begin <= event.start_ns() <= end), "backward")
-            timeline.append((phase, total))
+            passed = bisect_right(changes, event.start_ns(), key=lambda change: change[0])
+            timeline.append((changes[passed - 1][1] if passed else "forward", total))
     return result, _divided(run, timeline)
+
+
+def _phase_changes(events: list[Any], optimizer: str) -> list[tuple[int, str]]:
+    """(when, the phase that began) among the profiler's events; torch itself marks the optimizer's step."""
+    changes = []
+    for event in events:
+        if event.name() == _FORWARD:
+            begin = event.start_ns()
+            changes += [(begin, "forward"), (begin + event.duration_ns(), "backward")]
+        elif event.name() == f"Optimizer.step#{optimizer}.step":
+            changes.append((event.start_ns(), "optimizer"))
+    return sorted(changes)
 
 
 @contextmanager

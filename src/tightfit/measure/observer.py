@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 
 import torch
@@ -48,10 +49,21 @@ class Observer:
     def timed(self) -> list[Step]:
         return self.steps[SAMPLED + 1 :]
 
+    @property
+    def unit(self) -> str:
+        """What the speed counts: tokens of a language model, samples of any other."""
+        return self.run.objective.unit
+
+    def items(self, step: Step) -> int:
+        return step.processed if self.unit == "tokens" else step.samples
+
     def speed(self, latest: Step) -> float:
         """Items per second: the median of the timed steps so far, before them the latest step's."""
-        steps = self.timed or [latest]
-        return statistics.median(step.processed / step.seconds for step in steps)
+        return statistics.median(self.items(step) / step.seconds for step in self.timed or [latest])
+
+    def step_s(self, latest: Step) -> float:
+        """Expected seconds of a step, as `speed`."""
+        return statistics.median(step.seconds for step in self.timed or [latest])
 
     def peak_bytes(self) -> int:
         """Peak bytes of the device so far; on CPU of the process until a step was sampled."""
@@ -63,7 +75,7 @@ class Observer:
         run, timed = self.run, self.timed
         seconds = [step.seconds for step in timed]
         median = statistics.median(seconds) if seconds else None
-        per_s = statistics.median(step.processed / step.seconds for step in timed) if timed else None
+        per_s = statistics.median(self.items(step) / step.seconds for step in timed) if timed else None
         samples = statistics.median(step.samples / step.seconds for step in timed) if timed else None
         first = self.steps[0].seconds if self.steps else None
         compiled = run.plan.compile != "none" and first is not None and median is not None
@@ -74,7 +86,7 @@ class Observer:
             machine=machine,
             code=code_version(),
             step_s=seconds,
-            tokens_per_s=per_s if run.objective.unit == "tokens" else None,
+            tokens_per_s=per_s if self.unit == "tokens" else None,
             samples_per_s=samples,
             peak_bytes=PeakBytes(
                 measured=self.peak.total if self.peak else None,
@@ -84,7 +96,7 @@ class Observer:
             ),
             mfu=mfu(self.flops_per_step, median, machine, run.plan.precision),
             compile_s=max(first - median, 0.0) if compiled and first is not None and median is not None else None,
-            loss=[(step.step + 1, step.loss) for step in self.steps],
+            loss=[(step.step + 1, step.loss if math.isfinite(step.loss) else None) for step in self.steps],
             skipped_steps=sum(step.skipped for step in self.steps),
             damaged_samples=run.data.damaged,
             parameters=sum(parameter.numel() for parameter in run.model.parameters()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from types import TracebackType
 from typing import Protocol, Self
@@ -16,7 +17,7 @@ LINE_EVERY_S = 5.0
 
 
 class View(Protocol):
-    def show(self, step: Step, items_per_s: float, peak_bytes: int) -> None: ...
+    def show(self, step: Step, items_per_s: float, peak_bytes: int, left_s: float) -> None: ...
 
     def say(self, line: str) -> None: ...
 
@@ -33,7 +34,7 @@ class Lines:
     """A line for the first step, the last, and one every few seconds between."""
 
     def __init__(self, total: int, unit: str, console: Console) -> None:
-        self.total, self.unit, self.console, self.shown_at = total, unit, console, 0.0
+        self.total, self.unit, self.console, self.shown_at = total, unit, console, -math.inf
 
     def __enter__(self) -> Self:
         return self
@@ -43,12 +44,11 @@ class Lines:
     ) -> None:
         return None
 
-    def show(self, step: Step, items_per_s: float, peak_bytes: int) -> None:
+    def show(self, step: Step, items_per_s: float, peak_bytes: int, left_s: float) -> None:
         now = time.monotonic()
         if step.step + 1 == self.total or now - self.shown_at >= LINE_EVERY_S:
             self.shown_at = now
-            left = (self.total - step.step - 1) * _step_s(step, items_per_s)
-            self.say(f"step {step.step + 1}/{self.total}  {describe(step, items_per_s, self.unit, peak_bytes, left)}")
+            self.say(f"step {step.step + 1}/{self.total}  {describe(step, items_per_s, self.unit, peak_bytes, left_s)}")
 
     def say(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -73,18 +73,12 @@ class Bar:
     ) -> None:
         self.progress.stop()
 
-    def show(self, step: Step, items_per_s: float, peak_bytes: int) -> None:
-        left = (self.total - step.step - 1) * _step_s(step, items_per_s)
-        text = describe(step, items_per_s, self.unit, peak_bytes, left)
+    def show(self, step: Step, items_per_s: float, peak_bytes: int, left_s: float) -> None:
+        text = describe(step, items_per_s, self.unit, peak_bytes, left_s)
         self.progress.update(self.task, completed=step.step + 1, description=text)
 
     def say(self, line: str) -> None:
         self.progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def _step_s(step: Step, items_per_s: float) -> float:
-    """Expected seconds of a step: at the usual speed once it is known."""
-    return step.processed / items_per_s if items_per_s > 0 else step.seconds
 
 
 def progress(total: int, unit: str, console: Console | None = None) -> Bar | Lines:

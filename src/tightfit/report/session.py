@@ -8,20 +8,21 @@ from __future__ import annotations
 import json
 import math
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
+from rich.console import Console
 
 from tightfit.engine.build import build
-from tightfit.engine.checkpoint import resume, save
+from tightfit.engine.checkpoint import newest, resume, save
 from tightfit.engine.loop import evaluate, total_steps, train
 from tightfit.engine.step import Step
-from tightfit.errors import DoesNotFit, TightfitError
+from tightfit.errors import TightfitError
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.measure.memory import process_peak_bytes
@@ -29,56 +30,67 @@ from tightfit.measure.observer import Observer
 from tightfit.methods.run import Run
 from tightfit.plan import Plan
 from tightfit.record import Record
+from tightfit.report.out_of_memory import memory_errors_named
 from tightfit.report.progress import Bar, Lines, progress
 from tightfit.report.sample import sample_text
-from tightfit.report.trackers import Trackers
+from tightfit.report.trackers import Trackers, check_trackers
+
+
+OVERFLOWS = 25  # steps in a row: more than a dynamic loss scale needs to come down from 2^16 to 1
 
 
 def train_in_folder(
     job: Job, plan: Plan, machine: Machine, out: Path, again: bool = False
-) -> tuple[Record, str | None]:
+) -> tuple[Record, Callable[[], str | None]]:
     """Train `job` with `plan`, leaving its files in `out`; `again` goes on from the newest checkpoint there.
 
-    Returns the record, and a sample of generated text where the model is a causal language model.
+    Returns the record, and what makes a sample of generated text (None where the model is no causal language model).
     Raises DoesNotFit where memory ends, TightfitError where the loss stops being a number.
     """
-    with memory_errors_named(plan, job):
+    console = Console()
+    check_trackers(job)
+    if again:
+        newest(out / "checkpoints")
+    with memory_errors_named(plan, job, machine.device):
         run = build(job, plan, machine)
-        start = resume(run, out / "checkpoints") if again else 0
+        start, total = resume(run, out / "checkpoints") if again else 0, total_steps(run)
+        if start >= total and (out / "record.json").exists():
+            console.print(f"nothing left to train: {start} of {total} steps are done; raise train.steps to go on")
+            return Record.parse(json.loads((out / "record.json").read_text())), lambda: sample_text(run)
         out.mkdir(parents=True, exist_ok=True)
-        (out / "job.yaml").write_text(job.to_yaml())
-        (out / "plan.yaml").write_text(plan.to_yaml())
+        (out / "job.yaml").write_text(job.to_yaml(), encoding="utf-8")
+        (out / "plan.yaml").write_text(plan.to_yaml(), encoding="utf-8")
+        earlier = keep_metrics(out / "metrics.jsonl", start)
         observer = Observer(run, start)
-        if start < total_steps(run):
-            with progress(total_steps(run), run.objective.unit) as view, Trackers(job, out) as trackers:
-                _train(run, start, out, observer, view, trackers)
+        with progress(total, observer.unit, console) as view, Trackers(job, out, start) as trackers:
+            _train(run, start, out, observer, view, trackers)
         record = observer.record(machine)
-        sample = sample_text(run)
+    record = record.replace(loss=[*((line["step"], line["loss"]) for line in earlier), *record.loss])
     (out / "record.json").write_text(json.dumps(record.content(), indent=1) + "\n")
-    return record, sample
+    return record, lambda: sample_text(run)
 
 
 def _train(run: Run, start: int, out: Path, observer: Observer, view: Bar | Lines, trackers: Trackers) -> None:
-    train_settings, last, done = run.job.train, total_steps(run), start
-    with (out / "metrics.jsonl").open("a" if start else "w") as metrics, stop_signals() as stop:
+    settings, last, done, overflows = run.job.train, total_steps(run), start, 0
+    with (out / "metrics.jsonl").open("a") as metrics, stop_signals() as stop:
         for result in train(run, start, take=observer.take):
-            done = result.step + 1
+            done, overflows = result.step + 1, overflows + 1 if result.skipped else 0
             observer.see(result)
-            _check_loss(result, out)
             line = metrics_line(result, observer)
-            if train_settings.evaluate_every and done % train_settings.evaluate_every == 0:
+            if settings.evaluate_every and done % settings.evaluate_every == 0 and math.isfinite(result.loss):
                 line["evaluation_loss"] = evaluate(run)
                 view.say(f"step {done}  evaluation loss {line['evaluation_loss']:.4f}")
-            metrics.write(json.dumps(line) + "\n")
+            metrics.write(json.dumps({name: _finite(value) for name, value in line.items()}) + "\n")
             metrics.flush()
+            _check_loss(result, overflows, out)
             trackers.log(line)
-            view.show(result, observer.speed(result), line["peak_bytes"])
+            view.show(result, line["items_per_s"], line["peak_bytes"], observer.step_s(result) * (last - done))
             if stop.asked:
                 view.say(f"stopped after step {done}; go on with --resume")
                 break
-            if train_settings.checkpoint_every and done % train_settings.checkpoint_every == 0 and done < last:
-                save(run, out / "checkpoints", done)
-    save(run, out / "checkpoints", done)
+            if settings.checkpoint_every and done % settings.checkpoint_every == 0 and done < last:
+                _save(run, out, done)
+    _save(run, out, done)
 
 
 def metrics_line(result: Step, observer: Observer) -> dict[str, Any]:
@@ -91,20 +103,56 @@ def metrics_line(result: Step, observer: Observer) -> dict[str, Any]:
         "samples": result.samples,
         "items": result.items,
         "seconds": result.seconds,
-        "items_per_s": result.processed / result.seconds,
+        "items_per_s": observer.speed(result),
         "peak_bytes": observer.peak_bytes(),
         "process_bytes": process_peak_bytes(),
         "skipped": result.skipped,
     }
 
 
-def _check_loss(result: Step, out: Path) -> None:
-    if not math.isfinite(result.loss) and not result.skipped:
+def _finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN: they are written as null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def keep_metrics(path: Path, start: int) -> list[dict[str, Any]]:
+    """Cut metrics.jsonl to its first `start` steps and return them: a run that was killed wrote beyond its checkpoint."""
+    kept = []
+    for text in path.read_text().splitlines() if start and path.exists() else []:
+        try:
+            line = json.loads(text)
+        except ValueError:  # the line that it was writing
+            break
+        if line["step"] <= start:
+            kept.append(line)
+    path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    return kept
+
+
+def _check_loss(result: Step, overflows: int, out: Path) -> None:
+    """End a training that cannot recover. Raises TightfitError."""
+    step = f"step {result.step + 1} (learning rate {result.learning_rate:.3g})"
+    if overflows >= OVERFLOWS:
         raise TightfitError(
-            f"the loss became {result.loss} at step {result.step + 1} (learning rate {result.learning_rate:.3g}); "
-            f"the checkpoints in {out / 'checkpoints'} are from before\n"
-            "  fix: a smaller train.learning_rate, more train.warmup, or train.clip: 1.0"
+            f"fp16 overflowed in {overflows} steps in a row, up to {step}; nothing is learned\n"
+            "  fix: precision: bf16-mixed, loss_scale: dynamic, or a smaller train.learning_rate"
         )
+    if not math.isfinite(result.loss) and not result.skipped:
+        raise _diverged(f"the loss became {result.loss} at {step}", out)
+
+
+def _diverged(what: str, out: Path) -> TightfitError:
+    return TightfitError(
+        f"{what}; the checkpoints in {out / 'checkpoints'} are from before\n"
+        "  fix: a smaller train.learning_rate, more train.warmup, or train.clip: 1.0"
+    )
+
+
+def _save(run: Run, out: Path, done: int) -> None:
+    """Write a checkpoint, unless the last update left weights that are no numbers: it would drive out a good one."""
+    if not all(bool(parameter.isfinite().all()) for parameter in run.model.parameters()):
+        raise _diverged(f"weights became infinite or NaN in step {done}", out)
+    save(run, out / "checkpoints", done)
 
 
 @dataclass
@@ -124,42 +172,10 @@ def stop_signals() -> Iterator[Stop]:
             raise KeyboardInterrupt
         stop.asked = True
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    here = threading.current_thread() is threading.main_thread()  # elsewhere Python lets nobody take signals
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM) if here}
     try:
         yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def memory_errors_named(plan: Plan, job: Job) -> Iterator[None]:
-    """Turn the device's or the host's out-of-memory errors into DoesNotFit, with what takes less."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        text = str(error)
-        ours = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text
-        if not ours:
-            raise
-        raise DoesNotFit(
-            f"{plan}: memory ended ({text.splitlines()[0][:160] if text else 'MemoryError'})\n"
-            f"  smallest changes to try: {lighter(plan, job)}"
-        ) from None
-
-
-def lighter(plan: Plan, job: Job) -> str:
-    """Changes of a plan that take less memory, the cheapest in time first."""
-    micro_batch = plan.micro_batch_of(job.train.batch)
-    changes = []
-    if plan.materialize == "host":
-        changes.append("materialize: device")
-    if plan.chunked_loss is None and job.loss is None:
-        changes.append("chunked_loss: 1024")
-    if plan.precision == "fp32" and "bf16" in job.allowed:
-        changes.append("precision: bf16-mixed")
-    if micro_batch > 1:
-        changes.append(f"micro_batch: {micro_batch // 2}")
-    if plan.recompute == "none":
-        changes.append("recompute: full")
-    return ", ".join(changes) or "a smaller model, or a machine with more memory"

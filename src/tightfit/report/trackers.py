@@ -14,23 +14,25 @@ from tightfit.job import Job
 _SHOWN = ("loss", "evaluation_loss", "learning_rate", "gradient_norm", "items_per_s", "peak_bytes", "process_bytes")
 
 
-class Trackers:
-    """The trackers that the job asks for. Raises InputError for one that is not installed, before anything runs."""
+def check_trackers(job: Job) -> None:
+    """Refuse a tracker that is not installed. Raises InputError."""
+    for name in job.train.trackers:
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"job: train.trackers: {name}", "is not installed", f"pip install {name}, or leave it out")
 
-    def __init__(self, job: Job, out: Path) -> None:
-        self.names, self.job, self.out = job.train.trackers, job, out
+
+class Trackers:
+    """The trackers that the job asks for, of a run that goes on after `start` steps."""
+
+    def __init__(self, job: Job, out: Path, start: int) -> None:
+        self.names, self.job, self.out, self.start = job.train.trackers, job, out, start
         self.writer: Any = None
-        for name in self.names:
-            if importlib.util.find_spec(name) is None:
-                raise InputError(
-                    f"job: train.trackers: {name}", "is not installed", f"pip install {name}, or leave it out"
-                )
 
     def __enter__(self) -> Self:
         if "tensorboard" in self.names:
             from torch.utils.tensorboard.writer import SummaryWriter
 
-            self.writer = SummaryWriter(str(self.out / "tensorboard"))
+            self.writer = SummaryWriter(str(self.out / "tensorboard"), purge_step=self.start + 1)
         if "wandb" in self.names:
             import wandb
 

@@ -1,0 +1,50 @@
+"""The random generators that a training draws from: seeded, saved, put back, and lent to what must not disturb them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators, those of every CUDA device included."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def random_states() -> dict[str, Any]:
+    """Where all generators stand, in types that torch.load takes with weights_only."""
+    name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(numpy.asarray(keys).astype("int64")), position, has_gauss, gauss),
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Put the generators where `random_states` saw them; those of devices that are not here are left out."""
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = states["numpy"]
+    numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+
+
+@contextmanager
+def randomness_kept() -> Iterator[None]:
+    """What is drawn inside is as if it had not been drawn."""
+    before = random_states()
+    try:
+        yield
+    finally:
+        set_random_states(before)

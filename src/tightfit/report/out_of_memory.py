@@ -1,0 +1,69 @@
+"""When memory ends: the error said as what it is, with the changes of the plan that take less."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tightfit.errors import DoesNotFit, InputError
+from tightfit.job import Job
+from tightfit.models import task_of
+from tightfit.plan import Plan, check
+
+_SAID = ("can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "alloc_failed")
+
+
+@contextmanager
+def memory_errors_named(plan: Plan, job: Job, device: str) -> Iterator[None]:
+    """Turn the device's or the host's out-of-memory errors into DoesNotFit, with what takes less."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise DoesNotFit(
+            f"{plan}: memory ended ({said[0][:160]})\n  smallest changes to try: {lighter(plan, job, device)}"
+        ) from None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of Python, torch, CUDA or the system says that memory ended."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return any(words in str(error).lower() for words in _SAID)
+
+
+def lighter(plan: Plan, job: Job, device: str) -> str:
+    """Changes of a plan, one by one, that take less memory and that the job allows, the cheapest in time first."""
+    micro_batch = plan.micro_batch_of(job.train.batch)
+    language = job.loss is None and task_of(job.model) not in (None, "classification")
+    wished: dict[str, Any] = {
+        "materialize": "device",
+        "chunked_loss": 1024 if language and plan.chunked_loss is None else plan.chunked_loss,
+        "precision": "bf16-mixed" if plan.precision == "fp32" else plan.precision,
+        "states": "8-bit" if plan.states in ("fp32", "bf16") else plan.states,
+        "update_in_backward": True,
+        "micro_batch": micro_batch // 2 if micro_batch > 1 else plan.micro_batch,
+        "recompute": "full" if plan.recompute == "none" else plan.recompute,
+    }
+    found = [
+        f"{field}: {str(value).lower() if isinstance(value, bool) else value}"
+        for field, value in wished.items()
+        if value != getattr(plan, field) and _is_admitted(plan.replace(**{field: value}), job, device)
+    ]
+    return ", ".join(found) or "a smaller model, or a machine with more memory"
+
+
+def _is_admitted(plan: Plan, job: Job, device: str) -> bool:
+    try:
+        check(plan, job, device)
+    except InputError:
+        return False
+    return True

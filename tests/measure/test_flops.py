@@ -1,0 +1,133 @@
+"""FLOPs counted from a run's own forward against the formulas of the literature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tightfit
+from tightfit.machine import Figure, Machine
+from tightfit.measure.flops import forward_flops, mfu
+
+from ..contract.cases import BERT, LLAMA, VIT, make_case
+
+BATCH, LENGTH = 8, 16
+LAYERS, HIDDEN, INNER, HEADS, GROUPS, VOCABULARY = 4, 32, 128, 4, 2, 160
+ATTENTION = 4 * LAYERS * HIDDEN * LENGTH  # for a token: the products with keys and with values, of all pairs
+
+
+def count(job: tightfit.Job, **plan: Any) -> int | None:
+    run = tightfit.build(job, tightfit.Plan(**plan))
+    return forward_flops(run, next(run.data.steps(0, None))[0])
+
+
+def test_llama_counts_every_matrix_and_every_pair() -> None:
+    matrices = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN * GROUPS // HEADS + 3 * HIDDEN * INNER)
+    matrices += HIDDEN * VOCABULARY
+    tokens = BATCH * LENGTH
+    assert count(make_case("llama").job) == 2 * matrices * tokens + ATTENTION * tokens
+
+
+def test_three_forwards_are_6p_and_12lhs_a_token_with_tied_embeddings() -> None:
+    job = make_case("llama").job.replace(model={**LLAMA, "tie_word_embeddings": True})
+    run = tightfit.build(job)
+    parameters = sum(p.numel() for p in run.model.parameters() if p.dim() >= 2)  # but for the norms' vectors
+    flops = forward_flops(run, next(run.data.steps(0, None))[0])
+    assert flops is not None
+    per_token = 3 * flops / (BATCH * LENGTH)
+    assert per_token == 6 * parameters + 12 * LAYERS * HIDDEN * LENGTH
+
+
+def test_vit_counts_its_patches_blocks_and_head() -> None:
+    patches, labels = 4, 10
+    places = patches + 1
+    embedding = 2 * patches * (3 * 8 * 8) * HIDDEN
+    blocks = 2 * places * LAYERS * (4 * HIDDEN * HIDDEN + 2 * HIDDEN * INNER) + 4 * LAYERS * HIDDEN * places**2
+    assert count(make_case("vit").job) == BATCH * (embedding + blocks + 2 * HIDDEN * labels)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "vit", "batchnorm"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"precision": "bf16-true"},
+        {"precision": "bf16-mixed"},
+        {"recompute": "full"},
+        {"recompute": "sqrt"},
+        {"compile": "block"},
+        {"compile": "model"},
+    ],
+    ids=str,
+)
+def test_a_plan_does_not_change_the_count(name: str, plan: dict[str, Any]) -> None:
+    job = make_case(name).job
+    plain = count(job)
+    assert plain
+    assert count(job, **plan) == plain
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("plan", [{"chunked_loss": 5}, {"attention": "blocked"}], ids=str)
+def test_nor_does_a_plan_for_language_models(name: str, plan: dict[str, Any]) -> None:
+    job = make_case(name).job
+    assert count(job, **plan) == count(job)
+
+
+def test_a_micro_batch_counts_for_its_samples() -> None:
+    job = make_case("vit").job
+    whole, half = count(job), count(job, micro_batch=BATCH // 2)
+    assert half is not None
+    assert whole == 2 * half
+
+
+@pytest.mark.parametrize("model", [LLAMA, BERT], ids=lambda model: model["architecture"])
+def test_padding_counts_as_every_other_place(model: dict[str, Any]) -> None:
+    tokens = torch.arange(LENGTH)
+    samples = [{"input_ids": tokens, "labels": tokens, "attention_mask": (tokens < 12).long()}] * BATCH
+    job = tightfit.Job(model=model, data=samples, train=tightfit.Train(batch=BATCH, steps=1))
+    unpadded = job.replace(data=[{name: sample[name] for name in ("input_ids", "labels")} for sample in samples])
+    assert count(job)
+    assert count(job) == count(unpadded)
+
+
+def test_counting_leaves_the_run_as_it_was() -> None:
+    job = make_case("vit").job.replace(model={**VIT, "hidden_dropout_prob": 0.1})
+    run = tightfit.build(job)
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    random = torch.get_rng_state()
+    assert forward_flops(run, next(run.data.steps(0, None))[0])
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+    assert all(type(parameter) is nn.Parameter for parameter in run.model.parameters())
+
+
+class Refusing(nn.Module):
+    """A model whose operations depend on the values it meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (2.0 if x.sum().item() > 0 else 1.0)
+
+
+def test_a_model_that_asks_for_values_has_no_count() -> None:
+    samples = [(torch.ones(4), 1)] * BATCH
+    job = tightfit.Job(model=Refusing, data=samples, train=tightfit.Train(batch=BATCH, steps=1))
+    assert count(job) is None
+
+
+def test_mfu_is_the_share_of_the_measured_rate() -> None:
+    memory = Figure(value=1, source="system")
+    rates = {"bf16": Figure(value=200.0, source="measured")}
+    machine = Machine(
+        name="here", device="cpu", memory_bytes=memory, host_memory_bytes=memory, matrix_flops_per_s=rates
+    )
+    assert mfu(300.0, 3.0, machine, "bf16-mixed") == 0.5
+    assert mfu(300.0, 3.0, machine, "fp32") is None
+    assert mfu(None, 3.0, machine, "bf16-true") is None
+    assert mfu(300.0, None, machine, "bf16-true") is None
