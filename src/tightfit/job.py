@@ -176,7 +176,7 @@ class Train(Value):
     keep_checkpoints: int = Field(2, gt=0)
     evaluate_every: int | None = Field(None, gt=0)
     evaluate_samples: int = Field(128, gt=0)
-    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = ["tensorboard"]
+    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(default_factory=lambda: ["tensorboard"])
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

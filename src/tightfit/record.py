@@ -28,7 +28,12 @@ class PeakBytes(Value):
 
 
 class Record(Value):
-    """What was seen: `step_s` holds every timed step, `loss` pairs of step and value, `peak_bytes` predicted and measured."""
+    """What was seen when a plan ran.
+
+    step_s  seconds of every timed step; the first steps, which compile and are looked into, are not timed
+    loss    pairs of step (from 1) and value, None where it was no number; of the whole training, also of what a resumed
+            run found done. The other figures are of the last stretch.
+    """
 
     job: dict[str, Any]
     plan: Plan
@@ -40,7 +45,7 @@ class Record(Value):
     peak_bytes: PeakBytes
     mfu: float | None
     compile_s: float | None
-    loss: list[tuple[int, float]]
+    loss: list[tuple[int, float | None]]
     skipped_steps: int = 0
     damaged_samples: int = 0
     parameters: int = 0
@@ -64,7 +69,8 @@ class Record(Value):
             else f"{self.samples_per_s or 0:.3g} samples/s"
         )
         peak = format_bytes(self.peak_bytes.measured or self.peak_bytes.process or 0)
-        loss = f"{self.loss[-1][1]:.4g}" if self.loss else "none"
+        last = self.loss[-1][1] if self.loss else None
+        loss = "none" if last is None else f"{last:.4g}"
         return f"Record({self.plan}, {speed}, peak {peak}, loss {loss} after {len(self.loss)} steps)"
 
     __str__ = __repr__
@@ -74,7 +80,14 @@ def code_version() -> dict[str, str]:
     """The versions that a measurement depends on."""
     names = ("tightfit", "torch", "transformers")
     return {
-        **{name: metadata.version(name) for name in names},
+        **{name: _version(name) for name in names},
         "python": platform.python_version(),
         "system": " ".join(os.uname()[:3:2]),
     }
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:  # run from its source
+        return "not installed"

@@ -28,6 +28,9 @@ activation; Adam turns relative errors of gradients into errors of steps that ar
 RELU = {"bf16-mixed": 3e-2, "bf16-true": 3e-2, "fp16-mixed": 2e-2, "fp16-true": 2e-2}
 """The network with BatchNorm has ReLUs too: what rounding moves across zero changes whole gradients, in any 16 bits.
 `test_low_precision_is_plain_pytorch` holds it against PyTorch's own low precision without that slack."""
+COMPILED_NORM = 2e-5
+"""The compiler sums BatchNorm's statistics in another order, which three steps of a tiny batch magnify; plain torch.compile
+of the same network is as far from eager in fp32, and 2e-14 from it in fp64."""
 STATES = {"fp32": 0.0, "bf16": 1e-3, "8-bit": 5e-3, "4-bit": 6e-2}
 
 Variant = tuple[str, dict[str, Any]]
@@ -61,7 +64,8 @@ def hold(name: str, items: list[Variant]) -> None:
     losses, weights = cases.training(case, plan)
     plain_losses, plain_weights = expected(name, plan.micro_batch)
     bounds = RELU if name == "batchnorm" else BOUNDS
-    bound = FP32 + bounds.get(plan.precision, 0.0) + STATES[plan.states]
+    fp32 = COMPILED_NORM if plan.compile != "none" and name == "batchnorm" else FP32
+    bound = fp32 + bounds.get(plan.precision, 0.0) + STATES[plan.states]
     assert cases.distance(weights, plain_weights) <= bound
     assert losses == pytest.approx(plain_losses, rel=max(bound, 2e-6))
 

@@ -28,6 +28,7 @@ PLANS: list[dict[str, Any]] = [
     {"precision": "bf16-true", "rounding": "kahan"},
     {"precision": "fp16-mixed"},
     {"states": "8-bit"},
+    {"fused_optimizer": True},
     {"update_in_backward": True},
     {"update_in_backward": True, "states": "8-bit"},
 ]

@@ -77,7 +77,7 @@ def create_on_device(model: Any, device: torch.device, dtype: torch.dtype) -> nn
     """The model on `device` in `dtype` from the start; host memory holds about one fp32 parameter at any time.
 
     Under torch.device("meta") tensors stay there and are only cast; so they are under FakeTensorMode, except where
-    torch itself needs values (trunc_normal_) or mixes modes (a deepcopy in the constructor).
+    torch itself mixes modes (a deepcopy in the constructor).
     """
     factory = model_factory(model, sequential=True)
     with _Staging(device, dtype):

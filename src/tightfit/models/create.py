@@ -142,6 +142,16 @@ def model_factory(model: Any, sequential: bool = False) -> Callable[[], nn.Modul
 
     Under torch.device("meta") or FakeTensorMode only shapes are made, of pretrained folders too: no weights are read.
     """
+    make = _factory(model, sequential)
+
+    def create() -> nn.Module:
+        with _without_values() if _shapes_only() else nullcontext():
+            return make()
+
+    return create
+
+
+def _factory(model: Any, sequential: bool) -> Callable[[], nn.Module]:
     if not isinstance(model, ModelSpec):
         return returning_module(model, getattr(model, "__qualname__", repr(model)))
     if model.python:
@@ -186,6 +196,19 @@ def _shapes_only() -> bool:
 
     probe = torch.empty(0)
     return probe.is_meta or type(probe) is not torch.Tensor
+
+
+@contextmanager
+def _without_values() -> Iterator[None]:
+    """torch's trunc_normal_ looks at the values that it drew; here there are none, so it draws nothing."""
+    from torch.nn import init
+
+    drawn = init._no_grad_trunc_normal_
+    init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = drawn
 
 
 def _architecture(spec: ModelSpec) -> str:

@@ -35,7 +35,6 @@ from tightfit.report.progress import Bar, Lines, progress
 from tightfit.report.sample import sample_text
 from tightfit.report.trackers import Trackers, check_trackers
 
-
 OVERFLOWS = 25  # steps in a row: more than a dynamic loss scale needs to come down from 2^16 to 1
 
 
