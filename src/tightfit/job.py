@@ -37,7 +37,7 @@ def _where_defined(thing: Any) -> dict[str, str] | None:
     which no job file can be read back from, and which says so when it is tried.
     """
     if thing is None or isinstance(thing, Value):
-        return thing and thing.content()
+        return None if thing is None else thing.content()
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     if isinstance(module, str) and isinstance(name, str) and name.isidentifier():
         script = getattr(sys.modules.get(module), "__file__", None) if module == "__main__" else None
@@ -176,7 +176,7 @@ class Train(Value):
     keep_checkpoints: int = Field(2, gt=0)
     evaluate_every: int | None = Field(None, gt=0)
     evaluate_samples: int = Field(128, gt=0)
-    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(default_factory=lambda: ["tensorboard"])
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

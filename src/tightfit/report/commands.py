@@ -61,7 +61,8 @@ def train_command(path: Path, plan: str | None, out: Path | None, resume: bool, 
     announce(console, job, chosen, reasons, machine)
     from tightfit.report.session import train_in_folder
 
-    record, sample = train_in_folder(job, chosen, machine, out, resume)
+    record, make_sample = train_in_folder(job, chosen, machine, out, resume)
+    sample = make_sample()
     if sample is not None:
         console.print("sample", *("  " + line for line in sample.splitlines()), sep="\n", highlight=False, markup=False)
     console.print(summary(record.content(), out), highlight=False, markup=False, soft_wrap=True)
