@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
-
-import memory_ladder  # type: ignore[import-not-found]
+from benchmarks import memory_ladder
 
 TINY = {
     "preset": "vit-b-16",
@@ -19,14 +18,33 @@ TINY = {
     "intermediate_size": 384,
     "num_attention_heads": 3,
 }
+RECORD = Path(__file__).parent.parent.parent / "records" / "memory_ladder.json"
 
 
-def test_fake_rungs_are_the_real_ones_and_each_is_lower() -> None:
-    real = memory_ladder.climb(memory_ladder.RUNGS, TINY, 64, fake=False)
-    fake = memory_ladder.climb(memory_ladder.RUNGS, TINY, 64, fake=True)
+def falls(rows: list[dict[str, Any]]) -> bool:
+    peaks = [row["peak_bytes"] for row in rows]
+    return all(higher > lower for higher, lower in zip(peaks, peaks[1:], strict=False))
+
+
+def test_fake_rungs_are_the_real_ones_and_each_is_lower(capsys: pytest.CaptureFixture[str]) -> None:
+    real, fake = memory_ladder.climb(TINY, fake=False), memory_ladder.climb(TINY, fake=True)
     for one, other in zip(real, fake, strict=True):
         assert one["peak_bytes"] == pytest.approx(other["peak_bytes"], rel=0.01), one["name"]
         assert sum(one["rows"].values()) == one["peak_bytes"]
-    peaks = [row["peak_bytes"] for row in fake]
-    assert peaks == sorted(peaks, reverse=True)
-    assert len(set(peaks)) == len(peaks)
+    assert falls(real)
+    assert falls(fake)
+    memory_ladder.show(fake)
+    memory_ladder.show_both(real, fake)
+    shown = capsys.readouterr().out
+    assert all(shown.count(rung.name) == 2 for rung in memory_ladder.RUNGS)
+
+
+def test_the_record_is_of_these_rungs() -> None:
+    record = json.loads(RECORD.read_text())
+    rows = record["rungs"]
+    assert [row["name"] for row in rows] == [rung.name for rung in memory_ladder.RUNGS]
+    assert falls(rows)
+    assert record["times_less"] == memory_ladder.times_less(rows) > 13
+    for row in rows:
+        published = row["published_bytes"]
+        assert published is None or 0.7 < row["peak_bytes"] / published < 1  # an allocator reserves more than is alive

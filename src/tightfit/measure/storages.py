@@ -68,6 +68,7 @@ class StorageTracker(TorchDispatchMode):
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
         self._parameters = list(parameters)
+        self._awaited: list[Tensor] = []  # parameters whose gradient the backward under way has not made yet
         self._phase = ""  # before the step
         self._live: dict[int, _Seen] = {}  # by id of the storage
         self._made: list[_Seen] = []  # by the forward under way
@@ -84,6 +85,7 @@ class StorageTracker(TorchDispatchMode):
         """`function` as the forward of a micro-batch: what it takes, and what it leaves alive, are activations."""
 
         def watched(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            self._find_gradients(self._parameters)
             self._phase = "forward"
             self._made.clear()
             self.assign((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), "activations")
@@ -125,17 +127,28 @@ class StorageTracker(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._find_gradients(self._parameters)
         self._live.clear()  # with its references: a tracker keeps nothing alive
         self._made.clear()
         self._parameters.clear()
+        self._awaited.clear()
 
     def _enter_phase(self) -> None:
+        """See which phase an operation is of, and which gradients have come since the last one."""
         if torch._C._current_graph_task_id() != -1:
-            self._phase = "backward"
+            if self._phase != "backward":
+                self._phase, self._awaited = "backward", list(self._parameters)
+            self._awaited = self._find_gradients(self._awaited)
         elif self._phase == "backward":
             self._phase = "optimizer"
-        if self._phase != "forward":
-            self.assign((p.grad for p in self._parameters if p.grad is not None), "gradients")
+            self._find_gradients(self._parameters)
+
+    def _find_gradients(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Assign the gradients that are there; returns the parameters that have none."""
+        without = [parameter for parameter in parameters if parameter.grad is None]
+        if len(without) < len(parameters):
+            self.assign((p.grad for p in parameters if p.grad is not None), "gradients")
+        return without
 
     def _see(self, storage: torch.UntypedStorage) -> _Seen:
         """Its record; a storage that is new, or has another size than before, is an event."""
