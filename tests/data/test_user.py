@@ -73,8 +73,8 @@ def test_ragged_rows_are_padded() -> None:
 
 WRONG = [
     ([], "empty"),
-    ("words", "not a dataset"),
-    (5, "no length"),
+    ("words", "expected a mapping"),
+    (5, "expected a mapping"),
     (DataLoader(TensorDataset(torch.zeros(2))), "give its dataset"),
     (iter([1, 2]), "read only once"),
     ([("a", 1)], "holds a str"),
@@ -195,7 +195,7 @@ def test_iterables_that_give_nothing_or_fail() -> None:
 
 SOURCE = """
 import torch
-from neighbour import SIZE
+from companion import SIZE
 
 def pairs():
     return [(torch.full((2,), float(n)), n % 3) for n in range(SIZE)]
@@ -217,7 +217,7 @@ def columns():
 
 def test_functions_by_name(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SOURCE)
-    (tmp_path / "neighbour.py").write_text("SIZE = 6\n")
+    (tmp_path / "companion.py").write_text("SIZE = 6\n")
 
     def named(function: str) -> Any:
         return opened({"python": f"{tmp_path / 'mine.py'}:{function}"})

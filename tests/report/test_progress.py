@@ -28,7 +28,7 @@ def test_shows_what_matters(terminal: bool, kind: type) -> None:
     text = io.StringIO()
     with progress(10, "tokens", Console(file=text, force_terminal=terminal, width=160, legacy_windows=False)) as view:
         assert isinstance(view, kind)
-        view.show(STEP, 128.0, 3 * 2**20)
+        view.show(STEP, 128.0, 3 * 2**20, 2.5)
         view.say("a remark")
     shown = text.getvalue()
     for words in ("loss 2.5000", "lr 3.00e-04", "128 tokens/s", "peak 3 MiB", "left 2.5 s", "a remark", "5/10"):
