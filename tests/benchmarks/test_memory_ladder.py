@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ RECORD = Path(__file__).parent.parent.parent / "records" / "memory_ladder.json"
 
 def falls(rows: list[dict[str, Any]]) -> bool:
     peaks = [row["peak_bytes"] for row in rows]
-    return all(higher > lower for higher, lower in zip(peaks, peaks[1:], strict=False))
+    return all(higher > lower for higher, lower in pairwise(peaks))
 
 
 def test_fake_rungs_are_the_real_ones_and_each_is_lower(capsys: pytest.CaptureFixture[str]) -> None:
