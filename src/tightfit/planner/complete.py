@@ -5,10 +5,14 @@ These are the choices that need no prediction. They stay within what the job all
 
 from __future__ import annotations
 
+import logging
 import shutil
+import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from tightfit.job import DataSpec, Job, ModelSpec
 from tightfit.machine import Machine
@@ -18,6 +22,9 @@ from tightfit.plan import RULES, Plan, check
 COMPILE_PAYS_AFTER_STEPS = 200
 
 
+ALLOCATOR: Literal["tuned"] = "tuned"  # known before torch is imported, as a process has to start with it
+
+
 def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, dict[str, str]]:
     """The plan with every field of `pins` kept, and the reason for each field chosen here. Raises InputError."""
     plan, reasons = Plan.parse(pins, "plan"), {}
@@ -25,7 +32,8 @@ def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, di
         if field in pins:
             continue
         candidate = plan.replace(**{field: value})
-        if all(rule.holds(candidate, job, machine.device) for rule in RULES):
+        admitted = all(rule.holds(candidate, job, machine.device) for rule in RULES)
+        if admitted and (field not in _MODEL_DECIDES or model_takes(job, candidate)):
             plan, reasons[field] = candidate, reason
     check(plan, job, machine.device)
     return plan, reasons
@@ -33,26 +41,78 @@ def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, di
 
 def _choices(job: Job, machine: Machine) -> Iterator[tuple[str, Any, str]]:
     """(field, value, reason), in the order in which they are tried."""
-    task, of_transformers = task_of(job.model), isinstance(job.model, ModelSpec) and job.model.python is None
+    task, of_transformers = task_of(job.model), _is_of_transformers(job)
     sequence = job.data.sequence_length if isinstance(job.data, DataSpec) else 0
-    yield "allocator", "tuned", "freed memory is kept and reused"
+    yield "allocator", ALLOCATOR, "freed memory is kept and reused"
     yield "materialize", "device", "the model is created where and as it is used"
     if "bf16" in job.allowed and has_fast_bf16(machine):
         yield "precision", "bf16-mixed", "this machine multiplies bf16 faster, and the job allows it"
-    if task in ("causal-lm", "masked-lm", "seq2seq-lm"):
+    if of_transformers and task in ("causal-lm", "masked-lm", "seq2seq-lm"):
         yield "chunked_loss", 1024, "all logits at once are the largest activation of a small language model"
     if machine.device == "cpu" and of_transformers and task == "causal-lm" and sequence <= 1024:
         yield "attention", "blocked", "plain products are faster here than the fused attention kernel"
     yield "fused_optimizer", True, "one pass over the states in place of several"
     if (job.train.steps or COMPILE_PAYS_AFTER_STEPS) >= COMPILE_PAYS_AFTER_STEPS and can_compile(machine):
-        yield (
-            "compile",
-            "block" if of_transformers else "model",
-            f"pays for itself within about {COMPILE_PAYS_AFTER_STEPS} steps",
-        )
+        regions = "block" if of_transformers else "model"
+        yield "compile", regions, f"pays for itself within about {COMPILE_PAYS_AFTER_STEPS} steps"
     if machine.device == "cuda":
         yield "pin_memory", True, "page-locked buffers copy about twice as fast"
         yield "non_blocking", True, "copies overlap the device's work"
+
+
+_MODEL_DECIDES = ("chunked_loss", "attention")  # what works with some models, and with others is refused
+
+
+def _is_of_transformers(job: Job) -> bool:
+    return isinstance(job.model, ModelSpec) and job.model.python is None
+
+
+def model_takes(job: Job, plan: Plan) -> bool:
+    """Whether a transformers model takes the plan's attention and loss: tried on two tokens, and tensors without values.
+
+    A model that cannot be tried like that, whatever the plan, is trusted to. Raises InputError for one that cannot be
+    created.
+    """
+    return _is_taken(job, plan) or not _is_taken(job, Plan())
+
+
+def _is_taken(job: Job, plan: Plan) -> bool:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from tightfit.methods import attention, loss
+    from tightfit.methods.run import Run
+    from tightfit.models import model_factory
+    from tightfit.models.objective import objective_of
+
+    with _quiet("torch._subclasses.fake_tensor", "transformers"), FakeTensorMode():
+        model = model_factory(job.model)()
+        tokens = torch.zeros(1, 2, dtype=torch.int64)
+        objective, unset = objective_of(None, task_of(job.model)), cast(Any, None)
+        run = Run(job, plan, tokens.device, objective, model, partial(objective.total, model), unset, unset, unset)
+        try:
+            for room in (attention, loss):  # in the order of METHODS
+                if room.wanted(plan):
+                    run = room.apply(run, plan)
+            run.loss_sum({"input_ids": tokens, "labels": tokens})
+        except (ValueError, RuntimeError, TypeError, AttributeError, LookupError):
+            return False
+    config: Any = model.config
+    return plan.attention == "sdpa" or config._attn_implementation == attention.NAME  # some models only warn
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Without what these loggers say of a trial that fails."""
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 def has_fast_bf16(machine: Machine) -> bool:
@@ -72,5 +132,8 @@ def has_fast_bf16(machine: Machine) -> bool:
 
 
 def can_compile(machine: Machine) -> bool:
-    """torch.compile needs a C++ compiler for processors; for CUDA devices it brings Triton."""
-    return machine.device == "cuda" or any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+    """torch.compile needs a C++ compiler and Python's headers for processors; for CUDA devices it brings Triton."""
+    if machine.device == "cuda":
+        return True
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    return headers.exists() and any(shutil.which(name) for name in ("g++", "clang++", "c++"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,63 +15,88 @@ from rich.table import Table
 
 from tightfit.engine.launch import enter_environment
 from tightfit.errors import InputError
-from tightfit.job import Job
+from tightfit.job import Job, ModelSpec, apply_change
 from tightfit.machine import Figure, Machine
 from tightfit.plan import Plan, needed_permissions, read_pins
-from tightfit.planner.complete import complete
+from tightfit.planner.complete import ALLOCATOR, complete
 from tightfit.units import format_bytes, format_count, format_seconds
 
 
 def quiet_libraries() -> None:
-    """Keep other libraries' notes and progress bars out of a command's output. Of this process only."""
-    for name in ("torchao", "torch.utils._pytree", "transformers", "torch.utils.flop_counter"):
+    """Keep other libraries' notes out of a command's output. Of this process only."""
+    for name in ("torchao", "torch.utils._pytree", "torch.utils.flop_counter"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def planned(path: Path, plan: str | None, changes: list[str], machine: Machine) -> tuple[Job, Plan, dict[str, str]]:
-    """The job of a file, and its plan: what --plan, the job file and --set pin, and what is chosen beside it."""
-    job = Job.load(path, changes)
-    own = read_pins(job.plan)
-    if plan is None:
-        pins = own
-    else:
-        in_changes = {change.split("=")[0].removeprefix("plan.") for change in changes if change.startswith("plan.")}
-        pins = {
-            **read_pins("reference" if plan == "reference" else Path(plan)),
-            **{k: v for k, v in own.items() if k in in_changes},
-        }
-    chosen, reasons = complete(job, machine, pins)
-    return job, chosen, reasons
+def quiet_transformers(job: Job) -> None:
+    """As `quiet_libraries`, once transformers would be imported anyway: its notes, and its bars beside ours."""
+    if isinstance(job.model, ModelSpec) and job.model.python is None:
+        from transformers.utils import logging as notes
+
+        notes.set_verbosity_error()
+        notes.disable_progress_bar()
+
+
+def read_job(path: Path, plan: str | None, changes: list[str]) -> tuple[Job, dict[str, Any]]:
+    """The job of a file, and what is pinned of its plan. Raises InputError.
+
+    A plan comes from --plan, else from the job's file; --set plan.x changes one field of it, --set plan all.
+    """
+    is_field = {change: change.partition("=")[0].strip().startswith("plan.") for change in changes}
+    job = Job.load(path, [change for change in changes if not is_field[change]])
+    named = any(change.partition("=")[0].strip() == "plan" for change in changes)
+    source = job.plan if plan is None or named else plan if plan == "reference" else Path(plan)
+    fields: dict[str, Any] = {"plan": {}}
+    for change in changes:
+        if is_field[change]:
+            apply_change(fields, change)
+    pins = {**read_pins(source), **read_pins(fields["plan"])}
+    return job.replace(plan="reference" if pins == read_pins("reference") else pins or None), pins
 
 
 def train_command(path: Path, plan: str | None, out: Path | None, resume: bool, changes: list[str]) -> None:
     quiet_libraries()
-    machine = Machine.detect()
-    job, chosen, reasons = planned(path, plan, changes, machine)
+    machine, console = Machine.detect(), Console()
+    job, pins = read_job(path, plan, changes)
     out = out or Path("runs") / path.stem
+    check_out(out, resume)
+    enter_environment(Plan(allocator=pins.get("allocator", ALLOCATOR)), machine.device)
+    chosen, reasons = complete(job, machine, pins)
+    announce(console, job, chosen, reasons, machine)
+    quiet_transformers(job)
+    from tightfit.report.session import train_in_folder
+
+    record, make_sample = train_in_folder(job, chosen, machine, out, resume)
+    try:
+        sample = make_sample()
+    except Exception as error:  # the training is done and saved: what it shows of itself does not decide how it ended
+        sample = f"could not be made ({type(error).__name__}: {error})"
+    if sample is not None:
+        console.print("sample", *("  " + line for line in sample.splitlines()), sep="\n", highlight=False, markup=False)
+    console.print(summary(record.content(), out), highlight=False, markup=False, soft_wrap=True)
+
+
+def check_out(out: Path, resume: bool) -> None:
+    """Refuse a folder that a run cannot leave its files in, or that another has left its own in. Raises InputError."""
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out}", "is a file", "name a folder")
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise InputError(f"--out {out}", f"{there} cannot be written to", "name another folder")
     if not resume and any((out / "checkpoints").glob("step-*")):
         raise InputError(
             f"--out {out}",
             "holds the checkpoints of an earlier run, which this one would overwrite",
             "add --resume to go on with it, or name another folder",
         )
-    console = Console()
-    enter_environment(chosen, machine.device)
-    announce(console, job, chosen, reasons, machine)
-    from tightfit.report.session import train_in_folder
-
-    record, make_sample = train_in_folder(job, chosen, machine, out, resume)
-    sample = make_sample()
-    if sample is not None:
-        console.print("sample", *("  " + line for line in sample.splitlines()), sep="\n", highlight=False, markup=False)
-    console.print(summary(record.content(), out), highlight=False, markup=False, soft_wrap=True)
 
 
 def announce(console: Console, job: Job, plan: Plan, reasons: dict[str, str], machine: Machine) -> None:
     """The first lines: what is trained, on what, with which plan and why."""
-    say = lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)  # noqa: E731
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
     say(f"job      {job!r}")
     say(f"machine  {machine!r}")
     say("plan     " + (", ".join(f"{name}={value}" for name, value in plan.differences().items()) or "reference"))
@@ -84,10 +110,10 @@ def announce(console: Console, job: Job, plan: Plan, reasons: dict[str, str], ma
 
 def summary(record: dict[str, Any], out: Path) -> str:
     """What a run came to, in a few lines."""
-    peak, loss = record["peak_bytes"], record["loss"]
+    peak, loss = record["peak_bytes"], [(step, value) for step, value in record["loss"] if value is not None]
     lines = []
     if loss:
-        lines.append(f"loss     {loss[0][1]:.4f} at step {loss[0][0]}, {loss[-1][1]:.4f} at step {loss[-1][0]}")
+        lines.append("loss     " + ", ".join(f"{value:.4f} at step {step}" for step, value in (loss[0], loss[-1])))
     if record["step_s"]:
         speed = (
             f"{format_count(record['tokens_per_s'])} tokens/s"
@@ -117,12 +143,16 @@ def summary(record: dict[str, Any], out: Path) -> str:
 def verify_command(path: Path, plan: str | None, steps: int, changes: list[str], as_json: bool) -> None:
     quiet_libraries()
     machine = Machine.detect()
-    job, chosen, reasons = planned(path, plan, changes, machine)
+    job, pins = read_job(path, plan, changes)
+    chosen, reasons = complete(job, machine, pins)
     console = Console(stderr=as_json)
     announce(console, job, chosen, reasons, machine)
+    quiet_transformers(job)
     from tightfit.measure.verify import verify
+    from tightfit.report.out_of_memory import memory_errors_named
 
-    result = verify(job, chosen, machine, steps)
+    with memory_errors_named(chosen, job, machine.device):
+        result = verify(job, chosen, machine, steps)
     if as_json:
         print(json.dumps(result.content()))
     else:
@@ -166,7 +196,10 @@ def machine_rows(machine: Machine) -> list[tuple[str, str, str]]:
         (f"matrix products {kind}", figure, lambda v: format_count(v) + "FLOP/s")
         for kind, figure in machine.matrix_flops_per_s.items()
     ]
-    rate = lambda value: f"{value / 1e9:.3g} GB/s"  # noqa: E731
+
+    def rate(value: float) -> str:
+        return f"{value / 1e9:.3g} GB/s"
+
     for name, figure in (
         ("memory bandwidth", machine.memory_bytes_per_s),
         ("host to device", machine.host_to_device_bytes_per_s),
