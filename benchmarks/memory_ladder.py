@@ -28,9 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tightfit
 from tightfit.engine.step import accumulate, update
-from tightfit.measure.memory import track
-from tightfit.measure.storages import ROWS, Peak
 from tightfit.methods.run import Run
+from tightfit.planner.storages import ROWS, Peak, track
 from tightfit.record import code_version
 
 ALLOW = ["bf16", "8-bit-states"]

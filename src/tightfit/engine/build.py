@@ -9,15 +9,17 @@ import torch
 from tightfit.engine.randomness import seed_all
 from tightfit.job import Job, LossSpec
 from tightfit.machine import Machine
-from tightfit.methods import METHODS
-from tightfit.methods.run import Run
+from tightfit.methods import METHODS, loader
+from tightfit.methods.run import Data, Run
 from tightfit.models import load_python, task_of
 from tightfit.models.objective import objective_of
 from tightfit.plan import Plan, check
 
 
-def build(job: Job, plan: Plan | None = None, machine: Machine | None = None) -> Run:
+def build(job: Job, plan: Plan | None = None, machine: Machine | None = None, data: Data | None = None) -> Run:
     """A Run of `job` fitted by `plan` (the reference plan if left out) to this machine's device.
+
+    data  in place of the job's own, where that need not be opened
 
     Raises InputError for a plan that the job does not allow or that cannot work, with its remedy.
     """
@@ -35,12 +37,12 @@ def build(job: Job, plan: Plan | None = None, machine: Machine | None = None) ->
         objective=objective_of(loss, task_of(job.model)),
         model=unset,
         loss_sum=unset,
-        data=unset,
+        data=cast(Any, data),
         optimizer=unset,
         learning_rate=unset,
     )
     for method in METHODS:
-        if method.wanted(plan):
+        if method.wanted(plan) and not (method is loader and data is not None):
             run = method.apply(run, plan)
     run.model.train()
     return run

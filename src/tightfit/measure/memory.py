@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -20,12 +20,11 @@ import psutil
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._pytree import tree_leaves
 
 from tightfit.engine.step import Step, take_step
-from tightfit.measure.storages import Peak, StorageTracker, storages_of
 from tightfit.methods.run import Run
 from tightfit.models.objective import Batch
+from tightfit.planner.storages import Peak, state_tensors, tensor_bytes, tensors_in, track
 
 Result = TypeVar("Result")
 Take = Callable[[Run], Result]
@@ -47,21 +46,6 @@ def sample_step(run: Run, micro_batches: list[Batch], step: int) -> tuple[Step, 
     torch.cuda.reset_peak_memory_stats(run.device)
     result, peak = track(run, [], take)
     return result, _with_total(peak, torch.cuda.max_memory_allocated(run.device))
-
-
-def track(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Result, Peak]:
-    """What `take` makes of `run`, and the peak of the storages alive meanwhile. Fake tensors are counted as real ones.
-
-    micro_batches   those of the step that are in the device's memory before it begins
-    """
-    tracker = StorageTracker(run.model.parameters())
-    tracker.assign(run.model.buffers(), "parameters")
-    tracker.assign(tensors_in(micro_batches), "activations")
-    tracker.assign(state_tensors(run.optimizer), "optimizer")
-    with tracker:
-        result = take(replace(run, loss_sum=tracker.forward(run.loss_sum)))
-        tracker.assign(state_tensors(run.optimizer), "optimizer")
-    return result, tracker.peak()
 
 
 def _with_total(peak: Peak, total: int) -> Peak:
@@ -166,22 +150,6 @@ def _model_states(run: Run) -> dict[str, int]:
     """Bytes of what lives from step to step, by row."""
     own = [*run.model.parameters(), *run.model.buffers()]
     return {"parameters": tensor_bytes(own), "gradients": 0, "optimizer": tensor_bytes(state_tensors(run.optimizer))}
-
-
-def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind `tensors`, each storage once."""
-    storages = {id(storage): storage for tensor in tensors for storage in storages_of(tensor)}
-    return sum(storage.nbytes() for storage in storages.values())
-
-
-def tensors_in(batch: Batch) -> list[Tensor]:
-    """Every tensor of a batch, or of several."""
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-
-
-def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Every tensor among the optimizer's states."""
-    return tensors_in(list(optimizer.state.values()))
 
 
 def process_peak_bytes() -> int:

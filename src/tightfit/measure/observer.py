@@ -12,9 +12,9 @@ from tightfit.engine.step import Step, take_step
 from tightfit.machine import Machine
 from tightfit.measure.flops import forward_flops, mfu
 from tightfit.measure.memory import process_peak_bytes, sample_step
-from tightfit.measure.storages import Peak
 from tightfit.methods.run import Run
 from tightfit.models.objective import Batch, sample_count
+from tightfit.planner.storages import Peak
 from tightfit.record import PeakBytes, Record, code_version
 
 SAMPLED = 2  # the step, counted from the start, whose memory is looked at; the steps after it are timed

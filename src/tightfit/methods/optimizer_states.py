@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import nn
 from torch.optim import Optimizer
 
+from tightfit.job import Train
 from tightfit.methods.run import Run
 from tightfit.optim import make_optimizer
 from tightfit.optim.per_parameter import PerParameter
@@ -38,13 +40,20 @@ def wanted(plan: Plan) -> bool:
     return True
 
 
-def apply(run: Run, plan: Plan) -> Run:
-    train = run.job.train
-    optimizer: Optimizer = make_optimizer(run.model, train, fused=plan.fused_optimizer)
+def optimizer_of(model: nn.Module, train: Train, plan: Plan) -> Optimizer:
+    """The job's optimizer with the plan's kernels, width of states and rounding."""
+    optimizer: Optimizer = make_optimizer(model, train, fused=plan.fused_optimizer)
     wide = plan.precision == "fp16-true"  # squares of gradients vanish in fp16, so its states are fp32
     if wide or plan.states != "fp32" or plan.rounding != "nearest" or plan.update_in_backward:
-        optimizer = PerParameter(optimizer, plan.states, plan.rounding, train.seed, wide)
-        if plan.update_in_backward:
-            optimizer.attach()
+        return PerParameter(optimizer, plan.states, plan.rounding, train.seed, wide)
+    return optimizer
+
+
+def apply(run: Run, plan: Plan) -> Run:
+    train = run.job.train
+    optimizer = optimizer_of(run.model, train, plan)
+    if plan.update_in_backward:
+        assert isinstance(optimizer, PerParameter)
+        optimizer.attach()
     samples = run.data.samples if train.steps is None else None
     return replace(run, optimizer=optimizer, learning_rate=learning_rate(train, total_steps(train, samples)))

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from tightfit.measure.storages import ROWS, StorageTracker
+from tightfit.planner.storages import ROWS, StorageTracker
 
 NARROW, WIDE, OUT, SAMPLES = 8, 16, 4, 5
 X, HIDDEN, SCALAR = 4 * SAMPLES * NARROW, 4 * SAMPLES * WIDE, 4

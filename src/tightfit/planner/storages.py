@@ -1,14 +1,14 @@
 """Live storages, by row: what a dispatch mode sees of a step's memory, on real tensors or fake ones.
 
 A step that no machine here could hold is measured on fake tensors the same way. Nothing is seen operation by
-operation inside a compiled region: see `memory.py` for what is done there.
+operation inside a compiled region: see `measure/memory.py` for what is done there.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -21,10 +21,14 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from tightfit.methods.run import Run
+from tightfit.models.objective import Batch
+
 ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+Take = Callable[[Run], Result]
 
 
 @dataclass(frozen=True)
@@ -179,3 +183,34 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     elif tensor.layout is torch.sparse_coo:
         yield from storages_of(tensor._indices())
         yield from storages_of(tensor._values())
+
+
+def track(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Result, Peak]:
+    """What `take` makes of `run`, and the peak of the storages alive meanwhile. Fake tensors are counted as real ones.
+
+    micro_batches   those of the step that are in the device's memory before it begins
+    """
+    tracker = StorageTracker(run.model.parameters())
+    tracker.assign(run.model.buffers(), "parameters")
+    tracker.assign(tensors_in(micro_batches), "activations")
+    tracker.assign(state_tensors(run.optimizer), "optimizer")
+    with tracker:
+        result = take(replace(run, loss_sum=tracker.forward(run.loss_sum)))
+        tracker.assign(state_tensors(run.optimizer), "optimizer")
+    return result, tracker.peak()
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind `tensors`, each storage once."""
+    storages = {id(storage): storage for tensor in tensors for storage in storages_of(tensor)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def tensors_in(batch: Batch) -> list[Tensor]:
+    """Every tensor of a batch, or of several."""
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Every tensor among the optimizer's states."""
+    return tensors_in(list(optimizer.state.values()))

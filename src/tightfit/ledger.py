@@ -1,0 +1,301 @@
+"""Ledger: what a step costs, as rows of buffers (bytes) and operations (FLOPs, bytes moved), in the order they happen.
+
+A ledger is a program: passages through parts of the model, forward and backward, each with the buffers that come and
+go in it and the operations that it runs. Sizes are linear in the samples of a micro-batch, so one ledger stands for
+any of them. Each method's `cost` edits it; the peak is found by playing it through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "runtime")
+TRACED = ("activations", "temporaries", "gradients", "optimizer", "parameters")  # rows that events may be of
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A number that grows with the samples of a micro-batch: fixed + per_sample x samples."""
+
+    fixed: float = 0.0
+    per_sample: float = 0.0
+
+    def at(self, samples: float) -> float:
+        return self.fixed + self.per_sample * samples
+
+    def __add__(self, other: Linear) -> Linear:
+        return Linear(self.fixed + other.fixed, self.per_sample + other.per_sample)
+
+    def times(self, factor: float) -> Linear:
+        return Linear(self.fixed * factor, self.per_sample * factor)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """One storage: its bytes, the row it counts under, the operation that made it, and of a gradient the parameter."""
+
+    size: Linear
+    row: str
+    maker: str = ""
+    parameter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One kernel, or `count` equal ones: FLOPs, bytes read and written, each, and of a product its sizes.
+
+    name   the operation's, such as aten.mm
+    dtype  of what it computes in
+    sizes  of a product: (batches, rows, columns, depth)
+    """
+
+    name: str
+    dtype: str
+    flops: Linear
+    moved: Linear
+    sizes: tuple[Linear, ...] = ()
+    count: Linear = Linear(1.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timeline:
+    """Buffers in the order in which they come (+1) and go (-1), and the operations of the same stretch.
+
+    needed  how many of the events come before the last tensor that backward needs: a recomputation stops there
+    """
+
+    events: tuple[tuple[Buffer, int], ...] = ()
+    operations: tuple[Operation, ...] = ()
+    needed: int = 0
+
+    def then(self, other: Timeline) -> Timeline:
+        needed = len(self.events) + other.needed if other.needed else self.needed
+        return Timeline(self.events + other.events, self.operations + other.operations, needed)
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """One passage of a micro-batch through a part of the model.
+
+    part      "block" for one of the repeated blocks, else where it lies between them
+    block     its position among the model's blocks, None for what is no block
+    phase     forward, backward, inference (a forward that keeps nothing) or optimizer
+    """
+
+    part: str
+    phase: str
+    timeline: Timeline
+    block: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter or buffer of the model, in the type it is kept in."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+    trainable: bool
+
+    @property
+    def count(self) -> int:
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What the optimizer does to one parameter: state it keeps, bytes it needs meanwhile, operations."""
+
+    state_bytes: int
+    transient_bytes: int
+    operations: tuple[Operation, ...] = ()
+    foreach_bytes: int = 0  # of the transient bytes, what a kernel over all parameters holds for each of them at once
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The largest instant of a step: its bytes, by row, and the phase and part it falls in."""
+
+    total: float = 0.0
+    rows: dict[str, float] = field(default_factory=dict)
+    phase: str = ""
+    part: str = ""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What one device holds and does in one optimizer step.
+
+    micro_batch     samples of one micro-batch; micro_batches: how many make a step
+    training        the program of one micro-batch: forward, then backward
+    inference       the program of an evaluation's micro-batch
+    parameters      the model's, by name; updates: by name, what the optimizer does to each
+    batch_bytes     of one sample, as it lies in device memory (or in the host's, on a CPU)
+    fixed           bytes that live through the whole step beside the model: by row
+    host            bytes of host memory by what they are for (devices other than the CPU)
+    phases          peaks outside the step (materialize, checkpoint), by name, in device bytes
+    before          operations once for each step that no passage holds; seconds: once for each step, by what they are for
+    """
+
+    micro_batch: int
+    micro_batches: int
+    training: tuple[Passage, ...]
+    inference: tuple[Passage, ...]
+    parameters: tuple[Parameter, ...]
+    blocks: int = 0
+    updates: dict[str, Update] = field(default_factory=dict)
+    batch_bytes: float = 0.0
+    update_in_backward: bool = False
+    foreach: bool = False
+    host_batch: bool = False
+    fixed: dict[str, float] = field(default_factory=dict)
+    host: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    efficiency: dict[str, float] = field(default_factory=dict)
+    compile_s: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    def with_passages(self, edit: Callable[[Passage], Passage]) -> Ledger:
+        """The ledger with every passage of its training program edited."""
+        return replace(self, training=tuple(edit(passage) for passage in self.training))
+
+    def row_bytes(self) -> dict[str, float]:
+        """What lives from step to step, by row."""
+        rows = dict.fromkeys(ROWS, 0.0)
+        rows["parameters"] = sum(parameter.bytes for parameter in self.parameters)
+        rows["optimizer"] = sum(update.state_bytes for update in self.updates.values())
+        for row, size in self.fixed.items():
+            rows[row] += size
+        return rows
+
+    def gradient_bytes(self) -> float:
+        return sum(parameter.bytes for parameter in self.parameters if parameter.trainable)
+
+    def instants(self) -> Iterator[tuple[str, str, dict[str, float]]]:
+        """(phase, part, bytes by row) at the largest instant of each passage of a step, in order, and between them.
+
+        The first micro-batch finds no gradients; in later ones a gradient is added to the one that is there.
+        """
+        rows = self.row_bytes()
+        in_memory = self.batch_bytes * self.micro_batch * (self.micro_batches if self.host_batch else 1)
+        rows["activations"] += in_memory
+        yield "forward", "start", dict(rows)
+        passes = [self.training] if self.micro_batches == 1 else [self.training, _again(self.training)]
+        for program in passes:
+            for passage in program:
+                played = self._played(passage)
+                yield passage.phase, passage.part, _sum(rows, played.largest)
+                rows = _sum(rows, played.net)
+        yield "optimizer", "update", {**rows, "temporaries": rows["temporaries"] + self._update_bytes()}
+
+    def evaluation(self) -> Iterator[tuple[str, str, dict[str, float]]]:
+        """As `instants`, of one micro-batch of an evaluation."""
+        rows = self.row_bytes()
+        rows["activations"] += self.batch_bytes * self.micro_batch
+        for passage in self.inference:
+            played = play(passage.timeline, self.micro_batch)
+            yield "evaluation", passage.part, _sum(rows, played.largest)
+            rows = _sum(rows, played.net)
+
+    def peak(self) -> Peak:
+        """The largest instant of a step."""
+        return _largest(self.instants())
+
+    def peaks(self) -> dict[str, float]:
+        """Device bytes at the largest instant of each phase, in the order in which the phases come."""
+        found: dict[str, float] = dict(self.phases)
+        for phase, _, rows in (*self.instants(), *self.evaluation()):
+            found[phase] = max(found.get(phase, 0.0), sum(rows.values()))
+        return found
+
+    def _played(self, passage: Passage) -> Played:
+        timeline = passage.timeline
+        if self.update_in_backward and passage.phase == "backward":
+            timeline = _updated_at_once(timeline, self.updates)
+        return play(timeline, self.micro_batch)
+
+    def _update_bytes(self) -> float:
+        if self.update_in_backward or not self.updates:
+            return 0.0
+        if self.foreach:
+            return sum(update.foreach_bytes for update in self.updates.values())
+        return max(update.transient_bytes for update in self.updates.values())
+
+    def operations(self) -> Iterator[tuple[str, str, Operation, float]]:
+        """(phase, part, operation, how often) of a whole step; sizes at this ledger's micro-batch."""
+        for passage in self.training:
+            for operation in passage.timeline.operations:
+                yield passage.phase, passage.part, operation, operation.count.at(self.micro_batch) * self.micro_batches
+        for update in self.updates.values():
+            for operation in update.operations:
+                yield "optimizer", "update", operation, operation.count.at(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A timeline played through: bytes by row that it adds at its largest instant, and at its end."""
+
+    largest: dict[str, float]
+    net: dict[str, float]
+
+
+def play(timeline: Timeline, samples: float) -> Played:
+    rows = dict.fromkeys(TRACED, 0.0)
+    total, best, largest = 0.0, 0.0, dict(rows)
+    for buffer, sign in timeline.events:
+        size = sign * buffer.size.at(samples)
+        rows[buffer.row] += size
+        total += size
+        if total > best:
+            best, largest = total, dict(rows)
+    return Played(largest, rows)
+
+
+def _sum(rows: dict[str, float], more: dict[str, float]) -> dict[str, float]:
+    return {**rows, **{row: rows[row] + size for row, size in more.items() if size}}
+
+
+def _largest(instants: Iterable[tuple[str, str, dict[str, float]]]) -> Peak:
+    best = Peak()
+    for phase, part, rows in instants:
+        total = sum(rows.values())
+        if total > best.total:
+            best = Peak(total, rows, phase, part)
+    return best
+
+
+def _again(program: tuple[Passage, ...]) -> tuple[Passage, ...]:
+    """The program of a later micro-batch: each new gradient is added to the one that is there, and freed."""
+    return tuple(
+        replace(passage, timeline=_accumulated(passage.timeline)) if passage.phase == "backward" else passage
+        for passage in program
+    )
+
+
+def _accumulated(timeline: Timeline) -> Timeline:
+    events: list[tuple[Buffer, int]] = []
+    for buffer, sign in timeline.events:
+        if buffer.row == "gradients" and sign > 0:
+            passing = replace(buffer, row="temporaries")
+            events += [(passing, 1), (passing, -1)]
+        elif buffer.row != "gradients":
+            events.append((buffer, sign))
+    return replace(timeline, events=tuple(events))
+
+
+def _updated_at_once(timeline: Timeline, updates: dict[str, Update]) -> Timeline:
+    """Each gradient is used up by its own update as soon as it is there."""
+    events: list[tuple[Buffer, int]] = []
+    for buffer, sign in timeline.events:
+        if buffer.row != "gradients":
+            events.append((buffer, sign))
+        elif sign > 0:
+            update = updates.get(buffer.parameter)
+            needed = Buffer(Linear(update.transient_bytes if update else 0.0), "temporaries")
+            events += [(buffer, 1), (needed, 1), (needed, -1), (buffer, -1)]
+    return replace(timeline, events=tuple(events))

@@ -1,0 +1,72 @@
+"""Rehearse: the assembled run takes a whole step on fake tensors, through the engine that would train.
+
+The only place where the planner meets the engine: what is rehearsed is what runs. Nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tightfit.engine.build import build
+from tightfit.engine.step import Step, take_step
+from tightfit.job import Job
+from tightfit.machine import Machine
+from tightfit.methods.run import Run
+from tightfit.models.objective import Batch, processed_count, sample_count
+from tightfit.plan import Plan
+from tightfit.planner.example import example, is_padded, sized
+from tightfit.planner.storages import Peak, track
+from tightfit.planner.trace import FakeValues
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The `Data` of a rehearsal: micro-batches of the job's shapes, without its samples."""
+
+    batch: Batch
+    job: Job
+    plan: Plan
+    ragged: bool = False
+    damaged: int = 0
+    tokenizer: Any = None
+
+    @property
+    def samples(self) -> int:
+        return self.job.train.batch
+
+    @property
+    def sample_items(self) -> int:
+        return processed_count(self.batch) // sample_count(self.batch)
+
+    def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
+        whole = self.job.train.batch
+        micro = self.plan.micro_batch_of(whole)
+        while True:
+            yield [sized(self.batch, min(micro, whole - begin)) for begin in range(0, whole, micro)]
+
+    def held_out(self, samples: int) -> Iterator[Batch]:
+        yield sized(self.batch, self.plan.micro_batch_of(self.job.train.batch))
+
+
+def rehearse(job: Job, plan: Plan, machine: Machine | None = None) -> Peak:
+    """The peak of a job's second step (the first makes the optimizer's states), by row. Raises InputError.
+
+    A compiled plan is rehearsed as it is written: what the compiler makes of it is not run.
+    """
+    plan = plan.replace(compile="none")
+    shapes = Shapes(example(job), job, plan)
+    values = FakeValues(is_padded(shapes.batch))
+    with FakeTensorMode(), values:
+        run = build(job, plan, machine, shapes)
+        steps = shapes.steps(0, None)
+        take_step(run, next(steps), 0)
+        micro_batches = next(steps)
+
+        def take(watched: Run) -> Step:
+            return take_step(watched, micro_batches, 1)
+
+        return track(run, micro_batches, take)[1]

@@ -1,0 +1,434 @@
+"""Trace: one micro-batch on fake tensors, as the ledger's program of buffers and operations.
+
+A model's repeated blocks are run as often as it takes to know them: the first two and the last of each kind. Those
+between pass their input through, and the second one's passages stand in the program for each of them: a deep model
+costs no more than a shallow one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import importlib
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.flop_counter import flop_registry
+
+from tightfit.ledger import Buffer, Linear, Operation, Passage, Timeline
+from tightfit.planner.storages import storages_of
+
+_VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+_LAST = 2**63  # sequence numbers from here on are of nodes that accumulate gradients, and belong to no operation
+_UNREAD = frozenset({"prim.device.default", "aten.detach.default", "aten.sym_size.int", "prim.layout.default"})
+_PRODUCTS = {"aten.mm": (0, 1), "aten.bmm": (0, 1), "aten.addmm": (1, 2), "aten.baddbmm": (1, 2)}
+
+
+class FakeValues(TorchDispatchMode):
+    """Answers what asks fake tensors for their values: 1, or true. A step then runs without any.
+
+    transformers looks at an attention mask only where it is no fake tensor, and else builds masks that a training would
+    not: within, it looks, unless `padded`, for then there is something to mask.
+    """
+
+    def __init__(self, padded: bool = False) -> None:
+        super().__init__()
+        self.padded = padded
+
+    def __enter__(self) -> Self:
+        used = "transformers" in sys.modules and not self.padded
+        self._masks: Any = importlib.import_module("transformers.masking_utils") if used else None
+        if self._masks is not None:
+            self._is_tracing = self._masks.is_tracing
+            self._masks.is_tracing = lambda tensor=None: False
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._masks is not None:
+            self._masks.is_tracing = self._is_tracing
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _one(args[0])
+        if func is torch.ops.aten.equal.default:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+def _one(tensor: Tensor) -> bool | int | float:
+    if tensor.dtype is torch.bool:
+        return True
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+@dataclass
+class _Open:
+    """A passage that is being recorded."""
+
+    part: str
+    phase: str
+    block: int | None = None  # itself, or the one before
+    first: int = 0  # sequence number of its first node
+    stands_for: int | None = None  # the block whose passages are repeated here, where this one was passed through
+    events: list[tuple[_Storage, int]] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    needed: int = 0
+
+
+@dataclass(eq=False)
+class _Storage:
+    size: int
+    maker: str
+    row: str = "temporaries"
+    parameter: str = ""
+    buffer: Buffer | None = None
+
+
+class Recorder(TorchDispatchMode):
+    """Records what operations make, use and leave, in passages through blocks and what lies between them.
+
+    Enter it inside FakeTensorMode; `forward` begins a forward, `backward` the backward of it.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.parameters = parameters
+        self.passages: list[_Open] = []  # in the order of forward
+        self.program: list[_Open] = []  # in the order in which they happened
+        self.phase = "forward"
+        self._live: dict[int, tuple[_Storage, weakref.ref[torch.UntypedStorage]]] = {}
+        self._made: list[int] = []
+        self._known: set[int] = set()
+
+    def know(self, tensors: Any) -> None:
+        """What exists before the step is in rows of its own, and no event."""
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor):
+                self._known.update(id(storage) for storage in storages_of(tensor))
+
+    def begin(self, part: str, block: int | None = None, stands_for: int | None = None) -> None:
+        """A passage of the forward begins."""
+        first = torch.autograd._get_sequence_nr()
+        opened = _Open(part, self.phase, block, first, stands_for)
+        self.passages.append(opened)
+        self.program.append(opened)
+
+    def end_forward(self) -> None:
+        """What forward made and is still alive is kept for backward."""
+        for key in self._made:
+            if key in self._live:
+                self._live[key][0].row = "activations"
+        self._made.clear()
+
+    def begin_backward(self) -> None:
+        self.phase, self._lowest = "backward", len(self.passages)
+        self._starts = [passage.first for passage in self.passages]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._gradient, name))
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad
+        ]
+        self._enter_backward(len(self.passages) - 1)
+
+    def end_backward(self) -> None:
+        self._enter_backward(-1)
+        for hook in self._hooks:
+            hook.remove()
+
+    def mark_saved(self, tensor: Tensor) -> Tensor:
+        passage = self.program[-1]
+        passage.needed = len(passage.events)
+        return tensor.detach()
+
+    def _gradient(self, name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        for storage in storages_of(parameter.grad):
+            if id(storage) in self._live:
+                seen = self._live[id(storage)][0]
+                seen.row, seen.parameter = "gradients", name
+
+    def _enter_backward(self, position: int) -> None:
+        """Backward has come to the passage at `position`: blocks passed through that lie above it are repeated before."""
+        for between in range(self._lowest - 1, position, -1):
+            passed = self.passages[between]
+            if passed.stands_for is not None:
+                self.program.append(_Open(passed.part, "backward", passed.block, stands_for=passed.stands_for))
+        self._position, self._lowest = position, min(self._lowest, position)
+        if position >= 0:
+            here = self.passages[position]
+            self.program.append(_Open(here.part, "backward", here.block))
+
+    def _find_passage(self) -> None:
+        node = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else _LAST
+        if number >= _LAST:
+            return
+        position = bisect.bisect_right(self._starts, number) - 1
+        if position >= 0 and position != self._position:
+            self._enter_backward(position)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(func)
+        if name in _UNREAD or func in _VALUES:
+            return func(*args, **kwargs)
+        if self.phase == "backward":
+            self._find_passage()
+        output = func(*args, **kwargs)
+        self._see(func, name.rsplit(".", 1)[0], args, kwargs, output)
+        return output
+
+    def _see(self, func: Any, name: str, args: Any, kwargs: Any, output: Any) -> None:
+        passage = self.program[-1]
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        fresh = False
+        for tensor in outputs:
+            for storage in storages_of(tensor):
+                if id(storage) not in self._live and id(storage) not in self._known:
+                    fresh = True
+                    self._add(storage, name, passage)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not fresh and func.is_view:
+            return
+        mutates = func._schema.is_mutable
+        if fresh or mutates:
+            passage.operations.append(_operation(func, name, args, kwargs, inputs, output))
+
+    def _add(self, storage: torch.UntypedStorage, name: str, passage: _Open) -> None:
+        key, seen = id(storage), _Storage(storage.nbytes(), name)
+        self._live[key] = seen, weakref.ref(storage, partial(self._free, key))
+        passage.events.append((seen, 1))
+        if self.phase == "forward":
+            self._made.append(key)
+
+    def _free(self, key: int, reference: Any) -> None:
+        if key in self._live:
+            seen, _ = self._live.pop(key)
+            self.program[-1].events.append((seen, -1))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._live.clear()
+
+
+def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], output: Any) -> Operation:
+    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    formula = flop_registry.get(func._overloadpacket)
+    flops = formula(*args, **kwargs, out_val=output) if formula else 0
+    tensors = outputs or inputs
+    floating = [tensor for tensor in [*tensors, *inputs] if tensor.is_floating_point()]
+    dtype = str((floating or tensors)[0].dtype).removeprefix("torch.") if tensors else ""
+    return Operation(
+        name, dtype, Linear(float(flops)), Linear(float(sum(map(_touched, inputs + outputs)))), _sizes(name, args)
+    )
+
+
+def _touched(tensor: Tensor) -> int:
+    """Bytes of the elements that a tensor really has: an expanded dim holds one."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ():
+        count *= size if stride else 1
+    return count * tensor.element_size()
+
+
+def _sizes(name: str, args: Any) -> tuple[Linear, ...]:
+    """(batches, rows, columns, depth) of a matrix product."""
+    if name not in _PRODUCTS:
+        return ()
+    left, right = (args[position] for position in _PRODUCTS[name])
+    batches = left.shape[0] if left.dim() == 3 else 1
+    return tuple(Linear(float(size)) for size in (batches, left.shape[-2], right.shape[-1], left.shape[-1]))
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The programs of one micro-batch at one size."""
+
+    training: tuple[Passage, ...]
+    inference: tuple[Passage, ...]
+
+
+def trace(
+    model: nn.Module, loss_sum: Callable[[Any], Tensor], batch: Any, blocks: list[nn.Module], scale: float = 1.0
+) -> Traced:
+    """The programs of one micro-batch of fake tensors. Leaves the model as it was, but for its gradients: none."""
+    parameters = dict(model.named_parameters())
+    training = _record(model, parameters, loss_sum, batch, blocks, scale)
+    with torch.no_grad():
+        inference = _record(model, parameters, loss_sum, batch, blocks, None)
+    for parameter in parameters.values():
+        parameter.grad = None
+    return Traced(training, inference)
+
+
+def _record(
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    loss_sum: Callable[[Any], Tensor],
+    batch: Any,
+    blocks: list[nn.Module],
+    scale: float | None,
+) -> tuple[Passage, ...]:
+    recorder = Recorder(parameters)
+    recorder.know([list(parameters.values()), list(model.buffers()), batch])
+    if scale is None:
+        recorder.phase = "inference"
+    with recorder, _watched(blocks, recorder), ExitStack() as stack:
+        recorder.begin("start")
+        if scale is not None:
+            stack.enter_context(saved_tensors_hooks(recorder.mark_saved, lambda tensor: tensor))
+        loss = loss_sum(batch)
+        if scale is not None:
+            stack.close()
+            recorder.end_forward()
+            recorder.begin_backward()
+            scaled = loss * scale
+            scaled.backward()
+            del scaled
+            loss.detach()
+        del loss
+        if scale is not None:
+            recorder.end_backward()
+    return recorded(recorder)
+
+
+@contextmanager
+def _watched(blocks: list[nn.Module], recorder: Recorder) -> Iterator[None]:
+    """Within, each block's forward is a passage of its own, and those between the second and the last of a kind skip."""
+    kinds: dict[Any, list[int]] = defaultdict(list)
+    for number, block in enumerate(blocks):
+        kinds[_kind(block)].append(number)
+    second = {number: members[1] for members in kinds.values() for number in members[2:-1]}
+    before = [block.__dict__.get("forward") for block in blocks]
+    outputs: dict[int, Any] = {}
+    for number, block in enumerate(blocks):
+        block.forward = _Watch(recorder, number, block.forward, second.get(number), outputs)
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, before, strict=True):
+            if forward is None:
+                del block.forward
+            else:
+                block.forward = forward
+
+
+def _kind(block: nn.Module) -> Any:
+    """What two blocks share that do the same: their class, and their parameters' and buffers' shapes and types."""
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    shapes = tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
+    kinds = tuple(type(module) for module in block.modules())
+    return kinds, shapes
+
+
+class _Watch:
+    """A block's forward, as a passage; or the block passed through, where another of its kind is known to do the same."""
+
+    def __init__(
+        self, recorder: Recorder, number: int, forward: Callable[..., Any], second: int | None, known: dict[int, Any]
+    ) -> None:
+        self.recorder, self.number, self.forward, self.second, self.known = recorder, number, forward, second, known
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.second in self.known:
+            inputs = tree_leaves((args, kwargs))
+            passed = _passed_through(self.known[self.second], inputs)
+            if passed is not None:
+                self.recorder.begin("block", self.number, stands_for=self.second)
+                self.recorder.begin("between", self.number, stands_for=self.second)
+                return passed[0]
+        self.recorder.begin("block", self.number)
+        output = self.forward(*args, **kwargs)
+        self.known[self.number] = _shape_of_call((args, kwargs), output)
+        self.recorder.begin("between", self.number)
+        return output
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
+
+
+def _shape_of_call(arguments: Any, output: Any) -> Any:
+    """(inputs as described; the output's tree; of each leaf the input that it is or looks like; leaves but tensors)."""
+    inputs = tree_leaves(arguments)
+    leaves, tree = tree_flatten(output)
+    sources = [_source(leaf, inputs) for leaf in leaves]
+    return [_described(leaf) for leaf in inputs], tree, sources, [_constant(leaf) for leaf in leaves]
+
+
+def _source(leaf: Any, inputs: list[Any]) -> int | None:
+    if not isinstance(leaf, Tensor):
+        return None
+    tensors = [(position, one) for position, one in enumerate(inputs) if isinstance(one, Tensor)]
+    same = [position for position, one in tensors if one is leaf]
+    like = [position for position, one in tensors if (one.shape, one.dtype) == (leaf.shape, leaf.dtype)]
+    return (same or like or [None])[0]
+
+
+_TENSOR = object()  # stands where an output has a tensor
+
+
+def _constant(leaf: Any) -> Any:
+    return _TENSOR if isinstance(leaf, Tensor) else leaf
+
+
+def _passed_through(known: Any, inputs: list[Any]) -> tuple[Any] | None:
+    """The output of a block that is passed through, in a tuple; None where its call is another than the known one's."""
+    described, tree, sources, constants = known
+    if [_described(leaf) for leaf in inputs] != described:
+        return None
+    leaves = []
+    for source, constant in zip(sources, constants, strict=True):
+        if source is None and constant is _TENSOR:
+            return None
+        leaves.append(constant if source is None else inputs[source])
+    return (tree_unflatten(leaves, tree),)
+
+
+def _passages(program: list[_Open]) -> tuple[Passage, ...]:
+    """The recorded program, with the passages of blocks that were passed through filled in."""
+    whole: dict[tuple[str, int, str], Timeline] = defaultdict(Timeline)
+    closed: list[tuple[_Open, Timeline]] = []
+    for opened in program:
+        timeline = Timeline(
+            tuple((_buffer(seen), sign) for seen, sign in opened.events), tuple(opened.operations), opened.needed
+        )
+        closed.append((opened, timeline))
+        if opened.block is not None and opened.stands_for is None:
+            key = opened.part, opened.block, opened.phase
+            whole[key] = whole[key].then(timeline) if key in whole else timeline
+    passages = []
+    for opened, timeline in closed:
+        if opened.stands_for is not None:
+            timeline = whole[opened.part, opened.stands_for, opened.phase]
+        if timeline.events or timeline.operations:
+            block = opened.block if opened.part == "block" else None
+            passages.append(Passage(opened.part, opened.phase, timeline, block))
+    return tuple(passages)
+
+
+def _buffer(seen: _Storage) -> Buffer:
+    if seen.buffer is None:
+        seen.buffer = Buffer(Linear(float(seen.size)), seen.row, seen.maker, seen.parameter)
+    return seen.buffer
+
+
+def recorded(recorder: Recorder) -> tuple[Passage, ...]:
+    """What a recorder saw, once it has ended."""
+    return _passages(recorder.program)
+
+
+__all__ = ["FakeValues", "Recorder", "Traced", "recorded", "trace"]
