@@ -7,8 +7,11 @@ any of them. Each method's `cost` edits it; the peak is found by playing it thro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+
+from tightfit.machine import Machine
+from tightfit.plan import Plan
 
 ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "runtime")
 TRACED = ("activations", "temporaries", "gradients", "optimizer", "parameters")  # rows that events may be of
@@ -62,16 +65,30 @@ class Operation:
 class Timeline:
     """Buffers in the order in which they come (+1) and go (-1), and the operations of the same stretch.
 
-    needed  how many of the events come before the last tensor that backward needs: a recomputation stops there
+    needed  how many of the events, and of the operations, come before the last tensor that backward needs: where a
+            recomputation stops
+    inputs  of a block: the buffers that it was called with
     """
 
     events: tuple[tuple[Buffer, int], ...] = ()
     operations: tuple[Operation, ...] = ()
-    needed: int = 0
+    needed: tuple[int, int] = (0, 0)
+    inputs: tuple[Buffer, ...] = ()
 
     def then(self, other: Timeline) -> Timeline:
-        needed = len(self.events) + other.needed if other.needed else self.needed
-        return Timeline(self.events + other.events, self.operations + other.operations, needed)
+        events, operations = other.needed
+        needed = (len(self.events) + events, len(self.operations) + operations) if events else self.needed
+        return Timeline(
+            self.events + other.events, self.operations + other.operations, needed, self.inputs + other.inputs
+        )
+
+    @property
+    def born(self) -> list[Buffer]:
+        return [buffer for buffer, sign in self.events if sign > 0]
+
+    @property
+    def gone(self) -> set[Buffer]:
+        return {buffer for buffer, sign in self.events if sign < 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +155,8 @@ class Ledger:
     fixed           bytes that live through the whole step beside the model: by row
     host            bytes of host memory by what they are for (devices other than the CPU)
     phases          peaks outside the step (materialize, checkpoint), by name, in device bytes
-    before          operations once for each step that no passage holds; seconds: once for each step, by what they are for
+    whole_step      operations once for each step that are of no passage and no update, such as clipping
+    seconds         once for each step, by what they are for
     """
 
     micro_batch: int
@@ -148,6 +166,7 @@ class Ledger:
     parameters: tuple[Parameter, ...]
     blocks: int = 0
     updates: dict[str, Update] = field(default_factory=dict)
+    whole_step: tuple[Operation, ...] = ()
     batch_bytes: float = 0.0
     update_in_backward: bool = False
     foreach: bool = False
@@ -159,10 +178,6 @@ class Ledger:
     efficiency: dict[str, float] = field(default_factory=dict)
     compile_s: float = 0.0
     notes: tuple[str, ...] = ()
-
-    def with_passages(self, edit: Callable[[Passage], Passage]) -> Ledger:
-        """The ledger with every passage of its training program edited."""
-        return replace(self, training=tuple(edit(passage) for passage in self.training))
 
     def row_bytes(self) -> dict[str, float]:
         """What lives from step to step, by row."""
@@ -231,6 +246,8 @@ class Ledger:
         for passage in self.training:
             for operation in passage.timeline.operations:
                 yield passage.phase, passage.part, operation, operation.count.at(self.micro_batch) * self.micro_batches
+        for operation in self.whole_step:
+            yield "optimizer", "whole step", operation, operation.count.at(1)
         for update in self.updates.values():
             for operation in update.operations:
                 yield "optimizer", "update", operation, operation.count.at(1)
@@ -299,3 +316,8 @@ def _updated_at_once(timeline: Timeline, updates: dict[str, Update]) -> Timeline
             needed = Buffer(Linear(update.transient_bytes if update else 0.0), "temporaries")
             events += [(buffer, 1), (needed, 1), (needed, -1), (buffer, -1)]
     return replace(timeline, events=tuple(events))
+
+
+def traced(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
+    """The cost of a room that the profile applies before it traces: what it changes is in the ledger already."""
+    return ledger

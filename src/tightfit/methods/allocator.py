@@ -20,9 +20,11 @@ import sys
 
 import torch
 
+from tightfit.ledger import traced
 from tightfit.methods.run import Run
 from tightfit.plan import Plan
 
+cost = traced
 VARIANTS = ({"allocator": "tuned"},)
 
 # mallopt's parameters, from malloc.h

@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from tightfit.errors import InputError
+from tightfit.ledger import traced
 from tightfit.methods.run import Run
 from tightfit.plan import Plan
 
+cost = traced
 VARIANTS = ({"attention": "blocked"},)
 NAME = "tightfit_blocked"
 ROWS = 64  # queries in a block

@@ -20,11 +20,13 @@ from torch import Tensor
 
 from tightfit.errors import InputError
 from tightfit.job import ModelSpec
+from tightfit.ledger import traced
 from tightfit.methods.run import Run
 from tightfit.models import find_blocks
 from tightfit.models.objective import Batch, sample_count
 from tightfit.plan import Plan
 
+cost = traced
 VARIANTS = ({"compile": "block"}, {"compile": "model"})
 BACKEND = "inductor"
 

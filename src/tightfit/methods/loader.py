@@ -30,10 +30,12 @@ from tightfit.data import Order, Samples, UserStream, open_samples
 from tightfit.data.order import Integers, pieces
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import DataSpec, Job
+from tightfit.ledger import traced
 from tightfit.methods.run import Run
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.plan import Plan
 
+cost = traced
 VARIANTS = ({"loader_workers": 2},)
 
 

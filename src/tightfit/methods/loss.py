@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tightfit.errors import InputError
+from tightfit.ledger import traced
 from tightfit.methods.run import Run
 from tightfit.models.objective import IGNORED, Batch, Objective
 from tightfit.plan import Plan
 
 ROWS_IN_CACHE = 64
+cost = traced
 VARIANTS = ({"chunked_loss": 5},)
 
 

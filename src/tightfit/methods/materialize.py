@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tightfit.errors import InputError
+from tightfit.ledger import traced
 from tightfit.methods.run import Run
 from tightfit.models.create import model_factory
 from tightfit.plan import Plan
@@ -33,6 +34,7 @@ SLACK_BYTES = 2**20  # host memory for parameters beside the largest one there: 
 CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+cost = traced
 VARIANTS = ({"materialize": "device"},)
 
 

@@ -10,9 +10,12 @@ Source  gradient accumulation; normalised by the items that count over the whole
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from torch import nn
 
+from tightfit.ledger import Ledger
+from tightfit.machine import Machine
 from tightfit.methods.run import Run
 from tightfit.plan import Plan
 
@@ -27,6 +30,13 @@ def apply(run: Run, plan: Plan) -> Run:
     pieces = math.ceil(run.job.train.batch / plan.micro_batch_of(run.job.train.batch))
     correct_batch_norm(run.model, pieces)
     return run
+
+
+def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
+    """Smaller pieces, more of them; from the second on, gradients are there while the forward runs."""
+    batch = ledger.micro_batch * ledger.micro_batches
+    piece = plan.micro_batch_of(batch)
+    return replace(ledger, micro_batch=piece, micro_batches=math.ceil(batch / piece))
 
 
 def correct_batch_norm(model: nn.Module, pieces: int) -> None:

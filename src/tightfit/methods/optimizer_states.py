@@ -21,6 +21,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tightfit.job import Train
+from tightfit.ledger import Ledger
+from tightfit.machine import Machine
 from tightfit.methods.run import Run
 from tightfit.optim import make_optimizer
 from tightfit.optim.per_parameter import PerParameter
@@ -40,11 +42,26 @@ def wanted(plan: Plan) -> bool:
     return True
 
 
+def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
+    """States, transients and operations of each update are traced; here is when the updates happen, and how many at once.
+
+    On CUDA torch's default kernels take all parameters at once, and what they need meanwhile exists for all of them.
+    """
+    together = machine.device == "cuda" and not plan.fused_optimizer and not _one_by_one(plan)
+    return replace(ledger, update_in_backward=plan.update_in_backward, foreach=together)
+
+
+def _one_by_one(plan: Plan) -> bool:
+    return (
+        plan.precision == "fp16-true" or plan.states != "fp32" or plan.rounding != "nearest" or plan.update_in_backward
+    )
+
+
 def optimizer_of(model: nn.Module, train: Train, plan: Plan) -> Optimizer:
     """The job's optimizer with the plan's kernels, width of states and rounding."""
     optimizer: Optimizer = make_optimizer(model, train, fused=plan.fused_optimizer)
     wide = plan.precision == "fp16-true"  # squares of gradients vanish in fp16, so its states are fp32
-    if wide or plan.states != "fp32" or plan.rounding != "nearest" or plan.update_in_backward:
+    if _one_by_one(plan):
         return PerParameter(optimizer, plan.states, plan.rounding, train.seed, wide)
     return optimizer
 

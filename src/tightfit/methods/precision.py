@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tightfit.ledger import traced
 from tightfit.methods.run import Run
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.plan import Plan
@@ -26,6 +27,7 @@ from tightfit.plan import Plan
 LARGEST_FP16 = 65504.0
 
 
+cost = traced
 VARIANTS = (
     {"precision": "bf16-mixed"},
     {"precision": "bf16-true"},

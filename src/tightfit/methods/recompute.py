@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tightfit.errors import InputError
 from tightfit.job import ModelSpec
+from tightfit.ledger import Buffer, Ledger, Timeline
+from tightfit.machine import Machine
 from tightfit.methods.run import Run
 from tightfit.models import find_blocks
 from tightfit.plan import Plan
@@ -28,6 +31,21 @@ from tightfit.plan import Plan
 Forward = Callable[..., Any]
 
 
+_PRODUCTS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+        torch.ops.aten.convolution.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_attention_math_for_mps.default,
+    }
+)
+_PRODUCT_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in _PRODUCTS)
 VARIANTS = ({"recompute": "full"}, {"recompute": "selective"}, {"recompute": "every-2"}, {"recompute": "sqrt"})
 
 
@@ -49,10 +67,139 @@ def apply(run: Run, plan: Plan) -> Run:
         for start in range(0, len(blocks), length):
             recompute_segment(blocks[start : start + length])
         return run
-    every = int(plan.recompute.removeprefix("every-")) if plan.recompute.startswith("every-") else 1
-    for block in blocks[::every]:
+    for block in blocks[:: _every(plan)]:
         block.forward = recomputed(block.forward, [block], selective=plan.recompute == "selective")
     return run
+
+
+def _every(plan: Plan) -> int:
+    return int(plan.recompute.removeprefix("every-")) if plan.recompute.startswith("every-") else 1
+
+
+def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
+    """Forward as an evaluation's, which keeps nothing, but for the segments' inputs; backward after another forward."""
+    if plan.recompute == "sqrt":
+        length = max(round(math.sqrt(ledger.blocks)), 1)
+        segments = [range(start, min(start + length, ledger.blocks)) for start in range(0, ledger.blocks, length)]
+    else:
+        segments = [range(block, block + 1) for block in range(0, ledger.blocks, _every(plan))]
+    edit = _Recomputation(ledger, plan.recompute == "selective")
+    for segment in segments:
+        edit.recompute(list(segment))
+    return replace(ledger, training=tuple(edit.training))
+
+
+class _Recomputation:
+    """Edits a training program: segments of blocks that are computed again in backward."""
+
+    def __init__(self, ledger: Ledger, selective: bool) -> None:
+        self.training, self.selective = list(ledger.training), selective
+        self.inference = {p.block: p.timeline for p in ledger.inference if p.block is not None}
+        self.forward: dict[int, int] = {}  # block -> where its forward stands
+        self.backward: dict[int, list[int]] = {}
+        for place, passage in enumerate(self.training):
+            if passage.block is not None and passage.phase == "forward":
+                self.forward[passage.block] = place
+            elif passage.block is not None:
+                self.backward.setdefault(passage.block, []).append(place)
+        self.end = max(place for place, passage in enumerate(self.training) if passage.phase == "forward")
+
+    def recompute(self, segment: list[int]) -> None:
+        """Keep the first block's input alone; before the last block's backward compute the whole segment again."""
+        if not all(block in self.forward and block in self.backward for block in segment):
+            return  # a block that the forward leaves out
+        again, last = Timeline(), segment[-1]
+        for block in segment:
+            before = self.training[self.forward[block]].timeline
+            saved = {buffer for place in self.backward[block] for buffer in self.training[place].timeline.gone}
+            again = again.then(self._second(before, saved, stops=block == last))
+            if block != segment[0]:
+                again = again.then(_freed([buffer for buffer in before.inputs if self._leaves(block, buffer)]))
+            self._forward(block, before, saved, keep_input=block == segment[0])
+        place = self.backward[last][0]
+        self._put(place, again.then(self.training[place].timeline))
+
+    def _put(self, place: int, timeline: Timeline) -> None:
+        self.training[place] = replace(self.training[place], timeline=timeline)
+
+    def _forward(self, block: int, before: Timeline, saved: set[Buffer], keep_input: bool) -> None:
+        """The block's first forward in place of the one that keeps everything; `saved` is what backward would free."""
+        kept = _survivors(before, saved)
+        if self.selective:
+            kept = [buffer for buffer in before.born if buffer in kept or buffer.maker in _PRODUCT_NAMES]
+        first = _as(self.inference[block], kept, self.selective)
+        inputs = before.inputs
+        if keep_input:
+            for buffer in inputs:
+                if self._take_away(block, buffer):
+                    self._put(self.backward[block][-1], self._backward_of(block).then(_freed([buffer])))
+        else:
+            first = first.then(_freed([buffer for buffer in inputs if buffer in saved]))
+        self._put(self.forward[block], replace(first, inputs=inputs))
+        held = [buffer for buffer in first.born if buffer not in first.gone and buffer not in kept]
+        self._put(self.end, self.training[self.end].timeline.then(_freed(held)))  # autocast's copies of weights
+
+    def _backward_of(self, block: int) -> Timeline:
+        return self.training[self.backward[block][-1]].timeline
+
+    def _after(self, block: int) -> list[int]:
+        """Where an input of the block may be let go once the block has returned: right after it, or at forward's end."""
+        return [place for place in (self.forward[block] + 1, self.end) if self.training[place].block is None]
+
+    def _leaves(self, block: int, buffer: Buffer) -> bool:
+        """Whether the buffer goes after the block's forward, because nothing keeps it for backward."""
+        return any(buffer in self.training[place].timeline.gone for place in self._after(block))
+
+    def _take_away(self, block: int, buffer: Buffer) -> bool:
+        """Let the buffer live on after the forward; whether it did not before."""
+        for place in self._after(block):
+            timeline = self.training[place].timeline
+            if buffer in timeline.gone:
+                events = tuple(event for event in timeline.events if event != (buffer, -1))
+                self._put(place, replace(timeline, events=events))
+                return True
+        return False
+
+    def _second(self, before: Timeline, saved: set[Buffer], stops: bool) -> Timeline:
+        """The forward once more, up to the last tensor that backward needs; it ends with what backward frees."""
+        events, operations = before.needed if stops else (len(before.events), len(before.operations))
+        there = {buffer for buffer in before.born if self.selective and buffer.maker in _PRODUCT_NAMES}
+        done = [event for event in before.events[:events] if not (event[0] in there and event[1] > 0)]
+        alive = [buffer for buffer, sign in done if sign > 0]
+        gone = {buffer for buffer, sign in done if sign < 0}
+        if stops:
+            alive = [buffer for buffer in (*alive, *there) if buffer not in gone and buffer not in saved]
+            done += [(buffer, -1) for buffer in alive]
+        again = [one for one in before.operations[:operations] if not (self.selective and one.name in _PRODUCT_NAMES)]
+        return Timeline(tuple(done), tuple(again))
+
+
+def _survivors(timeline: Timeline, saved: set[Buffer]) -> list[Buffer]:
+    """What a forward leaves that is not for its own backward: its outputs."""
+    gone = timeline.gone
+    return [buffer for buffer in timeline.born if buffer not in gone and buffer not in saved]
+
+
+def _as(timeline: Timeline, kept: list[Buffer], selective: bool) -> Timeline:
+    """An evaluation's forward that leaves `kept`, its own copies of which are replaced by them in order; inputs stay."""
+    born, gone = timeline.born, timeline.gone
+    left = [buffer for buffer in born if buffer not in gone or (selective and buffer.maker in _PRODUCT_NAMES)]
+    names: dict[Buffer, Buffer] = {}
+    for one in reversed(kept):
+        same = [copy for copy in left if copy not in names and (copy.maker, copy.size) == (one.maker, one.size)]
+        if same:
+            names[same[-1]] = one
+    own = set(born)
+    events = [
+        (names.get(buffer, buffer), sign)
+        for buffer, sign in timeline.events
+        if sign > 0 or (buffer in own and buffer not in names)
+    ]
+    return Timeline(tuple(events), timeline.operations)
+
+
+def _freed(buffers: list[Buffer]) -> Timeline:
+    return Timeline(tuple((buffer, -1) for buffer in buffers))
 
 
 def recomputed(forward: Forward, modules: list[nn.Module], selective: bool = False) -> Forward:
@@ -126,22 +273,6 @@ def contexts_of(
     return first, again()
 
 
-_PRODUCTS = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten.baddbmm.default,
-        torch.ops.aten.convolution.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_attention_math_for_mps.default,
-    }
-)
-
-
 def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Matrix products, convolutions and attention are kept; what is cheap to compute again is not."""
     return CheckpointPolicy.MUST_SAVE if operation in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
@@ -157,6 +288,8 @@ def recompute_segment(blocks: list[nn.Module]) -> None:
 
     def chain(first: Any, *args: Any, **kwargs: Any) -> Any:
         for forward in forwards:
+            if not isinstance(first, Tensor):
+                raise _not_in_a_row()
             first = forward(first, *args, **kwargs)
         return first
 
@@ -173,11 +306,7 @@ def recompute_segment(blocks: list[nn.Module]) -> None:
         shared = shared and all(a is b for a, b in zip(args, last_call["args"], strict=True))
         shared = shared and all(kwargs[name] is last_call["kwargs"][name] for name in kwargs)
         if first is not last_call["output"] or not shared:
-            raise InputError(
-                "plan: recompute=sqrt",
-                "the model does more between its blocks than hand one's output to the next",
-                "use recompute: full, which needs no such order",
-            )
+            raise _not_in_a_row()
         if position == len(forwards) - 1:
             last_call.clear()
         return first
@@ -185,3 +314,11 @@ def recompute_segment(blocks: list[nn.Module]) -> None:
     blocks[0].forward = head
     for position, block in enumerate(blocks[1:], start=1):
         block.forward = partial(hand_on, position)
+
+
+def _not_in_a_row() -> InputError:
+    return InputError(
+        "plan: recompute=sqrt",
+        "the model does more between its blocks than hand one's output to the next",
+        "use recompute: full, which needs no such order",
+    )

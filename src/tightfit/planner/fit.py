@@ -49,8 +49,9 @@ class _Fit:
             events = tuple((self._buffer(one[0], other[0]), one[1]) for one, other in pairs)
             needed = small.needed
         else:
-            events, needed = self._compressed(small, large), 0
-        return Timeline(events, self._operations(small.operations, large.operations), needed)
+            events, needed = self._compressed(small, large), (0, 0)
+        inputs = tuple(self._buffer(one, other) for one, other in zip(small.inputs, large.inputs, strict=True))
+        return Timeline(events, self._operations(small.operations, large.operations), needed, inputs)
 
     def _buffer(self, small: Buffer, large: Buffer) -> Buffer:
         if small not in self.buffers:

@@ -53,13 +53,12 @@ class Profiler:
         self._updates: dict[Any, dict[str, Update]] = {}
 
     def ledger(self, plan: Plan) -> Ledger:
-        """The first ledger of `plan`: its precision, kernels, optimizer and micro-batches, and no other method."""
+        """The first ledger of `plan`: its precision, kernels and optimizer, and no other method: the whole batch at once."""
         batch = self.job.train.batch
-        micro_batch = plan.micro_batch_of(batch)
-        programs = self.programs(plan, micro_batch)
+        programs = self.programs(plan, plan.micro_batch_of(batch))
         return Ledger(
-            micro_batch=micro_batch,
-            micro_batches=-(-batch // micro_batch),
+            micro_batch=batch,
+            micro_batches=1,
             training=programs.training,
             inference=programs.inference,
             parameters=programs.parameters,
@@ -133,9 +132,8 @@ class Profiler:
 
     def updates(self, plan: Plan) -> dict[str, Update]:
         """What the job's optimizer does to each parameter, with the plan's states and kernels."""
-        kind = "true" if plan.is_true else "wide"
-        key = kind, plan.precision == "fp16-true", plan.states, plan.rounding, plan.fused_optimizer
-        key = (*key, plan.update_in_backward)
+        fields = plan.states, plan.rounding, plan.fused_optimizer, plan.update_in_backward
+        key = (plan.is_true, plan.precision == "fp16-true", *fields)
         if key not in self._updates:
             with FakeTensorMode(), FakeValues():
                 dtype = materialize.weights_dtype(plan)

@@ -50,7 +50,7 @@ class FakeValues(TorchDispatchMode):
         self._masks: Any = importlib.import_module("transformers.masking_utils") if used else None
         if self._masks is not None:
             self._is_tracing = self._masks.is_tracing
-            self._masks.is_tracing = lambda tensor=None: False
+            self._masks.is_tracing = _never
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -64,6 +64,10 @@ class FakeValues(TorchDispatchMode):
         if func is torch.ops.aten.equal.default:
             return True
         return func(*args, **(kwargs or {}))
+
+
+def _never(tensor: Any = None) -> bool:
+    return False
 
 
 def _one(tensor: Tensor) -> bool | int | float:
@@ -83,7 +87,8 @@ class _Open:
     stands_for: int | None = None  # the block whose passages are repeated here, where this one was passed through
     events: list[tuple[_Storage, int]] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
-    needed: int = 0
+    needed: tuple[int, int] = (0, 0)
+    inputs: list[_Storage] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -124,6 +129,12 @@ class Recorder(TorchDispatchMode):
         self.passages.append(opened)
         self.program.append(opened)
 
+    def note_inputs(self, arguments: Any) -> None:
+        """What a block is called with, as far as this step made it."""
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        keys = dict.fromkeys(id(storage) for tensor in tensors for storage in storages_of(tensor))
+        self.program[-1].inputs += [self._live[key][0] for key in keys if key in self._live]
+
     def end_forward(self) -> None:
         """What forward made and is still alive is kept for backward."""
         for key in self._made:
@@ -148,7 +159,7 @@ class Recorder(TorchDispatchMode):
 
     def mark_saved(self, tensor: Tensor) -> Tensor:
         passage = self.program[-1]
-        passage.needed = len(passage.events)
+        passage.needed = len(passage.events), len(passage.operations)
         return tensor.detach()
 
     def _gradient(self, name: str, parameter: Tensor) -> None:
@@ -349,6 +360,7 @@ class _Watch:
                 self.recorder.begin("between", self.number, stands_for=self.second)
                 return passed[0]
         self.recorder.begin("block", self.number)
+        self.recorder.note_inputs((args, kwargs))
         output = self.forward(*args, **kwargs)
         self.known[self.number] = _shape_of_call((args, kwargs), output)
         self.recorder.begin("between", self.number)
@@ -375,7 +387,7 @@ def _source(leaf: Any, inputs: list[Any]) -> int | None:
     tensors = [(position, one) for position, one in enumerate(inputs) if isinstance(one, Tensor)]
     same = [position for position, one in tensors if one is leaf]
     like = [position for position, one in tensors if (one.shape, one.dtype) == (leaf.shape, leaf.dtype)]
-    return (same or like or [None])[0]
+    return next(iter(same or like), None)
 
 
 _TENSOR = object()  # stands where an output has a tensor
@@ -404,7 +416,10 @@ def _passages(program: list[_Open]) -> tuple[Passage, ...]:
     closed: list[tuple[_Open, Timeline]] = []
     for opened in program:
         timeline = Timeline(
-            tuple((_buffer(seen), sign) for seen, sign in opened.events), tuple(opened.operations), opened.needed
+            tuple((_buffer(seen), sign) for seen, sign in opened.events),
+            tuple(opened.operations),
+            opened.needed,
+            tuple(_buffer(seen) for seen in opened.inputs),
         )
         closed.append((opened, timeline))
         if opened.block is not None and opened.stands_for is None:
