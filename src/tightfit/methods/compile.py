@@ -17,10 +17,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch._guards import active_fake_mode
 
 from tightfit.errors import InputError
 from tightfit.job import ModelSpec
 from tightfit.ledger import traced
+from tightfit.methods.compiler import stand_in
 from tightfit.methods.run import Run
 from tightfit.models import find_blocks
 from tightfit.models.objective import Batch, sample_count
@@ -36,8 +38,9 @@ def wanted(plan: Plan) -> bool:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    dynamic = run.data.ragged
-    full = plan.micro_batch_of(run.job.train.batch)
+    backend = BACKEND if active_fake_mode() is None else stand_in()
+    dynamic = active_fake_mode() is None and run.data.ragged
+    full = plan.micro_batch_of(run.job.train.batch) if active_fake_mode() is None else None
     if plan.compile == "block":
         name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
         blocks = find_blocks(run.model, name)
@@ -46,20 +49,20 @@ def apply(run: Run, plan: Plan) -> Run:
                 "plan: compile=block", f"{type(run.model).__name__} has no repeated blocks", "use compile: model"
             )
         for _, block in blocks:
-            block.compile(dynamic=dynamic, backend=BACKEND)
+            block.compile(dynamic=dynamic, backend=backend)
         compiled = run.loss_sum
     else:
-        compiled = torch.compile(run.loss_sum, dynamic=dynamic, backend=BACKEND)
+        compiled = torch.compile(run.loss_sum, dynamic=dynamic, backend=backend)
     return replace(run, loss_sum=steady(compiled, run.loss_sum, full))
 
 
 def steady(
-    compiled: Callable[[Batch], Tensor], plain: Callable[[Batch], Tensor], full: int
+    compiled: Callable[[Batch], Tensor], plain: Callable[[Batch], Tensor], full: int | None
 ) -> Callable[[Batch], Tensor]:
-    """`compiled` for a full micro-batch in training; as written for a short one or an evaluation."""
+    """`compiled` for a full micro-batch in training (None: any); as written for a short one or an evaluation."""
 
     def loss_sum(batch: Batch) -> Tensor:
-        if torch.is_grad_enabled() and sample_count(batch) == full:
+        if torch.is_grad_enabled() and full in (None, sample_count(batch)):
             return compiled(batch)
         with torch.compiler.set_stance("force_eager"):
             return plain(batch)

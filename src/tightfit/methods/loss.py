@@ -100,6 +100,7 @@ def find_head(objective: Objective, model: nn.Module) -> nn.Linear:
     return layer
 
 
+@torch.compiler.disable  # a loop over chunks is no gain compiled: it is unrolled, and its chunks then live together
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
     """Sum over the targets that count of the cross entropy of `hidden @ weight.T + bias`, `chunk` rows at a time.
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tightfit.job import Job, LossSpec, ModelSpec
 from tightfit.ledger import Ledger, Parameter, Passage, Update
-from tightfit.methods import attention, loss, materialize, optimizer_states, precision
+from tightfit.methods import attention, compile, loss, materialize, optimizer_states, precision
 from tightfit.methods.run import Run
 from tightfit.models import find_blocks, load_python, task_of
 from tightfit.models.objective import Batch, objective_of, processed_count, sample_count
@@ -27,7 +27,7 @@ from tightfit.planner.storages import tensor_bytes, tensors_in
 from tightfit.planner.trace import FakeValues, Traced, trace
 from tightfit.planner.updates import trace_updates
 
-DECIDING = (attention, loss, precision)  # rooms that decide which operations run; in the order of METHODS
+DECIDING = (attention, loss, compile, precision)  # rooms that decide which operations run; in the order of METHODS
 SIZES = (2, 4)  # samples of the two micro-batches that are traced: at 1, strides and statistics are special
 
 
@@ -72,7 +72,7 @@ class Profiler:
         """The model's programs under the plan's precision, attention and loss."""
         sizes = self._sizes(plan, micro_batch)
         kind = plan.precision.replace("fp16", "bf16").replace("tf32", "fp32")
-        key = kind, plan.attention, plan.chunked_loss, sizes
+        key = kind, plan.attention, plan.chunked_loss, plan.compile, sizes
         if key not in self._programs:
             self._programs[key] = self._trace(plan.replace(precision=kind), sizes)
         return self._programs[key]
@@ -122,6 +122,8 @@ class Profiler:
             unset,
             unset,
         )
+        if plan.compile != "none":
+            torch._dynamo.reset()  # or what an earlier trace compiled would count against the limit of recompilations
         for room in DECIDING:
             if room.wanted(plan):
                 run = room.apply(run, plan)

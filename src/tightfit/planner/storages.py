@@ -79,6 +79,11 @@ class StorageTracker(TorchDispatchMode):
         self._events: list[tuple[_Seen, int, str]] = []  # storage, change of its bytes, phase
         self.assign(self._parameters, "parameters")
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """On fake tensors a compiled region runs as the compiler's stand-in, whose buffers are seen."""
+        return True
+
     def assign(self, tensors: Iterable[Tensor], row: str) -> None:
         """Count the storages behind `tensors` under `row`."""
         for tensor in tensors:

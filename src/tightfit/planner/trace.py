@@ -58,6 +58,10 @@ class FakeValues(TorchDispatchMode):
         if self._masks is not None:
             self._masks.is_tracing = self._is_tracing
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return _one(args[0])
@@ -115,6 +119,16 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, tuple[_Storage, weakref.ref[torch.UntypedStorage]]] = {}
         self._made: list[int] = []
         self._known: set[int] = set()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled regions are traced by torch below this mode, which sees what they do when they run."""
+        return True
+
+    def see_kernel(self, moved: int, dtype: torch.dtype) -> None:
+        """A generated kernel, which reads and writes `moved` bytes and computes anything on the way."""
+        name = str(dtype).removeprefix("torch.")
+        self.program[-1].operations.append(Operation("compiled", name, Linear(), Linear(float(moved))))
 
     def know(self, tensors: Any) -> None:
         """What exists before the step is in rows of its own, and no event."""
@@ -321,18 +335,19 @@ def _watched(blocks: list[nn.Module], recorder: Recorder) -> Iterator[None]:
     for number, block in enumerate(blocks):
         kinds[_kind(block)].append(number)
     second = {number: members[1] for members in kinds.values() for number in members[2:-1]}
-    before = [block.__dict__.get("forward") for block in blocks]
+    names = ["forward" if block._compiled_call_impl is None else "_compiled_call_impl" for block in blocks]
+    before = [block.__dict__.get(name) for block, name in zip(blocks, names, strict=True)]
     outputs: dict[int, Any] = {}
-    for number, block in enumerate(blocks):
-        block.forward = _Watch(recorder, number, block.forward, second.get(number), outputs)
+    for number, (block, name) in enumerate(zip(blocks, names, strict=True)):
+        setattr(block, name, _Watch(recorder, number, getattr(block, name), second.get(number), outputs))
     try:
         yield
     finally:
-        for block, forward in zip(blocks, before, strict=True):
-            if forward is None:
-                del block.forward
+        for block, name, call in zip(blocks, names, before, strict=True):
+            if call is None:
+                delattr(block, name)
             else:
-                block.forward = forward
+                setattr(block, name, call)
 
 
 def _kind(block: nn.Module) -> Any:

@@ -1,0 +1,222 @@
+"""The compiler on fake tensors: what torch.compile will keep and allocate, without generating code.
+
+torch's own tracing, decompositions and partitioner run as they do in a training, so what is saved for backward is what
+will be. What the code generator does then is followed by its rule: operations that are computed element by element,
+and reductions, are fused; only what leaves the graph, or enters an operation with a kernel of its own (a product, a
+convolution, attention), is ever a buffer.
+
+Source  Ansel et al. 2024, "PyTorch 2", ASPLOS.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+
+
+@runtime_checkable
+class SeesKernels(Protocol):
+    """A dispatch mode that wants to know of generated kernels, which dispatch nothing."""
+
+    def see_kernel(self, moved: int, dtype: torch.dtype) -> None: ...
+
+
+def stand_in() -> Callable[..., Any]:
+    """A backend for torch.compile that runs graphs as buffers come and go, and computes nothing."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    return aot_autograd(
+        fw_compiler=_planned,
+        bw_compiler=_planned,
+        decompositions=select_decomp_table(),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+
+
+@dataclass
+class _Plan:
+    """Which nodes have buffers, and after which node each is used for the last time."""
+
+    kernels: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # generated: node -> buffers that it reads
+    inlined: set[fx.Node] = field(default_factory=set)  # computed within the kernels that use them
+    last: dict[fx.Node, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
+
+
+_FUSED_TAGS = (torch.Tag.pointwise, torch.Tag.reduction) if hasattr(torch.Tag, "reduction") else (torch.Tag.pointwise,)
+_ALSO_FUSED = frozenset(
+    {
+        "aten.embedding", "aten.cat", "aten.constant_pad_nd", "aten.full", "aten.full_like", "aten.clone", "aten.sum",
+        "aten.mean", "aten.amax", "aten.amin", "aten.var", "aten.var_mean", "aten.any", "aten.all", "aten.argmax",
+        "aten.gather", "aten.index", "aten.select_scatter", "aten.slice_scatter", "aten.iota", "prims.iota",
+        "aten.arange", "aten.scalar_tensor", "aten.empty", "aten.lift_fresh_copy", "aten.copy", "aten._to_copy",
+        "prims.convert_element_type", "aten.where", "aten.rand", "aten.rand_like", "prims.inductor_random",
+        "aten.flip", "aten.repeat", "aten.max_pool2d_with_indices", "aten._low_memory_max_pool2d_with_offsets",
+        "aten.avg_pool2d", "aten.prod", "aten.new_zeros", "aten.zeros", "aten.ones", "aten.zeros_like",
+        "aten.bernoulli", "aten._softmax", "aten._log_softmax", "aten.empty_like", "prims.broadcast_in_dim",
+        "aten.cumsum", "aten.scatter", "aten.slice_backward", "aten.as_strided_scatter", "aten.new_empty", "aten.upsample_nearest2d",
+    }
+)  # fmt: skip
+
+
+def _is_fused(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is not None and getattr(target, "__name__", "") == "getitem"
+    return any(tag in target.tags for tag in _FUSED_TAGS) or str(target).rsplit(".", 1)[0] in _ALSO_FUSED
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target.is_view or str(target) in (
+            "aten.view.default",
+            "aten.reshape.default",
+            "aten._unsafe_view.default",
+        )
+    return getattr(target, "__name__", "") == "getitem"
+
+
+def _plan(graph: fx.Graph) -> _Plan:
+    """Decide for each node whether it is a buffer, and how long."""
+    nodes = list(graph.nodes)
+    output = nodes[-1]
+    calls = [node for node in nodes if node.op == "call_function"]
+    fused = {node for node in calls if _is_fused(node) and not _is_view(node)}
+    views = {node for node in calls if _is_view(node)}
+    wanted: set[fx.Node] = set()  # fused nodes whose value has to be in memory
+    for node in nodes:
+        if node is output or (node.op == "call_function" and node not in fused and node not in views):
+            wanted |= {_base(source, views) for source in node.all_input_nodes}
+    plan = _Plan()
+    reads: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        if node in fused and node not in wanted:
+            plan.inlined.add(node)
+            continue
+        if node in fused:
+            plan.kernels[node] = _memory(node, fused - wanted, views)
+            reads[node] = plan.kernels[node]
+        elif node in calls and node not in views:
+            reads[node] = [_base(source, views) for source in node.all_input_nodes]
+    kept = {_base(source, views) for source in output.all_input_nodes}
+    final: dict[fx.Node, fx.Node] = {}
+    for node in reads:
+        for source in reads[node]:
+            final[source] = node
+    for source, node in final.items():
+        if source not in kept:
+            plan.last[node].append(source)
+    return plan
+
+
+def _base(node: fx.Node, views: set[fx.Node]) -> fx.Node:
+    """The node whose buffer a view looks at."""
+    while node in views:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _memory(node: fx.Node, inlined: set[fx.Node], views: set[fx.Node]) -> list[fx.Node]:
+    """The buffers that the generated kernel of `node` reads, through all that is computed on the way."""
+    found: dict[fx.Node, None] = {}
+    seen: set[fx.Node] = set()
+    stack = list(node.all_input_nodes)
+    while stack:
+        source = stack.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        if source in inlined or source in views:
+            stack += source.all_input_nodes
+        else:
+            found[source] = None
+    return list(found)
+
+
+def _planned(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+    graph, plan = module.graph, _plan(module.graph)
+    nodes = list(graph.nodes)
+    views = {node for node in nodes if node.op == "call_function" and _is_view(node)}
+    holders: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # buffer -> its views
+    for node in nodes:
+        if node in views:
+            holders[_base(node, views)].append(node)
+    targets = [node for node in nodes if node.op == "placeholder"]
+    # its own buffers, and what forward saved for a backward: those may be written over
+    own = {node for node in nodes if not node.name.startswith(("primals", "tangents"))}
+
+    def run(arguments: list[Any]) -> Any:
+        values: dict[fx.Node, Any] = dict(zip(targets, arguments, strict=True))
+        arguments.clear()
+        for node in nodes:
+            if node.op == "get_attr":
+                values[node] = getattr(module, str(node.target))
+            elif node.op == "output":
+                return fx.map_arg(node.args[0], values.get)
+            elif node in plan.kernels:
+                inputs = [values[source] for source in plan.kernels[node] if isinstance(values[source], Tensor)]
+                moved = sum(map(_bytes, inputs))
+                del inputs
+                _reuse(node, plan, values, holders, own)
+                values[node] = _generated(node, moved)
+                _release(node, plan, values, holders)
+            elif node.op == "call_function" and node not in plan.inlined and _can_run(node, values):
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.get)
+                values[node] = node.target(*args, **kwargs)
+                _release(node, plan, values, holders)
+        raise AssertionError("a graph without output")
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _can_run(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+    """Whether everything that it takes is in memory: a view of what is inlined is so, too."""
+    return all(source in values for source in node.all_input_nodes)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def _reuse(
+    node: fx.Node, plan: _Plan, values: dict[fx.Node, Any], holders: dict[fx.Node, list[fx.Node]], own: set[fx.Node]
+) -> None:
+    """A generated kernel writes over an input of the same size that nobody needs afterwards."""
+    written = [value.untyped_storage().nbytes() for value in tree_leaves(node.meta["val"]) if isinstance(value, Tensor)]
+    for source in plan.last.get(node, ()):
+        value = values.get(source)
+        if source in own and isinstance(value, Tensor) and _bytes(value) in written:
+            written.remove(_bytes(value))
+            for gone in (source, *holders.get(source, ())):
+                values.pop(gone, None)
+
+
+def _release(node: fx.Node, plan: _Plan, values: dict[fx.Node, Any], holders: dict[fx.Node, list[fx.Node]]) -> None:
+    for source in plan.last.get(node, ()):
+        values.pop(source, None)
+        for view in holders.get(source, ()):
+            values.pop(view, None)
+
+
+def _generated(node: fx.Node, moved: int) -> Any:
+    """The buffers of a generated kernel that has read `moved` bytes: empty, in the node's shape and strides."""
+    outputs = torch.utils._pytree.tree_map_only(Tensor, _empty, node.meta["val"])
+    written = [value for value in tree_leaves(outputs) if isinstance(value, Tensor)]
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, SeesKernels):
+            mode.see_kernel(moved + sum(map(_bytes, written)), written[0].dtype)
+    return outputs
+
+
+def _empty(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
