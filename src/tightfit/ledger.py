@@ -152,6 +152,7 @@ class Ledger:
     inference       the program of an evaluation's micro-batch
     parameters      the model's, by name; updates: by name, what the optimizer does to each
     batch_bytes     of one sample, as it lies in device memory (or in the host's, on a CPU)
+    keeps_memory    whether freed memory is kept by the process and used again
     fixed           bytes that live through the whole step beside the model: by row
     host            bytes of host memory by what they are for (devices other than the CPU)
     phases          peaks outside the step (materialize, checkpoint), by name, in device bytes
@@ -171,6 +172,7 @@ class Ledger:
     update_in_backward: bool = False
     foreach: bool = False
     host_batch: bool = False
+    keeps_memory: bool = False
     fixed: dict[str, float] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)

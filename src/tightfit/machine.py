@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+import math
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +31,8 @@ class Machine(Value):
     memory_bytes_per_s   achieved bandwidth of device memory
     launch_s             time to start one operation
     host_to_device_bytes_per_s, process_bytes_per_s   copies to the device, and between two processes
+    rates                what each kind of operation achieves, measured here: "kind/dtype" -> size -> FLOP/s of products
+                         (size: the cube root of rows x columns x depth), of attention (size: FLOPs), else bytes moved/s
     """
 
     name: str
@@ -43,6 +48,7 @@ class Machine(Value):
     launch_s: Figure | None = None
     host_to_device_bytes_per_s: Figure | None = None
     process_bytes_per_s: Figure | None = None
+    rates: dict[str, dict[int, float]] = Field(default_factory=dict)
 
     @classmethod
     def detect(cls) -> Machine:
@@ -61,6 +67,31 @@ class Machine(Value):
         figure = self.matrix_flops_per_s.get(kind)
         return figure.value if figure else None
 
+    def achieved(self, kind: str, dtype: str, size: float) -> float:
+        """FLOP/s (of products and attention) or bytes/s that a kind of operation achieves at a size: as measured, else
+        as the nearest kind that was, else from the device's figures."""
+        dtype = {"bool": "float32", "int64": "float32", "float64": "float32"}.get(dtype, dtype)
+        for key in (f"{kind}/{dtype}", f"{_NEAREST.get(kind, kind)}/{dtype}", f"{kind}/float32"):
+            if key in self.rates:
+                return _interpolated(self.rates[key], size)
+        if kind in _ARITHMETIC:
+            return self._matrix_rate(dtype) * _SHARE_OF_PRODUCTS.get(kind, 1.0)
+        return self.bandwidth(size)
+
+    def bandwidth(self, moved: float) -> float:
+        """Bytes/s at which memory is read and written by an operation that moves so many."""
+        for key in ("elementwise/float32",):
+            if key in self.rates:
+                return _interpolated(self.rates[key], moved)
+        return self.memory_bytes_per_s.value if self.memory_bytes_per_s else _UNKNOWN_BANDWIDTH[self.device]
+
+    def _matrix_rate(self, dtype: str) -> float:
+        name = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, "fp32")
+        figure = self.matrix_flops_per_s.get(name)
+        if figure is not None:
+            return figure.value
+        return _UNKNOWN_FLOPS[self.device] * (2.0 if name != "fp32" else 1.0) * self.cores
+
     def __repr__(self) -> str:
         rates = ", ".join(
             f"{kind} {format_count(figure.value)}FLOP/s" for kind, figure in self.matrix_flops_per_s.items()
@@ -69,6 +100,32 @@ class Machine(Value):
         return f"Machine({self.name}, {count} x {self.device}, {format_bytes(self.memory_bytes.value)}{', ' + rates if rates else ''})"
 
     __str__ = __repr__
+
+
+_ARITHMETIC = (
+    "product",
+    "batched product",
+    "convolution",
+    "attention",
+    "attention backward",
+    "blocked attention",
+    "blocked attention backward",
+)
+_NEAREST = {"blocked attention": "batched product", "blocked attention backward": "batched product"}
+_SHARE_OF_PRODUCTS = {"attention": 0.6, "attention backward": 0.5, "batched product": 0.7, "convolution": 0.6}
+_UNKNOWN_FLOPS = {"cpu": 5e10, "cuda": 1e13}  # fp32, of a core, or of a whole GPU, until somebody calibrates
+_UNKNOWN_BANDWIDTH = {"cpu": 1e10, "cuda": 5e11}
+
+
+def _interpolated(table: Mapping[int, float], size: float) -> float:
+    """The rate at `size`: between measured sizes on a logarithmic scale, beyond them that of the nearest."""
+    sizes = sorted(table)
+    place = bisect.bisect_left(sizes, size)
+    if place in (0, len(sizes)):
+        return table[sizes[min(place, len(sizes) - 1)]]
+    below, above = sizes[place - 1], sizes[place]
+    share = math.log(size / below) / math.log(above / below)
+    return table[below] ** (1 - share) * table[above] ** share
 
 
 def cache_folder() -> Path:

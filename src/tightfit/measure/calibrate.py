@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from tightfit.machine import Figure, Machine, calibration_path
+from tightfit.measure.rates import measure_rates
+from tightfit.measure.timing import timed
 
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,12 +32,14 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
         if by_size[kind]:
             size, best = max(by_size[kind].items(), key=lambda item: item[1])
             rates[kind] = Figure(value=best, source="measured", detail=f"square matrices of {size}")
+    kinds = measure_rates(device, say)
     say("memory bandwidth, launches, copies, processes")
     measured = machine.replace(
         matrix_flops_per_s=rates,
         matrix_flops_per_s_by_size=by_size,
+        rates=kinds,
         memory_bytes_per_s=_figure(_memory_bandwidth(device), "copy of 256 MiB, read and written"),
-        launch_s=_figure(_launch_s(device), "addition of two numbers"),
+        launch_s=_figure(_launch_s(device), "a chain of products of single numbers, forward and backward"),
         host_to_device_bytes_per_s=_figure(_copy_bandwidth(device), "pinned copy of 256 MiB")
         if device.type == "cuda"
         else None,
@@ -51,24 +55,6 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
 
 def _figure(value: float, detail: str) -> Figure:
     return Figure(value=value, source="measured", detail=detail)
-
-
-def timed(work: Callable[[], object], device: torch.device, least_s: float = 0.2, least_runs: int = 3) -> float:
-    """Median seconds of `work`, after one run to warm up."""
-    work()
-    _wait(device)
-    times: list[float] = []
-    while len(times) < least_runs or sum(times) < least_s:
-        began = time.perf_counter()
-        work()
-        _wait(device)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _matrix_rates(kind: str, device: torch.device) -> dict[int, float]:
@@ -96,13 +82,16 @@ def _memory_bandwidth(device: torch.device) -> float:
 
 
 def _launch_s(device: torch.device) -> float:
-    number = torch.zeros(1, device=device)
+    """Seconds to start one operation from Python and, in backward, from autograd: of a chain of tiny ones."""
+    number = torch.zeros(1, device=device, requires_grad=True)
 
     def many() -> None:
-        for _ in range(1000):
-            number.add_(1.0)
+        value = number
+        for _ in range(200):
+            value = value * 1.0
+        value.backward()
 
-    return timed(many, device) / 1000
+    return timed(many, device) / 400
 
 
 def _copy_bandwidth(device: torch.device) -> float:

@@ -34,6 +34,14 @@ _UNREAD = frozenset({"prim.device.default", "aten.detach.default", "aten.sym_siz
 _PRODUCTS = {"aten.mm": (0, 1), "aten.bmm": (0, 1), "aten.addmm": (1, 2), "aten.baddbmm": (1, 2)}
 
 
+_SAME_FLOPS = {  # torch has no formula for its processor kernels
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
 class FakeValues(TorchDispatchMode):
     """Answers what asks fake tensors for their values: 1, or true. A step then runs without any.
 
@@ -249,14 +257,24 @@ class Recorder(TorchDispatchMode):
 
 def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], output: Any) -> Operation:
     outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    formula = flop_registry.get(func._overloadpacket)
+    formula = flop_registry.get(_SAME_FLOPS.get(func._overloadpacket, func._overloadpacket))
     flops = formula(*args, **kwargs, out_val=output) if formula else 0
+    if _argument(func, "is_causal", args, kwargs):
+        flops //= 2  # half of the pairs are hidden, and kernels skip them
     tensors = outputs or inputs
     floating = [tensor for tensor in [*tensors, *inputs] if tensor.is_floating_point()]
     dtype = str((floating or tensors)[0].dtype).removeprefix("torch.") if tensors else ""
     return Operation(
         name, dtype, Linear(float(flops)), Linear(float(sum(map(_touched, inputs + outputs)))), _sizes(name, args)
     )
+
+
+def _argument(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """The value of an operation's argument; None where it has none of that name."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
+    return None
 
 
 def _touched(tensor: Tensor) -> int:

@@ -1,0 +1,190 @@
+"""What each kind of operation achieves on this machine, at a few sizes: what step times are predicted from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tightfit.measure.timing import timed
+from tightfit.methods.allocator import keep_freed_memory
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PRODUCT_SIZES = (64, 128, 256, 512, 1024, 2048)
+BYTES = (2**16, 2**19, 2**22, 2**25, 2**27)
+
+Work = Callable[[], object]
+Case = tuple[int, float, Work]  # size, FLOPs or bytes moved, what is timed
+
+
+def measure_rates(device: torch.device, say: Callable[[str], None]) -> dict[str, dict[int, float]]:
+    """ "kind/dtype" -> size -> FLOP/s or bytes/s. Takes about a minute on two cores."""
+    rates: dict[str, dict[int, float]] = {}
+    if device.type == "cpu":
+        rates["fetch/float32"] = {2**25: _fetch_rate(device)}
+        keep_freed_memory()  # what fetching costs is told apart
+    for name, dtype in DTYPES.items():
+        for kind, cases in _KINDS.items():
+            say(f"{kind} in {name}")
+            table = {size: amount / timed(work, device, least_s=0.02) for size, amount, work in cases(dtype, device)}
+            if table:
+                rates[f"{kind}/{name}"] = table
+    return rates
+
+
+def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """A layer's three products, (4 s, s) x (s, s): forward, the input's gradient, the weight's gradient."""
+    for size in PRODUCT_SIZES:
+        rows, weight = _random((4 * size, size), dtype, device), _random((size, size), dtype, device)
+        gradient = _random((4 * size, size), dtype, device)
+
+        def work(rows: Tensor = rows, weight: Tensor = weight, gradient: Tensor = gradient) -> None:
+            torch.mm(rows, weight.t())
+            torch.mm(gradient, weight)
+            torch.mm(gradient.t(), rows)
+
+        yield round((4 * size**3) ** (1 / 3)), 3 * 8.0 * size**3, work
+
+
+def _batched(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """The products of attention: 64 of (length, 64) x (64, length)."""
+    for length in (64, 128, 256, 512):
+        left, right = _random((64, length, 64), dtype, device), _random((64, 64, length), dtype, device)
+        size = round((length * length * 64) ** (1 / 3))
+        yield size, 2.0 * 64 * 64 * length**2, lambda left=left, right=right: torch.bmm(left, right)  # type: ignore[misc]
+
+
+def _convolutions(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for channels in (16, 64, 128):
+        image = _random((16, channels, 16, 16), dtype, device).requires_grad_()
+        weight = _random((channels, channels, 3, 3), dtype, device).requires_grad_()
+        flops = 3 * 2.0 * 16 * 16 * 16 * channels * channels * 9
+
+        def work(image: Tensor = image, weight: Tensor = weight) -> None:
+            torch.autograd.grad(functional.conv2d(image, weight, padding=1).sum(), (image, weight))
+
+        yield round(flops / 3), flops, work
+
+
+def _attention_inputs(length: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    return [_random((8, 8, length, 64), dtype, device).requires_grad_() for _ in range(3)]
+
+
+_ATTENTION_LENGTHS = (64, 256, 1024)
+
+
+def _attention(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for length in _ATTENTION_LENGTHS:
+        query, key, value = (tensor.detach() for tensor in _attention_inputs(length, dtype, device))
+        flops = 4.0 * 64 * length * length * 64
+
+        def work(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> Tensor:
+            return functional.scaled_dot_product_attention(query, key, value)
+
+        yield round(flops), flops, work
+
+
+def _attention_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for length in _ATTENTION_LENGTHS:
+        inputs = _attention_inputs(length, dtype, device)
+        query, key, value = inputs
+        output = functional.scaled_dot_product_attention(query, key, value)
+        flops = 10.0 * 64 * length * length * 64
+
+        def work(inputs: list[Tensor] = inputs, output: Tensor = output) -> object:
+            return torch.autograd.grad(output, inputs, output.detach(), retain_graph=True)
+
+        yield round(flops), flops, work
+
+
+def _of_bytes(make: Callable[[Tensor], Tensor], touched: int) -> Callable[..., Iterator[Case]]:
+    """An operation on one tensor, which touches as many bytes as `touched` such tensors have."""
+
+    def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+        for moved in BYTES:
+            count = moved // touched // dtype.itemsize
+            values = _random((max(count // 512, 1), 512), dtype, device)
+            exact = float(touched * values.nbytes)
+            yield moved, exact, lambda values=values: make(values)  # type: ignore[misc]
+
+    return cases
+
+
+def _cast(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Between fp32 and bf16; `dtype` is that of the result."""
+    other = torch.bfloat16 if dtype is torch.float32 else torch.float32
+    for moved in BYTES:
+        values = _random((moved // 6,), other, device)
+        yield moved, 6.0 * values.numel(), lambda values=values: values.to(dtype)  # type: ignore[misc]
+
+
+def _softmax(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for moved in BYTES[1:]:
+        values = _random((max(moved // 2 // dtype.itemsize // 4096, 1), 4096), dtype, device)
+        yield moved, 2.0 * values.nbytes, lambda values=values: torch.log_softmax(values, -1)  # type: ignore[misc]
+
+
+def _gather(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    table = _random((8192, 256), dtype, device)
+    for rows in (256, 2048, 16384):
+        index = torch.randint(0, 8192, (rows,), device=device)
+        moved = table.nbytes + rows * (256 * dtype.itemsize + 8)
+        yield moved, float(moved), lambda index=index: functional.embedding(index, table)  # type: ignore[misc]
+
+
+def _scatter(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for rows in (256, 2048, 16384):
+        gradient = _random((rows, 256), dtype, device)
+        index = torch.randint(0, 8192, (rows,), device=device)
+        moved = gradient.nbytes + 8192 * 256 * dtype.itemsize + 8 * rows
+
+        def work(gradient: Tensor = gradient, index: Tensor = index) -> Tensor:
+            return torch.ops.aten.embedding_dense_backward(gradient, index, 8192, -1, False)
+
+        yield moved, float(moved), work
+
+
+def _update(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for count in (2**14, 2**18, 2**22):
+        weight = _random((count,), dtype, device).requires_grad_()
+        weight.grad = _random((count,), dtype, device)
+        optimizer = torch.optim.AdamW([weight], fused=True)
+        optimizer.step()
+        moved = 4 * weight.nbytes + 4
+        yield moved, float(moved), optimizer.step
+
+
+def _fetch_rate(device: torch.device) -> float:
+    """Bytes/s at which new pages come, when a large block is mapped anew rather than there already."""
+    count = 2**26
+    kept = torch.empty(count, dtype=torch.uint8)
+    there = timed(lambda: kept.fill_(1), device)
+    anew = timed(lambda: torch.empty(count, dtype=torch.uint8).fill_(1), device)
+    return count / max(anew - there, 1e-9)
+
+
+_KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
+    "product": _products,
+    "batched product": _batched,
+    "convolution": _convolutions,
+    "attention": _attention,
+    "attention backward": _attention_backward,
+    "elementwise": _of_bytes(lambda values: values * 2.0, 2),
+    "transcendental": _of_bytes(functional.silu, 2),
+    "gelu": _of_bytes(functional.gelu, 2),
+    "random": _of_bytes(lambda values: values.bernoulli_(0.9), 2),
+    "cast": _cast,
+    "copy": _of_bytes(lambda values: values.t().contiguous(), 2),
+    "reduction": _of_bytes(lambda values: functional.layer_norm(values, (512,)), 2),
+    "softmax": _softmax,
+    "gather": _gather,
+    "scatter": _scatter,
+    "update": _update,
+    "compiled": _of_bytes(lambda values: values * 2.0, 2),
+}
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype)

@@ -1,0 +1,27 @@
+"""Median seconds of a piece of work on a device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def timed(work: Callable[[], object], device: torch.device, least_s: float = 0.2, least_runs: int = 3) -> float:
+    """Median seconds of `work`, after one run to warm up."""
+    work()
+    _wait(device)
+    times: list[float] = []
+    while len(times) < least_runs or sum(times) < least_s:
+        began = time.perf_counter()
+        work()
+        _wait(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,198 @@
+"""Time: how long a ledger's step takes, operation by operation, at the rates that the machine achieves.
+
+Each operation takes the larger of its arithmetic and its memory traffic at the rate of its kind, type and size, and a
+launch. Nothing is fitted to a model: a wrong prediction is mended by measuring the kind of operation that is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+from tightfit.ledger import Ledger, Operation, Timeline
+from tightfit.machine import Machine
+
+# Kinds of operations: how fast one is depends on its kind, its type and its size. What is named nowhere is elementwise.
+PRODUCT, BATCHED, CONVOLUTION = "product", "batched product", "convolution"
+ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
+BLOCKED = ("blocked attention", "blocked attention backward")
+ARITHMETIC = (PRODUCT, BATCHED, CONVOLUTION, ATTENTION, ATTENTION_BACKWARD, *BLOCKED)
+_KINDS = {
+    PRODUCT: ("aten.mm", "aten.addmm"),
+    BATCHED: ("aten.bmm", "aten.baddbmm", "aten.baddbmm_"),
+    CONVOLUTION: ("aten.convolution", "aten.convolution_backward"),
+    ATTENTION: (
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_efficient_attention",
+    ),
+    ATTENTION_BACKWARD: (
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward",
+        "aten._scaled_dot_product_flash_attention_backward",
+        "aten._scaled_dot_product_efficient_attention_backward",
+    ),
+    "blocked attention": ("tightfit.blocked_attention",),
+    "blocked attention backward": ("tightfit.blocked_attention_backward",),
+    "transcendental": (
+        "aten.silu", "aten.silu_backward", "aten.exp", "aten.tanh",
+        "aten.tanh_backward", "aten.sigmoid", "aten.sigmoid_backward", "aten.pow", "aten.cos", "aten.sin", "aten.erf",
+        "aten.log",
+    ),
+    "gelu": ("aten.gelu", "aten.gelu_backward"),
+    "random": ("aten.native_dropout", "aten.bernoulli_", "aten.bernoulli", "aten.rand", "aten.rand_like"),
+    "cast": ("aten._to_copy",),
+    "copy": (
+        "aten.clone", "aten.copy_", "aten.cat", "aten.slice_backward", "aten.select_backward",
+        "aten.constant_pad_nd", "aten.stack", "aten.repeat", "aten.as_strided_scatter",
+    ),
+    "reduction": (
+        "aten.sum", "aten.mean", "aten.amax", "aten.var", "aten.var_mean", "aten.any", "aten.all", "aten.cumsum",
+        "aten.native_layer_norm", "aten.native_layer_norm_backward", "aten.native_batch_norm",
+        "aten.native_batch_norm_backward", "aten._native_batch_norm_legit", "aten.native_group_norm",
+        "aten.native_group_norm_backward", "aten.max_pool2d_with_indices", "aten.max_pool2d_with_indices_backward",
+        "aten.avg_pool2d", "aten.avg_pool2d_backward", "aten.mean_backward", "aten._foreach_norm",
+    ),
+    "softmax": (
+        "aten._softmax", "aten._softmax_backward_data", "aten._log_softmax", "aten._log_softmax_backward_data",
+    ),
+    "gather": ("aten.embedding", "aten.index", "aten.index_select", "aten.gather"),
+    "scatter": (
+        "aten.embedding_dense_backward", "aten.index_put", "aten.index_put_", "aten.scatter", "aten.scatter_add",
+        "aten.scatter_", "aten._index_put_impl_", "aten.index_add",
+    ),
+    "update": ("aten._fused_adamw_", "aten._fused_sgd_"),
+    "compiled": ("compiled",),
+    "nothing": ("aten.nll_loss_forward", "aten.empty_strided", "aten.empty", "aten.empty_like", "aten.new_empty"),
+}  # fmt: skip
+KIND = {name: kind for kind, names in _KINDS.items() for name in names}
+DEFAULT_LAUNCH_S = {"cpu": 5e-6, "cuda": 8e-6}  # of an operation started from Python with autograd
+LARGE_BLOCK = 32 * 2**20  # bytes from which glibc, left as it is, maps each block anew and the kernel zeroes its pages
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of one optimizer step, on one device, and where they go.
+
+    compute_s        of operations that are limited by arithmetic, memory_s of those limited by memory traffic; both
+                     without the optimizer's
+    launch_s         starting operations
+    allocation_s     fetching memory from the operating system
+    rows             (phase, kind, seconds, operations), largest first
+    """
+
+    compute_s: float = 0.0
+    memory_s: float = 0.0
+    launch_s: float = 0.0
+    optimizer_s: float = 0.0
+    allocation_s: float = 0.0
+    input_s: float = 0.0
+    communication_s: float = 0.0
+    bubble_s: float = 0.0
+    rows: tuple[tuple[str, str, float, float], ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        return (
+            self.compute_s
+            + self.memory_s
+            + self.launch_s
+            + self.optimizer_s
+            + self.allocation_s
+            + self.input_s
+            + self.communication_s
+            + self.bubble_s
+        )
+
+
+Rows = dict[tuple[str, str], tuple[float, float]]  # (phase, kind) -> (seconds without launches, operations)
+
+
+class Clock:
+    """A machine's times of timelines, each worked out once: a model's blocks share theirs."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.launch_s = machine.launch_s.value if machine.launch_s else DEFAULT_LAUNCH_S[machine.device]
+        self._timelines: dict[tuple[Timeline, int], dict[str, tuple[float, float]]] = {}
+        self._operations: dict[tuple[Operation, int], float] = {}
+
+    def step_time(self, ledger: Ledger) -> Time:
+        """How long one optimizer step of `ledger` takes."""
+        rows: dict[tuple[str, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+        for passage in ledger.training:
+            for kind, (seconds, count) in self._of(passage.timeline, ledger.micro_batch).items():
+                before = rows[passage.phase, kind]
+                rows[passage.phase, kind] = (
+                    before[0] + seconds * ledger.micro_batches,
+                    before[1] + count * ledger.micro_batches,
+                )
+        updates = [operation for update in ledger.updates.values() for operation in update.operations]
+        for operation in (*ledger.whole_step, *updates):
+            kind, count = KIND.get(operation.name, "elementwise"), operation.count.at(1)
+            seconds, started = rows["optimizer", kind]
+            rows["optimizer", kind] = seconds + self.operation_s(operation, 1) * count, started + count
+        return self._summed(rows, self._allocation_s(ledger), ledger.seconds.get("input", 0.0))
+
+    def _summed(self, rows: Rows, allocation_s: float, input_s: float) -> Time:
+        sums: dict[str, float] = defaultdict(float)
+        table = []
+        for (phase, kind), (seconds, count) in rows.items():
+            started = self.launch_s * count
+            table.append((phase, kind, seconds + started, count))
+            if phase == "optimizer":
+                sums["optimizer"] += seconds + started
+            else:
+                sums["compute" if kind in ARITHMETIC else "memory"] += seconds
+                sums["launch"] += started
+        return Time(
+            compute_s=sums["compute"],
+            memory_s=sums["memory"],
+            launch_s=sums["launch"],
+            optimizer_s=sums["optimizer"],
+            allocation_s=allocation_s,
+            input_s=input_s,
+            rows=tuple(sorted(table, key=lambda row: -row[2])),
+        )
+
+    def _of(self, timeline: Timeline, samples: int) -> dict[str, tuple[float, float]]:
+        key = timeline, samples
+        if key not in self._timelines:
+            found: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+            for operation in timeline.operations:
+                kind, count = KIND.get(operation.name, "elementwise"), operation.count.at(samples)
+                if kind != "nothing":
+                    seconds, before = found[kind]
+                    found[kind] = seconds + self.operation_s(operation, samples) * count, before + count
+            self._timelines[key] = found
+        return self._timelines[key]
+
+    def operation_s(self, operation: Operation, samples: int) -> float:
+        """Seconds of one operation without its launch, at the rate of its kind."""
+        kind = KIND.get(operation.name, "elementwise")
+        flops, moved = operation.flops.at(samples), operation.moved.at(samples)
+        if kind not in ARITHMETIC:
+            return moved / self.machine.achieved(kind, operation.dtype, moved)
+        arithmetic_s = flops / self.machine.achieved(kind, operation.dtype, _size(operation, samples, flops))
+        return max(arithmetic_s, moved / self.machine.bandwidth(moved))
+
+    def _allocation_s(self, ledger: Ledger) -> float:
+        """Time to fetch large blocks from the operating system, where its allocator keeps none."""
+        if self.machine.device != "cpu" or ledger.keeps_memory:
+            return 0.0
+        sizes = (
+            buffer.size.at(ledger.micro_batch)
+            for passage in ledger.training
+            for buffer, sign in passage.timeline.events
+            if sign > 0
+        )
+        fetched = sum(size for size in sizes if size > LARGE_BLOCK) * ledger.micro_batches
+        return fetched / self.machine.achieved("fetch", "float32", LARGE_BLOCK)
+
+
+def _size(operation: Operation, samples: int, flops: float) -> float:
+    """What the rate of a product depends on: the cube root of what one of its batches multiplies."""
+    if not operation.sizes:
+        return flops
+    sizes = (max(size.at(samples), 1.0) for size in operation.sizes[1:])
+    return math.prod(sizes) ** (1 / 3)
