@@ -45,6 +45,33 @@ def train(
 
 
 @app.command()
+def explain(
+    job: JobFile,
+    plan: PlanFile = None,
+    machine: Annotated[
+        str | None,
+        typer.Option("--machine", metavar="NAME", help="a known machine (tightfit machine --list); left out, this one"),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="SIZE", help="the most a device may use: 24GiB")
+    ] = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="how many plans to show")] = 6,
+    analyze: Annotated[
+        bool, typer.Option("--analyze", help="run a few steps and set measured beside predicted")
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE.svg", help="write memory over the step as an SVG")
+    ] = None,
+    changes: Changes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict where each byte and millisecond of a step will go, and choose the fastest plan that fits."""
+    from tightfit.report.commands import explain_command
+
+    explain_command(job, plan, machine, memory, top, analyze, picture, changes or [], as_json)
+
+
+@app.command()
 def verify(
     job: JobFile,
     plan: PlanFile = None,

@@ -6,14 +6,17 @@ import bisect
 import math
 import os
 import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
+from tightfit.errors import InputError
+from tightfit.machines import ACHIEVED, MEMORY_ACHIEVED, USABLE, devices
 from tightfit.units import format_bytes, format_count
-from tightfit.values import Value
+from tightfit.values import Value, nearest
 
 
 class Figure(Value):
@@ -27,10 +30,12 @@ class Figure(Value):
 class Machine(Value):
     """What a job runs on: device kind, count and memory, and the rates it was measured or published to reach.
 
+    matrix_peak_flops_per_s   what the maker prints, dense, by dtype; nothing is predicted from it
     matrix_flops_per_s   achieved rate of square matrix products by dtype, FLOP/s per device
     memory_bytes_per_s   achieved bandwidth of device memory
     launch_s             time to start one operation
-    host_to_device_bytes_per_s, process_bytes_per_s   copies to the device, and between two processes
+    host_to_device_bytes_per_s, process_bytes_per_s, network_bytes_per_s   copies to the device, between two processes of
+                         a node (one way), and between nodes, for each device
     rates                what each kind of operation achieves, measured here: "kind/dtype" -> size -> FLOP/s of products
                          (size: the cube root of rows x columns x depth), of attention (size: FLOPs), else bytes moved/s
     """
@@ -42,12 +47,14 @@ class Machine(Value):
     cores: int = Field(1, gt=0)
     memory_bytes: Figure
     host_memory_bytes: Figure
+    matrix_peak_flops_per_s: dict[str, Figure] = Field(default_factory=dict)
     matrix_flops_per_s: dict[str, Figure] = Field(default_factory=dict)
     matrix_flops_per_s_by_size: dict[str, dict[int, float]] = Field(default_factory=dict)
     memory_bytes_per_s: Figure | None = None
     launch_s: Figure | None = None
     host_to_device_bytes_per_s: Figure | None = None
     process_bytes_per_s: Figure | None = None
+    network_bytes_per_s: Figure | None = None
     rates: dict[str, dict[int, float]] = Field(default_factory=dict)
 
     @classmethod
@@ -60,6 +67,20 @@ class Machine(Value):
             if (measured.name, measured.memory_bytes) == (found.name, found.memory_bytes):
                 return measured
         return found
+
+    @classmethod
+    def named(cls, text: str) -> Machine:
+        """A known machine: NAME, NAME:COUNT, or NAME:COUNTxNODES, as h100-sxm:8x4 is 4 nodes of 8. Raises InputError."""
+        name, _, size = text.partition(":")
+        known = devices()
+        if name not in known:
+            raise InputError(f"machine {text}", "no such device is known", nearest(name, list(known)))
+        match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", size or "1")
+        if match is None:
+            raise InputError(
+                f"machine {text}", f"{size} is not a number of devices", f"write it like {name}:8 or {name}:8x4"
+            )
+        return _of_table(name, known[name], int(match.group(1)), int(match.group(2) or 1))
 
     def rate(self, precision: str) -> float | None:
         """Measured matrix rate (FLOP/s) of the type a plan's precision multiplies in; None if not measured."""
@@ -87,7 +108,7 @@ class Machine(Value):
 
     def _matrix_rate(self, dtype: str) -> float:
         name = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, "fp32")
-        figure = self.matrix_flops_per_s.get(name)
+        figure = self.matrix_flops_per_s.get(name) or (self.matrix_flops_per_s.get("fp16") if name == "bf16" else None)
         if figure is not None:
             return figure.value
         return _UNKNOWN_FLOPS[self.device] * (2.0 if name != "fp32" else 1.0) * self.cores
@@ -100,6 +121,31 @@ class Machine(Value):
         return f"Machine({self.name}, {count} x {self.device}, {format_bytes(self.memory_bytes.value)}{', ' + rates if rates else ''})"
 
     __str__ = __repr__
+
+
+def _of_table(name: str, row: dict[str, Any], count: int, nodes: int) -> Machine:
+    """The machine of one row of the table: rates are the share of the peak that is achieved."""
+    share, source = row.get("achieved", ACHIEVED), row["source"]
+
+    def figure(value: float, detail: str) -> Figure:
+        return Figure(value=value, source="published", detail=detail)
+
+    return Machine(
+        name=name,
+        device="cuda",
+        devices_per_node=count,
+        nodes=nodes,
+        memory_bytes=figure(row["memory"] * 1e9 * USABLE, source),
+        host_memory_bytes=figure(row["memory"] * 4e9 * count, "four times the devices' memory, as nodes usually have"),
+        matrix_peak_flops_per_s={kind: figure(value * 1e12, source) for kind, value in row["flops"].items()},
+        matrix_flops_per_s={
+            kind: figure(value * 1e12 * share, f"{share:.0%} of the peak") for kind, value in row["flops"].items()
+        },
+        memory_bytes_per_s=figure(row["bandwidth"] * 1e9 * MEMORY_ACHIEVED, f"{MEMORY_ACHIEVED:.0%} of {source}"),
+        host_to_device_bytes_per_s=figure(row["host"] * 1e9, source),
+        process_bytes_per_s=figure(row["link"] * 1e9, source),
+        network_bytes_per_s=figure(row["network"] * 1e9, "of a usual node of this device"),
+    )
 
 
 _ARITHMETIC = (

@@ -21,20 +21,28 @@ from torch._guards import active_fake_mode
 
 from tightfit.errors import InputError
 from tightfit.job import ModelSpec
-from tightfit.ledger import traced
+from tightfit.ledger import Ledger
+from tightfit.machine import Machine
 from tightfit.methods.compiler import stand_in
 from tightfit.methods.run import Run
 from tightfit.models import find_blocks
 from tightfit.models.objective import Batch, sample_count
 from tightfit.plan import Plan
 
-cost = traced
 VARIANTS = ({"compile": "block"}, {"compile": "model"})
 BACKEND = "inductor"
+COMPILE_S = {"cpu": 20.0, "cuda": 30.0}  # before the first step, for blocks of one kind, until it is measured
+MODEL_COMPILE_S = 2.0  # for each further block, where the whole model is one region
 
 
 def wanted(plan: Plan) -> bool:
     return plan.compile != "none"
+
+
+def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
+    """Buffers and kernels are traced, through the compiler on fake tensors; here is the time that compiling takes."""
+    more = MODEL_COMPILE_S * ledger.blocks if plan.compile == "model" else 0.0
+    return replace(ledger, compile_s=COMPILE_S[machine.device] + more)
 
 
 def apply(run: Run, plan: Plan) -> Run:

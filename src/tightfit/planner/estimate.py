@@ -2,11 +2,93 @@
 
 from __future__ import annotations
 
-from tightfit.ledger import Ledger
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+
+from tightfit.job import Job
+from tightfit.ledger import Ledger, Peak
 from tightfit.machine import Machine
 from tightfit.methods import METHODS
-from tightfit.plan import Plan
+from tightfit.plan import Plan, needed_permissions
 from tightfit.planner.profile import Profiler
+from tightfit.planner.time import Clock, Time
+
+CONTEXT_BYTES = 500 * 2**20  # of a CUDA process beside its allocator: the context, and the kernels that torch loads
+MARGIN = 0.03  # of the limit that is left free: what no row foresees
+STEPS = 1000  # of a job that does not say how long it trains
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a plan costs on a machine: bytes by row at the largest instant, by phase, and seconds. Per device.
+
+    limit_bytes       what the device may hold
+    rehearsed         the peak that a rehearsal on fake tensors found, with the same runtime row; None until then
+    rejected_because  why a search passed it over; "" for the one that it chose
+    """
+
+    job: Job
+    plan: Plan
+    machine: Machine
+    ledger: Ledger
+    peak: Peak
+    phases: dict[str, float]
+    limit_bytes: float
+    time: Time
+    compile_s: float
+    samples_per_s: float
+    tokens_per_s: float | None
+    model_flops: float
+    rehearsed: float | None = None
+    rejected_because: str = ""
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.peak.total if self.rehearsed is None else max(self.rehearsed, self.peak.rows["runtime"])
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.limit_bytes * (1 - MARGIN)
+
+    @property
+    def total_s(self) -> float:
+        """Seconds to finish the job, compiling included; of 1,000 steps where it does not say how many."""
+        return self.compile_s + self.time.step_s * (self.job.train.steps or STEPS)
+
+    @property
+    def changes_math(self) -> list[str]:
+        return sorted(needed_permissions(self.plan))
+
+    @property
+    def mfu(self) -> float | None:
+        rate = self.machine.rate(self.plan.precision)
+        return self.model_flops / self.time.step_s / rate if rate else None
+
+    def content(self) -> dict[str, Any]:
+        """As `tightfit explain --json` prints it: bytes and seconds, per device."""
+        time = self.time
+        return {
+            "plan": self.plan.content(),
+            "fits": self.fits,
+            "changes_math": self.changes_math,
+            "memory": {**{row: round(size) for row, size in self.peak.rows.items()}, "peak": round(self.peak_bytes)},
+            "phases": {phase: round(size) for phase, size in self.phases.items()},
+            "time": {
+                "compute_s": time.compute_s,
+                "memory_s": time.memory_s + time.launch_s + time.optimizer_s + time.allocation_s,
+                "communication_s": time.communication_s,
+                "bubble_s": time.bubble_s,
+                "input_s": time.input_s,
+                "step_s": time.step_s,
+                "compile_s": self.compile_s,
+            },
+            "tokens_per_s": self.tokens_per_s,
+            "samples_per_s": self.samples_per_s,
+            "mfu": self.mfu,
+            "rejected_because": self.rejected_because,
+        }
 
 
 def fold(profiler: Profiler, plan: Plan, machine: Machine) -> Ledger:
@@ -16,3 +98,56 @@ def fold(profiler: Profiler, plan: Plan, machine: Machine) -> Ledger:
         if method.wanted(plan):
             ledger = method.cost(ledger, plan, machine)
     return ledger
+
+
+class Estimator:
+    """Estimates of one job on one machine; what was traced for one plan serves the others."""
+
+    def __init__(self, job: Job, machine: Machine) -> None:
+        self.job, self.machine = job, machine
+        self.profiler, self.clock = Profiler(job, machine.device), Clock(machine)
+        self.limit_bytes = job.limits.memory or machine.memory_bytes.value
+        self.runtime_bytes = psutil.Process().memory_info().rss if machine.device == "cpu" else CONTEXT_BYTES
+
+    def estimate(self, plan: Plan) -> Estimate:
+        """What `plan` costs. Raises InputError for a model that cannot be traced."""
+        ledger = fold(self.profiler, plan, self.machine)
+        ledger = replace(ledger, fixed={**ledger.fixed, "runtime": float(self.runtime_bytes)})
+        time, batch = self.clock.step_time(ledger), self.job.train.batch
+        per_sample = self.profiler.tokens / self.profiler.samples
+        language = self.profiler.unit == "tokens"
+        return Estimate(
+            job=self.job,
+            plan=plan,
+            machine=self.machine,
+            ledger=ledger,
+            peak=ledger.peak(),
+            phases=ledger.peaks(),
+            limit_bytes=self.limit_bytes,
+            time=time,
+            compile_s=ledger.compile_s,
+            samples_per_s=batch / time.step_s,
+            tokens_per_s=batch * per_sample / time.step_s if language else None,
+            model_flops=3 * self._forward_flops(),
+        )
+
+    def _forward_flops(self) -> float:
+        """FLOPs of one forward of the whole batch, as the reference plan runs it."""
+        batch = self.job.train.batch
+        programs = self.profiler.programs(Plan(), batch)
+        return sum(
+            operation.flops.at(batch) * operation.count.at(batch)
+            for passage in programs.inference
+            for operation in passage.timeline.operations
+        )
+
+
+def estimate(job: Job, plan: Plan, machine: Machine | None = None) -> Estimate:
+    """What `plan` will cost the job on a machine (this one if left out), before anything is allocated.
+
+    Raises InputError for a model that cannot be traced, with the way out.
+    """
+    return Estimator(job, machine or Machine.detect()).estimate(plan)
+
+
+__all__ = ["Estimate", "Estimator", "estimate", "fold"]

@@ -19,7 +19,7 @@ from tightfit.ledger import Ledger, Parameter, Passage, Update
 from tightfit.methods import attention, compile, loss, materialize, optimizer_states, precision
 from tightfit.methods.run import Run
 from tightfit.models import find_blocks, load_python, task_of
-from tightfit.models.objective import Batch, objective_of, processed_count, sample_count
+from tightfit.models.objective import Batch, Objective, objective_of, processed_count, sample_count
 from tightfit.plan import Plan
 from tightfit.planner.example import example, is_padded, sized
 from tightfit.planner.fit import fitted
@@ -49,6 +49,7 @@ class Profiler:
         self.batch: Batch = example(job)
         self.samples, self.tokens = sample_count(self.batch), processed_count(self.batch)
         self.padded = is_padded(self.batch)
+        self.unit = self._objective().unit
         self._programs: dict[Any, Programs] = {}
         self._updates: dict[Any, dict[str, Update]] = {}
 
@@ -78,14 +79,13 @@ class Profiler:
         return self._programs[key]
 
     def _sizes(self, plan: Plan, micro_batch: int) -> tuple[int, int]:
-        """The two numbers of samples to trace at: whole chunks, where the loss has chunks."""
+        """The two numbers of samples to trace at. A chunked loss grows up to one whole chunk, and then has more of them."""
         if plan.chunked_loss is None:
             return SIZES
-        per_sample = self.tokens / self.samples
-        least = -(-plan.chunked_loss // per_sample)
-        if micro_batch < least:
-            return micro_batch, micro_batch
-        first = max(int(least), SIZES[0])
+        whole = max(int(-(-plan.chunked_loss // (self.tokens / self.samples))), 1)
+        if micro_batch < whole:
+            return whole // 2, whole
+        first = max(whole, SIZES[0])
         return first, 2 * first
 
     def _trace(self, plan: Plan, sizes: tuple[int, int]) -> Programs:
@@ -104,10 +104,7 @@ class Profiler:
 
     def _run(self, plan: Plan) -> Run:
         """The job's model under the rooms that decide which operations run. Call it inside FakeTensorMode."""
-        given = self.job.loss
-        objective = objective_of(
-            load_python(given.python) if isinstance(given, LossSpec) else given, task_of(self.job.model)
-        )
+        objective = self._objective()
         unset = cast(Any, None)
         model = materialize.create_on_device(self.job.model, torch.device("cpu"), materialize.weights_dtype(plan))
         model.train()
@@ -128,6 +125,12 @@ class Profiler:
             if room.wanted(plan):
                 run = room.apply(run, plan)
         return run
+
+    def _objective(self) -> Objective:
+        given = self.job.loss
+        return objective_of(
+            load_python(given.python) if isinstance(given, LossSpec) else given, task_of(self.job.model)
+        )
 
     def _traced(self, run: Run, samples: int, blocks: list[nn.Module]) -> Traced:
         return trace(run.model, run.loss_sum, sized(self.batch, samples), blocks)

@@ -6,7 +6,7 @@ The only place where the planner meets the engine: what is rehearsed is what run
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from tightfit.methods.run import Run
 from tightfit.models.objective import Batch, processed_count, sample_count
 from tightfit.plan import Plan
 from tightfit.planner.example import example, is_padded, sized
-from tightfit.planner.storages import Peak, track
+from tightfit.planner.storages import Peak, tensor_bytes, tensors_in, track
 from tightfit.planner.trace import FakeValues
+
+ALIKE = 2  # micro-batches that are rehearsed: the first finds no gradients, and all later ones are like the second
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Shapes:
         whole = self.job.train.batch
         micro = self.plan.micro_batch_of(whole)
         while True:
-            yield [sized(self.batch, min(micro, whole - begin)) for begin in range(0, whole, micro)]
+            yield [sized(self.batch, min(micro, whole - begin)) for begin in list(range(0, whole, micro))[:ALIKE]]
 
     def held_out(self, samples: int) -> Iterator[Batch]:
         yield sized(self.batch, self.plan.micro_batch_of(self.job.train.batch))
@@ -71,4 +73,15 @@ def rehearse(job: Job, plan: Plan, machine: Machine | None = None) -> Peak:
         def take(watched: Run) -> Step:
             return take_step(watched, micro_batches, 1)
 
-        return track(run, micro_batches, take)[1]
+        peak = track(run, micro_batches, take)[1]
+    return _with_other_batches(peak, shapes, run)
+
+
+def _with_other_batches(peak: Peak, shapes: Shapes, run: Run) -> Peak:
+    """The peak with the micro-batches of the step that were not rehearsed: on a CPU they all lie in its memory."""
+    whole = shapes.job.train.batch
+    rehearsed = min(shapes.plan.micro_batch_of(whole) * ALIKE, whole)
+    if run.device.type != "cpu" or rehearsed == whole:
+        return peak
+    more = tensor_bytes(tensors_in(shapes.batch)) // sample_count(shapes.batch) * (whole - rehearsed)
+    return replace(peak, total=peak.total + more, rows={**peak.rows, "activations": peak.rows["activations"] + more})

@@ -58,7 +58,7 @@ class FakeValues(TorchDispatchMode):
         self._masks: Any = importlib.import_module("transformers.masking_utils") if used else None
         if self._masks is not None:
             self._is_tracing = self._masks.is_tracing
-            self._masks.is_tracing = _never
+            self._masks.is_tracing = _never  # type: ignore[attr-defined, unused-ignore]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -259,22 +259,12 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor
     outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     formula = flop_registry.get(_SAME_FLOPS.get(func._overloadpacket, func._overloadpacket))
     flops = formula(*args, **kwargs, out_val=output) if formula else 0
-    if _argument(func, "is_causal", args, kwargs):
-        flops //= 2  # half of the pairs are hidden, and kernels skip them
     tensors = outputs or inputs
     floating = [tensor for tensor in [*tensors, *inputs] if tensor.is_floating_point()]
     dtype = str((floating or tensors)[0].dtype).removeprefix("torch.") if tensors else ""
     return Operation(
         name, dtype, Linear(float(flops)), Linear(float(sum(map(_touched, inputs + outputs)))), _sizes(name, args)
     )
-
-
-def _argument(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """The value of an operation's argument; None where it has none of that name."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
-    return None
 
 
 def _touched(tensor: Tensor) -> int:

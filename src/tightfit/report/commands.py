@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tightfit.engine.launch import enter_environment
-from tightfit.errors import InputError
+from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import Job, ModelSpec, apply_change
 from tightfit.machine import Figure, Machine
 from tightfit.plan import Plan, needed_permissions, read_pins
@@ -66,7 +67,8 @@ def train_command(path: Path, plan: str | None, out: Path | None, resume: bool, 
     quiet_transformers(job)
     from tightfit.report.session import train_in_folder
 
-    record, make_sample = train_in_folder(job, chosen, machine, out, resume)
+    predicted, chosen = predict(console, job, chosen, machine, pins)
+    record, make_sample = train_in_folder(job, chosen, machine, out, resume, predicted)
     try:
         sample = make_sample()
     except Exception as error:  # the training is done and saved: what it shows of itself does not decide how it ended
@@ -74,6 +76,83 @@ def train_command(path: Path, plan: str | None, out: Path | None, resume: bool, 
     if sample is not None:
         console.print("sample", *("  " + line for line in sample.splitlines()), sep="\n", highlight=False, markup=False)
     console.print(summary(record.content(), out), highlight=False, markup=False, soft_wrap=True)
+
+
+def predict(
+    console: Console, job: Job, chosen: Plan, machine: Machine, pins: dict[str, Any]
+) -> tuple[dict[str, Any] | None, Plan]:
+    """What the plan will cost; where it does not fit and is not all pinned, the fastest plan that does instead.
+
+    A model that cannot be traced is trained all the same, and said to be. Raises DoesNotFit.
+    """
+    from tightfit.planner.estimate import Estimator
+    from tightfit.planner.search import search
+
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    try:
+        estimator = Estimator(job, machine)
+        estimate = estimator.estimate(chosen)
+        if not estimate.fits and not set(pins) >= set(Plan.field_names()):
+            estimate = search(job, machine, pins, estimator)[0]
+            said = ", ".join(f"{name}={value}" for name, value in estimate.plan.differences().items())
+            say(f"plan     {said}, as the first one does not fit")
+    except InputError as error:
+        say(f"predict  not possible: {error.found}")
+        return None, chosen
+    say(
+        f"predict  {format_bytes(estimate.peak.total - estimate.peak.rows['runtime'])} of tensors at the peak "
+        f"({estimate.peak.phase}), {format_seconds(estimate.time.step_s)} a step"
+    )
+    return estimate.content(), estimate.plan
+
+
+def explain_command(
+    path: Path,
+    plan: str | None,
+    machine_name: str | None,
+    memory: str | None,
+    top: int,
+    analyze: bool,
+    picture: Path | None,
+    changes: list[str],
+    as_json: bool,
+) -> None:
+    quiet_libraries()
+    machine = Machine.detect() if machine_name is None else Machine.named(machine_name)
+    job, pins = read_job(path, plan, [*changes, *([f"limits.memory={memory}"] if memory else [])])
+    if analyze and machine_name is not None:
+        raise InputError("--analyze", f"runs here, and --machine asks of {machine_name}", "leave one of them out")
+    if picture is not None and picture.suffix != ".svg":
+        raise InputError(
+            f"--picture {picture}", "is no SVG file's name", f"use --picture {picture.with_suffix('.svg')}"
+        )
+    quiet_transformers(job)
+    from tightfit.planner.estimate import Estimator
+    from tightfit.planner.search import search
+    from tightfit.planner.waterfall import waterfall
+    from tightfit.report.explain import explained, show, show_analysis
+    from tightfit.report.picture import memory_svg
+
+    estimator = Estimator(job, machine)
+    pinned = set(pins) >= set(Plan.field_names())
+    estimates = [estimator.estimate(Plan.parse(pins, "plan"))] if pinned else search(job, machine, pins, estimator)
+    estimates = estimates[:top]
+    if picture is not None:
+        picture.write_text(memory_svg(estimates[0]), encoding="utf-8")
+    console = Console(stderr=as_json, soft_wrap=True) if as_json else Console()
+    if as_json:
+        print(json.dumps(explained(estimates)))
+    else:
+        console.print(f"job      {job!r}\nmachine  {machine!r}", highlight=False, markup=False, soft_wrap=True)
+        show(console, estimates, waterfall(estimator, estimates[0].plan))
+    if analyze:
+        from tightfit.measure.analyze import analyze as run_steps
+
+        show_analysis(console, estimates[0], run_steps(job, estimates[0].plan, machine))
+    if not estimates[0].fits:
+        raise DoesNotFit(
+            f"needs {format_bytes(estimates[0].peak_bytes)}, {format_bytes(estimates[0].limit_bytes)} are there"
+        )
 
 
 def check_out(out: Path, resume: bool) -> None:

@@ -1,6 +1,6 @@
 """A training in a folder: build, train, checkpoint, and leave the files that people and scripts read.
 
-job.yaml  plan.yaml  metrics.jsonl  record.json  checkpoints/  tensorboard/
+job.yaml  plan.yaml  predicted.json  metrics.jsonl  record.json  checkpoints/  tensorboard/
 """
 
 from __future__ import annotations
@@ -39,10 +39,16 @@ OVERFLOWS = 25  # steps in a row: more than a dynamic loss scale needs to come d
 
 
 def train_in_folder(
-    job: Job, plan: Plan, machine: Machine, out: Path, again: bool = False
+    job: Job,
+    plan: Plan,
+    machine: Machine,
+    out: Path,
+    again: bool = False,
+    predicted: dict[str, Any] | None = None,
 ) -> tuple[Record, Callable[[], str | None]]:
     """Train `job` with `plan`, leaving its files in `out`; `again` goes on from the newest checkpoint there.
 
+    `predicted` is left there before it begins.
     Returns the record, and what makes a sample of generated text (None where the model is no causal language model).
     Raises DoesNotFit where memory ends, TightfitError where the loss stops being a number.
     """
@@ -59,11 +65,16 @@ def train_in_folder(
         out.mkdir(parents=True, exist_ok=True)
         (out / "job.yaml").write_text(job.to_yaml(), encoding="utf-8")
         (out / "plan.yaml").write_text(plan.to_yaml(), encoding="utf-8")
+        (out / "predicted.json").write_text(json.dumps(predicted, indent=1) + "\n", encoding="utf-8")
         earlier = keep_metrics(out / "metrics.jsonl", start)
         observer = Observer(run, start)
         with progress(total, observer.unit, console) as view, Trackers(job, out, start) as trackers:
             _train(run, start, out, observer, view, trackers)
         record = observer.record(machine)
+    if predicted is not None:
+        memory = predicted["memory"]
+        bytes_beside = record.peak_bytes.replace(predicted=sum(memory.values()) - memory["peak"] - memory["runtime"])
+        record = record.replace(peak_bytes=bytes_beside)
     record = record.replace(loss=[*((line["step"], line["loss"]) for line in earlier), *record.loss])
     (out / "record.json").write_text(json.dumps(record.content(), indent=1) + "\n")
     return record, lambda: sample_text(run)

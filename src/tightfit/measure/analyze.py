@@ -1,0 +1,21 @@
+"""Analyze: a few steps of a plan, run and measured, to hold against what was predicted."""
+
+from __future__ import annotations
+
+from tightfit.engine.build import build
+from tightfit.engine.loop import train
+from tightfit.job import Job
+from tightfit.machine import Machine
+from tightfit.measure.observer import SAMPLED, Observer
+from tightfit.plan import Plan
+from tightfit.record import Record
+
+
+def analyze(job: Job, plan: Plan, machine: Machine, steps: int = 5) -> Record:
+    """Run `steps` timed steps of the job, after those that compile and are looked into, and record them."""
+    short = job.replace(train=job.train.replace(steps=steps + SAMPLED + 1, epochs=None, warmup=0))
+    run = build(short, plan, machine)
+    observer = Observer(run, 0)
+    for result in train(run, take=observer.take):
+        observer.see(result)
+    return observer.record(machine)

@@ -1,0 +1,143 @@
+"""Search: the fastest plan that fits, and why the others lost.
+
+What changes the kernels (attention, loss, compiling) is decided first, each by itself, for it costs a trace. Then every
+legal combination of what trades memory for time is folded, ranked by the time to finish the job, and the best is
+rehearsed through the very engine before it is returned.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from tightfit.errors import DoesNotFit, InputError
+from tightfit.job import Job
+from tightfit.machine import Machine
+from tightfit.plan import RULES, Plan, needed_permissions
+from tightfit.planner.complete import complete
+from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.rehearse import rehearse
+from tightfit.units import format_bytes, format_seconds
+
+KEPT = 12  # estimates that are returned: the chosen one, and those that came nearest
+REHEARSED = 3  # finalists at most that are rehearsed
+
+
+def search(
+    job: Job, machine: Machine | None = None, pins: dict[str, Any] | None = None, estimator: Estimator | None = None
+) -> list[Estimate]:
+    """Estimates of the plans that keep `pins`, the fastest that fits first; each other says why it lost.
+
+    Raises DoesNotFit where no plan fits, with the largest rows and what would help; InputError for pins that cannot
+    work.
+    """
+    machine = machine or Machine.detect()
+    estimator = estimator or Estimator(job, machine)
+    pins = dict(pins or {})
+    start, _ = complete(job, machine, pins)
+    start = _with_best_kernels(estimator, start, pins)
+    found = [estimator.estimate(plan) for plan in candidates(job, machine, start, pins)]
+    fitting = sorted((one for one in found if one.fits), key=lambda one: (one.total_s, one.peak_bytes))
+    chosen = _rehearsed(fitting, job, machine)
+    if chosen is None:
+        raise does_not_fit(min(found, key=lambda one: one.peak_bytes), found, job)
+    others = [one for one in fitting if one.plan != chosen.plan] + sorted(
+        (one for one in found if not one.fits), key=lambda one: one.total_s
+    )
+    return [chosen, *(replace(one, rejected_because=_why(one, chosen)) for one in others[: KEPT - 1])]
+
+
+def candidates(job: Job, machine: Machine, start: Plan, pins: dict[str, Any]) -> Iterator[Plan]:
+    """Every legal plan that differs from `start` in what trades memory for time."""
+    options = {name: values for name, values in _options(job, start).items() if name not in pins}
+    seen = set()
+    for values in itertools.product(*options.values()):
+        plan = start.replace(**dict(zip(options, values, strict=True)))
+        plan = _with_kernel_of_optimizer(plan, job, pins)
+        if repr(plan) not in seen and _is_legal(plan, job, machine.device):
+            seen.add(repr(plan))
+            yield plan
+
+
+def _options(job: Job, start: Plan) -> dict[str, list[Any]]:
+    batch = job.train.batch
+    micro = sorted({batch, *(batch // pieces for pieces in (2, 4, 8, 16, 32, 64) if batch // pieces)}, reverse=True)
+    precisions = [start.precision]  # chosen by what this machine multiplies fastest, of what the job allows
+    if start.precision == "bf16-mixed":
+        precisions.append("bf16-true")
+    widths = [width for width in ("bf16", "8-bit", "4-bit") if f"{width}-states" in job.allowed]
+    return {
+        "precision": precisions,
+        "micro_batch": [None if size == batch else size for size in micro],
+        "recompute": ["none", "selective", "every-2", "full", "sqrt"],
+        "states": ["fp32", *widths],
+        "update_in_backward": [False, True],
+    }
+
+
+def _with_kernel_of_optimizer(plan: Plan, job: Job, pins: dict[str, Any]) -> Plan:
+    """bf16-true carries what rounding would lose of small updates, so that it trains as the others do."""
+    if plan.precision == "bf16-true" and "rounding" not in pins:
+        plan = plan.replace(rounding="kahan")
+    return plan
+
+
+def _is_legal(plan: Plan, job: Job, device: str) -> bool:
+    return needed_permissions(plan) <= job.allowed and all(rule.holds(plan, job, device) for rule in RULES)
+
+
+def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Plan:
+    """`start` with each of what decides the kernels switched off where the plan is predicted to finish sooner without.
+
+    What makes a model smaller stays, for it only costs time where memory is plenty.
+    """
+    best = estimator.estimate(start)
+    for name, without in (("compile", "none"), ("attention", "sdpa")):
+        if name in pins or getattr(best.plan, name) == without:
+            continue
+        other = estimator.estimate(best.plan.replace(**{name: without}))
+        if other.total_s < best.total_s:
+            best = other
+    return best.plan
+
+
+def _rehearsed(fitting: list[Estimate], job: Job, machine: Machine) -> Estimate | None:
+    """The first of the finalists that fits when it is rehearsed. Those that a rehearsal refuses are passed over."""
+    for one in fitting[:REHEARSED]:
+        try:
+            peak = rehearse(job, one.plan, machine)
+        except InputError:  # a combination that this model cannot have: sqrt where more than one block hands on
+            continue
+        seen = replace(one, rehearsed=peak.total + one.peak.rows["runtime"])
+        if seen.fits:
+            return seen
+    return None
+
+
+def _why(one: Estimate, chosen: Estimate) -> str:
+    if not one.fits:
+        return f"needs {format_bytes(one.peak_bytes)}, {format_bytes(one.limit_bytes)} are there"
+    slower = one.total_s / chosen.total_s - 1
+    return f"{slower:.0%} slower: {format_seconds(one.time.step_s)} a step"
+
+
+def does_not_fit(least: Estimate, found: list[Estimate], job: Job) -> DoesNotFit:
+    """What is said where nothing fits: the leanest plan's largest rows, and what would help."""
+    rows = sorted(least.peak.rows.items(), key=lambda row: -row[1])[:3]
+    largest = ", ".join(f"{row} {format_bytes(size)}" for row, size in rows if size)
+    lines = [
+        f"needs {format_bytes(least.peak_bytes)} at least, {format_bytes(least.limit_bytes)} are there",
+        f"  leanest plan: {least.plan}",
+        f"  largest: {largest} (in {least.peak.phase})",
+    ]
+    missing = [word for word in ("bf16", "8-bit-states", "4-bit-states") if word not in job.allowed]
+    if missing:
+        lines.append(f"  to allow: {', '.join(missing)}")
+    fixed = sum(size for row, size in least.peak.rows.items() if row in ("parameters", "optimizer", "runtime"))
+    if fixed < least.limit_bytes and job.train.batch > 1:
+        lines.append("  or a smaller train.batch, shorter sequences, or a larger machine")
+    else:
+        lines.append("  or a larger machine, or a smaller model: parameters and their states alone do not fit")
+    return DoesNotFit("\n".join(lines))

@@ -1,0 +1,168 @@
+"""What `tightfit explain` shows: the plan that was chosen, where its bytes and milliseconds go, and why others lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tightfit.ledger import ROWS
+from tightfit.planner.estimate import MARGIN, Estimate
+from tightfit.planner.waterfall import Stage
+from tightfit.record import Record
+from tightfit.units import format_bytes, format_count, format_seconds
+
+WIDTH = 72  # columns of the picture in the terminal
+HEIGHT = 8
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+def explained(estimates: list[Estimate]) -> dict[str, Any]:
+    """What `tightfit explain --json` prints."""
+    return {
+        "machine": estimates[0].machine.model_dump(mode="json"),
+        "chosen": 0,
+        "plans": [estimate.content() for estimate in estimates],
+    }
+
+
+def show(console: Console, estimates: list[Estimate], stages: list[Stage]) -> None:
+    """Print the explanation of the first estimate, and the others beside it."""
+    chosen = estimates[0]
+    say = _say(console)
+    say(f"plan     {_fields(chosen)}")
+    say(f"memory   {format_bytes(chosen.peak_bytes)} of {format_bytes(chosen.limit_bytes)}: {_verdict(chosen)}")
+    say(f"speed    {_speed(chosen)}")
+    math = ", ".join(chosen.changes_math)
+    say(f"numerics {math + ': changed, as the job allows' if math else 'unchanged'}")
+    say("")
+    console.print(waterfall_table(stages), highlight=False)
+    say("")
+    console.print(rows_table(chosen), highlight=False)
+    say("")
+    for line in picture(chosen):
+        say(line)
+    if len(estimates) > 1:
+        say("")
+        console.print(others_table(estimates[1:]), highlight=False)
+
+
+def _say(console: Console) -> Any:
+    return lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _fields(estimate: Estimate) -> str:
+    return ", ".join(f"{name}={value}" for name, value in estimate.plan.differences().items()) or "reference"
+
+
+def _verdict(estimate: Estimate) -> str:
+    free = 1 - estimate.peak_bytes / estimate.limit_bytes
+    if estimate.fits:
+        return f"fits, {free:.0%} free"
+    return "does not fit" if free < 0 else f"does not fit with the {MARGIN:.0%} that are kept free"
+
+
+def _speed(estimate: Estimate) -> str:
+    per_s = (
+        f"{format_count(estimate.tokens_per_s)} tokens/s"
+        if estimate.tokens_per_s
+        else f"{estimate.samples_per_s:.3g} samples/s"
+    )
+    parts = [f"{format_seconds(estimate.time.step_s)} a step, {per_s}"]
+    if estimate.mfu:
+        parts.append(f"{estimate.mfu:.0%} of the matrix rate")
+    if estimate.compile_s:
+        parts.append(f"{format_seconds(estimate.compile_s)} to compile")
+    return ", ".join(parts)
+
+
+def waterfall_table(stages: list[Stage]) -> Table:
+    table = _table("", "", "peak", "", "step", "")
+    before = None
+    for stage in stages:
+        change = [f"{_signed_bytes(stage.peak_bytes - before.peak_bytes)}"] if before else [""]
+        slower = f"{stage.step_s / before.step_s - 1:+.0%}" if before else ""
+        table.add_row(
+            stage.method, stage.said, format_bytes(stage.peak_bytes), *change, format_seconds(stage.step_s), slower
+        )
+        before = stage
+    return table
+
+
+def _signed_bytes(size: float) -> str:
+    if abs(size) < 1:
+        return "="
+    return ("+" if size > 0 else "-") + format_bytes(abs(size))
+
+
+def rows_table(estimate: Estimate) -> Table:
+    """The rows at the largest instant, and beside them where the time goes."""
+    peak, time = estimate.peak, estimate.time
+    table = _table(f"at the peak ({peak.phase}, {peak.part})", "bytes", "in a step", "time")
+    bytes_rows = [(row, format_bytes(peak.rows[row])) for row in ROWS if peak.rows.get(row)]
+    times = [
+        (f"{phase} {kind}", format_seconds(seconds)) for phase, kind, seconds, _ in time.rows[: max(len(bytes_rows), 6)]
+    ]
+    for place in range(max(len(bytes_rows), len(times))):
+        left = bytes_rows[place] if place < len(bytes_rows) else ("", "")
+        right = times[place] if place < len(times) else ("", "")
+        table.add_row(*left, *right)
+    return table
+
+
+def others_table(others: list[Estimate]) -> Table:
+    table = _table("other plans", "peak", "step", "why not")
+    for one in others:
+        table.add_row(_fields(one), format_bytes(one.peak_bytes), format_seconds(one.time.step_s), one.rejected_because)
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(*columns, box=None, pad_edge=False)
+    for place, column in enumerate(table.columns):
+        column.overflow = "fold"
+        if place and column.header in ("peak", "step", "bytes", "time", ""):
+            column.justify = "right"
+    if len(table.columns) > 1 and columns[1] == "":
+        table.columns[1].justify = "left"
+    return table
+
+
+def picture(estimate: Estimate) -> list[str]:
+    """Memory over a step as a picture of text: one column for each stretch of it."""
+    instants = [(phase, sum(rows.values())) for phase, _, rows in estimate.ledger.instants()]
+    columns = (
+        [instants[place * len(instants) // WIDTH] for place in range(WIDTH)] if len(instants) >= WIDTH else instants
+    )
+    most = max(size for _, size in instants)
+    lines = []
+    for level in range(HEIGHT, 0, -1):
+        cells = (_BARS[max(0, min(8, round((size / most * HEIGHT - level + 1) * 8)))] for _, size in columns)
+        label = format_bytes(most) if level == HEIGHT else "0 B" if level == 1 else ""
+        lines.append(f"{label:>9} {''.join(cells)}")
+    names = "".join({"forward": "f", "backward": "b", "optimizer": "o"}.get(phase, " ") for phase, _ in columns)
+    lines.append(f"{'':9} {names}   f forward, b backward, o optimizer")
+    return lines
+
+
+def show_analysis(console: Console, estimate: Estimate, record: Record) -> None:
+    """Predicted beside measured, row by row, with the error."""
+    table = _table("", "predicted", "measured", "error")
+    predicted, measured = logical_rows(estimate), record.peak_bytes.rows
+    for row in [row for row in ROWS if predicted.get(row) or measured.get(row)]:
+        table.add_row(row, format_bytes(predicted.get(row, 0.0)), format_bytes(measured.get(row, 0)), "")
+    total = sum(predicted.values())
+    if record.peak_bytes.measured:
+        seen = record.peak_bytes.measured
+        table.add_row("peak", format_bytes(total), format_bytes(seen), f"{total / seen - 1:+.1%}")
+    step_s = record.median_step_s
+    if step_s:
+        expected = estimate.time.step_s
+        table.add_row("step", format_seconds(expected), format_seconds(step_s), f"{expected / step_s - 1:+.0%}")
+    console.print(table, highlight=False)
+
+
+def logical_rows(estimate: Estimate) -> dict[str, float]:
+    """The rows that storages make up: what a process holds beside them is left out."""
+    return {row: size for row, size in estimate.peak.rows.items() if row != "runtime" and size}
