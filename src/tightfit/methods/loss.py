@@ -109,7 +109,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, ta
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    return LinearCrossEntropy.apply(hidden, weight, bias, targets, chunk, dtype)
+    # within a Function's forward gradients look disabled, and its inputs look as if they needed one: asked here
+    return LinearCrossEntropy.apply(hidden, weight, bias, targets, chunk, dtype, torch.is_grad_enabled())
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -117,52 +118,63 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, dtype: torch.dtype
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        chunk: int,
+        dtype: torch.dtype,
+        learning: bool,
     ) -> Tensor:
+        wanted = [learning and needed for needed in ctx.needs_input_grad[:3]]
         with torch.autocast(hidden.device.type, enabled=False):
-            return _forward(ctx, hidden, weight, bias, targets, chunk, dtype)
+            loss, gradients = _sum_and_gradients(hidden, weight, bias, targets, chunk, dtype, wanted)
+        ctx.scaled = False
+        ctx.types = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.save_for_backward(*gradients)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         assert not ctx.scaled, "the gradients of a chunked loss are scaled in place, so its backward runs once"
         ctx.scaled = True
-        scale = gradients[0]
-        for_hidden, for_weight, for_bias = ctx.saved_tensors
-        for_hidden.mul_(scale)
-        for_weight.mul_(scale)
-        if for_bias is not None:
-            for_bias.mul_(scale)
-            for_bias = for_bias.to(ctx.types[2])
-        return for_hidden.to(ctx.types[0]), for_weight.to(ctx.types[1]), for_bias, None, None, None
+        scaled = [
+            None if gradient is None else gradient.mul_(gradients[0]).to(dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.types, strict=True)
+        ]
+        return *scaled, None, None, None, None
 
 
-def _forward(
-    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, dtype: torch.dtype
-) -> Tensor:
+def _sum_and_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    chunk: int,
+    dtype: torch.dtype,
+    wanted: list[bool],
+) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
+    """The loss, and its gradients for hidden, weight and bias, those that are `wanted`; the last two in fp32."""
     narrow_weight, narrow_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-    learning = any(ctx.needs_input_grad[:3])
-    for_hidden = torch.empty_like(hidden, dtype=dtype) if learning else None
-    for_weight = torch.zeros_like(weight, dtype=torch.float32) if learning else None
-    for_bias = torch.zeros_like(bias, dtype=torch.float32) if learning and bias is not None else None
+    for_hidden = torch.empty_like(hidden, dtype=dtype) if wanted[0] else None
+    for_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+    for_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
     loss = torch.zeros((), device=hidden.device)
     for start in range(0, len(hidden), chunk):
         rows, labels = hidden[start : start + chunk].to(dtype), targets[start : start + chunk]
         part, gradient = cross_entropy_with_gradient(functional.linear(rows, narrow_weight, narrow_bias), labels)
         loss += part
-        if for_hidden is None or for_weight is None:
-            continue
         counts = (labels != IGNORED).to(dtype).unsqueeze(1)
-        torch.mm(gradient, narrow_weight, out=for_hidden[start : start + chunk]).mul_(counts)
-        if dtype == torch.float32:
+        if for_hidden is not None:
+            torch.mm(gradient, narrow_weight, out=for_hidden[start : start + chunk]).mul_(counts)
+        if for_weight is not None and dtype == torch.float32:
             for_weight.addmm_(gradient.t(), rows * counts)
-        else:
+        elif for_weight is not None:
             for_weight += gradient.t() @ (rows * counts)
         if for_bias is not None:
             for_bias += (gradient.t() @ counts).squeeze(1)
-    ctx.scaled = False
-    ctx.types = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-    ctx.save_for_backward(for_hidden, for_weight, for_bias)
-    return loss
+    return loss, (for_hidden, for_weight, for_bias)
 
 
 def cross_entropy_with_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
