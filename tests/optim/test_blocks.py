@@ -1,10 +1,13 @@
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torchao.optim import subclass_4bit, subclass_8bit
 
 from tightfit.optim.blocks import Blocks, bits_of, code_values
+from tightfit.planner.storages import StorageTracker
 
 CPU = torch.device("cpu")
 TORCHAO = {8: subclass_8bit, 4: subclass_4bit}
@@ -73,3 +76,29 @@ def test_zeros_stay_zeros_where_signed_and_small_where_not(bits: int) -> None:
     zeros, blocks = torch.zeros(4096), Blocks(bits, CPU)
     assert torch.equal(blocks.unpack("exp_avg", blocks.pack("exp_avg", zeros), zeros), zeros)
     assert blocks.unpack("exp_avg_sq", blocks.pack("exp_avg_sq", zeros), zeros).max() <= 1e-12
+
+
+def allocated(work: Callable[[], object]) -> int:
+    """Peak bytes that the allocator gave out, those inside an operation too."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    assert profiler.profiler is not None
+    results = profiler.profiler.kineto_results
+    assert results is not None
+    events = [event for event in results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_temporaries_are_the_fp32_values_and_their_codes(bits: int) -> None:
+    """8 bytes an element in either direction, and no int64 copy of the codes, which an index would make unseen."""
+    state, blocks = torch.randn(256, 1024), Blocks(bits, CPU)
+    packed = blocks.pack("exp_avg", state)
+    for work in (lambda: blocks.unpack("exp_avg", packed, state), lambda: blocks.pack("exp_avg", state)):
+        with StorageTracker([]) as tracker:
+            tracker.assign([state, *packed.values()], "parameters")
+            work()
+        seen = tracker.peak().total - tracker.peak().rows["parameters"]
+        for peak in (seen, allocated(work)):
+            assert 8 * state.numel() <= peak <= 8.1 * state.numel()

@@ -51,8 +51,11 @@ class Blocks:
         """What `packed` stands for, with the type, shape and layout of `like`."""
         codes = packed["codes"]
         if self.bits == 4:
-            codes = torch.stack([codes >> 4, codes & 15], dim=1)
-        values = self._values[name not in _UNSIGNED][codes.flatten().int()].view(-1, self.size)
+            codes = torch.stack([codes >> 4, codes & 15], dim=1).flatten()
+        codes = codes.int()
+        # index_select takes int32; indexing would make an int64 copy first
+        values = self._values[name not in _UNSIGNED].index_select(0, codes).view(-1, self.size)
+        del codes
         values = values.mul_(packed["scale"][:, None]).view(like.shape).to(like.dtype)
         return values if like.is_contiguous() else torch.empty_like(like, requires_grad=False).copy_(values)
 
