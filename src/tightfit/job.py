@@ -232,6 +232,11 @@ class Job(Value):
     data   a DataSpec (or its mapping), or a map-style or iterable dataset of samples
     loss   left out, it follows from the model's task; else a callable `loss(output, batch)` that returns the
            mean over the batch's samples, a `tightfit.Objective`, or in a file {python: "file.py:function"}
+    allow  what may change numerics; left out it is [bf16], and [] keeps fp32:
+           tf32, bf16, fp16                          what the arithmetic runs in; either 16-bit type allows tf32 too
+           bf16-states, 8-bit-states, 4-bit-states   how wide optimizer states are kept
+           stochastic-rounding                       updates of bf16 weights, rounded at random
+           another-optimizer                         one with smaller states than the job's; no plan asks for it yet
     """
 
     model: ModelSpec | PythonObject
@@ -276,8 +281,13 @@ class Job(Value):
 
     @property
     def allowed(self) -> frozenset[str]:
-        """What may change numerics: `allow`, or bf16 where it was left out."""
-        return frozenset(["bf16"] if self.allow is None else self.allow)
+        """What may change numerics: `allow`, or bf16 where it was left out.
+
+        Whoever allows a 16-bit type allows tf32: it keeps fp32 storage, sums and range, and rounds the factors of
+        products to 10 bits, as fp16 does, where bf16 keeps 7.
+        """
+        said = frozenset(["bf16"] if self.allow is None else self.allow)
+        return said | {"tf32"} if said & {"bf16", "fp16"} else said
 
     def content(self) -> dict[str, Any]:
         content = super().content()

@@ -214,7 +214,8 @@ def check(plan: Plan, job: Job, device: str) -> None:
     """Refuse a plan that the job does not allow or that cannot work on `device` (cpu, cuda). Raises InputError."""
     refused = sorted(needed_permissions(plan) - job.allowed)
     if refused:
-        allow = ", ".join(sorted(job.allowed | set(refused)))
+        said = ["bf16"] if job.allow is None else job.allow
+        allow = ", ".join(sorted({*said, *refused}))
         raise InputError(
             f"plan: {plan}",
             f"changes numerics in a way the job does not allow: {', '.join(refused)}",

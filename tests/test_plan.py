@@ -1,0 +1,65 @@
+"""What a plan changes in the numerics, and what a job's `allow` admits."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+import tightfit
+from tightfit.errors import InputError
+from tightfit.job import Permission
+from tightfit.plan import PRECISIONS, check, needed_permissions
+
+from . import tiny
+
+
+@pytest.mark.parametrize(
+    ("plan", "needed"),
+    [
+        ({}, set()),
+        ({"micro_batch": 1, "recompute": "full", "chunked_loss": 8, "compile": "model"}, set()),
+        ({"update_in_backward": True, "fused_optimizer": True, "allocator": "tuned"}, set()),
+        ({"precision": "tf32"}, {"tf32"}),
+        ({"precision": "bf16-mixed"}, {"bf16"}),
+        ({"precision": "bf16-true", "rounding": "kahan"}, {"bf16"}),
+        ({"precision": "bf16-true", "rounding": "stochastic"}, {"bf16", "stochastic-rounding"}),
+        ({"precision": "fp16-true"}, {"fp16"}),
+        ({"states": "4-bit", "precision": "fp16-mixed"}, {"4-bit-states", "fp16"}),
+    ],
+    ids=str,
+)
+def test_needed_permissions(plan: dict[str, Any], needed: set[str]) -> None:
+    assert needed_permissions(tightfit.Plan(**plan)) == needed
+
+
+def test_every_precision_but_fp32_needs_a_permission_that_a_job_can_give() -> None:
+    for precision in PRECISIONS:
+        needed = needed_permissions(tightfit.Plan(precision=precision))
+        assert needed <= set(get_args(Permission))
+        assert bool(needed) == (precision != "fp32")
+
+
+@pytest.mark.parametrize("allow", [None, ["bf16"], ["fp16"], ["tf32"]])
+def test_a_16_bit_type_allows_tf32(allow: list[str] | None) -> None:
+    check(tightfit.Plan(precision="tf32"), tiny.job().replace(allow=allow), "cuda")
+
+
+@pytest.mark.parametrize("allow", [[], ["8-bit-states"], ["another-optimizer"]])
+def test_nothing_else_does(allow: list[str]) -> None:
+    with pytest.raises(InputError, match="tf32"):
+        check(tightfit.Plan(precision="tf32"), tiny.job().replace(allow=allow), "cuda")
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
+def test_tf32_allows_no_16_bit_type(precision: str) -> None:
+    with pytest.raises(InputError, match="does not allow"):
+        check(tightfit.Plan(precision=precision), tiny.job().replace(allow=["tf32"]), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("allow", "advice"), [(None, r"allow: \[8-bit-states, bf16\]"), ([], r"allow: \[8-bit-states\]")]
+)
+def test_the_remedy_adds_to_what_the_job_says_and_no_more(allow: list[str] | None, advice: str) -> None:
+    with pytest.raises(InputError, match=advice):
+        check(tightfit.Plan(states="8-bit"), tiny.job().replace(allow=allow), "cpu")
