@@ -3,7 +3,8 @@
 Saves   the logits and their gradient: (tokens, vocabulary) becomes (chunk, vocabulary). With a vocabulary of
         128k that is most of a language model's activations.
 Costs   nothing in arithmetic: the gradient is taken while the chunk's logits are at hand, so nothing is recomputed.
-        Keeps a gradient of the head's weight in fp32, and one of the hidden states, from forward to backward.
+        Keeps a gradient of the head's weight in fp32 (in the weight's type where one chunk holds all tokens), and one
+        of the hidden states, from forward to backward.
 When    any causal or masked language model.
 Order   before anything wraps the head.
 Source  Hsu et al. 2024, arXiv:2410.10989 (Liger kernel, fused linear cross entropy).
@@ -139,18 +140,21 @@ def _forward(
     narrow_weight, narrow_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     learning = any(ctx.needs_input_grad[:3])
     for_hidden = torch.empty_like(hidden, dtype=dtype) if learning else None
-    for_weight = torch.zeros_like(weight, dtype=torch.float32) if learning else None
+    one = len(hidden) <= chunk and weight.dtype == dtype  # a single product, which is in the weight's type anyway
+    for_weight = torch.zeros_like(weight, dtype=torch.float32) if learning and not one else None
     for_bias = torch.zeros_like(bias, dtype=torch.float32) if learning and bias is not None else None
     loss = torch.zeros((), device=hidden.device)
     for start in range(0, len(hidden), chunk):
         rows, labels = hidden[start : start + chunk].to(dtype), targets[start : start + chunk]
         part, gradient = cross_entropy_with_gradient(functional.linear(rows, narrow_weight, narrow_bias), labels)
         loss += part
-        if for_hidden is None or for_weight is None:
+        if for_hidden is None:
             continue
         counts = (labels != IGNORED).to(dtype).unsqueeze(1)
         torch.mm(gradient, narrow_weight, out=for_hidden[start : start + chunk]).mul_(counts)
-        if dtype == torch.float32:
+        if for_weight is None:
+            for_weight = gradient.t() @ (rows * counts)
+        elif dtype == torch.float32:
             for_weight.addmm_(gradient.t(), rows * counts)
         else:
             for_weight += gradient.t() @ (rows * counts)
