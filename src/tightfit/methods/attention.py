@@ -173,7 +173,8 @@ def blocked_attention_backward(
     gradient, query, key, value, output = (
         part.reshape(batch * heads, length, width) for part in (gradient, query, key, value, output)
     )
-    of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    # by shape, and not like their inputs: those of a batch of one are views with the heads inside
+    of_query, of_key, of_value = (make(query.shape) for make in (query.new_empty, key.new_zeros, value.new_zeros))
     wide = torch.promote_types(query.dtype, torch.float32)
     mean = (gradient.to(wide) * output.to(wide)).sum(-1, keepdim=True).to(query.dtype)
     parts = zip(blocks(length, causal), views(kept.view(-1), batch * heads, length, causal), strict=True)

@@ -158,7 +158,8 @@ def _sum_and_gradients(
     """The loss, and its gradients for hidden, weight and bias, those that are `wanted`; the last two in fp32."""
     narrow_weight, narrow_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     for_hidden = torch.empty_like(hidden, dtype=dtype) if wanted[0] else None
-    for_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+    one = len(hidden) <= chunk and weight.dtype == dtype  # a single product, which is in the weight's type anyway
+    for_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] and not one else None
     for_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
     loss = torch.zeros((), device=hidden.device)
     for start in range(0, len(hidden), chunk):
@@ -168,7 +169,9 @@ def _sum_and_gradients(
         counts = (labels != IGNORED).to(dtype).unsqueeze(1)
         if for_hidden is not None:
             torch.mm(gradient, narrow_weight, out=for_hidden[start : start + chunk]).mul_(counts)
-        if for_weight is not None and dtype == torch.float32:
+        if wanted[1] and one:
+            for_weight = gradient.t() @ (rows * counts)
+        elif for_weight is not None and dtype == torch.float32:
             for_weight.addmm_(gradient.t(), rows * counts)
         elif for_weight is not None:
             for_weight += gradient.t() @ (rows * counts)
