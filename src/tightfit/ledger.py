@@ -65,6 +65,8 @@ class Operation:
 class Timeline:
     """Buffers in the order in which they come (+1) and go (-1), and the operations of the same stretch.
 
+    A gradient has a third event, 0: it is complete, and its parameter's.
+
     needed  how many of the events, and of the operations, come before the last tensor that backward needs: where a
             recomputation stops
     inputs  of a block: the buffers that it was called with
@@ -298,25 +300,28 @@ def _again(program: tuple[Passage, ...]) -> tuple[Passage, ...]:
 
 def _accumulated(timeline: Timeline) -> Timeline:
     events: list[tuple[Buffer, int]] = []
-    for buffer, sign in timeline.events:
-        if buffer.row == "gradients" and sign > 0:
-            passing = replace(buffer, row="temporaries")
-            events += [(passing, 1), (passing, -1)]
-        elif buffer.row != "gradients":
-            events.append((buffer, sign))
-    return replace(timeline, events=tuple(events))
-
-
-def _updated_at_once(timeline: Timeline, updates: dict[str, Update]) -> Timeline:
-    """Each gradient is used up by its own update as soon as it is there."""
-    events: list[tuple[Buffer, int]] = []
+    passing: dict[Buffer, Buffer] = {}
     for buffer, sign in timeline.events:
         if buffer.row != "gradients":
             events.append((buffer, sign))
         elif sign > 0:
+            passing[buffer] = replace(buffer, row="temporaries")
+            events.append((passing[buffer], 1))
+        elif buffer in passing:
+            events.append((passing.pop(buffer), -1))
+    return replace(timeline, events=(*events, *((buffer, -1) for buffer in passing.values())))
+
+
+def _updated_at_once(timeline: Timeline, updates: dict[str, Update]) -> Timeline:
+    """Each gradient is used up by its own update as soon as it is complete."""
+    events: list[tuple[Buffer, int]] = []
+    for buffer, sign in timeline.events:
+        if buffer.row != "gradients" or sign > 0:
+            events.append((buffer, sign))
+        elif sign == 0:
             update = updates.get(buffer.parameter)
             needed = Buffer(Linear(update.transient_bytes if update else 0.0), "temporaries")
-            events += [(buffer, 1), (needed, 1), (needed, -1), (buffer, -1)]
+            events += [(needed, 1), (needed, -1), (buffer, -1)]
     return replace(timeline, events=tuple(events))
 
 

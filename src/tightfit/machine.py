@@ -63,7 +63,10 @@ class Machine(Value):
         found = _detect_cuda() or _detect_cpu()
         cache = calibration_path(found.name)
         if cache.exists():
-            measured = cls.model_validate_json(cache.read_text())
+            try:
+                measured = cls.model_validate_json(cache.read_text())
+            except ValueError:  # of another version: as if it had not been measured
+                return found
             if (measured.name, measured.memory_bytes) == (found.name, found.memory_bytes):
                 return measured
         return found

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from tightfit.measure.timing import timed
 from tightfit.methods.allocator import keep_freed_memory
+from tightfit.methods.attention import blocked_attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PRODUCT_SIZES = (64, 128, 256, 512, 1024, 2048)
@@ -99,6 +100,29 @@ def _attention_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Ca
         yield round(flops), flops, work
 
 
+def _blocked(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for length in _ATTENTION_LENGTHS if device.type == "cpu" else ():
+        query, key, value = (tensor.detach() for tensor in _attention_inputs(length, dtype, device))
+        flops = 4.0 * 64 * length * length * 64
+
+        def work(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> object:
+            return blocked_attention(query, key, value, None, True)
+
+        yield round(flops), flops, work
+
+
+def _blocked_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for length in _ATTENTION_LENGTHS if device.type == "cpu" else ():
+        inputs = _attention_inputs(length, dtype, device)
+        output, _ = blocked_attention(*inputs, None, True)
+        flops = 8.0 * 64 * length * length * 64
+
+        def work(inputs: list[Tensor] = inputs, output: Tensor = output) -> object:
+            return torch.autograd.grad(output, inputs, output.detach(), retain_graph=True)
+
+        yield round(flops), flops, work
+
+
 def _of_bytes(make: Callable[[Tensor], Tensor], touched: int) -> Callable[..., Iterator[Case]]:
     """An operation on one tensor, which touches as many bytes as `touched` such tensors have."""
 
@@ -171,9 +195,12 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "convolution": _convolutions,
     "attention": _attention,
     "attention backward": _attention_backward,
+    "blocked attention": _blocked,
+    "blocked attention backward": _blocked_backward,
     "elementwise": _of_bytes(lambda values: values * 2.0, 2),
     "transcendental": _of_bytes(functional.silu, 2),
     "gelu": _of_bytes(functional.gelu, 2),
+    "tanh": _of_bytes(torch.tanh, 2),
     "random": _of_bytes(lambda values: values.bernoulli_(0.9), 2),
     "cast": _cast,
     "copy": _of_bytes(lambda values: values.t().contiguous(), 2),

@@ -214,3 +214,10 @@ def _flops(query: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
     """Two products of all pairs, as FLOPs of attention are counted whether or not a mask hides some."""
     batch, heads, length, width = query
     return 4 * batch * heads * length * length * width
+
+
+@register_flop_formula(torch.ops.tightfit.blocked_attention_backward)
+def _backward_flops(gradient: Any, query: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
+    """Four products of all pairs."""
+    batch, heads, length, width = query
+    return 8 * batch * heads * length * length * width

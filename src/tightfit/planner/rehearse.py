@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tightfit.engine.build import build
 from tightfit.engine.step import Step, take_step
 from tightfit.job import Job
-from tightfit.machine import Machine
+from tightfit.machine import Figure, Machine
 from tightfit.methods.run import Run
 from tightfit.models.objective import Batch, processed_count, sample_count
 from tightfit.plan import Plan
@@ -55,17 +55,32 @@ class Shapes:
         yield sized(self.batch, self.plan.micro_batch_of(self.job.train.batch))
 
 
-def rehearse(job: Job, plan: Plan, machine: Machine | None = None) -> Peak:
+def _here(plan: Plan) -> Plan:
+    """The plan without what is only for a real device, or would leave its mark on this process."""
+    single = plan.replace(precision="fp32") if plan.precision == "tf32" else plan
+    return single.replace(pin_memory=False, non_blocking=False, allocator="default")
+
+
+HERE = Machine(
+    name="rehearsal",
+    device="cpu",  # fake tensors of other devices need a torch that was built for them
+    memory_bytes=Figure(value=1.0, source="system"),
+    host_memory_bytes=Figure(value=1.0, source="system"),
+)
+
+
+def rehearse(job: Job, plan: Plan) -> Peak:
     """The peak of a job's second step (the first makes the optimizer's states), by row. Raises InputError.
 
     Compiled regions run as what the compiler is expected to make of them: see `methods/compiler.py`.
     """
+    plan = _here(plan)
     if plan.compile != "none":
         torch._dynamo.reset()  # or what an earlier rehearsal compiled would count against the limit of recompilations
     shapes = Shapes(example(job), job, plan)
     values = FakeValues(is_padded(shapes.batch))
     with FakeTensorMode(), values:
-        run = build(job, plan, machine, shapes)
+        run = build(job, plan, HERE, shapes)
         steps = shapes.steps(0, None)
         take_step(run, next(steps), 0)
         micro_batches = next(steps)

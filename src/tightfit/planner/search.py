@@ -40,7 +40,7 @@ def search(
     start = _with_best_kernels(estimator, start, pins)
     found = [estimator.estimate(plan) for plan in candidates(job, machine, start, pins)]
     fitting = sorted((one for one in found if one.fits), key=lambda one: (one.total_s, one.peak_bytes))
-    chosen = _rehearsed(fitting, job, machine)
+    chosen = _rehearsed(fitting, job)
     if chosen is None:
         raise does_not_fit(min(found, key=lambda one: one.peak_bytes), found, job)
     others = [one for one in fitting if one.plan != chosen.plan] + sorted(
@@ -103,11 +103,11 @@ def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) 
     return best.plan
 
 
-def _rehearsed(fitting: list[Estimate], job: Job, machine: Machine) -> Estimate | None:
+def _rehearsed(fitting: list[Estimate], job: Job) -> Estimate | None:
     """The first of the finalists that fits when it is rehearsed. Those that a rehearsal refuses are passed over."""
     for one in fitting[:REHEARSED]:
         try:
-            peak = rehearse(job, one.plan, machine)
+            peak = rehearse(job, one.plan)
         except InputError:  # a combination that this model cannot have: sqrt where more than one block hands on
             continue
         seen = replace(one, rehearsed=peak.total + one.peak.rows["runtime"])

@@ -19,7 +19,7 @@ ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
 BLOCKED = ("blocked attention", "blocked attention backward")
 ARITHMETIC = (PRODUCT, BATCHED, CONVOLUTION, ATTENTION, ATTENTION_BACKWARD, *BLOCKED)
 _KINDS = {
-    PRODUCT: ("aten.mm", "aten.addmm"),
+    PRODUCT: ("aten.mm", "aten.addmm", "aten.addmm_"),
     BATCHED: ("aten.bmm", "aten.baddbmm", "aten.baddbmm_"),
     CONVOLUTION: ("aten.convolution", "aten.convolution_backward"),
     ATTENTION: (
@@ -35,10 +35,10 @@ _KINDS = {
     "blocked attention": ("tightfit.blocked_attention",),
     "blocked attention backward": ("tightfit.blocked_attention_backward",),
     "transcendental": (
-        "aten.silu", "aten.silu_backward", "aten.exp", "aten.tanh",
-        "aten.tanh_backward", "aten.sigmoid", "aten.sigmoid_backward", "aten.pow", "aten.cos", "aten.sin", "aten.erf",
+        "aten.silu", "aten.silu_backward", "aten.exp", "aten.sigmoid", "aten.sigmoid_backward", "aten.cos", "aten.sin", "aten.erf",
         "aten.log",
     ),
+    "tanh": ("aten.tanh", "aten.tanh_backward"),
     "gelu": ("aten.gelu", "aten.gelu_backward"),
     "random": ("aten.native_dropout", "aten.bernoulli_", "aten.bernoulli", "aten.rand", "aten.rand_like"),
     "cast": ("aten._to_copy",),
@@ -54,7 +54,7 @@ _KINDS = {
         "aten.avg_pool2d", "aten.avg_pool2d_backward", "aten.mean_backward", "aten._foreach_norm",
     ),
     "softmax": (
-        "aten._softmax", "aten._softmax_backward_data", "aten._log_softmax", "aten._log_softmax_backward_data",
+        "aten._softmax", "aten._safe_softmax", "aten._softmax_backward_data", "aten._log_softmax", "aten._log_softmax_backward_data",
     ),
     "gather": ("aten.embedding", "aten.index", "aten.index_select", "aten.gather"),
     "scatter": (

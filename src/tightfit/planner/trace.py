@@ -190,6 +190,7 @@ class Recorder(TorchDispatchMode):
             if id(storage) in self._live:
                 seen = self._live[id(storage)][0]
                 seen.row, seen.parameter = "gradients", name
+                self.program[-1].events.append((seen, 0))
 
     def _enter_backward(self, position: int) -> None:
         """Backward has come to the passage at `position`: blocks passed through that lie above it are repeated before."""

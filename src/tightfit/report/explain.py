@@ -45,7 +45,7 @@ def show(console: Console, estimates: list[Estimate], stages: list[Stage]) -> No
         say(line)
     if len(estimates) > 1:
         say("")
-        console.print(others_table(estimates[1:]), highlight=False)
+        console.print(others_table(estimates[1:], chosen), highlight=False)
 
 
 def _say(console: Console) -> Any:
@@ -111,10 +111,13 @@ def rows_table(estimate: Estimate) -> Table:
     return table
 
 
-def others_table(others: list[Estimate]) -> Table:
-    table = _table("other plans", "peak", "step", "why not")
+def others_table(others: list[Estimate], chosen: Estimate) -> Table:
+    """What they have in place of the chosen plan's, and why they lost."""
+    table = _table("other plans, instead of this", "peak", "step", "why not")
+    ours = chosen.plan.content()
     for one in others:
-        table.add_row(_fields(one), format_bytes(one.peak_bytes), format_seconds(one.time.step_s), one.rejected_because)
+        said = ", ".join(f"{name}={value}" for name, value in one.plan.content().items() if value != ours[name])
+        table.add_row(said, format_bytes(one.peak_bytes), format_seconds(one.time.step_s), one.rejected_because)
     return table
 
 

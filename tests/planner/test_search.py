@@ -1,0 +1,135 @@
+"""The fastest plan that fits, why the others lost, and what is said where none does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tightfit
+from tests.planner import cases
+from tightfit.errors import DoesNotFit, InputError
+from tightfit.machine import Machine
+from tightfit.planner.estimate import MARGIN, Estimator
+from tightfit.planner.search import search
+from tightfit.planner.time import Clock
+from tightfit.planner.waterfall import waterfall
+from tightfit.report.commands import explain_command
+from tightfit.report.picture import memory_svg
+
+GPU = Machine.named("a100-80gb")
+
+
+def limited(memory: float, name: str = "llama") -> tightfit.Job:
+    return cases.job(name).replace(limits=tightfit.Limits(memory=int(memory)))
+
+
+def test_plenty_of_memory_gives_the_fastest_plan_and_says_why_others_lost() -> None:
+    first, *others = search(cases.job("llama"), GPU)
+    assert first.fits
+    assert first.rehearsed is not None
+    assert first.rejected_because == ""
+    assert others
+    assert all(one.rejected_because for one in others)
+    assert all(one.total_s >= first.total_s for one in others if one.fits)
+
+
+def test_a_limit_that_bites_gives_a_leaner_plan_that_keeps_it() -> None:
+    free = search(cases.job("llama"), GPU, {"states": "fp32"})[0]
+    limit = (free.peak_bytes - 2e6) / (1 - MARGIN)
+    leaner = search(limited(limit), GPU, {"states": "fp32"})[0]
+    assert leaner.peak_bytes <= free.peak_bytes - 2e6
+    assert leaner.plan != free.plan
+
+
+def test_pins_are_kept() -> None:
+    chosen = search(cases.job("llama"), GPU, {"precision": "fp32", "micro_batch": 2})[0]
+    assert (chosen.plan.precision, chosen.plan.micro_batch) == ("fp32", 2)
+
+
+def test_where_nothing_fits_the_largest_rows_and_what_would_help_are_said() -> None:
+    with pytest.raises(DoesNotFit, match="largest: runtime") as error:
+        search(limited(1e6), GPU)
+    assert "a larger machine" in str(error.value)
+
+
+def test_the_waterfall_ends_at_the_plan() -> None:
+    estimator = Estimator(cases.job("llama"), GPU)
+    plan = tightfit.Plan(precision="bf16-mixed", micro_batch=2, recompute="full")
+    stages = waterfall(estimator, plan)
+    assert [stage.method for stage in stages[1:]] == ["+ precision", "+ microbatch", "+ recompute"]
+    assert stages[-1].peak_bytes == pytest.approx(estimator.estimate(plan).peak.total)
+    assert stages[-1].peak_bytes < stages[0].peak_bytes
+
+
+def test_a_step_takes_longer_with_recomputation_and_on_a_slower_machine() -> None:
+    job = cases.job("llama", batch=64)
+    plain, again = (
+        Estimator(job, GPU).estimate(tightfit.Plan(recompute=kind)).time.step_s for kind in ("none", "full")
+    )
+    assert 1.1 * plain < again < 1.6 * plain
+    slower = Estimator(job, Machine.named("t4")).estimate(tightfit.Plan())
+    assert slower.time.step_s > plain
+    assert isinstance(Clock(GPU).step_time(slower.ledger).step_s, float)
+
+
+def test_the_picture_is_an_svg_with_a_polygon_for_each_row() -> None:
+    estimate = Estimator(cases.job("llama"), GPU).estimate(tightfit.Plan())
+    svg = memory_svg(estimate)
+    assert svg.startswith("<svg")
+    shown = {row for _, _, rows in estimate.ledger.instants() for row, size in rows.items() if size}
+    assert svg.count("<polygon") == len(shown)
+
+
+def test_named_machines() -> None:
+    machine = Machine.named("h100-sxm:8x4")
+    assert (machine.devices_per_node, machine.nodes) == (8, 4)
+    assert machine.rate("bf16-mixed") == pytest.approx(989e12 * 0.803)
+    for name in ("h100-sxn", "h100-sxm:0", "h100-sxm:8by4"):
+        with pytest.raises(InputError):
+            Machine.named(name)
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(cases.job("llama").to_yaml())
+    return path
+
+
+def explain(path: Path, plan: str | None, machine: str, memory: str | None, as_json: bool = False) -> None:
+    explain_command(path, plan, machine, memory, 3, False, None, [], as_json)
+
+
+def test_explain_prints_what_scripts_read(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    explain(job_file, None, "a100-80gb", None, as_json=True)
+    said = json.loads(capsys.readouterr().out)
+    plan = said["plans"][said["chosen"]]
+    assert plan["fits"]
+    assert {
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "temporaries",
+        "communication",
+        "runtime",
+        "peak",
+    } <= set(plan["memory"])
+    assert {"compute_s", "memory_s", "communication_s", "bubble_s", "input_s", "step_s"} <= set(plan["time"])
+    assert {"plan", "changes_math", "tokens_per_s", "mfu", "rejected_because"} <= set(plan)
+
+
+def test_explain_of_a_whole_plan_that_does_not_fit_says_so(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DoesNotFit) as error:
+        explain(job_file, "reference", "t4", "1MiB")
+    assert error.value.exit_code == 3
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_a_picture_has_to_be_an_svg_and_analysis_happens_here(job_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"mem\.svg"):
+        explain_command(job_file, None, None, None, 1, False, tmp_path / "mem.png", [], False)
+    with pytest.raises(InputError, match="runs here"):
+        explain_command(job_file, None, "t4", None, 1, True, None, [], False)
