@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import tightfit
+from tightfit.engine import step
+from tightfit.measure.verify import Tolerances, Verification
 from tightfit.methods import recompute
+from tightfit.methods.run import Run
+from tightfit.models.objective import Batch
 
 from .. import tiny
+from ..contract import cases
 
 
 @pytest.fixture
@@ -33,8 +40,9 @@ def job() -> tightfit.Job:
 def test_passes(job: tightfit.Job, plan: dict[str, Any]) -> None:
     result = tightfit.verify(job, tightfit.Plan(**plan))
     assert result.passed, result
-    assert set(result.content()) == {"max_relative_error", "tolerance", "passed"}
-    assert set(result.content()["max_relative_error"]) == {"loss", "gradients", "weights"}  # type: ignore[call-overload]
+    assert set(result.content()) == {"max_relative_error", "tolerance", "tolerances", "passed"}
+    for each in ("max_relative_error", "tolerances"):
+        assert set(result.content()[each]) == {"loss", "gradients", "weights"}  # type: ignore[call-overload]
 
 
 def test_fp32_plans_agree_to_rounding(job: tightfit.Job) -> None:
@@ -51,3 +59,98 @@ def test_fails_where_a_method_changes_the_job(job: tightfit.Job, monkeypatch: py
 
     monkeypatch.setattr(recompute, "recomputed", sabotaged)
     assert not tightfit.verify(job, tightfit.Plan(recompute="full")).passed
+
+
+@pytest.mark.parametrize("name", cases.NAMES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "bf16-true", "fp16-mixed", "fp16-true"])
+def test_every_precision_passes_with_the_optimizers_usual_epsilon(name: str, precision: str) -> None:
+    """A learning rate of 1e-2 and no epsilon to speak of, which makes as much of rounding as anything does."""
+    job = cases.make_case(name, epsilon=1e-8).job
+    result = tightfit.verify(job, tightfit.Plan(precision=precision, recompute="full"), steps=6)
+    assert result.passed, result
+
+
+@pytest.mark.parametrize("states", ["bf16", "8-bit", "4-bit"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
+def test_narrow_states_pass(states: str, precision: str) -> None:
+    job = cases.make_case("llama", epsilon=1e-8).job
+    result = tightfit.verify(job, tightfit.Plan(states=states, precision=precision), steps=6)
+    assert result.passed, result
+
+
+def by_micro_batches(run: Run, micro_batches: list[Batch], items: int) -> Tensor:
+    """What many loops do: each micro-batch's mean, and the mean of these. Right only where all count as many items."""
+    total = torch.zeros(())
+    for batch in micro_batches:
+        loss = run.loss_sum(batch) / run.objective.count(batch)
+        (loss / len(micro_batches)).backward()
+        total += loss.detach() / len(micro_batches)
+    return total * items
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_fails_where_micro_batches_are_averaged(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = tightfit.Plan(precision=precision, micro_batch=1)
+    job = cases.make_case(name).job
+    assert tightfit.verify(job, plan).passed
+    monkeypatch.setattr(step, "accumulate", by_micro_batches)
+    result = tightfit.verify(job, plan)
+    assert not result.passed
+    assert result.gradients > result.tolerances.gradients
+
+
+def test_fails_where_the_gradient_is_summed_and_not_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam's weights would hide that."""
+    honest = step.accumulate
+
+    def summed(run: Run, micro_batches: list[Batch], items: int) -> Tensor:
+        return honest(run, micro_batches, items if run.plan == tightfit.Plan() else 1)
+
+    monkeypatch.setattr(step, "accumulate", summed)
+    assert not tightfit.verify(cases.make_case("llama").job, tightfit.Plan(precision="bf16-mixed")).passed
+
+
+def test_batch_norm_over_smaller_pieces_is_something_else() -> None:
+    job = cases.make_case("batchnorm").job
+    assert not tightfit.verify(job, tightfit.Plan(micro_batch=2)).passed
+    assert tightfit.verify(job, tightfit.Plan(recompute="full")).passed
+
+
+def test_a_loss_scale_that_begins_too_high_finds_its_level_first() -> None:
+    """The mean of losses in the thousands, times 2^16, overflows in fp16; the skipped step is no difference in mathematics."""
+
+    def make_model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(8, 1)
+
+    samples = [{"inputs": torch.randn(8), "target": torch.tensor(100.0)} for _ in range(16)]
+    job = tightfit.Job(
+        model=make_model,
+        data=samples,
+        loss=lambda output, batch: (output.float().squeeze(1) - batch["target"]).square().mean(),
+        train=tightfit.Train(batch=4, steps=3, learning_rate=1e-2),
+        allow=["fp16"],
+    )
+    plan = tightfit.Plan(precision="fp16-true")
+    assert next(iter(tightfit.train(tightfit.build(job, plan)))).skipped
+    result = tightfit.verify(job, plan)
+    assert result.passed, result
+    assert not tightfit.verify(job, plan.replace(loss_scale=2.0**16)).passed
+
+
+@pytest.mark.parametrize("name", ["loss", "gradients", "weights"])
+def test_what_is_no_number_fails(name: str) -> None:
+    errors = {"loss": 0.0, "gradients": 0.0, "weights": 0.0}
+    tolerances = Tolerances.of(tightfit.Plan(), 0.1)
+    assert Verification(**errors, tolerances=tolerances).passed
+    assert not Verification(**{**errors, name: math.nan}, tolerances=tolerances).passed
+
+
+def test_tolerances_follow_the_type_the_states_and_the_way() -> None:
+    still, moved = (Tolerances.of(tightfit.Plan(), way) for way in (0.0, 1.0))
+    assert still.gradients == still.weights == still.loss == 2.0**-12
+    assert moved.gradients == still.gradients
+    assert moved.weights == pytest.approx(2.0**-12 + 2 * 2.0**-6)
+    assert Tolerances.of(tightfit.Plan(precision="bf16-true"), 0.0).gradients == 2.0**-4
+    assert Tolerances.of(tightfit.Plan(states="4-bit"), 1.0).weights == moved.weights + 0.5

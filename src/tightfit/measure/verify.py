@@ -6,6 +6,7 @@ The reference is fp32, one device, no method. Both runs start from the same seed
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +19,37 @@ from tightfit.machine import Machine
 from tightfit.methods.run import Run
 from tightfit.plan import Plan
 
-TOLERANCE = {"fp32": 1e-4, "tf32": 2e-2, "bf16-mixed": 1e-1, "fp16-mixed": 3e-2, "bf16-true": 2e-1, "fp16-true": 1e-1}
-"""Largest relative error allowed, by precision: about 2^-8 (bf16) or 2^-11 (fp16, tf32) times what a few layers and
-steps make of one rounding. Gradients are the worst of the three; losses and weights agree much more closely."""
+ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
+"""Largest relative error u of one rounding, by the type of the arithmetic: half the distance between two numbers."""
 
-STATES_TOLERANCE = {"fp32": 0.0, "bf16": 2e-2, "8-bit": 5e-2, "4-bit": 2e-1}
-"""What narrow optimizer states add: they touch the weights only."""
+STATES = {"fp32": 0.0, "bf16": 2e-2, "8-bit": 1e-1, "4-bit": 5e-1}
+"""What share of an update narrow states may change: the distance between two of the values that they keep. Measured as
+shares of the distance travelled in 3 and in 10 steps: up to 0.7 %, 2 % and 28 %."""
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """The largest relative errors that rounding explains, for a plan whose reference travelled a distance.
+
+    gradients       sqrt(u). A gradient is off by a few u where all is smooth, more with depth; of a network with ReLUs a
+                    share of about u of the units is so near zero that rounding turns them on or off, and where errors
+                    are zeros and ones their norm is the root of their share. Measured on transformers of 4 to 16 layers
+                    and convolutional networks with BatchNorm: up to 4 u, and 0.5 sqrt(u).
+    loss, weights   that, and 2 u^(1/4) + STATES of the relative distance that the reference's weights travelled. Adam,
+                    and what takes signs, steps as far for a small gradient as for a large one: if the gradient is off by
+                    a share e, the step of about a share e of the weights, those of the smallest gradients, goes
+                    anywhere, and the end is off by the root of e of the way. Measured: up to 1.1 u^(1/4) of the way.
+    """
+
+    gradients: float
+    loss: float
+    weights: float
+
+    @classmethod
+    def of(cls, plan: Plan, travelled: float) -> Tolerances:
+        gradients = math.sqrt(ROUNDOFF[plan.precision.split("-")[0]])
+        drift = gradients + (2 * math.sqrt(gradients) + STATES[plan.states]) * travelled
+        return cls(gradients, drift, drift)
 
 
 @dataclass(frozen=True)
@@ -37,37 +63,76 @@ class Verification:
     loss: float
     gradients: float
     weights: float
-    tolerance: float
+    tolerances: Tolerances
 
     @property
     def passed(self) -> bool:
-        return max(self.loss, self.gradients, self.weights) <= self.tolerance
+        return all(error <= allowed for error, allowed in self.compared().values())  # also False where one is no number
+
+    @property
+    def tolerance(self) -> float:
+        """The widest of the three."""
+        return max(allowed for _, allowed in self.compared().values())
+
+    def compared(self) -> dict[str, tuple[float, float]]:
+        """Each error, and what is allowed."""
+        allowed = self.tolerances
+        return {
+            "loss": (self.loss, allowed.loss),
+            "gradients": (self.gradients, allowed.gradients),
+            "weights": (self.weights, allowed.weights),
+        }
 
     def content(self) -> dict[str, object]:
-        errors = {"loss": self.loss, "gradients": self.gradients, "weights": self.weights}
-        return {"max_relative_error": errors, "tolerance": self.tolerance, "passed": self.passed}
+        return {
+            "max_relative_error": {name: error for name, (error, _) in self.compared().items()},
+            "tolerance": self.tolerance,
+            "tolerances": {name: allowed for name, (_, allowed) in self.compared().items()},
+            "passed": self.passed,
+        }
 
 
 def verify(job: Job, plan: Plan, machine: Machine | None = None, steps: int = 3) -> Verification:
-    """Run the reference and then `plan` for `steps` optimizer steps of `job` and compare them."""
+    """Run the reference and then `plan` for `steps` optimizer steps of `job` and compare them.
+
+    BatchNorm computes the statistics of each micro-batch by itself, so a plan that splits the batch of such a model
+    trains something else, and fails. A dynamic loss scale is compared once it has found its level.
+    """
     if job.train.steps is None or job.train.steps < steps:
         job = job.replace(train=job.train.replace(steps=steps, epochs=None, warmup=min(job.train.warmup, steps)))
     expected = observe(build(job, Plan(), machine), steps)
-    found = observe(build(job, plan, machine), steps)
-    loss = max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found.losses, expected.losses, strict=True))
-    tolerance = TOLERANCE[plan.precision] + STATES_TOLERANCE[plan.states]
+    found = observe_settled(job, plan, machine, steps)
+    losses = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found.losses, expected.losses, strict=True)]
     return Verification(
-        loss, difference(found.gradients, expected.gradients), difference(found.weights, expected.weights), tolerance
+        math.nan if any(map(math.isnan, losses)) else max(losses),
+        difference(found.gradients, expected.gradients),
+        difference(found.weights, expected.weights),
+        Tolerances.of(plan, difference(expected.start, expected.weights)),
     )
 
 
 @dataclass(frozen=True)
 class Observed:
-    """Losses of each step, gradients of the first, weights after the last; fp32 on the host, by parameter name."""
+    """Losses of each step, gradients of the first, weights before it and after the last; fp32 on the host, by name."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
+    start: dict[str, Tensor]
     weights: dict[str, Tensor]
+    skipped: bool
+
+
+def observe_settled(job: Job, plan: Plan, machine: Machine | None, steps: int) -> Observed:
+    """As `observe`; where a dynamic loss scale began too high and steps were skipped, again from where it ended."""
+    scale: float | None = None
+    while True:
+        run = build(job, plan, machine)
+        if run.loss_scale is not None and scale is not None:
+            run.loss_scale.value = scale
+        observed = observe(run, steps)
+        if not observed.skipped or run.loss_scale is None or run.loss_scale.value == scale or scale == 1.0:
+            return observed
+        scale = run.loss_scale.value
 
 
 def observe(run: Run, steps: int) -> Observed:
@@ -79,13 +144,14 @@ def observe(run: Run, steps: int) -> Observed:
         if parameter.requires_grad
     ]
     scale = run.loss_scale.value if run.loss_scale else 1.0
-    losses = []
+    start, losses, skipped = weights_of(run.model), [], False
     for result in itertools.islice(train(run), steps):
         losses.append(result.loss)
+        skipped = skipped or result.skipped
         for hook in hooks:
             hook.remove()
     gradients = {name: gradient / scale for name, gradient in gradients.items()}
-    return Observed(losses, gradients, weights_of(run.model))
+    return Observed(losses, gradients, start, weights_of(run.model), skipped)
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

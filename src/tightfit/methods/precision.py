@@ -7,7 +7,8 @@ When    always where the hardware multiplies 16-bit numbers faster; bf16 needs n
         (it overflows beyond 65,504). tf32 keeps fp32 storage and rounds the factors of products to 10 bits.
 Order   around the compiled function, so that the compiler sees one type per operation.
 Source  Micikevicius et al. 2018, arXiv:1710.03740 (mixed precision, loss scaling); Kalamkar et al. 2019,
-        arXiv:1905.12322 (bf16). Sums, softmax, norms and the loss stay fp32 by torch's autocast lists.
+        arXiv:1905.12322 (bf16). What else stays fp32 stands in torch's autocast lists: on CUDA sums, softmax and
+        norms, on CPU less. The cross entropy of a language model or a classifier always does.
 """
 
 from __future__ import annotations

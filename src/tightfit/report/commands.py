@@ -235,10 +235,9 @@ def verify_command(path: Path, plan: str | None, steps: int, changes: list[str],
     if as_json:
         print(json.dumps(result.content()))
     else:
-        table = Table("largest relative difference", "value", box=None, title_justify="left")
-        for name in ("loss", "gradients", "weights"):
-            table.add_row(name, f"{getattr(result, name):.3g}")
-        table.add_row("tolerance", f"{result.tolerance:.3g}")
+        table = Table("largest relative difference", "found", "allowed", box=None, title_justify="left")
+        for name, (found, allowed) in result.compared().items():
+            table.add_row(name, f"{found:.3g}", f"{allowed:.3g}")
         console.print(table)
         console.print("passed" if result.passed else "FAILED: the plan does not train the same job")
     sys.exit(0 if result.passed else 1)

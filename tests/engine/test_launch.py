@@ -1,0 +1,86 @@
+"""A training process starts with the environment that its plan wants, once, and only where it is the command itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from tightfit.engine.launch import KEEP_MEMORY, enter_environment, environment
+from tightfit.plan import Plan
+
+TUNED = Plan(allocator="tuned")
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
+
+
+@linux
+def test_environment_of_each_device() -> None:
+    assert environment(TUNED, "cpu", {}) == {"GLIBC_TUNABLES": KEEP_MEMORY}
+    assert environment(TUNED, "cuda", {}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert environment(Plan(), "cpu", {}) == environment(Plan(), "cuda", {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("cpu", "GLIBC_TUNABLES"), ("cuda", "PYTORCH_ALLOC_CONF"), ("cuda", "PYTORCH_CUDA_ALLOC_CONF")],
+)
+def test_what_the_user_has_set_stays(device: str, name: str) -> None:
+    assert environment(TUNED, device, {name: "mine"}) == {}
+
+
+def test_another_system_has_no_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert environment(TUNED, "cpu", {}) == {}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], dict[str, str]]]:
+    """The processes started in this one's place."""
+    calls: list[tuple[str, list[str], dict[str, str]]] = []
+
+    def execve(path: str, arguments: list[str], variables: Any) -> None:
+        calls.append((path, arguments, dict(variables)))
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    return calls
+
+
+@linux
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["/venv/bin/python", "/venv/bin/tightfit", "train", "job.yaml"],
+        ["python", "-m", "tightfit", "train", "job.yaml"],
+    ],
+)
+def test_the_command_starts_again_with_its_own_arguments(
+    command: list[str], started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", command)
+    monkeypatch.setenv("KEPT", "yes")
+    enter_environment(TUNED, "cpu")
+    ((path, arguments, variables),) = started
+    assert (path, arguments) == (sys.executable, [sys.executable, *command[1:]])
+    assert variables["GLIBC_TUNABLES"] == KEEP_MEMORY
+    assert variables["KEPT"] == "yes"
+    monkeypatch.setenv("GLIBC_TUNABLES", variables["GLIBC_TUNABLES"])
+    enter_environment(TUNED, "cpu")
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize("command", [["python", "my_training.py"], ["python", "-m", "pytest", "tightfit"], ["python"]])
+def test_a_program_that_merely_calls_tightfit_goes_on(
+    command: list[str], started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", command)
+    enter_environment(TUNED, "cpu")
+    assert started == []
+
+
+def test_nothing_to_add_starts_nothing(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "tightfit", "train", "job.yaml"])
+    enter_environment(Plan(), "cpu")
+    assert started == []

@@ -1,0 +1,102 @@
+"""What is asked of the allocator, and that what the user's environment says of it wins."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import pytest
+import torch
+
+import tightfit
+from tightfit.methods import allocator
+
+from .. import tiny
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What mallopt is called with, in place of calling it: it cannot be undone."""
+    calls: list[tuple[int, int]] = []
+
+    class Library:
+        def __init__(self, name: str) -> None:
+            assert name == "libc.so.6"
+
+        def mallopt(self, name: int, value: int) -> int:
+            calls.append((name, value))
+            return 1
+
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    return calls
+
+
+def build(plan: tightfit.Plan) -> None:
+    tightfit.build(tiny.job(), plan, tightfit.Machine.detect().replace(device="cpu"))
+
+
+def test_default_asks_for_nothing(asked: list[tuple[int, int]]) -> None:
+    build(tightfit.Plan())
+    assert asked == []
+
+
+def test_tuned_maps_no_block_on_its_own_and_gives_none_back(asked: list[tuple[int, int]]) -> None:
+    build(tightfit.Plan(allocator="tuned"))
+    assert dict(asked) == {
+        allocator.M_MMAP_MAX: 0,
+        allocator.M_TRIM_THRESHOLD: 2**31 - 1,
+        allocator.M_TOP_PAD: 2**26,
+    }
+
+
+def test_what_the_environment_says_wins(asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.top_pad=0")
+    build(tightfit.Plan(allocator="tuned"))
+    assert asked == []
+
+
+def test_without_glibc_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert not allocator.keep_freed_memory()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not allocator.keep_freed_memory()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
+def test_glibc_knows_the_names() -> None:
+    """In a process of its own: freed memory is used again, so a tensor made anew causes no page faults."""
+    script = (
+        "import resource, torch\n"
+        "from tightfit.methods.allocator import keep_freed_memory\n"
+        "torch.empty(0)\n"
+        "assert {tuned} and keep_freed_memory() or not {tuned}\n"
+        "make = lambda: torch.empty(2**26, dtype=torch.uint8).fill_(1)\n"
+        "for _ in range(3): make()\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for _ in range(4): make()\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n"
+    )
+    tuned, default = (_run(script.format(tuned=tuned)) for tuned in (True, False))
+    assert tuned < 100
+    assert default >= 4 * 2**26 / 2**21  # at least a fault for each huge page of each tensor
+
+
+def _run(script: str) -> int:
+    import os
+    import subprocess
+
+    environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.gpu
+def test_expandable_segments_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    tightfit.build(tiny.job(), tightfit.Plan(allocator="tuned"))
+    assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())

@@ -1,0 +1,94 @@
+"""Compiled once: no batch of another size, evaluation or length compiles anything again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import tightfit
+from tightfit.errors import InputError
+from tightfit.methods import compile as room
+
+from .. import tiny
+
+BLOCKS = tiny.MODEL["num_hidden_layers"]
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
+    """Counts what is handed to the compiler, which differentiates it and leaves it to eager kernels."""
+    counted = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(room, "BACKEND", counted)
+    torch.compiler.reset()
+    yield counted
+    torch.compiler.reset()
+
+
+def ragged_samples() -> list[dict[str, torch.Tensor]]:
+    """Of 5 to 15 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(0, 300, (5 + index % 11,), generator=generator) for index in range(48)]
+    return [{"input_ids": one, "labels": one.clone()} for one in tokens]
+
+
+def losses(job: tightfit.Job, plan: tightfit.Plan) -> list[float]:
+    return [step.loss for step in tightfit.train(tightfit.build(job, plan))]
+
+
+def job(data: Any = None, **train: Any) -> tightfit.Job:
+    plain = tiny.job(**train).replace(model={**tiny.MODEL, "attention_dropout": 0.0})
+    return plain if data is None else plain.replace(data=data)
+
+
+@pytest.mark.parametrize("regions", ["block", "model"])
+def test_short_micro_batches_and_evaluations_run_as_written(regions: str, counter: CompileCounterWithBackend) -> None:
+    """Of 4 samples 3 and 1 are in a micro-batch; only those of 3 are compiled, and the evaluation's are not."""
+    run = tightfit.build(job(steps=3), tightfit.Plan(compile=regions, micro_batch=3))
+    counts = []
+    for _ in tightfit.train(run):
+        tightfit.evaluate(run)
+        counts.append(counter.frame_count)
+    assert counts[0] >= 1
+    assert counts == [counts[0]] * 3
+
+
+@pytest.mark.parametrize("regions", ["block", "model"])
+def test_ragged_data_compile_once(regions: str, counter: CompileCounterWithBackend) -> None:
+    uneven = job(ragged_samples(), steps=6)
+    run = tightfit.build(uneven, tightfit.Plan(compile=regions))
+    assert run.data.ragged
+    counts, lengths = [], set()
+    plain = run.loss_sum
+    object.__setattr__(run, "loss_sum", lambda batch: (lengths.add(batch["input_ids"].shape), plain(batch))[1])
+    for _ in tightfit.train(run):
+        counts.append(counter.frame_count)
+    assert len(lengths) > 1
+    assert counts == [counts[0]] * 6
+
+
+def test_blocks_of_one_kind_share_one_graph(counter: CompileCounterWithBackend) -> None:
+    losses(job(steps=1), tightfit.Plan(compile="block"))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("regions", ["block", "model"])
+def test_ragged_losses_are_those_of_eager(regions: str, counter: CompileCounterWithBackend) -> None:
+    uneven = job(ragged_samples(), steps=3)
+    assert losses(uneven, tightfit.Plan(compile=regions)) == pytest.approx(losses(uneven, tightfit.Plan()), rel=1e-5)
+
+
+def test_a_model_without_blocks_is_compiled_whole_or_refused(counter: CompileCounterWithBackend) -> None:
+    flat = tightfit.Job(
+        model=lambda: nn.Sequential(nn.Linear(4, 3)),
+        data=[(torch.randn(4), index % 3) for index in range(4)],
+        train=tightfit.Train(batch=2, steps=1),
+    )
+    with pytest.raises(InputError, match="compile: model"):
+        tightfit.build(flat, tightfit.Plan(compile="block"))
+    assert losses(flat, tightfit.Plan(compile="model")) == pytest.approx(losses(flat, tightfit.Plan()))
+    assert counter.frame_count == 1

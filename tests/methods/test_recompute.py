@@ -1,0 +1,156 @@
+"""What is recomputed, what is kept, and that the second forward is the first one again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tightfit
+from tightfit.errors import InputError
+from tightfit.methods.run import Run
+from tightfit.planner.storages import track
+
+LAYERS, WIDTH, BATCH = 9, 16, 32
+
+
+class Block(nn.Module):
+    """Counts how often its forward runs, and has a buffer of each kind: one that forward changes, one it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.5)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        with torch.no_grad():
+            self.seen += 1
+        return x + self.scale * self.outer(self.dropout(torch.tanh(self.inner(x)))) / self.seen
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.between(block(x))
+        return self.head(x)
+
+
+class Doubling(Net):
+    """Does something between its blocks, which a segment of them cannot know."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class Blockless(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+def build(recompute: str, model: Callable[[], nn.Module] = Net) -> Run:
+    torch.manual_seed(1)
+    samples = [(torch.randn(WIDTH), index % 4) for index in range(BATCH)]
+    train = tightfit.Train(batch=BATCH, steps=2)
+    return tightfit.build(tightfit.Job(model=model, data=samples, train=train), tightfit.Plan(recompute=recompute))
+
+
+def batch() -> Any:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(2)), torch.arange(BATCH) % 4
+
+
+def gradients(run: Run) -> list[Tensor]:
+    torch.manual_seed(3)
+    run.loss_sum(batch()).backward()
+    return [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "again"),
+    [
+        ("none", [1] * 9),
+        ("full", [2] * 9),
+        ("selective", [2] * 9),
+        ("every-2", [2, 1] * 4 + [2]),
+        ("every-20", [2] + [1] * 8),
+        ("sqrt", [2] * 9),
+    ],
+)
+def test_which_blocks_run_twice_and_that_nobody_can_tell(recompute: str, again: list[int]) -> None:
+    run, reference = build(recompute), build("none")
+    for found, expected in zip(gradients(run), gradients(reference), strict=True):
+        assert torch.equal(found, expected)  # dropout drew the same numbers
+    assert [block.forwards for block in run.model.blocks] == again  # type: ignore[union-attr]
+    assert all(block.seen == 1 for block in run.model.blocks)  # type: ignore[union-attr]
+
+
+def activations(recompute: str) -> int:
+    """Bytes that a forward leaves for backward."""
+    run = build(recompute)
+    peak = track(run, [batch()], lambda watched: watched.loss_sum(batch()))[1]
+    return peak.timeline[-1][1]
+
+
+def test_less_is_kept_the_more_is_recomputed() -> None:
+    kept = {recompute: activations(recompute) for recompute in ("none", "selective", "every-2", "full", "sqrt")}
+    assert kept["none"] > kept["selective"] > kept["full"]
+    assert kept["none"] > kept["every-2"] > kept["full"] > kept["sqrt"]
+    assert kept["full"] - kept["sqrt"] == (LAYERS - 3) * 4 * BATCH * WIDTH  # inputs of 9 blocks, of 3 segments
+
+
+def test_selective_computes_no_product_again() -> None:
+    counts = {}
+    for recompute in ("none", "selective", "full"):
+        run = build(recompute)
+        with Products() as products:
+            gradients(run)
+        counts[recompute] = products.count
+    assert counts["selective"] == counts["none"]
+    assert counts["full"] == counts["none"] + 2 * LAYERS
+
+
+def test_an_evaluation_recomputes_nothing() -> None:
+    run = build("full")
+    with torch.no_grad():
+        run.loss_sum(batch())
+    assert {block.forwards for block in run.model.blocks} == {1}  # type: ignore[union-attr]
+
+
+def test_sqrt_refuses_a_model_that_does_more_between_its_blocks() -> None:
+    with pytest.raises(InputError, match="recompute: full"):
+        build("sqrt", Doubling).loss_sum(batch())
+    assert gradients(build("full", Doubling))
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(InputError, match="no repeated blocks to recompute"):
+        build("full", Blockless)
