@@ -61,24 +61,12 @@ class Machine(Value):
     def detect(cls) -> Machine:
         """This machine: its devices and memory, with the figures of the last calibration if there was one."""
         found = _detect_cuda() or _detect_cpu()
-<<<<<<< HEAD
-        cache = calibration_path(found.name)
-        if cache.exists():
-            try:
-                measured = cls.model_validate_json(cache.read_text())
-            except ValueError:  # of another version: as if it had not been measured
-                return found
-            if (measured.name, measured.memory_bytes) == (found.name, found.memory_bytes):
-                return measured
-        return found
-=======
         try:
             measured = cls.model_validate_json(calibration_path(found.name).read_text())
         except (OSError, ValueError):  # none, or one that another version wrote: as if it had not been measured
             return found
         same = (measured.name, measured.memory_bytes) == (found.name, found.memory_bytes)
         return measured if same else found
->>>>>>> 78a07972b9d52c74a667848ba3edc3a1a9044c48
 
     @classmethod
     def named(cls, text: str) -> Machine:
