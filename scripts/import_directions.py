@@ -19,11 +19,16 @@ LAYERS = (
     ("models",),
     ("ledger", "record"),
     ("plan",),
-    ("job", "machine", "machines"),
+    ("job", "machine"),
+    ("machines",),
     ("values",),
     ("units",),
     ("errors",),
 )
+NOTED = {  # each with its reason
+    ("planner/rehearse.py", "engine"),  # its point is to run the engine on fake tensors
+}
+NO_METHODS = ("methods.run", "methods.compiler")  # what the rooms share, and a part of one that is long enough for a file
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 
 
@@ -53,9 +58,9 @@ def violations() -> list[str]:
             if other not in RANK:
                 continue
             upward = RANK[other] < RANK[room] or (RANK[other] == RANK[room] and other != room)
-            if upward and room != "__init__":
+            if upward and room != "__init__" and (str(path.relative_to(SOURCE)), other) not in NOTED:
                 said.append(f"{path.relative_to(SOURCE)} imports {module}, which lies above or beside it")
-            if room == other == "methods" and path.name != "__init__.py" and not module.startswith("methods.run"):
+            if room == other == "methods" and path.name != "__init__.py" and not module.startswith(NO_METHODS):
                 said.append(f"{path.relative_to(SOURCE)} imports the method {module}; methods do not know each other")
     return said
 

@@ -15,19 +15,27 @@ if TYPE_CHECKING:
     from tightfit.engine.step import Step
     from tightfit.errors import DoesNotFit, InputError, TightfitError
     from tightfit.job import DataSpec, Job, Limits, ModelSpec, Train
+    from tightfit.ledger import Ledger
     from tightfit.machine import Machine
     from tightfit.measure.verify import verify
     from tightfit.methods.run import Run
     from tightfit.models.objective import Objective
     from tightfit.plan import Plan
     from tightfit.planner.complete import complete
+    from tightfit.planner.estimate import Estimate, estimate
+    from tightfit.planner.profile import profile
+    from tightfit.planner.rehearse import rehearse
+    from tightfit.planner.search import search
     from tightfit.record import Record
+    from tightfit.report.explain import explain
 
 _ROOMS = {
     "DataSpec": "job",
     "DoesNotFit": "errors",
+    "Estimate": "planner.estimate",
     "InputError": "errors",
     "Job": "job",
+    "Ledger": "ledger",
     "Limits": "job",
     "Machine": "machine",
     "ModelSpec": "job",
@@ -40,9 +48,14 @@ _ROOMS = {
     "Train": "job",
     "build": "engine.build",
     "complete": "planner.complete",
+    "estimate": "planner.estimate",
     "evaluate": "engine.loop",
+    "explain": "report.explain",
+    "profile": "planner.profile",
+    "rehearse": "planner.rehearse",
     "resume": "engine.checkpoint",
     "save": "engine.checkpoint",
+    "search": "planner.search",
     "train": "engine.loop",
     "verify": "measure.verify",
 }
@@ -50,8 +63,10 @@ _ROOMS = {
 __all__ = [
     "DataSpec",
     "DoesNotFit",
+    "Estimate",
     "InputError",
     "Job",
+    "Ledger",
     "Limits",
     "Machine",
     "ModelSpec",
@@ -64,9 +79,14 @@ __all__ = [
     "Train",
     "build",
     "complete",
+    "estimate",
     "evaluate",
+    "explain",
+    "profile",
+    "rehearse",
     "resume",
     "save",
+    "search",
     "train",
     "verify",
 ]

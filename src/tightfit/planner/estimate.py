@@ -14,6 +14,7 @@ from tightfit.methods import METHODS
 from tightfit.plan import Plan, needed_permissions
 from tightfit.planner.profile import Profiler
 from tightfit.planner.time import Clock, Time
+from tightfit.units import format_bytes, format_seconds
 
 CONTEXT_BYTES = 500 * 2**20  # of a CUDA process beside its allocator: the context, and the kernels that torch loads
 MARGIN = 0.03  # of the limit that is left free: what no row foresees
@@ -65,6 +66,20 @@ class Estimate:
     def mfu(self) -> float | None:
         rate = self.machine.rate(self.plan.precision)
         return self.model_flops / self.time.step_s / rate if rate else None
+
+    def explain(self) -> str:
+        """The plan, its memory by row at the largest instant, and its time by kind of operation, as text."""
+        rows = sorted(self.peak.rows.items(), key=lambda row: -row[1])
+        lines = [
+            str(self.plan),
+            f"memory  {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)} in {self.peak.phase}: "
+            + ", ".join(f"{row} {format_bytes(size)}" for row, size in rows if size),
+            f"time    {format_seconds(self.time.step_s)} a step: "
+            + ", ".join(f"{phase} {kind} {format_seconds(seconds)}" for phase, kind, seconds, _ in self.time.rows[:5]),
+        ]
+        if self.rejected_because:
+            lines.append(f"not chosen: {self.rejected_because}")
+        return "\n".join(lines)
 
     def content(self) -> dict[str, Any]:
         """As `tightfit explain --json` prints it: bytes and seconds, per device."""

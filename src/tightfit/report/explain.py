@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from tightfit.job import Job
 from tightfit.ledger import ROWS
-from tightfit.planner.estimate import MARGIN, Estimate
-from tightfit.planner.waterfall import Stage
+from tightfit.machine import Machine
+from tightfit.plan import Plan
+from tightfit.planner.estimate import MARGIN, Estimate, Estimator
+from tightfit.planner.search import search
+from tightfit.planner.waterfall import Stage, waterfall
 from tightfit.record import Record
 from tightfit.units import format_bytes, format_count, format_seconds
 
 WIDTH = 72  # columns of the picture in the terminal
 HEIGHT = 8
 _BARS = " ▁▂▃▄▅▆▇█"
+
+
+def explain(job: Job, machine: Machine | None = None, plan: Plan | None = None) -> str:
+    """What `tightfit explain` prints: of `plan`, or of the fastest plan that fits a machine (this one if left out).
+
+    Raises DoesNotFit where no plan fits, InputError for a model that cannot be traced.
+    """
+    estimator = Estimator(job, machine or Machine.detect())
+    estimates = search(job, estimator.machine, None, estimator) if plan is None else [estimator.estimate(plan)]
+    console = Console(width=120, file=io.StringIO())
+    show(console, estimates, waterfall(estimator, estimates[0].plan))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
 
 
 def explained(estimates: list[Estimate]) -> dict[str, Any]:
