@@ -28,7 +28,10 @@ LAYERS = (
 NOTED = {  # each with its reason
     ("planner/rehearse.py", "engine"),  # its point is to run the engine on fake tensors
 }
-NO_METHODS = ("methods.run", "methods.compiler")  # what the rooms share, and a part of one that is long enough for a file
+NO_METHODS = (
+    "methods.run",
+    "methods.compiler",
+)  # what the rooms share, and a part of one that is long enough for a file
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 
 

@@ -1,0 +1,215 @@
+"""Predicted against measured: the peak bytes and the step time of many (model, plan) pairs, each really run.
+
+    .venv/bin/python benchmarks/prediction.py --out records/prediction.json
+    .venv/bin/python benchmarks/prediction.py --only llama     # the pairs of one model
+
+For each pair three figures of memory: folded (every method's cost over the profiled ledger), rehearsed (the assembled
+run on fake tensors) and measured (logical bytes of the live storages of a real step; of the allocator's events where
+the plan compiles); and of time, predicted at the rates that `tightfit machine --calibrate` measured, and the median of
+real steps. Each pair runs in a process of its own. Nothing is fitted to the pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ALLOW = ["bf16", "bf16-states", "8-bit-states", "4-bit-states", "stochastic-rounding"]
+TEXT = {"synthetic": "tokens", "sequence_length": 128}
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {  # model, data, batch
+    "llama": (
+        {"architecture": "llama", "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
+         "intermediate_size": 704, "vocab_size": 4096},
+        TEXT, 16,
+    ),
+    "llama-long": (
+        {"architecture": "llama", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "intermediate_size": 704, "vocab_size": 2048},
+        {"synthetic": "tokens", "sequence_length": 512}, 4,
+    ),
+    "gpt2": (
+        {"architecture": "gpt2", "n_embd": 256, "n_layer": 6, "n_head": 4, "vocab_size": 4096, "n_positions": 128},
+        TEXT, 16,
+    ),
+    "bert": (
+        {"architecture": "bert", "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
+         "intermediate_size": 1024, "vocab_size": 4096},
+        TEXT, 16,
+    ),
+    "vit": (
+        {"architecture": "vit", "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
+         "intermediate_size": 1024, "image_size": 96, "patch_size": 8, "num_labels": 10},
+        {"synthetic": "images"}, 16,
+    ),
+    "t5": (
+        {"architecture": "t5", "d_model": 256, "num_layers": 4, "num_decoder_layers": 4, "num_heads": 4, "d_kv": 64,
+         "d_ff": 768, "vocab_size": 4096},
+        TEXT, 8,
+    ),
+    "batchnorm": ({"python": f"{__file__}:convolutions"}, {"synthetic": "images", "image_size": 64}, 32),
+}  # fmt: skip
+PLANS: tuple[dict[str, Any], ...] = (
+    {},
+    {"micro_batch": 4},
+    {"precision": "bf16-mixed", "fused_optimizer": True, "allocator": "tuned"},
+    {"precision": "bf16-mixed", "micro_batch": 4, "recompute": "full", "allocator": "tuned"},
+    {"precision": "bf16-true", "rounding": "kahan", "allocator": "tuned"},
+    {"precision": "bf16-true", "update_in_backward": True, "recompute": "every-2", "allocator": "tuned"},
+    {"recompute": "selective"},
+    {"states": "8-bit", "micro_batch": 2},
+    {"states": "bf16", "materialize": "device"},
+    {"precision": "bf16-mixed", "compile": "block", "allocator": "tuned", "fused_optimizer": True},
+)
+OF_LANGUAGE: tuple[dict[str, Any], ...] = (
+    {"chunked_loss": 512, "precision": "bf16-mixed", "allocator": "tuned"},
+    {"chunked_loss": 512, "micro_batch": 4, "recompute": "full"},
+)
+OPTIMIZERS = ("sgd", "lion", "lamb", "adafactor")
+
+
+def convolutions() -> Any:
+    """A small convolutional network with BatchNorm."""
+    from torch import Tensor, nn
+
+    def stage(before: int, after: int) -> list[nn.Module]:
+        return [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
+
+    class Convolutions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(
+                *stage(3, 32), *stage(32, 32), nn.MaxPool2d(2), *stage(32, 64), *stage(64, 64), nn.MaxPool2d(2),
+                *stage(64, 128), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10),
+            )  # fmt: skip
+
+        def forward(self, pixel_values: Tensor) -> Tensor:
+            return self.layers(pixel_values)
+
+    return Convolutions()
+
+
+def pairs() -> list[dict[str, Any]]:
+    """Every (model, optimizer, plan) that the rules admit."""
+    found = []
+    for model in MODELS:
+        plans = PLANS + (OF_LANGUAGE if model in ("llama", "llama-long", "gpt2", "bert", "t5") else ())
+        for plan in plans:
+            if model == "batchnorm" and ("recompute" in plan or "compile" in plan):
+                continue  # it has no repeated blocks
+            found.append({"model": model, "optimizer": "adamw", "plan": plan})
+    found += [{"model": "llama", "optimizer": name, "plan": {}} for name in OPTIMIZERS]
+    return found
+
+
+def measure(pair: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Predict and run one pair in this process."""
+    import tightfit
+    from tightfit.engine.build import build
+    from tightfit.engine.loop import train
+    from tightfit.measure.observer import SAMPLED, Observer
+    from tightfit.planner.estimate import Estimator
+    from tightfit.planner.rehearse import rehearse
+
+    model, data, batch = MODELS[pair["model"]]
+    job = tightfit.Job(
+        model=model,
+        data=data,
+        allow=ALLOW,
+        train=tightfit.Train(optimizer=pair["optimizer"], batch=batch, steps=steps + SAMPLED + 1),
+    )
+    plan, machine = tightfit.Plan(**pair["plan"]), tightfit.Machine.detect()
+    estimate = Estimator(job, machine).estimate(plan)
+    rehearsed = rehearse(job, plan).total
+    run = build(job, plan, machine)
+    observer = Observer(run, 0)
+    for result in train(run, take=observer.take):
+        observer.see(result)
+    record = observer.record(machine)
+    return {
+        **pair,
+        "folded_bytes": round(estimate.peak.total - estimate.peak.rows["runtime"]),
+        "rehearsed_bytes": rehearsed,
+        "measured_bytes": record.peak_bytes.measured,
+        "predicted_s": estimate.time.step_s,
+        "measured_s": record.median_step_s,
+        "step_s": record.step_s,
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Print each pair and the errors' medians and worst; returns these."""
+    errors: dict[str, list[float]] = {"folded": [], "rehearsed": [], "time": []}
+    for row in rows:
+        mistakes = {
+            "folded": row["folded_bytes"] / row["measured_bytes"] - 1,
+            "rehearsed": row["rehearsed_bytes"] / row["measured_bytes"] - 1,
+            "time": row["predicted_s"] / row["measured_s"] - 1,
+        }
+        for name, value in mistakes.items():
+            errors[name].append(abs(value))
+        plan = ", ".join(f"{name}={value}" for name, value in row["plan"].items()) or "reference"
+        said = "  ".join(f"{name} {value:+7.1%}" for name, value in mistakes.items())
+        print(f"{row['model']:10s} {row['optimizer']:9s} {said}  {plan}")
+    summary = {name: {"median": statistics.median(values), "worst": max(values)} for name, values in errors.items()}
+    for name, both in summary.items():
+        print(f"{name:10s} {len(rows)} pairs: median error {both['median']:.1%}, worst {both['worst']:.1%}")
+    return summary
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the pairs as JSON; those that are there are not run again")
+    parser.add_argument("--only", help="the pairs of one model")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of each pair")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print("RESULT " + json.dumps(measure(json.loads(arguments.child), arguments.steps)))
+        return
+    there = json.loads(arguments.out.read_text())["pairs"] if arguments.out and arguments.out.exists() else []
+    rows = []
+    for pair in pairs():
+        if arguments.only and pair["model"] != arguments.only:
+            continue
+        same = [row for row in there if all(row[name] == value for name, value in pair.items())]
+        row = same[0] if same else run_alone(pair, arguments.steps)
+        rows.append(row)
+        if arguments.out:
+            write(arguments.out, rows)
+        print(f"\r{len(rows)} pairs", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    summary = show(rows)
+    if arguments.out:
+        write(arguments.out, rows, summary)
+
+
+def run_alone(pair: dict[str, Any], steps: int) -> dict[str, Any]:
+    """The pair in a process that starts as `tightfit train` would start it."""
+    from tightfit.engine.launch import environment
+    from tightfit.plan import Plan
+
+    added = environment(Plan(allocator=pair["plan"].get("allocator", "default")), "cpu", os.environ)
+    command = [sys.executable, __file__, "--child", json.dumps(pair), "--steps", str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **added}, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise SystemExit(f"{pair}: {done.stderr[-2000:]}")
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+def write(path: Path, rows: list[dict[str, Any]], summary: dict[str, Any] | None = None) -> None:
+    from tightfit.machine import Machine
+    from tightfit.record import code_version
+
+    what = {"code": code_version(), "machine": Machine.detect().name, "summary": summary, "pairs": rows}
+    path.write_text(json.dumps(what, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
