@@ -7,13 +7,13 @@ any of them. Each method's `cost` edits it; the peak is found by playing it thro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from tightfit.machine import Machine
 from tightfit.plan import Plan
 
-ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "runtime")
+ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "allocator", "runtime")
 TRACED = ("activations", "temporaries", "gradients", "optimizer", "parameters")  # rows that events may be of
 
 
@@ -151,7 +151,7 @@ class Ledger:
 
     micro_batch     samples of one micro-batch; micro_batches: how many make a step
     training        the program of one micro-batch: forward, then backward
-    inference       the program of an evaluation's micro-batch
+    inference       gives the program of an evaluation's micro-batch: it is traced when it is first asked for
     parameters      the model's, by name; updates: by name, what the optimizer does to each
     batch_bytes     of one sample, as it lies in device memory (or in the host's, on a CPU)
     keeps_memory    whether freed memory is kept by the process and used again
@@ -165,7 +165,7 @@ class Ledger:
     micro_batch: int
     micro_batches: int
     training: tuple[Passage, ...]
-    inference: tuple[Passage, ...]
+    inference: Callable[[], tuple[Passage, ...]]
     parameters: tuple[Parameter, ...]
     blocks: int = 0
     updates: dict[str, Update] = field(default_factory=dict)
@@ -204,19 +204,43 @@ class Ledger:
         in_memory = self.batch_bytes * self.micro_batch * (self.micro_batches if self.host_batch else 1)
         rows["activations"] += in_memory
         yield "forward", "start", dict(rows)
-        passes = [self.training] if self.micro_batches == 1 else [self.training, _again(self.training)]
-        for program in passes:
+        known: dict[Timeline, Played] = {}
+        for program in self.passes():
             for passage in program:
-                played = self._played(passage)
+                if passage.timeline not in known:
+                    known[passage.timeline] = play(passage.timeline, self.micro_batch)
+                played = known[passage.timeline]
                 yield passage.phase, passage.part, _sum(rows, played.largest)
                 rows = _sum(rows, played.net)
         yield "optimizer", "update", {**rows, "temporaries": rows["temporaries"] + self._update_bytes()}
+
+    def model_flops(self) -> float:
+        """FLOPs of a step as throughput is compared by: a forward of all samples and twice as much for its gradients,
+        recomputation not counted."""
+        samples = self.micro_batch * self.micro_batches
+        forward = sum(
+            operation.flops.at(samples) * operation.count.at(samples)
+            for passage in self.inference()
+            for operation in passage.timeline.operations
+        )
+        return 3 * forward
+
+    def passes(self) -> list[tuple[Passage, ...]]:
+        """The programs of a step's first micro-batch and, where there are more, of a later one, as this plan runs them.
+
+        Passages that share a timeline share what becomes of it.
+        """
+        edits: list[Callable[[Timeline], Timeline]] = []
+        if self.update_in_backward:
+            edits.append(lambda timeline: _updated_at_once(timeline, self.updates))
+        first = _edited(self.training, edits)
+        return [first] if self.micro_batches == 1 else [first, _edited(first, [_accumulated])]
 
     def evaluation(self) -> Iterator[tuple[str, str, dict[str, float]]]:
         """As `instants`, of one micro-batch of an evaluation."""
         rows = self.row_bytes()
         rows["activations"] += self.batch_bytes * self.micro_batch
-        for passage in self.inference:
+        for passage in self.inference():
             played = play(passage.timeline, self.micro_batch)
             yield "evaluation", passage.part, _sum(rows, played.largest)
             rows = _sum(rows, played.net)
@@ -232,18 +256,12 @@ class Ledger:
             found[phase] = max(found.get(phase, 0.0), sum(rows.values()))
         return found
 
-    def _played(self, passage: Passage) -> Played:
-        timeline = passage.timeline
-        if self.update_in_backward and passage.phase == "backward":
-            timeline = _updated_at_once(timeline, self.updates)
-        return play(timeline, self.micro_batch)
-
     def _update_bytes(self) -> float:
         if self.update_in_backward or not self.updates:
             return 0.0
-        if self.foreach:
-            return sum(update.foreach_bytes for update in self.updates.values())
-        return max(update.transient_bytes for update in self.updates.values())
+        largest = max(update.transient_bytes for update in self.updates.values())
+        together = sum(update.foreach_bytes for update in self.updates.values())
+        return max(largest, together) if self.foreach else largest
 
     def operations(self) -> Iterator[tuple[str, str, Operation, float]]:
         """(phase, part, operation, how often) of a whole step; sizes at this ledger's micro-batch."""
@@ -290,15 +308,25 @@ def _largest(instants: Iterable[tuple[str, str, dict[str, float]]]) -> Peak:
     return best
 
 
-def _again(program: tuple[Passage, ...]) -> tuple[Passage, ...]:
-    """The program of a later micro-batch: each new gradient is added to the one that is there, and freed."""
-    return tuple(
-        replace(passage, timeline=_accumulated(passage.timeline)) if passage.phase == "backward" else passage
-        for passage in program
-    )
+def _edited(program: tuple[Passage, ...], edits: list[Callable[[Timeline], Timeline]]) -> tuple[Passage, ...]:
+    """The program with the timelines of its backward edited, each once."""
+    known: dict[Timeline, Timeline] = {}
+
+    def edited(passage: Passage) -> Passage:
+        if passage.phase != "backward" or not edits:
+            return passage
+        if passage.timeline not in known:
+            timeline = passage.timeline
+            for edit in edits:
+                timeline = edit(timeline)
+            known[passage.timeline] = timeline
+        return replace(passage, timeline=known[passage.timeline])
+
+    return tuple(map(edited, program))
 
 
 def _accumulated(timeline: Timeline) -> Timeline:
+    """Of a later micro-batch: each new gradient is added to the one that is there, and freed."""
     events: list[tuple[Buffer, int]] = []
     passing: dict[Buffer, Buffer] = {}
     for buffer, sign in timeline.events:

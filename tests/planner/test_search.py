@@ -64,7 +64,11 @@ def test_the_waterfall_ends_at_the_plan() -> None:
 
 
 def test_a_step_takes_longer_with_recomputation_and_on_a_slower_machine() -> None:
-    job = cases.job("llama", batch=64)
+    job = tightfit.Job(
+        model={"preset": "gpt2"},
+        data={"synthetic": "tokens", "sequence_length": 512},
+        train=tightfit.Train(batch=8, steps=4),
+    )
     plain, again = (
         Estimator(job, GPU).estimate(tightfit.Plan(recompute=kind)).time.step_s for kind in ("none", "full")
     )

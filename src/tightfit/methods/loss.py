@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from tightfit.errors import InputError
 from tightfit.ledger import traced
-from tightfit.methods.run import Run
+from tightfit.methods.run import Run, kind_of
 from tightfit.models.objective import IGNORED, Batch, Objective
 from tightfit.plan import Plan
 
@@ -36,7 +36,8 @@ def wanted(plan: Plan) -> bool:
 
 def apply(run: Run, plan: Plan) -> Run:
     assert plan.chunked_loss is not None
-    objective = chunked(run.objective, run.model, plan.chunked_loss)
+    rows = ROWS_IN_CACHE if kind_of(run.device) == "cpu" else plan.chunked_loss
+    objective = chunked(run.objective, run.model, plan.chunked_loss, rows)
     return replace(run, objective=objective, loss_sum=partial(objective.total, run.model))
 
 
@@ -56,8 +57,11 @@ class Head:
         self.layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def chunked(objective: Objective, model: nn.Module, chunk: int) -> Objective:
-    """`objective` with its logits never whole. Raises InputError where the logits are not the head's own output."""
+def chunked(objective: Objective, model: nn.Module, chunk: int, rows: int = ROWS_IN_CACHE) -> Objective:
+    """`objective` with its logits never whole: see linear_cross_entropy.
+
+    Raises InputError where the logits are not the head's own output.
+    """
     head = Head(find_head(objective, model))
     head.attach()
     assert objective.logits is not None
@@ -75,7 +79,7 @@ def chunked(objective: Objective, model: nn.Module, chunk: int) -> Objective:
                 "plan: chunked_loss", "the model changes the logits after its head", "leave out chunked_loss"
             )
         return linear_cross_entropy(
-            hidden.flatten(0, -2), head.layer.weight, head.layer.bias, targets(batch).flatten(), chunk
+            hidden.flatten(0, -2), head.layer.weight, head.layer.bias, targets(batch).flatten(), chunk, rows
         )
 
     return replace(objective, total=total)
@@ -101,16 +105,19 @@ def find_head(objective: Objective, model: nn.Module) -> nn.Linear:
 
 
 @torch.compiler.disable  # a loop over chunks is no gain compiled: it is unrolled, and its chunks then live together
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, rows: int = ROWS_IN_CACHE
+) -> Tensor:
     """Sum over the targets that count of the cross entropy of `hidden @ weight.T + bias`, `chunk` rows at a time.
 
+    The softmax goes over `rows` of them at a time: on a processor few, so that their fp32 copy stays in its cache.
     hidden (tokens, width), weight (vocabulary, width), bias (vocabulary) or None, targets (tokens) with IGNORED.
     Products run in the type of autocast, or of `hidden`; the softmax and the sum in fp32. Returns an fp32 scalar.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     # within a Function's forward gradients look disabled, and its inputs look as if they needed one: asked here
-    return LinearCrossEntropy.apply(hidden, weight, bias, targets, chunk, dtype, torch.is_grad_enabled())
+    return LinearCrossEntropy.apply(hidden, weight, bias, targets, (chunk, rows), dtype, torch.is_grad_enabled())
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -123,13 +130,13 @@ class LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        chunk: int,
+        pieces: tuple[int, int],
         dtype: torch.dtype,
         learning: bool,
     ) -> Tensor:
         wanted = [learning and needed for needed in ctx.needs_input_grad[:3]]
         with torch.autocast(hidden.device.type, enabled=False):
-            loss, gradients = _sum_and_gradients(hidden, weight, bias, targets, chunk, dtype, wanted)
+            loss, gradients = _sum_and_gradients(hidden, weight, bias, targets, pieces, dtype, wanted)
         ctx.scaled = False
         ctx.types = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.save_for_backward(*gradients)
@@ -151,11 +158,12 @@ def _sum_and_gradients(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    chunk: int,
+    pieces: tuple[int, int],
     dtype: torch.dtype,
     wanted: list[bool],
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """The loss, and its gradients for hidden, weight and bias, those that are `wanted`; the last two in fp32."""
+    chunk, at_a_time = pieces
     narrow_weight, narrow_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     for_hidden = torch.empty_like(hidden, dtype=dtype) if wanted[0] else None
     one = len(hidden) <= chunk and weight.dtype == dtype  # a single product, which is in the weight's type anyway
@@ -164,7 +172,9 @@ def _sum_and_gradients(
     loss = torch.zeros((), device=hidden.device)
     for start in range(0, len(hidden), chunk):
         rows, labels = hidden[start : start + chunk].to(dtype), targets[start : start + chunk]
-        part, gradient = cross_entropy_with_gradient(functional.linear(rows, narrow_weight, narrow_bias), labels)
+        part, gradient = cross_entropy_with_gradient(
+            functional.linear(rows, narrow_weight, narrow_bias), labels, at_a_time
+        )
         loss += part
         counts = (labels != IGNORED).to(dtype).unsqueeze(1)
         if for_hidden is not None:
@@ -180,13 +190,11 @@ def _sum_and_gradients(
     return loss, (for_hidden, for_weight, for_bias)
 
 
-def cross_entropy_with_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy_with_gradient(logits: Tensor, labels: Tensor, rows: int = ROWS_IN_CACHE) -> tuple[Tensor, Tensor]:
     """Summed cross entropy in fp32 of (rows, classes) logits, and the gradient of each row, written over the logits.
 
-    The gradient is softmax less one at the label; in rows whose label is IGNORED it means nothing. On a processor a few
-    rows at a time, so that their fp32 copy stays in its cache.
+    The gradient is softmax less one at the label; in rows whose label is IGNORED it means nothing.
     """
-    rows = ROWS_IN_CACHE if logits.device.type == "cpu" else len(logits)
     loss = torch.zeros((), device=logits.device)
     for part, label in zip(logits.split(rows), labels.split(rows), strict=True):
         counts = label != IGNORED

@@ -47,8 +47,13 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
     On CUDA torch's default kernels take all parameters at once, and what they need meanwhile exists for all of them.
     """
-    together = machine.device == "cuda" and not plan.fused_optimizer and not _one_by_one(plan)
+    together = takes_all_at_once(plan, machine.device)
     return replace(ledger, update_in_backward=plan.update_in_backward, foreach=together)
+
+
+def takes_all_at_once(plan: Plan, device: str) -> bool:
+    """Whether torch's own choice of kernels goes over all parameters together: on CUDA, where nothing else was asked for."""
+    return device == "cuda" and not plan.fused_optimizer and not _one_by_one(plan)
 
 
 def _one_by_one(plan: Plan) -> bool:

@@ -94,7 +94,7 @@ class _Recomputation:
 
     def __init__(self, ledger: Ledger, selective: bool) -> None:
         self.training, self.selective = list(ledger.training), selective
-        self.inference = {p.block: p.timeline for p in ledger.inference if p.block is not None}
+        self.inference = {p.block: p.timeline for p in ledger.inference() if p.block is not None}
         self.forward: dict[int, int] = {}  # block -> where its forward stands
         self.backward: dict[int, list[int]] = {}
         for place, passage in enumerate(self.training):

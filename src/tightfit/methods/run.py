@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +13,13 @@ from torch import Tensor, nn
 from tightfit.job import Job
 from tightfit.models.objective import Batch, Objective
 from tightfit.plan import Plan
+
+TARGET: ContextVar[str | None] = ContextVar("target", default=None)
+
+
+def kind_of(device: torch.device) -> str:
+    """The kind of device (cpu, cuda) that a run is meant for: where fake tensors stand in, not the one they lie on."""
+    return TARGET.get() or device.type
 
 
 class Data(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import psutil
@@ -13,10 +14,12 @@ from tightfit.machine import Machine
 from tightfit.methods import METHODS
 from tightfit.plan import Plan, needed_permissions
 from tightfit.planner.profile import Profiler
+from tightfit.planner.reserve import reserved_bytes
 from tightfit.planner.time import Clock, Time
 from tightfit.units import format_bytes, format_seconds
 
 CONTEXT_BYTES = 500 * 2**20  # of a CUDA process beside its allocator: the context, and the kernels that torch loads
+WORKSPACE_BYTES = 2 * (2 * 4096 + 8 * 16) * 2**10  # of cuBLAS, for the thread of forward and that of backward
 MARGIN = 0.03  # of the limit that is left free: what no row foresees
 STEPS = 1000  # of a job that does not say how long it trains
 
@@ -27,6 +30,7 @@ class Estimate:
 
     limit_bytes       what the device may hold
     rehearsed         the peak that a rehearsal on fake tensors found, with the same runtime row; None until then
+    settled           whether what a CUDA device's allocator reserves beyond the tensors is in the peak
     rejected_because  why a search passed it over; "" for the one that it chose
     """
 
@@ -35,14 +39,13 @@ class Estimate:
     machine: Machine
     ledger: Ledger
     peak: Peak
-    phases: dict[str, float]
     limit_bytes: float
     time: Time
     compile_s: float
     samples_per_s: float
     tokens_per_s: float | None
-    model_flops: float
     rehearsed: float | None = None
+    settled: bool = False
     rejected_because: str = ""
 
     @property
@@ -62,10 +65,16 @@ class Estimate:
     def changes_math(self) -> list[str]:
         return sorted(needed_permissions(self.plan))
 
-    @property
+    @cached_property
+    def phases(self) -> dict[str, float]:
+        """Device bytes at the largest instant of each phase, evaluation among them."""
+        return self.ledger.peaks()
+
+    @cached_property
     def mfu(self) -> float | None:
+        """Share of the machine's achieved matrix rate that the model's own FLOPs take; None where the rate is unknown."""
         rate = self.machine.rate(self.plan.precision)
-        return self.model_flops / self.time.step_s / rate if rate else None
+        return self.ledger.model_flops() / self.time.step_s / rate if rate else None
 
     def explain(self) -> str:
         """The plan, its memory by row at the largest instant, and its time by kind of operation, as text."""
@@ -122,7 +131,9 @@ class Estimator:
         self.job, self.machine = job, machine
         self.profiler, self.clock = Profiler(job, machine.device), Clock(machine)
         self.limit_bytes = job.limits.memory or machine.memory_bytes.value
-        self.runtime_bytes = psutil.Process().memory_info().rss if machine.device == "cpu" else CONTEXT_BYTES
+        self.runtime_bytes = (
+            psutil.Process().memory_info().rss if machine.device == "cpu" else CONTEXT_BYTES + WORKSPACE_BYTES
+        )
 
     def estimate(self, plan: Plan) -> Estimate:
         """What `plan` costs. Raises InputError for a model that cannot be traced."""
@@ -137,24 +148,33 @@ class Estimator:
             machine=self.machine,
             ledger=ledger,
             peak=ledger.peak(),
-            phases=ledger.peaks(),
             limit_bytes=self.limit_bytes,
             time=time,
             compile_s=ledger.compile_s,
             samples_per_s=batch / time.step_s,
             tokens_per_s=batch * per_sample / time.step_s if language else None,
-            model_flops=3 * self._forward_flops(),
         )
 
-    def _forward_flops(self) -> float:
-        """FLOPs of one forward of the whole batch, as the reference plan runs it."""
-        batch = self.job.train.batch
-        programs = self.profiler.programs(Plan(), batch)
-        return sum(
-            operation.flops.at(batch) * operation.count.at(batch)
-            for passage in programs.inference
-            for operation in passage.timeline.operations
+    def least_bytes(self, plan: Plan) -> float:
+        """Bytes that any micro-batch and any recomputation needs: the weights, their states, and gradients."""
+        updates, parameters = self.profiler.updates(plan), self.profiler.parameters(plan)
+        gradients = [parameter.bytes for parameter in parameters if parameter.trainable]
+        return (
+            self.runtime_bytes
+            + sum(parameter.bytes for parameter in parameters)
+            + sum(update.state_bytes for update in updates.values())
+            + (max(gradients, default=0) if plan.update_in_backward else sum(gradients))
         )
+
+    def settle(self, estimate: Estimate) -> Estimate:
+        """The estimate with what a CUDA device's allocator reserves beyond the tensors: too long to ask of every plan."""
+        if self.machine.device != "cuda" or estimate.settled:
+            return estimate
+        peak = estimate.peak
+        tensors = peak.total - peak.rows["runtime"]
+        more = max(reserved_bytes(estimate.ledger, expandable=estimate.plan.allocator == "tuned") - tensors, 0.0)
+        rows = {**peak.rows, "allocator": more}
+        return replace(estimate, peak=replace(peak, total=peak.total + more, rows=rows), settled=True)
 
 
 def estimate(job: Job, plan: Plan, machine: Machine | None = None) -> Estimate:
@@ -162,7 +182,8 @@ def estimate(job: Job, plan: Plan, machine: Machine | None = None) -> Estimate:
 
     Raises InputError for a model that cannot be traced, with the way out.
     """
-    return Estimator(job, machine or Machine.detect()).estimate(plan)
+    estimator = Estimator(job, machine or Machine.detect())
+    return estimator.settle(estimator.estimate(plan))
 
 
 __all__ = ["Estimate", "Estimator", "estimate", "fold"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from tightfit.ledger import Buffer, Linear, Operation, Passage, Timeline, play
+from tightfit.ledger import TRACED, Buffer, Linear, Operation, Passage, Timeline
 
 
 def fitted(
@@ -14,15 +14,18 @@ def fitted(
     """The program whose sizes at the two numbers of samples are those of `small` and `large`.
 
     A passage that runs different operations at the two (a loop over chunks) keeps its largest instant and its end, and
-    its operations by kind. None where the passages themselves differ.
+    its operations by kind. None where the passages themselves differ, or what they leave to each other.
     """
     if [(one.part, one.phase, one.block) for one in small] != [(one.part, one.phase, one.block) for one in large]:
         return None
     fit = _Fit(samples)
-    return tuple(
-        Passage(one.part, one.phase, fit.timeline(one.timeline, other.timeline), one.block)
-        for one, other in zip(small, large, strict=True)
-    )
+    try:
+        return tuple(
+            Passage(one.part, one.phase, fit.timeline(one.timeline, other.timeline), one.block)
+            for one, other in zip(small, large, strict=True)
+        )
+    except _Differs:
+        return None
 
 
 class _Fit:
@@ -56,21 +59,21 @@ class _Fit:
     def _buffer(self, small: Buffer, large: Buffer) -> Buffer:
         if small not in self.buffers:
             size = self.line(small.size.fixed, large.size.fixed)
-            self.buffers[small] = Buffer(size, small.row, small.maker, small.parameter)
+            self.buffers[small] = Buffer(size, large.row, small.maker, small.parameter)
         return self.buffers[small]
 
     def _compressed(self, small: Timeline, large: Timeline) -> tuple[tuple[Buffer, int], ...]:
-        """Two steps: up to the largest instant, then to the end."""
-        first, second = play(small, 1), play(large, 1)
-        up = [Buffer(self.line(first.largest[row], second.largest[row]), row) for row in first.net]
-        down = [
-            Buffer(self.line(first.net[row] - first.largest[row], second.net[row] - second.largest[row]), row)
-            for row in first.net
-        ]
-        largest = self.samples[1]
-        return tuple(  # what goes before what comes, so that no instant between is larger
-            (buffer, 1) for buffers in (up, down) for buffer in sorted(buffers, key=lambda one: one.size.at(largest))
-        )
+        """What comes from or goes to other passages, and one buffer for each row of what else lives at the largest instant."""
+        one, other = _Outline(small), _Outline(large)
+        common = Counter(map(_key, one.outside)) & Counter(map(_key, other.outside))
+        mine, its = one.kept(common), other.kept(common)
+        if list(map(_key, mine)) != list(map(_key, its)):
+            raise _Differs
+        outside = [(self._buffer(event[0], same[0]), event[1]) for event, same in zip(mine, its, strict=True)]
+        at = sum(_key(event) in common for event in other.outside[: other.before])
+        before, after = outside[:at], outside[at:]
+        inner = [Buffer(self.line(one.inner[row], other.inner[row]), row, "sum") for row in one.inner]
+        return (*before, *((buffer, 1) for buffer in inner), *((buffer, -1) for buffer in reversed(inner)), *after)
 
     def _operations(self, small: tuple[Operation, ...], large: tuple[Operation, ...]) -> tuple[Operation, ...]:
         if len(small) == len(large) and all(one.name == other.name for one, other in zip(small, large, strict=True)):
@@ -91,11 +94,50 @@ class _Fit:
         )
 
 
-def _alike(one: Any, other: Any) -> bool:
-    (buffer, sign), (another, its_sign) = one, other
-    return (buffer.row, buffer.maker, buffer.parameter, sign) == (
-        another.row,
-        another.maker,
-        another.parameter,
-        its_sign,
-    )
+NEGLIGIBLE = 1e-3  # share of a stretch's largest instant that may be of buffers that only one of two traces has
+
+
+class _Differs(Exception):
+    """Two traces leave different buffers behind."""
+
+
+class _Outline:
+    """A timeline as other passages see it: events of buffers that it does not make, or leaves, and how many of them come
+    before its largest instant; and by row what it makes and frees itself, at that instant."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        inside = timeline.gone.intersection(timeline.born)
+        total, best, largest, place = 0.0, 0.0, {}, 0
+        rows: dict[str, float] = dict.fromkeys(TRACED, 0.0)
+        for position, (buffer, sign) in enumerate(timeline.events):
+            size = sign * buffer.size.fixed
+            total += size
+            if buffer in inside:
+                rows[buffer.row] += size
+            if total > best:
+                best, largest, place = total, dict(rows), position + 1
+        self.outside = [event for event in timeline.events if event[0] not in inside]
+        self.before = sum(event[0] not in inside for event in timeline.events[:place])
+        self.inner = {row: largest.get(row, 0.0) for row in TRACED}
+        self.most = best
+
+    def kept(self, common: Counter[Any]) -> list[tuple[Buffer, int]]:
+        """The outside events that `common` has; raises _Differs where one that it lacks is no small thing."""
+        left, kept = Counter(common), []
+        for event in self.outside:
+            if left[_key(event)]:
+                left[_key(event)] -= 1
+                kept.append(event)
+            elif event[0].size.fixed > NEGLIGIBLE * self.most:
+                raise _Differs
+        return kept
+
+
+def _key(event: tuple[Buffer, int]) -> tuple[str, str, int]:
+    """What two events of two traces share that are the same: a buffer that leaves may count under another row."""
+    buffer, sign = event
+    return buffer.maker, buffer.parameter, sign
+
+
+def _alike(one: tuple[Buffer, int], other: tuple[Buffer, int]) -> bool:
+    return _key(one) == _key(other) and one[0].row == other[0].row

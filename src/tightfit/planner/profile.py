@@ -1,4 +1,4 @@
-"""Profile: the first ledger, from the user's own model: traced on fake tensors at two batch sizes.
+"""Profile: the first ledger, from the user's own model: traced on fake tensors, other batch sizes from two that were.
 
 What decides which operations run (precision, attention, chunked loss) is applied by the rooms themselves before the
 trace, so nothing is described twice. Everything else is a method's `cost`, which edits the ledger.
@@ -6,7 +6,7 @@ trace, so nothing is described twice. Everything else is a method's `cost`, whic
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tightfit.job import Job, LossSpec, ModelSpec
-from tightfit.ledger import Ledger, Parameter, Passage, Update
+from tightfit.ledger import Ledger, Operation, Parameter, Passage, Update
 from tightfit.methods import attention, compile, loss, materialize, optimizer_states, precision
 from tightfit.methods.run import Run
 from tightfit.models import find_blocks, load_python, task_of
@@ -24,19 +24,19 @@ from tightfit.plan import Plan
 from tightfit.planner.example import example, is_padded, sized
 from tightfit.planner.fit import fitted
 from tightfit.planner.storages import tensor_bytes, tensors_in
-from tightfit.planner.trace import FakeValues, Traced, trace
-from tightfit.planner.updates import trace_updates
+from tightfit.planner.target import as_on
+from tightfit.planner.trace import FakeValues, trace
+from tightfit.planner.updates import trace_clipping, trace_updates
 
 DECIDING = (attention, loss, compile, precision)  # rooms that decide which operations run; in the order of METHODS
-SIZES = (2, 4)  # samples of the two micro-batches that are traced: at 1, strides and statistics are special
+MOST_CHUNKS = 4  # chunks of a loss that are traced one after another: more are more of the same
 
 
 @dataclass(frozen=True)
 class Programs:
-    """What a model does with a micro-batch, whatever its size."""
+    """What a model does with a micro-batch, whatever its size: the passages of its training, or of an evaluation."""
 
-    training: tuple[Passage, ...]
-    inference: tuple[Passage, ...]
+    passages: tuple[Passage, ...]
     parameters: tuple[Parameter, ...]
     blocks: int
 
@@ -50,68 +50,87 @@ class Profiler:
         self.samples, self.tokens = sample_count(self.batch), processed_count(self.batch)
         self.padded = is_padded(self.batch)
         self.unit = self._objective().unit
-        self._programs: dict[Any, Programs] = {}
+        self._traced: dict[Any, dict[int, Programs]] = {}  # by what decides the program, then by samples
+        self._fits: dict[Any, Programs | None] = {}  # None: not linear in the batch, so traced at each size
         self._updates: dict[Any, dict[str, Update]] = {}
+        self._parameters: dict[torch.dtype, tuple[Parameter, ...]] = {}
+        self._clippings: dict[Any, tuple[Operation, ...]] = {}
 
     def ledger(self, plan: Plan) -> Ledger:
         """The first ledger of `plan`: its precision, kernels and optimizer, and no other method: the whole batch at once."""
         batch = self.job.train.batch
-        programs = self.programs(plan, plan.micro_batch_of(batch))
+        micro_batch = plan.micro_batch_of(batch)
+        programs = self.programs(plan, micro_batch)
+        # an evaluation runs as the model was written
+        inference = partial(self.programs, plan.replace(compile="none"), micro_batch, training=False)
         return Ledger(
             micro_batch=batch,
             micro_batches=1,
-            training=programs.training,
-            inference=programs.inference,
+            training=programs.passages,
+            inference=lambda: inference().passages,
             parameters=programs.parameters,
             blocks=programs.blocks,
             updates=self.updates(plan),
+            whole_step=self.clipping(plan),
             batch_bytes=tensor_bytes(tensors_in(self.batch)) / self.samples,
             host_batch=self.device == "cpu",
         )
 
-    def programs(self, plan: Plan, micro_batch: int) -> Programs:
-        """The model's programs under the plan's precision, attention and loss."""
-        sizes = self._sizes(plan, micro_batch)
+    def programs(self, plan: Plan, micro_batch: int, training: bool = True) -> Programs:
+        """The model's program under the plan's precision, attention and loss: traced at this size, or a line through two
+        sizes that were traced before."""
         kind = plan.precision.replace("fp16", "bf16").replace("tf32", "fp32")
-        key = kind, plan.attention, plan.chunked_loss, plan.compile, sizes
-        if key not in self._programs:
-            self._programs[key] = self._trace(plan.replace(precision=kind), sizes)
-        return self._programs[key]
+        whole = self._whole_chunk(plan)
+        key = kind, plan.attention, plan.chunked_loss, plan.compile, training, micro_batch < whole
+        traced = self._traced.setdefault(key, {})
+        plan = plan.replace(precision=kind)
+        if micro_batch not in traced and micro_batch > MOST_CHUNKS * whole > 0:
+            for samples in (max(whole, 2), 2 * max(whole, 2)):
+                if samples not in traced:
+                    traced[samples] = self._trace(plan, samples, training)
+        pair = sorted(samples for samples in traced if samples > 1)  # at 1, strides and statistics are special
+        if micro_batch not in traced and micro_batch > 1 and len(pair) > 1:
+            fit = self._fitted(key, traced, pair[0], pair[-1])
+            if fit is not None:
+                return fit
+        if micro_batch not in traced:
+            traced[micro_batch] = self._trace(plan, micro_batch, training)
+        same = self._fitted(key, traced, micro_batch, micro_batch)
+        assert same is not None, "a trace fits itself"
+        return same
 
-    def _sizes(self, plan: Plan, micro_batch: int) -> tuple[int, int]:
-        """The two numbers of samples to trace at. A chunked loss grows up to one whole chunk, and then has more of them."""
+    def _fitted(self, key: Any, traced: dict[int, Programs], small: int, large: int) -> Programs | None:
+        if (key, small, large) not in self._fits:
+            one, other = traced[small], traced[large]
+            passages = fitted(one.passages, other.passages, (small, large))
+            self._fits[key, small, large] = None if passages is None else replace(one, passages=passages)
+        return self._fits[key, small, large]
+
+    def _whole_chunk(self, plan: Plan) -> int:
+        """Samples from which on a chunked loss has a whole chunk: below it is one that grows, above there are more."""
         if plan.chunked_loss is None:
-            return SIZES
-        whole = max(int(-(-plan.chunked_loss // (self.tokens / self.samples))), 1)
-        if micro_batch < whole:
-            return whole // 2, whole
-        first = max(whole, SIZES[0])
-        return first, 2 * first
+            return 0
+        return max(int(-(-plan.chunked_loss // (self.tokens / self.samples))), 1)
 
-    def _trace(self, plan: Plan, sizes: tuple[int, int]) -> Programs:
-        with FakeTensorMode(), FakeValues(self.padded):
+    def _trace(self, plan: Plan, samples: int, training: bool) -> Programs:
+        with FakeTensorMode(), FakeValues(self.padded), as_on(self.device):
             run = self._run(plan)
             name = self.job.model.blocks if isinstance(self.job.model, ModelSpec) else None
-            blocks = [block for _, block in find_blocks(run.model, name)]
-            one, other = (self._traced(run, samples, blocks) for samples in sizes)
-            training, inference = (
-                fitted(one.training, other.training, sizes),
-                fitted(one.inference, other.inference, sizes),
-            )
-            assert training is not None
-            assert inference is not None
-            return Programs(training, inference, _parameters(run.model), len(blocks))
+            # a compiled model is one region, whose blocks nobody sees from outside
+            blocks = [block for _, block in find_blocks(run.model, name)] if plan.compile != "model" else []
+            passages = trace(run.model, run.loss_sum, sized(self.batch, samples), blocks, training)
+            return Programs(passages, _parameters(run.model), len(blocks))
 
     def _run(self, plan: Plan) -> Run:
         """The job's model under the rooms that decide which operations run. Call it inside FakeTensorMode."""
         objective = self._objective()
-        unset = cast(Any, None)
-        model = materialize.create_on_device(self.job.model, torch.device("cpu"), materialize.weights_dtype(plan))
+        unset, processor = cast(Any, None), torch.device("cpu")
+        model = materialize.create_on_host(self.job.model, processor, materialize.weights_dtype(plan))
         model.train()
         run = Run(
             self.job,
             plan,
-            torch.device("cpu"),
+            processor,
             objective,
             model,
             partial(objective.total, model),
@@ -132,8 +151,15 @@ class Profiler:
             load_python(given.python) if isinstance(given, LossSpec) else given, task_of(self.job.model)
         )
 
-    def _traced(self, run: Run, samples: int, blocks: list[nn.Module]) -> Traced:
-        return trace(run.model, run.loss_sum, sized(self.batch, samples), blocks)
+    def parameters(self, plan: Plan) -> tuple[Parameter, ...]:
+        """The model's parameters and buffers, in the types that the plan keeps them in."""
+        dtype = materialize.weights_dtype(plan)
+        if dtype not in self._parameters:
+            with FakeTensorMode(), FakeValues():
+                self._parameters[dtype] = _parameters(
+                    materialize.create_on_host(self.job.model, torch.device("cpu"), dtype)
+                )
+        return self._parameters[dtype]
 
     def updates(self, plan: Plan) -> dict[str, Update]:
         """What the job's optimizer does to each parameter, with the plan's states and kernels."""
@@ -142,9 +168,21 @@ class Profiler:
         if key not in self._updates:
             with FakeTensorMode(), FakeValues():
                 dtype = materialize.weights_dtype(plan)
-                model = materialize.create_on_device(self.job.model, torch.device("cpu"), dtype)
-                self._updates[key] = trace_updates(model, optimizer_states.optimizer_of(model, self.job.train, plan))
+                model = materialize.create_on_host(self.job.model, torch.device("cpu"), dtype)
+                optimizer = optimizer_states.optimizer_of(model, self.job.train, plan)
+                together = optimizer_states.takes_all_at_once(plan, self.device)
+                self._updates[key] = trace_updates(model, optimizer, together)
         return self._updates[key]
+
+    def clipping(self, plan: Plan) -> tuple[Operation, ...]:
+        """What is done to all gradients before the update: unscaled, measured, clipped."""
+        key = plan.is_true, plan.precision.startswith("fp16"), self.job.train.clip
+        if key not in self._clippings:
+            scaled, clip = key[1:]
+            with FakeTensorMode(), FakeValues():
+                model = materialize.create_on_host(self.job.model, torch.device("cpu"), materialize.weights_dtype(plan))
+                self._clippings[key] = trace_clipping(model, scaled, clip)
+        return self._clippings[key]
 
 
 def _parameters(model: nn.Module) -> tuple[Parameter, ...]:

@@ -16,12 +16,15 @@ from tightfit.engine.build import build
 from tightfit.engine.step import Step, take_step
 from tightfit.job import Job
 from tightfit.machine import Figure, Machine
+from tightfit.methods import optimizer_states
 from tightfit.methods.run import Run
 from tightfit.models.objective import Batch, processed_count, sample_count
 from tightfit.plan import Plan
 from tightfit.planner.example import example, is_padded, sized
 from tightfit.planner.storages import Peak, tensor_bytes, tensors_in, track
+from tightfit.planner.target import as_on
 from tightfit.planner.trace import FakeValues
+from tightfit.planner.updates import take_all_at_once
 
 ALIKE = 2  # micro-batches that are rehearsed: the first finds no gradients, and all later ones are like the second
 
@@ -69,8 +72,10 @@ HERE = Machine(
 )
 
 
-def rehearse(job: Job, plan: Plan) -> Peak:
+def rehearse(job: Job, plan: Plan, device: str = "cpu") -> Peak:
     """The peak of a job's second step (the first makes the optimizer's states), by row. Raises InputError.
+
+    device  cpu or cuda: the tensors are fake, and treated as a device of that kind would
 
     Compiled regions run as what the compiler is expected to make of them: see `methods/compiler.py`.
     """
@@ -79,24 +84,26 @@ def rehearse(job: Job, plan: Plan) -> Peak:
         torch._dynamo.reset()  # or what an earlier rehearsal compiled would count against the limit of recompilations
     shapes = Shapes(example(job), job, plan)
     values = FakeValues(is_padded(shapes.batch))
-    with FakeTensorMode(), values:
+    with FakeTensorMode(), values, as_on(device):
         run = build(job, plan, HERE, shapes)
+        if optimizer_states.takes_all_at_once(plan, device):
+            take_all_at_once(run.optimizer)
         steps = shapes.steps(0, None)
-        take_step(run, next(steps), 0)
+        take_step(run, next(steps)[:1], 0)
         micro_batches = next(steps)
 
         def take(watched: Run) -> Step:
             return take_step(watched, micro_batches, 1)
 
         peak = track(run, micro_batches, take)[1]
-    return _with_other_batches(peak, shapes, run)
+    return _with_other_batches(peak, shapes, device)
 
 
-def _with_other_batches(peak: Peak, shapes: Shapes, run: Run) -> Peak:
-    """The peak with the micro-batches of the step that were not rehearsed: on a CPU they all lie in its memory."""
+def _with_other_batches(peak: Peak, shapes: Shapes, device: str) -> Peak:
+    """The peak with the step's micro-batches that are in memory and were not rehearsed: all of them on a processor, and
+    none elsewhere, where they come one at a time."""
     whole = shapes.job.train.batch
-    rehearsed = min(shapes.plan.micro_batch_of(whole) * ALIKE, whole)
-    if run.device.type != "cpu" or rehearsed == whole:
-        return peak
-    more = tensor_bytes(tensors_in(shapes.batch)) // sample_count(shapes.batch) * (whole - rehearsed)
+    micro = shapes.plan.micro_batch_of(whole)
+    there = whole if device == "cpu" else micro
+    more = tensor_bytes(tensors_in(shapes.batch)) // sample_count(shapes.batch) * (there - min(micro * ALIKE, whole))
     return replace(peak, total=peak.total + more, rows={**peak.rows, "activations": peak.rows["activations"] + more})

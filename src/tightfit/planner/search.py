@@ -17,7 +17,7 @@ from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.plan import RULES, Plan, needed_permissions
 from tightfit.planner.complete import complete
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import MARGIN, Estimate, Estimator
 from tightfit.planner.rehearse import rehearse
 from tightfit.units import format_bytes, format_seconds
 
@@ -38,9 +38,9 @@ def search(
     pins = dict(pins or {})
     start, _ = complete(job, machine, pins)
     start = _with_best_kernels(estimator, start, pins)
-    found = [estimator.estimate(plan) for plan in candidates(job, machine, start, pins)]
+    found = _worth_knowing(estimator, start, pins)
     fitting = sorted((one for one in found if one.fits), key=lambda one: (one.total_s, one.peak_bytes))
-    chosen = _rehearsed(fitting, job)
+    chosen = _rehearsed(estimator, fitting, job)
     if chosen is None:
         raise does_not_fit(min(found, key=lambda one: one.peak_bytes), found, job)
     others = [one for one in fitting if one.plan != chosen.plan] + sorted(
@@ -49,23 +49,46 @@ def search(
     return [chosen, *(replace(one, rejected_because=_why(one, chosen)) for one in others[: KEPT - 1])]
 
 
-def candidates(job: Job, machine: Machine, start: Plan, pins: dict[str, Any]) -> Iterator[Plan]:
-    """Every legal plan that differs from `start` in what trades memory for time."""
-    options = {name: values for name, values in _options(job, start).items() if name not in pins}
-    seen = set()
+def _worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Estimate]:
+    """Estimates of the legal plans, but for those that a bound rules out: smaller micro-batches than the largest that
+    fits are no faster; and where the model and its states alone do not fit, one plan stands for all."""
+    found: list[Estimate] = []
+    ruled_out = set()
+    for plans in candidates(estimator, start, pins):
+        if estimator.least_bytes(plans[0]) > estimator.limit_bytes * (1 - MARGIN):
+            what = plans[0].precision, plans[0].states
+            if what not in ruled_out:
+                found.append(estimator.estimate(plans[-1]))
+            ruled_out.add(what)
+            continue
+        for plan in plans:
+            found.append(estimator.estimate(plan))
+            if found[-1].fits:
+                break
+    return found
+
+
+def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Iterator[list[Plan]]:
+    """Every legal plan that differs from `start` in what trades memory for time: lists of equal ones with ever smaller
+    micro-batches."""
+    job, options = estimator.job, _options(estimator, start)
+    options = {name: [getattr(start, name)] if name in pins else values for name, values in options.items()}
+    micro_batches = options.pop("micro_batch")
     for values in itertools.product(*options.values()):
         plan = start.replace(**dict(zip(options, values, strict=True)))
         plan = _with_kernel_of_optimizer(plan, job, pins)
-        if repr(plan) not in seen and _is_legal(plan, job, machine.device):
-            seen.add(repr(plan))
-            yield plan
+        plans = [plan.replace(micro_batch=size) for size in micro_batches]
+        legal = [one for one in plans if _is_legal(one, job, estimator.machine.device)]
+        if legal:
+            yield legal
 
 
-def _options(job: Job, start: Plan) -> dict[str, list[Any]]:
+def _options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
+    job = estimator.job
     batch = job.train.batch
     micro = sorted({batch, *(batch // pieces for pieces in (2, 4, 8, 16, 32, 64) if batch // pieces)}, reverse=True)
     precisions = [start.precision]  # chosen by what this machine multiplies fastest, of what the job allows
-    if start.precision == "bf16-mixed":
+    if start.precision == "bf16-mixed" and _is_worth_narrowing(estimator, start):
         precisions.append("bf16-true")
     widths = [width for width in ("bf16", "8-bit", "4-bit") if f"{width}-states" in job.allowed]
     return {
@@ -75,6 +98,15 @@ def _options(job: Job, start: Plan) -> dict[str, list[Any]]:
         "states": ["fp32", *widths],
         "update_in_backward": [False, True],
     }
+
+
+def _is_worth_narrowing(estimator: Estimator, start: Plan) -> bool:
+    """Whether weights in bf16 may win: where the plan as it is does not fit, or where they are faster as written."""
+    if not estimator.estimate(start).fits:
+        return True
+    plain = start.replace(compile="none")
+    narrow = plain.replace(precision="bf16-true", rounding="kahan")
+    return estimator.estimate(narrow).time.step_s < estimator.estimate(plain).time.step_s
 
 
 def _with_kernel_of_optimizer(plan: Plan, job: Job, pins: dict[str, Any]) -> Plan:
@@ -91,26 +123,31 @@ def _is_legal(plan: Plan, job: Job, device: str) -> bool:
 def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Plan:
     """`start` with each of what decides the kernels switched off where the plan is predicted to finish sooner without.
 
-    What makes a model smaller stays, for it only costs time where memory is plenty.
+    What makes a model smaller stays, for it only costs time where memory is plenty. Compiling is decided last, and once:
+    its traces take longest.
     """
-    best = estimator.estimate(start)
-    for name, without in (("compile", "none"), ("attention", "sdpa")):
-        if name in pins or getattr(best.plan, name) == without:
-            continue
-        other = estimator.estimate(best.plan.replace(**{name: without}))
+    best = estimator.estimate(start if "compile" in pins else start.replace(compile="none"))
+    tried = [{"attention": "sdpa"}] if "attention" not in pins and start.attention != "sdpa" else []
+    if best.plan.compile != start.compile:
+        tried.append({"compile": start.compile})
+    for fields in tried:
+        other = estimator.estimate(best.plan.replace(**fields))
         if other.total_s < best.total_s:
             best = other
     return best.plan
 
 
-def _rehearsed(fitting: list[Estimate], job: Job) -> Estimate | None:
+def _rehearsed(estimator: Estimator, fitting: list[Estimate], job: Job) -> Estimate | None:
     """The first of the finalists that fits when it is rehearsed. Those that a rehearsal refuses are passed over."""
-    for one in fitting[:REHEARSED]:
+    for one in map(estimator.settle, fitting[:REHEARSED]):
+        if not one.fits:  # with what the allocator reserves
+            continue
         try:
-            peak = rehearse(job, one.plan)
+            peak = rehearse(job, one.plan, one.machine.device)
         except InputError:  # a combination that this model cannot have: sqrt where more than one block hands on
             continue
-        seen = replace(one, rehearsed=peak.total + one.peak.rows["runtime"])
+        beside = one.peak.rows["runtime"] + one.peak.rows.get("allocator", 0.0)
+        seen = replace(one, rehearsed=peak.total + beside)
         if seen.fits:
             return seen
     return None

@@ -141,14 +141,16 @@ class Clock:
             started = self.launch_s * count
             table.append((phase, kind, seconds + started, count))
             if phase == "optimizer":
-                sums["optimizer"] += seconds + started
+                sums["optimizer"] += max(seconds, started) if self.machine.device == "cuda" else seconds + started
             else:
                 sums["compute" if kind in ARITHMETIC else "memory"] += seconds
                 sums["launch"] += started
+        busy = sums["compute"] + sums["memory"]
         return Time(
             compute_s=sums["compute"],
             memory_s=sums["memory"],
-            launch_s=sums["launch"],
+            # a CUDA device works while the next kernels are started, and waits only where that takes longer
+            launch_s=max(sums["launch"] - busy, 0.0) if self.machine.device == "cuda" else sums["launch"],
             optimizer_s=sums["optimizer"],
             allocation_s=allocation_s,
             input_s=input_s,

@@ -285,25 +285,19 @@ def _sizes(name: str, args: Any) -> tuple[Linear, ...]:
     return tuple(Linear(float(size)) for size in (batches, left.shape[-2], right.shape[-1], left.shape[-1]))
 
 
-@dataclass(frozen=True)
-class Traced:
-    """The programs of one micro-batch at one size."""
-
-    training: tuple[Passage, ...]
-    inference: tuple[Passage, ...]
-
-
 def trace(
-    model: nn.Module, loss_sum: Callable[[Any], Tensor], batch: Any, blocks: list[nn.Module], scale: float = 1.0
-) -> Traced:
-    """The programs of one micro-batch of fake tensors. Leaves the model as it was, but for its gradients: none."""
+    model: nn.Module, loss_sum: Callable[[Any], Tensor], batch: Any, blocks: list[nn.Module], training: bool = True
+) -> tuple[Passage, ...]:
+    """The program of one micro-batch of fake tensors: forward and backward, or a forward that keeps nothing.
+
+    Leaves the model as it was, but for its gradients: none.
+    """
     parameters = dict(model.named_parameters())
-    training = _record(model, parameters, loss_sum, batch, blocks, scale)
-    with torch.no_grad():
-        inference = _record(model, parameters, loss_sum, batch, blocks, None)
+    with torch.set_grad_enabled(training):
+        passages = _record(model, parameters, loss_sum, batch, blocks, 1.0 if training else None)
     for parameter in parameters.values():
         parameter.grad = None
-    return Traced(training, inference)
+    return passages
 
 
 def _record(
@@ -470,4 +464,4 @@ def recorded(recorder: Recorder) -> tuple[Passage, ...]:
     return _passages(recorder.program)
 
 
-__all__ = ["FakeValues", "Recorder", "Traced", "recorded", "trace"]
+__all__ = ["FakeValues", "Recorder", "recorded", "trace"]

@@ -1,4 +1,4 @@
-"""What an optimizer does to each parameter: its own step is traced on fake tensors, once for each shape."""
+"""What an optimizer does to each parameter: its own step is traced on fake tensors, once for each shape; and clipping."""
 
 from __future__ import annotations
 
@@ -6,29 +6,42 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tightfit.ledger import Update, play
+from tightfit.ledger import Operation, Update, play
+from tightfit.methods.precision import LossScaler
 from tightfit.planner.storages import tensor_bytes, tensors_in
 from tightfit.planner.trace import Recorder, recorded
 
 
-def trace_updates(model: nn.Module, optimizer: Optimizer) -> dict[str, Update]:
+def trace_updates(model: nn.Module, optimizer: Optimizer, together: bool = False) -> dict[str, Update]:
     """By parameter: the state that it is left with, the bytes of its second update, and the operations of that.
+
+    together  torch's kernels that take all parameters at once, where the optimizer has them
 
     The first update makes the states. The model's parameters are fake, and have no gradients afterwards.
     """
     known: dict[object, Update] = {}
     groups = {parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
+    if together:
+        take_all_at_once(optimizer)
     updates = {}
     for name, parameter in model.named_parameters():
         if parameter in groups:
             key = groups[parameter], tuple(parameter.shape), parameter.dtype
             if key not in known:
-                known[key] = _update(optimizer, parameter)
+                at_once = bool(optimizer.param_groups[groups[parameter]].get("foreach"))
+                known[key] = _update(optimizer, parameter, at_once)
             updates[name] = known[key]
     return updates
 
 
-def _update(optimizer: Optimizer, parameter: Tensor) -> Update:
+def take_all_at_once(optimizer: Optimizer) -> None:
+    """Ask for the kernels over all parameters that torch chooses by itself on CUDA, where the optimizer has them."""
+    for group in optimizer.param_groups:
+        if "foreach" in group:
+            group["foreach"] = True
+
+
+def _update(optimizer: Optimizer, parameter: Tensor, at_once: bool) -> Update:
     for _ in range(2):
         parameter.grad = torch.empty_like(parameter)
         recorder = Recorder({})
@@ -40,4 +53,28 @@ def _update(optimizer: Optimizer, parameter: Tensor) -> Update:
     passages = recorded(recorder)
     timeline = passages[0].timeline
     transient = int(sum(play(timeline, 1).largest.values()))
-    return Update(tensor_bytes(tensors_in(optimizer.state[parameter])), transient, timeline.operations)
+    states = tensor_bytes(tensors_in(optimizer.state[parameter]))
+    return Update(states, transient, timeline.operations, transient if at_once else 0)
+
+
+def trace_clipping(model: nn.Module, scaled: bool, clip: float | None) -> tuple[Operation, ...]:
+    """What is done to the gradients of all parameters together before the update.
+
+    scaled  by a loss scale, so that they are divided by it and looked at; clip: the job's, None for none
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not scaled and clip is None:
+        return ()
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    recorder = Recorder({})
+    recorder.know([*parameters, *(parameter.grad for parameter in parameters)])
+    with recorder:
+        recorder.begin("clipping")
+        if scaled:
+            LossScaler(1.0, dynamic=False).unscale(torch.optim.SGD(parameters, lr=0.0))
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, clip)
+    for parameter in parameters:
+        parameter.grad = None
+    return recorded(recorder)[0].timeline.operations

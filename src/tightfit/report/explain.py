@@ -29,7 +29,11 @@ def explain(job: Job, machine: Machine | None = None, plan: Plan | None = None) 
     Raises DoesNotFit where no plan fits, InputError for a model that cannot be traced.
     """
     estimator = Estimator(job, machine or Machine.detect())
-    estimates = search(job, estimator.machine, None, estimator) if plan is None else [estimator.estimate(plan)]
+    estimates = (
+        search(job, estimator.machine, None, estimator)
+        if plan is None
+        else [estimator.settle(estimator.estimate(plan))]
+    )
     console = Console(width=120, file=io.StringIO())
     show(console, estimates, waterfall(estimator, estimates[0].plan))
     assert isinstance(console.file, io.StringIO)

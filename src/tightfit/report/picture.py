@@ -9,6 +9,7 @@ from tightfit.planner.estimate import Estimate
 from tightfit.units import format_bytes
 
 _COLOURS = {
+    "allocator": "#c9c9c9",
     "runtime": "#8d99ae",
     "parameters": "#2b6cb0",
     "optimizer": "#6b46c1",

@@ -1,0 +1,105 @@
+"""Target: fake tensors lie on the processor; within `as_on`, what torch decides by device is decided as on the target.
+
+On a CUDA device autocast keeps other operations in fp32, and the fused attention kernel takes dropout. Which operations
+autocast has rules for is asked of torch itself, whose builds all carry the list of CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from tightfit.methods.run import TARGET
+
+# torch/include/ATen/autocast_mode.h: what runs in 16 bits, and what in the widest type of its inputs; the rest in fp32
+_LOW = {
+    "_convolution", "convolution", "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot",
+    "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot", "_thnn_fused_lstm_cell",
+    "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "cudnn_convolution",
+    "cudnn_convolution_transpose", "scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
+}  # fmt: skip
+_WIDEST = {
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
+    "scatter_add",
+}  # fmt: skip
+_OWN = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+@contextmanager
+def as_on(device: str) -> Iterator[None]:
+    """Within, the processor's fake tensors are treated as a `device` (cpu, cuda) treats its own."""
+    meant = TARGET.set(device)
+    try:
+        with _cuda_rules() if device == "cuda" else nullcontext():
+            yield
+    finally:
+        TARGET.reset(meant)
+
+
+@contextmanager
+def _cuda_rules() -> Iterator[None]:
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for overload in _added():
+            library.impl(overload, _rule(overload), "AutocastCPU")
+        attention = torch.ops.aten.scaled_dot_product_attention.default
+        library.impl(attention, partial(_without_dropout, attention), "AutogradCPU")
+        yield
+    finally:
+        library._destroy()
+
+
+def _added() -> Iterator[torch._ops.OpOverload]:
+    """Operations that autocast has a rule for on CUDA, and none on a processor. The reverse are few and rare: padding by
+    reflection, pooling in three dims, Fourier transforms and decompositions, in fp32 on a processor."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::") and has(name, "AutocastCUDA") and not has(name, "AutocastCPU"):
+            base, _, overload = name.removeprefix("aten::").partition(".")
+            yield getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def _rule(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+    name = overload._schema.name.removeprefix("aten::")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if name in _LOW:
+            dtype = torch.get_autocast_dtype("cpu")
+        elif name in _WIDEST:
+            wide = any(leaf.dtype is torch.float32 for leaf in args if isinstance(leaf, Tensor))
+            dtype = torch.float32 if wide else torch.get_autocast_dtype("cpu")
+        else:
+            dtype = torch.float32
+        with torch._C._ExcludeDispatchKeyGuard(_OWN):
+            args, kwargs = tree_map(partial(_cast, dtype), (args, kwargs))
+            return overload(*args, **kwargs)
+
+    return run
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:
+    narrow_or_single = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return value.to(dtype) if narrow_or_single else value
+
+
+def _without_dropout(
+    attention: torch._ops.OpOverload,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    """The processor's kernel, which is fused only without dropout, stands in for CUDA's, which draws it on the way."""
+    return attention.decompose(query, key, value, attn_mask, 0.0, *rest, **named)
+
+
+__all__ = ["as_on"]
