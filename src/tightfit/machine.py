@@ -157,7 +157,12 @@ _ARITHMETIC = (
     "blocked attention",
     "blocked attention backward",
 )
-_NEAREST = {"blocked attention": "batched product", "blocked attention backward": "batched product"}
+_NEAREST = {
+    "blocked attention": "batched product",
+    "blocked attention backward": "batched product",
+    "batch norm": "reduction",
+    "compiled random": "compiled",
+}
 _SHARE_OF_PRODUCTS = {"attention": 0.6, "attention backward": 0.5, "batched product": 0.7, "convolution": 0.6}
 _UNKNOWN_FLOPS = {"cpu": 5e10, "cuda": 1e13}  # fp32, of a core, or of a whole GPU, until somebody calibrates
 _UNKNOWN_BANDWIDTH = {"cpu": 1e10, "cuda": 5e11}

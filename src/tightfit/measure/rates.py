@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tightfit.machine import Machine
 from tightfit.measure.timing import timed
 from tightfit.methods.allocator import keep_freed_memory
 from tightfit.methods.attention import blocked_attention
+from tightfit.planner.complete import can_compile
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PRODUCT_SIZES = (64, 128, 256, 512, 1024, 2048)
 BYTES = (2**16, 2**19, 2**22, 2**25, 2**27)
+COLD = 2**24  # bytes of inputs between two uses of the same memory: about what a block of a model touches
+MOST_SETS = 256
 
 Work = Callable[[], object]
 Case = tuple[int, float, Work]  # size, FLOPs or bytes moved, what is timed
@@ -35,33 +40,51 @@ def measure_rates(device: torch.device, say: Callable[[str], None]) -> dict[str,
     return rates
 
 
+def _in_turn(make: Callable[..., object], inputs: Callable[[], tuple[Tensor, ...]]) -> Work:
+    """`make` on one set of inputs after another, its results kept as long: in a step, too, what an operation reads was
+    not touched a moment ago, nor what it writes."""
+    first = inputs()
+    sets = [first, *(inputs() for _ in range(min(COLD // max(sum(tensor.nbytes for tensor in first), 1), MOST_SETS)))]
+    kept: list[object] = [None] * len(sets)
+    places = itertools.cycle(range(len(sets)))
+
+    def work() -> None:
+        place = next(places)
+        kept[place] = make(*sets[place])
+
+    return work
+
+
 def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """A layer's three products, (4 s, s) x (s, s): forward, the input's gradient, the weight's gradient."""
     for size in PRODUCT_SIZES:
-        rows, weight = _random((4 * size, size), dtype, device), _random((size, size), dtype, device)
-        gradient = _random((4 * size, size), dtype, device)
 
-        def work(rows: Tensor = rows, weight: Tensor = weight, gradient: Tensor = gradient) -> None:
-            torch.mm(rows, weight.t())
-            torch.mm(gradient, weight)
-            torch.mm(gradient.t(), rows)
+        def inputs(size: int = size) -> tuple[Tensor, ...]:
+            shapes = (4 * size, size), (size, size), (4 * size, size)
+            return tuple(_random(shape, dtype, device) for shape in shapes)
 
-        yield round((4 * size**3) ** (1 / 3)), 3 * 8.0 * size**3, work
+        def make(rows: Tensor, weight: Tensor, gradient: Tensor) -> object:
+            return torch.mm(rows, weight.t()), torch.mm(gradient, weight), torch.mm(gradient.t(), rows)
+
+        yield round((4 * size**3) ** (1 / 3)), 3 * 8.0 * size**3, _in_turn(make, inputs)
 
 
 def _batched(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """The products of attention: 64 of (length, 64) x (64, length)."""
     for length in (64, 128, 256, 512):
-        left, right = _random((64, length, 64), dtype, device), _random((64, 64, length), dtype, device)
+
+        def inputs(length: int = length) -> tuple[Tensor, ...]:
+            return _random((64, length, 64), dtype, device), _random((64, 64, length), dtype, device)
+
         size = round((length * length * 64) ** (1 / 3))
-        yield size, 2.0 * 64 * 64 * length**2, lambda left=left, right=right: torch.bmm(left, right)  # type: ignore[misc]
+        yield size, 2.0 * 64 * 64 * length**2, _in_turn(torch.bmm, inputs)
 
 
 def _convolutions(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for channels in (16, 64, 128):
-        image = _random((16, channels, 16, 16), dtype, device).requires_grad_()
+    for channels in (16, 32, 64, 128):
+        image = _random((16, channels, 32, 32), dtype, device).requires_grad_()
         weight = _random((channels, channels, 3, 3), dtype, device).requires_grad_()
-        flops = 3 * 2.0 * 16 * 16 * 16 * channels * channels * 9
+        flops = 3 * 2.0 * 16 * 32 * 32 * channels * channels * 9
 
         def work(image: Tensor = image, weight: Tensor = weight) -> None:
             torch.autograd.grad(functional.conv2d(image, weight, padding=1).sum(), (image, weight))
@@ -128,10 +151,13 @@ def _of_bytes(make: Callable[[Tensor], Tensor], touched: int) -> Callable[..., I
 
     def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         for moved in BYTES:
-            count = moved // touched // dtype.itemsize
-            values = _random((max(count // 512, 1), 512), dtype, device)
-            exact = float(touched * values.nbytes)
-            yield moved, exact, lambda values=values: make(values)  # type: ignore[misc]
+            shape = (max(moved // touched // dtype.itemsize // 512, 1), 512)
+
+            def inputs(shape: tuple[int, int] = shape) -> tuple[Tensor, ...]:
+                return (_random(shape, dtype, device),)
+
+            exact = float(touched * shape[0] * shape[1] * dtype.itemsize)
+            yield moved, exact, _in_turn(make, inputs)
 
     return cases
 
@@ -140,14 +166,22 @@ def _cast(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """Between fp32 and bf16; `dtype` is that of the result."""
     other = torch.bfloat16 if dtype is torch.float32 else torch.float32
     for moved in BYTES:
-        values = _random((moved // 6,), other, device)
-        yield moved, 6.0 * values.numel(), lambda values=values: values.to(dtype)  # type: ignore[misc]
+        count = moved // 6
+
+        def inputs(count: int = count) -> tuple[Tensor, ...]:
+            return (_random((count,), other, device),)
+
+        yield moved, 6.0 * count, _in_turn(lambda values: values.to(dtype), inputs)
 
 
 def _softmax(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     for moved in BYTES[1:]:
-        values = _random((max(moved // 2 // dtype.itemsize // 4096, 1), 4096), dtype, device)
-        yield moved, 2.0 * values.nbytes, lambda values=values: torch.log_softmax(values, -1)  # type: ignore[misc]
+        rows = max(moved // 2 // dtype.itemsize // 4096, 1)
+
+        def inputs(rows: int = rows) -> tuple[Tensor, ...]:
+            return (_random((rows, 4096), dtype, device),)
+
+        yield moved, 2.0 * rows * 4096 * dtype.itemsize, _in_turn(lambda values: torch.log_softmax(values, -1), inputs)
 
 
 def _gather(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -168,6 +202,49 @@ def _scatter(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
             return torch.ops.aten.embedding_dense_backward(gradient, index, 8192, -1, False)
 
         yield moved, float(moved), work
+
+
+def _search(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """The code of each value in a table of 256, as narrow states are written: fp32 in, whole numbers out."""
+    table = torch.linspace(-1, 1, 256, device=device)
+    for moved in BYTES[:-1] if dtype is torch.float32 else ():
+        values = torch.rand(moved // 8, device=device)
+
+        def work(values: Tensor = values) -> Tensor:
+            return torch.bucketize(values, table, out_int32=True)
+
+        yield moved, 8.0 * values.numel(), work
+
+
+def _pooling(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Its output is a quarter as large, and positions of 8 bytes come with it."""
+    for moved in BYTES[1:-1]:
+        channels = max(moved // (64 * 64) // (dtype.itemsize + 3), 1)
+        image = _random((1, channels, 64, 64), dtype, device)
+        exact = image.nbytes + image.numel() // 4 * (dtype.itemsize + 8)
+        yield moved, float(exact), lambda image=image: functional.max_pool2d(image, 2, return_indices=True)  # type: ignore[misc]
+
+
+def _batch_norm(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for moved in BYTES[1:-1]:
+        channels = max(moved // 2 // dtype.itemsize // (64 * 64), 1)
+        image = _random((1, channels, 64, 64), dtype, device)
+
+        def work(image: Tensor = image, channels: int = channels) -> Tensor:
+            mean, variance = torch.zeros(channels, device=device), torch.ones(channels, device=device)
+            return functional.batch_norm(image, mean, variance, training=True)
+
+        yield moved, 2.0 * image.nbytes, work
+
+
+def _compiled_random(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Dropout's numbers drawn in a generated kernel, 4 bytes each, for what is kept of them and for the result; nothing
+    where no compiler is."""
+    if dtype is not torch.float32 or not can_compile(Machine.detect()):
+        return
+    values = torch.ones(2**21, device=device, requires_grad=True)
+    compiled = torch.compile(lambda values: functional.dropout(values, 0.1), dynamic=False)
+    yield 4 * values.numel(), 4.0 * values.numel(), lambda: compiled(values)
 
 
 def _update(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -203,11 +280,15 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "tanh": _of_bytes(torch.tanh, 2),
     "random": _of_bytes(lambda values: values.bernoulli_(0.9), 2),
     "cast": _cast,
-    "copy": _of_bytes(lambda values: values.t().contiguous(), 2),
+    "copy": _of_bytes(lambda values: values.view(-1, 8, 8, 64).transpose(1, 2).contiguous(), 2),  # heads of attention
     "reduction": _of_bytes(lambda values: functional.layer_norm(values, (512,)), 2),
     "softmax": _softmax,
     "gather": _gather,
     "scatter": _scatter,
+    "search": _search,
+    "pooling": _pooling,
+    "batch norm": _batch_norm,
+    "compiled random": _compiled_random,
     "update": _update,
     "compiled": _of_bytes(lambda values: values * 2.0, 2),
 }

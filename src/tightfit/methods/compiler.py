@@ -23,9 +23,10 @@ from torch.utils._pytree import tree_leaves
 
 @runtime_checkable
 class SeesKernels(Protocol):
-    """A dispatch mode that wants to know of generated kernels, which dispatch nothing."""
+    """A dispatch mode that wants to know of generated kernels, which dispatch nothing: the bytes that one reads and
+    writes, or that its random numbers would take."""
 
-    def see_kernel(self, moved: int, dtype: torch.dtype) -> None: ...
+    def see_kernel(self, moved: int, dtype: torch.dtype, kind: str = "compiled") -> None: ...
 
 
 def stand_in() -> Callable[..., Any]:
@@ -67,11 +68,18 @@ _ALSO_FUSED = frozenset(
 )  # fmt: skip
 
 
+_RANDOM = ("aten.rand", "aten.rand_like", "aten.bernoulli", "aten.randn", "aten.randn_like", "prims.inductor_random")
+
+
 def _is_fused(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return target is not None and getattr(target, "__name__", "") == "getitem"
     return any(tag in target.tags for tag in _FUSED_TAGS) or str(target).rsplit(".", 1)[0] in _ALSO_FUSED
+
+
+def _is_random(node: fx.Node) -> bool:
+    return str(node.target).rsplit(".", 1)[0] in _RANDOM and isinstance(node.meta.get("val"), Tensor)
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -158,6 +166,8 @@ def _planned(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., An
         values: dict[fx.Node, Any] = dict(zip(targets, arguments, strict=True))
         arguments.clear()
         for node in nodes:
+            if _is_random(node):  # wherever it is inlined, its numbers are drawn once
+                _see_kernel(4 * node.meta["val"].numel(), torch.float32, "compiled random")
             if node.op == "get_attr":
                 values[node] = getattr(module, str(node.target))
             elif node.op == "output":
@@ -212,10 +222,14 @@ def _generated(node: fx.Node, moved: int) -> Any:
     """The buffers of a generated kernel that has read `moved` bytes: empty, in the node's shape and strides."""
     outputs = torch.utils._pytree.tree_map_only(Tensor, _empty, node.meta["val"])
     written = [value for value in tree_leaves(outputs) if isinstance(value, Tensor)]
+    _see_kernel(moved + sum(map(_bytes, written)), written[0].dtype)
+    return outputs
+
+
+def _see_kernel(moved: int, dtype: torch.dtype, kind: str = "compiled") -> None:
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, SeesKernels):
-            mode.see_kernel(moved + sum(map(_bytes, written)), written[0].dtype)
-    return outputs
+            mode.see_kernel(moved, dtype, kind)
 
 
 def _empty(value: Tensor) -> Tensor:

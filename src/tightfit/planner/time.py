@@ -38,7 +38,7 @@ _KINDS = {
         "aten.silu", "aten.silu_backward", "aten.exp", "aten.sigmoid", "aten.sigmoid_backward", "aten.cos", "aten.sin", "aten.erf",
         "aten.log",
     ),
-    "tanh": ("aten.tanh", "aten.tanh_backward"),
+    "tanh": ("aten.tanh",),
     "gelu": ("aten.gelu", "aten.gelu_backward"),
     "random": ("aten.native_dropout", "aten.bernoulli_", "aten.bernoulli", "aten.rand", "aten.rand_like"),
     "cast": ("aten._to_copy",),
@@ -48,9 +48,9 @@ _KINDS = {
     ),
     "reduction": (
         "aten.sum", "aten.mean", "aten.amax", "aten.var", "aten.var_mean", "aten.any", "aten.all", "aten.cumsum",
-        "aten.native_layer_norm", "aten.native_layer_norm_backward", "aten.native_batch_norm",
-        "aten.native_batch_norm_backward", "aten._native_batch_norm_legit", "aten.native_group_norm",
-        "aten.native_group_norm_backward", "aten.max_pool2d_with_indices", "aten.max_pool2d_with_indices_backward",
+        "aten.native_layer_norm", "aten.native_layer_norm_backward", "aten.native_batch_norm_backward",
+        "aten.batch_norm_backward", "aten.native_group_norm",
+        "aten.native_group_norm_backward", "aten.max_pool2d_with_indices_backward",
         "aten.avg_pool2d", "aten.avg_pool2d_backward", "aten.mean_backward", "aten._foreach_norm",
     ),
     "softmax": (
@@ -61,13 +61,18 @@ _KINDS = {
         "aten.embedding_dense_backward", "aten.index_put", "aten.index_put_", "aten.scatter", "aten.scatter_add",
         "aten.scatter_", "aten._index_put_impl_", "aten.index_add",
     ),
+    "search": ("aten.bucketize", "aten.searchsorted"),
+    "pooling": ("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices"),
     "update": ("aten._fused_adamw_", "aten._fused_sgd_"),
     "compiled": ("compiled",),
+    "compiled random": ("compiled random",),
+    "batch norm": ("aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update"),
     "nothing": ("aten.nll_loss_forward", "aten.empty_strided", "aten.empty", "aten.empty_like", "aten.new_empty"),
 }  # fmt: skip
 KIND = {name: kind for kind, names in _KINDS.items() for name in names}
 DEFAULT_LAUNCH_S = {"cpu": 5e-6, "cuda": 8e-6}  # of an operation started from Python with autograd
 LARGE_BLOCK = 32 * 2**20  # bytes from which glibc, left as it is, maps each block anew and the kernel zeroes its pages
+KEPT = 2 * LARGE_BLOCK  # free bytes at the end of its heap that it does not give back
 
 
 @dataclass(frozen=True)
@@ -179,17 +184,26 @@ class Clock:
         return max(arithmetic_s, moved / self.machine.bandwidth(moved))
 
     def _allocation_s(self, ledger: Ledger) -> float:
-        """Time to fetch large blocks from the operating system, where its allocator keeps none."""
+        """Time to fetch memory from the operating system, where its allocator gives freed memory back."""
         if self.machine.device != "cpu" or ledger.keeps_memory:
             return 0.0
-        sizes = (
-            buffer.size.at(ledger.micro_batch)
-            for passage in ledger.training
-            for buffer, sign in passage.timeline.events
-            if sign > 0
-        )
-        fetched = sum(size for size in sizes if size > LARGE_BLOCK) * ledger.micro_batches
+        fetched = _fetched_bytes(ledger) * ledger.micro_batches
         return fetched / self.machine.achieved("fetch", "float32", LARGE_BLOCK)
+
+
+def _fetched_bytes(ledger: Ledger) -> float:
+    """Bytes that glibc, left as it is, fetches anew in a micro-batch: each block from 32 MiB on, which is mapped by itself;
+    and what the heap of the smaller ones grows by beyond the 64 MiB that it keeps when it shrinks."""
+    mapped, heap, most = 0.0, 0.0, 0.0
+    for passage in ledger.training:
+        for buffer, sign in passage.timeline.events:
+            size = buffer.size.at(ledger.micro_batch)
+            if size >= LARGE_BLOCK:
+                mapped += size if sign > 0 else 0.0
+            else:
+                heap += sign * size
+                most = max(most, heap)
+    return mapped + max(most - KEPT, 0.0)
 
 
 def _size(operation: Operation, samples: int, flops: float) -> float:

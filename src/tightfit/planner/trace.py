@@ -133,10 +133,10 @@ class Recorder(TorchDispatchMode):
         """Compiled regions are traced by torch below this mode, which sees what they do when they run."""
         return True
 
-    def see_kernel(self, moved: int, dtype: torch.dtype) -> None:
+    def see_kernel(self, moved: int, dtype: torch.dtype, kind: str = "compiled") -> None:
         """A generated kernel, which reads and writes `moved` bytes and computes anything on the way."""
         name = str(dtype).removeprefix("torch.")
-        self.program[-1].operations.append(Operation("compiled", name, Linear(), Linear(float(moved))))
+        self.program[-1].operations.append(Operation(kind, name, Linear(), Linear(float(moved))))
 
     def know(self, tensors: Any) -> None:
         """What exists before the step is in rows of its own, and no event."""
