@@ -25,7 +25,7 @@ from tightfit.planner.example import example, is_padded, sized
 from tightfit.planner.fit import fitted
 from tightfit.planner.storages import tensor_bytes, tensors_in
 from tightfit.planner.target import as_on
-from tightfit.planner.trace import FakeValues, trace
+from tightfit.planner.trace import FakeValues, trace, traceable
 from tightfit.planner.updates import trace_clipping, trace_updates
 
 DECIDING = (attention, loss, compile, precision)  # rooms that decide which operations run; in the order of METHODS
@@ -118,7 +118,8 @@ class Profiler:
             name = self.job.model.blocks if isinstance(self.job.model, ModelSpec) else None
             # a compiled model is one region, whose blocks nobody sees from outside
             blocks = [block for _, block in find_blocks(run.model, name)] if plan.compile != "model" else []
-            passages = trace(run.model, run.loss_sum, sized(self.batch, samples), blocks, training)
+            with traceable(run.model):
+                passages = trace(run.model, run.loss_sum, sized(self.batch, samples), blocks, training)
             return Programs(passages, _parameters(run.model), len(blocks))
 
     def _run(self, plan: Plan) -> Run:

@@ -23,7 +23,7 @@ from tightfit.plan import Plan
 from tightfit.planner.example import example, is_padded, sized
 from tightfit.planner.storages import Peak, tensor_bytes, tensors_in, track
 from tightfit.planner.target import as_on
-from tightfit.planner.trace import FakeValues
+from tightfit.planner.trace import FakeValues, traceable
 from tightfit.planner.updates import take_all_at_once
 
 ALIKE = 2  # micro-batches that are rehearsed: the first finds no gradients, and all later ones are like the second
@@ -89,13 +89,14 @@ def rehearse(job: Job, plan: Plan, device: str = "cpu") -> Peak:
         if optimizer_states.takes_all_at_once(plan, device):
             take_all_at_once(run.optimizer)
         steps = shapes.steps(0, None)
-        take_step(run, next(steps)[:1], 0)
-        micro_batches = next(steps)
+        with traceable(run.model):
+            take_step(run, next(steps)[:1], 0)
+            micro_batches = next(steps)
 
-        def take(watched: Run) -> Step:
-            return take_step(watched, micro_batches, 1)
+            def take(watched: Run) -> Step:
+                return take_step(watched, micro_batches, 1)
 
-        peak = track(run, micro_batches, take)[1]
+            peak = track(run, micro_batches, take)[1]
     return _with_other_batches(peak, shapes, device)
 
 

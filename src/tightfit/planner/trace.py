@@ -20,11 +20,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
+from tightfit.errors import InputError
 from tightfit.ledger import Buffer, Linear, Operation, Passage, Timeline
 from tightfit.planner.storages import storages_of
 
@@ -86,6 +88,31 @@ def _one(tensor: Tensor) -> bool | int | float:
     if tensor.dtype is torch.bool:
         return True
     return 1.0 if tensor.is_floating_point() else 1
+
+
+@contextmanager
+def traceable(model: nn.Module | None = None) -> Iterator[None]:
+    """Within, what cannot be followed on tensors without values is an InputError that says so, with the way out."""
+    recurrent = [type(module).__name__ for module in model.modules() if isinstance(module, nn.RNNBase)] if model else []
+    if recurrent:
+        raise _untraceable(
+            f"has {recurrent[0]}, whose kernel keeps a workspace that tensors without values do not show"
+        )
+    try:
+        yield
+    except InputError:
+        raise
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise _untraceable(f"has shapes or branches that depend on the data ({error.func})") from error
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, NotImplementedError) as error:
+        said = str(error).strip().partition("\n")[0]
+        raise _untraceable(f"fails on tensors without values: {type(error).__name__}: {said}") from error
+
+
+def _untraceable(found: str) -> InputError:
+    return InputError(
+        "job: model", found, "run it without a prediction: tightfit train measures what it cannot foresee"
+    )
 
 
 @dataclass
@@ -464,4 +491,4 @@ def recorded(recorder: Recorder) -> tuple[Passage, ...]:
     return _passages(recorder.program)
 
 
-__all__ = ["FakeValues", "Recorder", "recorded", "trace"]
+__all__ = ["FakeValues", "Recorder", "recorded", "trace", "traceable"]

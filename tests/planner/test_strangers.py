@@ -1,0 +1,54 @@
+"""Models that nobody tuned for: explained without an edit, and right; or refused with a sentence that is true."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tightfit
+from tests.planner.strangers import STRANGERS
+from tightfit.engine.build import build
+from tightfit.engine.step import take_step
+from tightfit.errors import InputError
+from tightfit.measure.memory import sample_step
+from tightfit.planner.estimate import estimate
+from tightfit.planner.rehearse import rehearse
+
+REFUSED = {"gathering-experts": "depend on the data", "lstm": "LSTM, whose kernel keeps a workspace"}
+
+
+def job(name: str) -> tightfit.Job:
+    model, samples, loss = STRANGERS[name]
+    train = tightfit.Train(batch=8, steps=4, learning_rate=1e-3)
+    return tightfit.Job(model=model, data=samples(), loss=loss, allow=["bf16"], train=train)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+@pytest.mark.parametrize("micro_batch", [None, 2])
+@pytest.mark.parametrize("name", [name for name in STRANGERS if name not in REFUSED])
+def test_a_strangers_model_is_explained_as_it_runs(name: str, micro_batch: int | None, precision: str) -> None:
+    plan = tightfit.Plan(precision=precision, micro_batch=micro_batch)
+    run = build(job(name), plan)
+    steps = run.data.steps(0, None)
+    take_step(run, next(steps), 0)
+    _, measured = sample_step(run, next(steps), 1)
+    predicted = estimate(job(name), plan)
+    folded = predicted.peak.total - predicted.peak.rows["runtime"]
+    assert folded == pytest.approx(measured.total, rel=0.05)
+    assert rehearse(job(name), plan).total == pytest.approx(measured.total, rel=0.05)
+    assert predicted.time.step_s > 0
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_followed_is_refused_and_it_is_said_why(name: str) -> None:
+    with pytest.raises(InputError, match=REFUSED[name]) as error:
+        estimate(job(name), tightfit.Plan())
+    assert "tightfit train" in str(error.value)
+    run = build(job(name), tightfit.Plan())
+    assert take_step(run, next(run.data.steps(0, None)), 0).loss > 0  # it trains all the same
+
+
+def test_a_model_that_fails_says_how() -> None:
+    broken = job("unet").replace(model=lambda: torch.nn.Linear(5, 5))
+    with pytest.raises(InputError, match="fails on tensors without values"):
+        estimate(broken, tightfit.Plan())
