@@ -26,19 +26,28 @@ REHEARSED = 3  # finalists at most that are rehearsed
 
 
 def search(
-    job: Job, machine: Machine | None = None, pins: dict[str, Any] | None = None, estimator: Estimator | None = None
+    job: Job,
+    machine: Machine | None = None,
+    pins: dict[str, Any] | None = None,
+    estimator: Estimator | None = None,
+    among: list[Plan] | None = None,
 ) -> list[Estimate]:
     """Estimates of the plans that keep `pins`, the fastest that fits first; each other says why it lost.
+
+    among  the plans to choose from, in place of all that this machine and the job allow
 
     Raises DoesNotFit where no plan fits, with the largest rows and what would help; InputError for pins that cannot
     work.
     """
     machine = machine or Machine.detect()
     estimator = estimator or Estimator(job, machine)
-    pins = dict(pins or {})
-    start, _ = complete(job, machine, pins)
-    start = _with_best_kernels(estimator, start, pins)
-    found = _worth_knowing(estimator, start, pins)
+    if among is None:
+        pins = dict(pins or {})
+        start, _ = complete(job, machine, pins)
+        start = _with_best_kernels(estimator, start, pins)
+        found = _worth_knowing(estimator, start, pins)
+    else:
+        found = [estimator.estimate(plan) for plan in among if _is_legal(plan, job, machine.device)]
     fitting = sorted((one for one in found if one.fits), key=lambda one: (one.total_s, one.peak_bytes))
     chosen = _rehearsed(estimator, fitting, job)
     if chosen is None:

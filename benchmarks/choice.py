@@ -1,0 +1,245 @@
+"""The plan that search chooses against the best of all: every legal plan of a list, really run, on jobs whose memory
+limits bite.
+
+    .venv/bin/python benchmarks/choice.py --out records/choice.json
+
+For each job search chooses among the plans of the list, within a limit on memory that the reference plan does not meet.
+Then each plan runs by itself, in a process of its own. The chosen plan should be within 5 % of the fastest of those whose
+measured memory is within the limit, and be within it itself. On the jobs marked so, the limit is enforced for real
+(RLIMIT_DATA): the chosen plan has to live with it, and the reference plan has to die of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ALLOW = ["bf16", "8-bit-states"]
+STEPS = 4
+ENFORCED = 3  # of the jobs
+SLACK = 0.1  # of the limit that an enforced one leaves to what is no tensor: libraries' buffers, fragments of the heap
+
+
+def language(architecture: str, depth: int, width: int, vocabulary: int, **more: Any) -> dict[str, Any]:
+    if architecture == "gpt2":
+        return {
+            "architecture": "gpt2",
+            "n_embd": width,
+            "n_layer": depth,
+            "n_head": 4,
+            "vocab_size": vocabulary,
+            **more,
+        }
+    return {
+        "architecture": architecture, "hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": 4,
+        "intermediate_size": 3 * width, "vocab_size": vocabulary, **more,
+    }  # fmt: skip
+
+
+def tokens(length: int) -> dict[str, Any]:
+    return {"synthetic": "tokens", "sequence_length": length}
+
+
+VIT = {
+    "architecture": "vit", "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024,
+    "image_size": 96, "patch_size": 8, "num_labels": 10,
+}  # fmt: skip
+# model, data, batch, optimizer, share of what the reference plan's tensors take that the limit leaves to tensors
+JOBS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str, float]] = {
+    "llama, half": (language("llama", 6, 256, 2048), tokens(128), 32, "adamw", 0.5),
+    "llama, third": (language("llama", 6, 256, 2048), tokens(128), 32, "adamw", 0.33),
+    "vit, half": (VIT, {"synthetic": "images"}, 32, "adamw", 0.5),
+    "llama, quarter": (language("llama", 8, 192, 1024), tokens(256), 16, "adamw", 0.25),
+    "gpt2, half": (language("gpt2", 6, 256, 2048, n_positions=128), tokens(128), 32, "adamw", 0.5),
+    "gpt2, third": (language("gpt2", 6, 256, 2048, n_positions=128), tokens(128), 32, "adamw", 0.35),
+    "bert, half": (language("bert", 6, 256, 2048), tokens(128), 32, "adamw", 0.5),
+    "vit, quarter": (VIT, {"synthetic": "images"}, 32, "adamw", 0.25),
+    "wide llama, half": (language("llama", 4, 512, 4096), tokens(64), 16, "adamw", 0.55),
+    "llama with sgd, third": (language("llama", 6, 256, 2048), tokens(128), 32, "sgd", 0.33),
+}
+
+
+def plans(batch: int) -> list[dict[str, Any]]:
+    """The list: what trades memory for time on one device."""
+    found = []
+    for precision, pieces, recompute, in_backward in itertools.product(
+        ("fp32", "bf16-mixed"), (1, 4), ("none", "full"), (False, True)
+    ):
+        if not (in_backward and pieces > 1):
+            fields = {"precision": precision, "recompute": recompute, "update_in_backward": in_backward}
+            found.append({**fields, "micro_batch": batch // pieces if pieces > 1 else None, "allocator": "tuned"})
+    return found
+
+
+def job_of(name: str, limit: float | None = None) -> Any:
+    import tightfit
+
+    model, data, batch, optimizer, _ = JOBS[name]
+    train = tightfit.Train(optimizer=optimizer, batch=batch, steps=STEPS + 2)
+    limits = {} if limit is None else {"limits": {"memory": round(limit)}}
+    return tightfit.Job(model=model, data=data, allow=ALLOW, train=train, **limits)
+
+
+def choose(name: str) -> dict[str, Any]:
+    """What search says: the limit, and the plans with what they are predicted to take."""
+    from tightfit.machine import Machine
+    from tightfit.plan import Plan
+    from tightfit.planner.estimate import Estimator
+    from tightfit.planner.search import search
+
+    machine = Machine.detect()
+    estimator = Estimator(job_of(name), machine)
+    reference = estimator.estimate(Plan(allocator="tuned"))
+    runtime = reference.peak.rows["runtime"]
+    budget = JOBS[name][4] * (reference.peak.total - runtime)
+    job = job_of(name, runtime + budget)
+    estimator = Estimator(job, machine)
+    estimator.runtime_bytes = runtime
+    among = [Plan(**fields) for fields in plans(job.train.batch)]
+    found = search(job, machine, None, estimator, among)
+    return {
+        "budget": budget,
+        "chosen": found[0].plan.content(),
+        "predicted": {str(one.plan): one.time.step_s for one in found},
+    }
+
+
+def run(name: str, fields: dict[str, Any], budget: float | None) -> dict[str, Any]:
+    """A few steps of one plan: bytes of its tensors at the peak, seconds of a step. budget: enforced, where given."""
+    from tightfit.engine.build import build
+    from tightfit.engine.loop import train
+    from tightfit.measure.observer import Observer
+    from tightfit.plan import Plan
+
+    job, plan = job_of(name), Plan(**fields)
+    if budget is not None:
+        warm_up()
+        resource.setrlimit(resource.RLIMIT_DATA, (round(data_bytes() + budget * (1 + SLACK)), resource.RLIM_INFINITY))
+    built = build(job, plan)
+    observer = Observer(built, 0)
+    seconds = []
+    for result in train(built, take=observer.take):
+        observer.see(result)
+        seconds.append(result.seconds)
+    from tightfit.machine import Machine
+
+    record = observer.record(Machine.detect())
+    return {"peak_bytes": record.peak_bytes.measured, "step_s": record.median_step_s}
+
+
+def warm_up() -> None:
+    """Let libraries map what they map once, threads' stacks among it, before the limit is set."""
+    import torch
+
+    layer = torch.nn.Linear(256, 256)
+    layer(torch.randn(256, 256)).sum().backward()
+
+
+def data_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError
+
+
+def child(what: dict[str, Any]) -> dict[str, Any] | None:
+    """The answer of a process of its own; None where it died for want of memory."""
+    from tightfit.engine.launch import environment
+    from tightfit.plan import Plan
+
+    added = environment(Plan(allocator="tuned"), "cpu", os.environ)
+    command = [sys.executable, __file__, "--child", json.dumps(what)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **added}, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if lines:
+        return json.loads(lines[0].removeprefix("RESULT "))
+    if "memory" in done.stderr.lower():
+        return None
+    raise SystemExit(f"{what}: {done.stderr[-2000:]}")
+
+
+def compare(name: str, enforced: bool) -> dict[str, Any]:
+    """Search's choice on one job beside every plan of the list."""
+    said = child({"choose": name})
+    assert said is not None
+    rows = []
+    for fields in plans(JOBS[name][2]):
+        print(f"\r{name}: {len(rows) + 1} plans", end="", file=sys.stderr, flush=True)
+        seen = child({"run": name, "plan": fields, "budget": None})
+        assert seen is not None
+        rows.append({"plan": fields, **seen})
+    print(file=sys.stderr)
+    chosen = next(row for row in rows if all(said["chosen"][key] == value for key, value in row["plan"].items()))
+    fitting = [row for row in rows if row["peak_bytes"] <= said["budget"]]
+    best = min(fitting, key=lambda row: row["step_s"])
+    found = {
+        "job": name,
+        "budget_bytes": said["budget"],
+        "chosen": chosen,
+        "best": best,
+        "slower": chosen["step_s"] / best["step_s"] - 1,
+        "within_limit": chosen["peak_bytes"] <= said["budget"],
+        "fitting": len(fitting),
+        "rows": rows,
+    }
+    if enforced:
+        found["lives_within_enforced_limit"] = (
+            child({"run": name, "plan": chosen["plan"], "budget": said["budget"]}) is not None
+        )
+        reference = {"allocator": "tuned"}
+        found["reference_dies_of_it"] = child({"run": name, "plan": reference, "budget": said["budget"]}) is None
+    return found
+
+
+def show(row: dict[str, Any]) -> None:
+    plan = ", ".join(f"{name}={value}" for name, value in row["chosen"]["plan"].items() if value not in (None, False))
+    line = (
+        f"{row['job']:22s} {row['slower']:+6.1%} of the best of {row['fitting']:2d} that fit, "
+        f"{row['chosen']['peak_bytes'] / row['budget_bytes']:4.0%} of the limit: {plan}"
+    )
+    if "reference_dies_of_it" in row:
+        line += f"; enforced: {'lives' if row['lives_within_enforced_limit'] else 'DIES'}"
+        line += f", reference {'dies' if row['reference_dies_of_it'] else 'LIVES'}"
+    print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the comparison as JSON")
+    parser.add_argument("--only", default="", help="jobs whose name begins so")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        what = json.loads(arguments.child)
+        answer = choose(what["choose"]) if "choose" in what else run(what["run"], what["plan"], what["budget"])
+        print("RESULT " + json.dumps(answer))
+        return
+    rows = []
+    for number, name in enumerate(JOBS):
+        if name.startswith(arguments.only):
+            rows.append(compare(name, enforced=number < ENFORCED))
+            show(rows[-1])
+            if arguments.out:
+                write(arguments.out, rows)
+    print(
+        f"worst {max(row['slower'] for row in rows):+.1%}, all within the limit: {all(row['within_limit'] for row in rows)}"
+    )
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    from tightfit.machine import Machine
+    from tightfit.record import code_version
+
+    what = {"code": code_version(), "machine": Machine.detect().name, "jobs": rows}
+    path.write_text(json.dumps(what, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
