@@ -87,13 +87,15 @@ def verify(
 
 @app.command()
 def machine(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME[:COUNT[xNODES]]]", help="left out: this machine")] = None,
+    known: Annotated[bool, typer.Option("--list", help="the machines that are known by name")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="measure this machine (about a minute)")] = False,
-    as_json: AsJson = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Show what this machine is and what it was measured to do."""
+    """Show what this machine is and what it was measured to do, or what is known of another."""
     from tightfit.report.commands import machine_command
 
-    machine_command(calibrate, as_json)
+    machine_command(name, known, calibrate, as_json)
 
 
 @app.command()

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from tightfit.errors import InputError
 from tightfit.machines import ACHIEVED, MEMORY_ACHIEVED, USABLE, devices
-from tightfit.units import format_bytes, format_count
+from tightfit.units import format_bytes, format_flops
 from tightfit.values import Value, nearest
 
 
@@ -114,9 +114,7 @@ class Machine(Value):
         return _UNKNOWN_FLOPS[self.device] * (2.0 if name != "fp32" else 1.0) * self.cores
 
     def __repr__(self) -> str:
-        rates = ", ".join(
-            f"{kind} {format_count(figure.value)}FLOP/s" for kind, figure in self.matrix_flops_per_s.items()
-        )
+        rates = ", ".join(f"{kind} {format_flops(figure.value)}" for kind, figure in self.matrix_flops_per_s.items())
         count = self.devices_per_node * self.nodes
         return f"Machine({self.name}, {count} x {self.device}, {format_bytes(self.memory_bytes.value)}{', ' + rates if rates else ''})"
 
@@ -135,8 +133,10 @@ def _of_table(name: str, row: dict[str, Any], count: int, nodes: int) -> Machine
         device="cuda",
         devices_per_node=count,
         nodes=nodes,
-        memory_bytes=figure(row["memory"] * 1e9 * USABLE, source),
-        host_memory_bytes=figure(row["memory"] * 4e9 * count, "four times the devices' memory, as nodes usually have"),
+        memory_bytes=figure(row["memory"] * 2**30 * USABLE, source),
+        host_memory_bytes=figure(
+            row["memory"] * 4 * 2**30 * count, "four times the devices' memory, as nodes usually have"
+        ),
         matrix_peak_flops_per_s={kind: figure(value * 1e12, source) for kind, value in row["flops"].items()},
         matrix_flops_per_s={
             kind: figure(value * 1e12 * share, f"{share:.0%} of the peak") for kind, value in row["flops"].items()

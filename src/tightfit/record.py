@@ -46,6 +46,7 @@ class Record(Value):
     mfu: float | None
     compile_s: float | None
     loss: list[tuple[int, float | None]]
+    predicted_step_s: float | None = None
     skipped_steps: int = 0
     damaged_samples: int = 0
     parameters: int = 0

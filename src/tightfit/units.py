@@ -51,6 +51,14 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def format_flops(rate: float) -> str:
+    """A rate of arithmetic: '205 GFLOP/s', '1.98 PFLOP/s'."""
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
+        if rate >= 0.9995 * size:
+            return f"{_three_digits(rate / size)} {unit}FLOP/s"
+    return f"{_three_digits(rate / 1e6)} MFLOP/s"
+
+
 def format_seconds(seconds: float) -> str:
     """A duration: '2 h 05 min', '3 min 20 s', '1.25 s', '830 ms', '12 us'; '?' where it is not known (inf or nan)."""
     if not math.isfinite(seconds):

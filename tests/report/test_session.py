@@ -36,11 +36,12 @@ def test_files_of_a_run_and_going_on(
     job, out = tiny.write(tmp_path, evaluate_every=4, checkpoint_every=3, trackers=["tensorboard"]), tmp_path / "out"
     assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 0
     shown = capsys.readouterr().out
-    for words in ("loss", "lr", "tokens/s", "peak", "left", "evaluation loss", "record.json"):
+    for words in ("loss", "lr", "tokens/s", "peak", "left", "evaluation loss", "record.json", "predicted"):
         assert words in shown
     assert {path.name for path in out.iterdir()} == {
         "job.yaml",
         "plan.yaml",
+        "predicted.json",
         "metrics.jsonl",
         "record.json",
         "checkpoints",

@@ -8,9 +8,7 @@ from typing import Any
 
 import yaml
 
-ACHIEVED = (
-    0.7  # share of the peak that large products reach, where nobody measured it: what the measured ones have about
-)
+ACHIEVED = 0.7  # share of the peak that large products reach, where nobody measured it: about that of the measured ones
 MEMORY_ACHIEVED = 0.85  # share of the printed bandwidth that copies reach
 USABLE = 0.985  # share of the printed memory that a process can have: the driver, and ECC where it is on, keep the rest
 

@@ -47,6 +47,8 @@ def _choices(job: Job, machine: Machine) -> Iterator[tuple[str, Any, str]]:
     yield "materialize", "device", "the model is created where and as it is used"
     if "bf16" in job.allowed and has_fast_bf16(machine):
         yield "precision", "bf16-mixed", "this machine multiplies bf16 faster, and the job allows it"
+    elif "fp16" in job.allowed and has_fast_fp16(machine):
+        yield "precision", "fp16-mixed", "this machine multiplies fp16 faster, and the job allows it"
     if of_transformers and task in ("causal-lm", "masked-lm", "seq2seq-lm"):
         yield "chunked_loss", 1024, "all logits at once are the largest activation of a small language model"
     if machine.device == "cpu" and of_transformers and task == "causal-lm" and sequence <= 1024:
@@ -115,11 +117,19 @@ def _quiet(*names: str) -> Iterator[None]:
             logger.setLevel(level)
 
 
+def has_fast_fp16(machine: Machine) -> bool:
+    """Whether fp16 products are faster than fp32: on every CUDA device since Volta, and on no processor."""
+    if machine.device != "cuda":
+        return False
+    known = machine.matrix_flops_per_s
+    return "fp16" not in known or "fp32" not in known or known["fp16"].value > 1.2 * known["fp32"].value
+
+
 def has_fast_bf16(machine: Machine) -> bool:
     """Whether bf16 products are faster than fp32 here: as measured, else by the processor's instructions or the GPU's age."""
     measured = machine.matrix_flops_per_s
-    if "bf16" in measured and "fp32" in measured:
-        return measured["bf16"].value > 1.2 * measured["fp32"].value
+    if "fp32" in measured:  # the table, or a calibration, has every type that the device multiplies
+        return "bf16" in measured and measured["bf16"].value > 1.2 * measured["fp32"].value
     if machine.device == "cuda":
         import torch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -18,9 +19,10 @@ from tightfit.engine.launch import enter_environment
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import Job, ModelSpec, apply_change
 from tightfit.machine import Figure, Machine
+from tightfit.machines import devices
 from tightfit.plan import Plan, needed_permissions, read_pins
 from tightfit.planner.complete import ALLOCATOR, complete
-from tightfit.units import format_bytes, format_count, format_seconds
+from tightfit.units import format_bytes, format_count, format_flops, format_seconds
 
 
 def quiet_libraries() -> None:
@@ -135,7 +137,11 @@ def explain_command(
 
     estimator = Estimator(job, machine)
     pinned = set(pins) >= set(Plan.field_names())
-    estimates = [estimator.estimate(Plan.parse(pins, "plan"))] if pinned else search(job, machine, pins, estimator)
+    estimates = (
+        [estimator.settle(estimator.estimate(Plan.parse(pins, "plan")))]
+        if pinned
+        else search(job, machine, pins, estimator)
+    )
     estimates = estimates[:top]
     if picture is not None:
         picture.write_text(memory_svg(estimates[0]), encoding="utf-8")
@@ -201,6 +207,9 @@ def summary(record: dict[str, Any], out: Path) -> str:
         )
         mfu = f", {record['mfu']:.0%} of the measured matrix rate" if record["mfu"] else ""
         lines.append(f"speed    {speed} (median of {len(record['step_s'])} steps){mfu}")
+        measured_s, predicted_s = statistics.median(record["step_s"]), record["predicted_step_s"]
+        if predicted_s:
+            lines.append(f"         {_beside(predicted_s, measured_s, format_seconds)} a step")
     if record["compile_s"]:
         lines.append(f"compile  {format_seconds(record['compile_s'])} in the first step, not counted in the speed")
     if peak["measured"]:
@@ -208,6 +217,8 @@ def summary(record: dict[str, Any], out: Path) -> str:
         lines.append(
             f"memory   {format_bytes(peak['measured'])} at the peak ({rows}); process {format_bytes(peak['process'])}"
         )
+        if peak["predicted"]:
+            lines.append(f"         {_beside(peak['predicted'], peak['measured'], format_bytes)}")
     elif peak["process"]:
         lines.append(f"memory   process {format_bytes(peak['process'])}")
     for name, words in (
@@ -217,6 +228,10 @@ def summary(record: dict[str, Any], out: Path) -> str:
         if record[name]:
             lines.append(f"         {record[name]} {words}")
     return "\n".join([*lines, f"record   {out / 'record.json'}"])
+
+
+def _beside(predicted: float, measured: float, form: Callable[[float], str]) -> str:
+    return f"predicted {form(predicted)}, measured {form(measured)} ({predicted / measured - 1:+.1%})"
 
 
 def verify_command(path: Path, plan: str | None, steps: int, changes: list[str], as_json: bool) -> None:
@@ -243,10 +258,15 @@ def verify_command(path: Path, plan: str | None, steps: int, changes: list[str],
     sys.exit(0 if result.passed else 1)
 
 
-def machine_command(calibrate: bool, as_json: bool) -> None:
+def machine_command(name: str | None, known: bool, calibrate: bool, as_json: bool) -> None:
     quiet_libraries()
-    machine = Machine.detect()
     console = Console(stderr=as_json)
+    if known:
+        list_machines(console, as_json)
+        return
+    if calibrate and name is not None:
+        raise InputError(f"machine {name} --calibrate", "measures this machine only", "leave out the name")
+    machine = Machine.detect() if name is None else Machine.named(name)
     if calibrate:
         from tightfit.measure.calibrate import calibrate as measure
 
@@ -258,8 +278,36 @@ def machine_command(calibrate: bool, as_json: bool) -> None:
     for row in machine_rows(machine):
         table.add_row(*row)
     console.print(table)
-    if not machine.matrix_flops_per_s:
+    if not machine.matrix_flops_per_s and name is None:
         console.print("not measured yet: tightfit machine --calibrate")
+
+
+def list_machines(console: Console, as_json: bool) -> None:
+    """The devices that --machine knows, with the figures of one."""
+    machines = [Machine.named(name) for name in devices()]
+    if as_json:
+        print(json.dumps([machine.content() for machine in machines]))
+        return
+    table = Table("name", "memory", "bandwidth", "fp32", "bf16 or fp16", "link", box=None)
+    for machine in machines:
+        peak = machine.matrix_peak_flops_per_s
+        half = peak.get("bf16") or peak["fp16"]
+        assert machine.memory_bytes_per_s is not None
+        assert machine.process_bytes_per_s is not None
+        table.add_row(
+            machine.name,
+            format_bytes(machine.memory_bytes.value),
+            f"{machine.memory_bytes_per_s.value / 1e9:.0f} GB/s",
+            format_flops(peak["fp32"].value),
+            format_flops(half.value),
+            f"{machine.process_bytes_per_s.value / 1e9:.3g} GB/s",
+        )
+    console.print(table)
+    console.print(
+        "NAME:8 is 8 of them in a node, NAME:8x4 four such nodes. Arithmetic is the printed peak; tightfit machine NAME\n"
+        "says what is achieved of it, and where the figures are from.",
+        soft_wrap=True,
+    )
 
 
 def machine_rows(machine: Machine) -> list[tuple[str, str, str]]:
@@ -271,17 +319,19 @@ def machine_rows(machine: Machine) -> list[tuple[str, str, str]]:
         ("host memory", machine.host_memory_bytes, format_bytes),
     ]
     figures += [
-        (f"matrix products {kind}", figure, lambda v: format_count(v) + "FLOP/s")
-        for kind, figure in machine.matrix_flops_per_s.items()
+        (f"matrix products {kind}{said}", figure, format_flops)
+        for said, table in ((", peak", machine.matrix_peak_flops_per_s), ("", machine.matrix_flops_per_s))
+        for kind, figure in table.items()
     ]
 
     def rate(value: float) -> str:
-        return f"{value / 1e9:.3g} GB/s"
+        return f"{value / 1e9:.3g} GB/s" if value < 1e11 else f"{value / 1e9:.0f} GB/s"
 
     for name, figure in (
         ("memory bandwidth", machine.memory_bytes_per_s),
         ("host to device", machine.host_to_device_bytes_per_s),
-        ("between processes", machine.process_bytes_per_s),
+        ("between devices of a node", machine.process_bytes_per_s),
+        ("between nodes", machine.network_bytes_per_s),
     ):
         if figure:
             figures.append((name, figure, rate))

@@ -72,9 +72,10 @@ def train_in_folder(
             _train(run, start, out, observer, view, trackers)
         record = observer.record(machine)
     if predicted is not None:
-        memory = predicted["memory"]
-        bytes_beside = record.peak_bytes.replace(predicted=sum(memory.values()) - memory["peak"] - memory["runtime"])
-        record = record.replace(peak_bytes=bytes_beside)
+        tensors = [size for row, size in predicted["memory"].items() if row not in ("peak", "runtime", "allocator")]
+        record = record.replace(
+            peak_bytes=record.peak_bytes.replace(predicted=sum(tensors)), predicted_step_s=predicted["time"]["step_s"]
+        )
     record = record.replace(loss=[*((line["step"], line["loss"]) for line in earlier), *record.loss])
     (out / "record.json").write_text(json.dumps(record.content(), indent=1) + "\n")
     return record, lambda: sample_text(run)

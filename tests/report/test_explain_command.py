@@ -1,0 +1,105 @@
+"""`tightfit explain` and `tightfit machine`, as people and scripts use them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .. import tiny
+from .test_session import command
+
+ROWS = {"parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "runtime", "peak"}
+SECONDS = {"compute_s", "memory_s", "communication_s", "bubble_s", "input_s", "step_s"}
+PINNED = ("--set", "plan.compile=none")
+
+
+def test_what_scripts_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(monkeypatch, "explain", str(tiny.write(tmp_path)), "--machine", "l4", "--json", *PINNED) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["chosen"] == 0
+    assert told["machine"]["name"] == "l4"
+    for place, plan in enumerate(told["plans"]):
+        assert plan["memory"].keys() >= ROWS
+        assert plan["time"].keys() >= SECONDS
+        assert {"plan", "fits", "changes_math", "tokens_per_s", "mfu"} <= plan.keys()
+        assert bool(plan["rejected_because"]) == bool(place)
+        assert plan["memory"]["peak"] == pytest.approx(
+            sum(size for row, size in plan["memory"].items() if row != "peak"), rel=0.02
+        )
+
+
+def test_what_people_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    picture = tmp_path / "memory.svg"
+    job = str(tiny.write(tmp_path))
+    assert (
+        command(monkeypatch, "explain", job, "--machine", "t4", "--picture", str(picture), "--top", "3", *PINNED) == 0
+    )
+    shown = capsys.readouterr().out
+    for words in ("one device, fp32, keep everything", "at the peak", "f forward", "why not", "numerics"):
+        assert words in shown
+    assert picture.read_text().startswith("<svg")
+
+
+def test_predicted_stands_beside_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = str(tiny.write(tmp_path))
+    assert command(monkeypatch, "explain", job, "--plan", "reference", "--analyze") == 0
+    lines = capsys.readouterr().out.splitlines()
+    head = next(number for number, line in enumerate(lines) if "predicted" in line and "measured" in line)
+    peak = next(line for line in lines[head:] if line.startswith("peak"))
+    assert abs(float(peak.rsplit(None, 1)[1].rstrip("%"))) <= 3
+    assert any(line.startswith("step") for line in lines[head:])
+
+
+def test_where_nothing_fits_the_exit_code_is_3_and_help_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = str(tiny.write(tmp_path))
+    assert command(monkeypatch, "explain", job, "--machine", "t4", "--memory", "200MiB", *PINNED) == 3
+    said = capsys.readouterr().err
+    for words in ("needs", "largest:", "a larger machine"):
+        assert words in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["--machine", "h101"], "did you mean"),
+        (["--machine", "h200:0"], "write it like h200:8"),
+        (["--machine", "h200", "--analyze"], "leave one of them out"),
+        (["--picture", "memory.gif"], "memory.svg"),
+        (["--memory", "much"], "24GiB"),
+    ],
+)
+def test_mistakes_name_their_remedy(
+    arguments: list[str],
+    remedy: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command(monkeypatch, "explain", str(tiny.write(tmp_path)), *arguments) == 2
+    assert remedy in capsys.readouterr().err
+
+
+def test_machines_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(monkeypatch, "machine", "--list") == 0
+    assert "mi300x" in capsys.readouterr().out
+    assert command(monkeypatch, "machine", "h100-sxm:8x4", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["devices_per_node"], told["nodes"]) == (8, 4)
+    assert told["matrix_flops_per_s"]["bf16"]["value"] < told["matrix_peak_flops_per_s"]["bf16"]["value"]
+    assert command(monkeypatch, "machine", "h200", "--calibrate") == 2
+
+
+def test_a_machine_without_bf16_takes_fp16_where_the_job_allows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for allow, precision in (("[bf16]", "fp32"), ("[fp16]", "fp16-mixed")):
+        arguments = ("--machine", "t4", "--json", "--set", f"allow={allow}", *PINNED)
+        assert command(monkeypatch, "explain", str(tiny.write(tmp_path)), *arguments) == 0
+        assert json.loads(capsys.readouterr().out)["plans"][0]["plan"]["precision"] == precision
