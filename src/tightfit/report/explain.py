@@ -157,9 +157,7 @@ def _table(*columns: str) -> Table:
 def picture(estimate: Estimate) -> list[str]:
     """Memory over a step as a picture of text: one column for each stretch of it."""
     instants = [(phase, sum(rows.values())) for phase, _, rows in estimate.ledger.instants()]
-    columns = (
-        [instants[place * len(instants) // WIDTH] for place in range(WIDTH)] if len(instants) >= WIDTH else instants
-    )
+    columns = [instants[place * len(instants) // WIDTH] for place in range(WIDTH)]
     most = max(size for _, size in instants)
     lines = []
     for level in range(HEIGHT, 0, -1):
