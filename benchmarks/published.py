@@ -3,7 +3,8 @@
     .venv/bin/python benchmarks/published.py --out records/published.json
 
 The runs are facts in published.yaml. Nothing is fitted to a row. Speed is compared in two ways: as predicted from the
-device's published figures, and after one calibration for each (machine, framework): the median of its ratios.
+device's published figures, and after one calibration for each (machine, framework) of its efficiencies in products, memory
+and launches (planner/calibrate.py).
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from tightfit.job import Job, Train
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.plan import Plan
+from tightfit.planner.calibrate import refine
 from tightfit.planner.estimate import WORKSPACE_BYTES, Estimator
 from tightfit.planner.reserve import reserved_bytes
+from tightfit.planner.time import Clock
 from tightfit.record import code_version
 from tightfit.units import parse_bytes
 
@@ -49,7 +52,8 @@ def compare(row: dict[str, Any]) -> dict[str, Any]:
         predicted = max(reserved_bytes(ledger, expandable=False, late=late) + WORKSPACE_BYTES, predicted)
     if metric == "device":
         predicted += parse_bytes(row["context"])
-    speed = estimate.tokens_per_s if row["data"].get("sequence_length", 0) > 1000 else estimate.samples_per_s
+    in_tokens = row["data"].get("sequence_length", 0) > 1000
+    amount = row["batch"] * (row["data"]["sequence_length"] if in_tokens else 1)
     return {
         "id": row["id"],
         "framework": row["framework"],
@@ -58,7 +62,9 @@ def compare(row: dict[str, Any]) -> dict[str, Any]:
         "published_bytes": parse_bytes(size),
         "predicted_bytes": round(predicted),
         "published_speed": row.get("speed"),
-        "predicted_speed": speed if "speed" in row else None,
+        "predicted_speed": amount / estimate.time.step_s if "speed" in row else None,
+        "amount": amount,
+        "ledger": ledger,
     }
 
 
@@ -71,15 +77,21 @@ def as_their_loop(ledger: Ledger, loop: dict[str, Any]) -> Ledger:
     return replace(ledger, updates=updates, foreach=ledger.foreach and not loop.get("one_by_one", False))
 
 
-def calibrated(rows: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
-    """By (machine, framework): the median of published over predicted speed."""
-    ratios: dict[tuple[str, str], list[float]] = {}
-    for row in rows:
-        if row["published_speed"]:
-            ratios.setdefault((row["machine"], row["framework"]), []).append(
-                row["published_speed"] / row["predicted_speed"]
-            )
-    return {key: statistics.median(found) for key, found in ratios.items()}
+def calibrate(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """One calibration for each (machine, framework): its efficiencies by name. Rows are given their calibrated speed."""
+    shares = {}
+    for machine, framework in dict.fromkeys(
+        (row["machine"], row["framework"]) for row in rows if row["published_speed"]
+    ):
+        same = [
+            row for row in rows if (row["machine"], row["framework"]) == (machine, framework) and row["published_speed"]
+        ]
+        known = Machine.named(machine)
+        refined = refine(known, [(row["ledger"], row["amount"] / row["published_speed"]) for row in same])
+        for row in same:
+            row["calibrated_speed"] = row["amount"] / Clock(refined).step_time(row["ledger"]).step_s
+        shares[f"{framework} on {machine}"] = {name: figure.value for name, figure in refined.efficiency.items()}
+    return shares
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -101,14 +113,13 @@ def main() -> None:
         if run["id"].startswith(arguments.only):
             rows.append(compare(run))
             print(line_of(rows[-1]), flush=True)
-    shares = calibrated(rows)
+    shares = calibrate(rows)
     memory = [abs(row["predicted_bytes"] / row["published_bytes"] - 1) for row in rows]
     timed = [row for row in rows if row["published_speed"]]
-    as_published = [abs(row["predicted_speed"] / row["published_speed"] - 1) for row in timed]
-    after = [
-        abs(row["predicted_speed"] * shares[row["machine"], row["framework"]] / row["published_speed"] - 1)
-        for row in timed
-    ]
+    as_published, after = (
+        [abs(row[f"{kind}_speed"] / row["published_speed"] - 1) for row in timed]
+        for kind in ("predicted", "calibrated")
+    )
     summary = {
         name: {"rows": len(errors), "median": statistics.median(errors), "worst": max(errors)}
         for name, errors in (("memory", memory), ("speed", as_published), ("speed, calibrated", after))
@@ -116,8 +127,8 @@ def main() -> None:
     }
     for name, errors in summary.items():
         print(f"{name:18s} {errors['rows']:3d} rows: median error {errors['median']:.1%}, worst {errors['worst']:.1%}")
-    for (machine, framework), share in shares.items():
-        print(f"{framework} on {machine}: {share:.2f} of the predicted speed")
+    for name, efficiencies in shares.items():
+        print(f"{name}: " + ", ".join(f"{kind} {share:.2f}" for kind, share in efficiencies.items()))
     if arguments.out:
         what = {
             "code": code_version(),

@@ -90,12 +90,18 @@ def machine(
     name: Annotated[str | None, typer.Argument(metavar="[NAME[:COUNT[xNODES]]]", help="left out: this machine")] = None,
     known: Annotated[bool, typer.Option("--list", help="the machines that are known by name")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="measure this machine (about a minute)")] = False,
+    records: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--record", metavar="FILE", help="record.json of a run here: times are predicted by what it reached"
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Show what this machine is and what it was measured to do, or what is known of another."""
     from tightfit.report.commands import machine_command
 
-    machine_command(name, known, calibrate, as_json)
+    machine_command(name, known, calibrate, records or [], as_json)
 
 
 @app.command()

@@ -38,6 +38,7 @@ class Machine(Value):
                          a node (one way), and between nodes, for each device
     rates                what each kind of operation achieves, measured here: "kind/dtype" -> size -> FLOP/s of products
                          (size: the cube root of rows x columns x depth), of attention (size: FLOPs), else bytes moved/s
+    efficiency           share of these rates that whole training steps reach, from their records: compute, memory, launch
     """
 
     name: str
@@ -56,6 +57,7 @@ class Machine(Value):
     process_bytes_per_s: Figure | None = None
     network_bytes_per_s: Figure | None = None
     rates: dict[str, dict[int, float]] = Field(default_factory=dict)
+    efficiency: dict[str, Figure] = Field(default_factory=dict)
 
     @classmethod
     def detect(cls) -> Machine:
@@ -81,6 +83,12 @@ class Machine(Value):
                 f"machine {text}", f"{size} is not a number of devices", f"write it like {name}:8 or {name}:8x4"
             )
         return _of_table(name, known[name], int(match.group(1)), int(match.group(2) or 1))
+
+    def keep(self) -> None:
+        """Keep this machine's figures for the next `detect`."""
+        path = calibration_path(self.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.to_json())
 
     def rate(self, precision: str) -> float | None:
         """Measured matrix rate (FLOP/s) of the type a plan's precision multiplies in; None if not measured."""

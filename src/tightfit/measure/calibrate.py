@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tightfit.machine import Figure, Machine, calibration_path
+from tightfit.machine import Figure, Machine
 from tightfit.measure.rates import measure_rates
 from tightfit.measure.timing import timed
 
@@ -38,6 +38,7 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
         matrix_flops_per_s=rates,
         matrix_flops_per_s_by_size=by_size,
         rates=kinds,
+        efficiency={},  # that of runs was of other rates
         memory_bytes_per_s=_figure(_memory_bandwidth(device), "copy of 256 MiB, read and written"),
         launch_s=_figure(_launch_s(device), "a chain of products of single numbers, forward and backward"),
         host_to_device_bytes_per_s=_figure(_copy_bandwidth(device), "pinned copy of 256 MiB")
@@ -47,9 +48,7 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
             _process_bandwidth(), "all-reduce of 64 MiB over two gloo processes, bytes each sends"
         ),
     )
-    path = calibration_path(machine.name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(measured.to_json())
+    measured.keep()
     return measured
 
 

@@ -70,6 +70,7 @@ _KINDS = {
     "nothing": ("aten.nll_loss_forward", "aten.empty_strided", "aten.empty", "aten.empty_like", "aten.new_empty"),
 }  # fmt: skip
 KIND = {name: kind for kind, names in _KINDS.items() for name in names}
+EFFICIENCIES = ("compute", "memory", "launch")  # of a machine: see planner/calibrate.py
 DEFAULT_LAUNCH_S = {"cpu": 5e-6, "cuda": 8e-6}  # of an operation started from Python with autograd
 LARGE_BLOCK = 32 * 2**20  # bytes from which glibc, left as it is, maps each block anew and the kernel zeroes its pages
 KEPT = 2 * LARGE_BLOCK  # free bytes at the end of its heap that it does not give back
@@ -118,7 +119,10 @@ class Clock:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.launch_s = machine.launch_s.value if machine.launch_s else DEFAULT_LAUNCH_S[machine.device]
+        shares = [machine.efficiency[name].value if name in machine.efficiency else 1.0 for name in EFFICIENCIES]
+        self.compute_share, self.memory_share, launch_share = shares
+        launch_s = machine.launch_s.value if machine.launch_s else DEFAULT_LAUNCH_S[machine.device]
+        self.launch_s = launch_s / launch_share
         self._timelines: dict[tuple[Timeline, int], dict[str, tuple[float, float]]] = {}
         self._operations: dict[tuple[Operation, int], float] = {}
 
@@ -179,9 +183,9 @@ class Clock:
         kind = KIND.get(operation.name, "elementwise")
         flops, moved = operation.flops.at(samples), operation.moved.at(samples)
         if kind not in ARITHMETIC:
-            return moved / self.machine.achieved(kind, operation.dtype, moved)
+            return moved / self.machine.achieved(kind, operation.dtype, moved) / self.memory_share
         arithmetic_s = flops / self.machine.achieved(kind, operation.dtype, _size(operation, samples, flops))
-        return max(arithmetic_s, moved / self.machine.bandwidth(moved))
+        return max(arithmetic_s / self.compute_share, moved / self.machine.bandwidth(moved) / self.memory_share)
 
     def _allocation_s(self, ledger: Ledger) -> float:
         """Time to fetch memory from the operating system, where its allocator gives freed memory back."""

@@ -22,6 +22,7 @@ from tightfit.machine import Figure, Machine
 from tightfit.machines import devices
 from tightfit.plan import Plan, needed_permissions, read_pins
 from tightfit.planner.complete import ALLOCATOR, complete
+from tightfit.record import Record
 from tightfit.units import format_bytes, format_count, format_flops, format_seconds
 
 
@@ -258,19 +259,24 @@ def verify_command(path: Path, plan: str | None, steps: int, changes: list[str],
     sys.exit(0 if result.passed else 1)
 
 
-def machine_command(name: str | None, known: bool, calibrate: bool, as_json: bool) -> None:
+def machine_command(name: str | None, known: bool, calibrate: bool, records: list[Path], as_json: bool) -> None:
     quiet_libraries()
     console = Console(stderr=as_json)
     if known:
         list_machines(console, as_json)
         return
-    if calibrate and name is not None:
-        raise InputError(f"machine {name} --calibrate", "measures this machine only", "leave out the name")
+    if (calibrate or records) and name is not None:
+        raise InputError(f"machine {name}", "only this machine is calibrated", "leave out the name")
     machine = Machine.detect() if name is None else Machine.named(name)
     if calibrate:
         from tightfit.measure.calibrate import calibrate as measure
 
         machine = measure(machine, lambda line: console.print(f"measuring {line}", highlight=False))
+    if records:
+        from tightfit.planner.calibrate import refine_from_records
+
+        machine = refine_from_records(machine, [read_record(path) for path in records])
+        machine.keep()
     if as_json:
         print(json.dumps(machine.content()))
         return
@@ -280,6 +286,16 @@ def machine_command(name: str | None, known: bool, calibrate: bool, as_json: boo
     console.print(table)
     if not machine.matrix_flops_per_s and name is None:
         console.print("not measured yet: tightfit machine --calibrate")
+
+
+def read_record(path: Path) -> Record:
+    try:
+        return Record.parse(json.loads(path.read_text()), str(path))
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        said = error.strerror if isinstance(error, OSError) else "is no JSON"
+        raise InputError(f"--record {path}", str(said), "name the record.json that a run has left") from error
 
 
 def list_machines(console: Console, as_json: bool) -> None:
@@ -337,6 +353,9 @@ def machine_rows(machine: Machine) -> list[tuple[str, str, str]]:
             figures.append((name, figure, rate))
     if machine.launch_s:
         figures.append(("launch of an operation", machine.launch_s, format_seconds))
+    figures += [
+        (f"efficiency in {name}", figure, lambda value: f"{value:.2f}") for name, figure in machine.efficiency.items()
+    ]
     return rows + [
         (name, form(figure.value), f"{figure.source} ({figure.detail})" if figure.detail else figure.source)
         for name, figure, form in figures

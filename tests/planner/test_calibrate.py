@@ -1,0 +1,79 @@
+"""Efficiency numbers from runs: they explain what was measured, and no more than that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tightfit
+from tests.report.test_session import command
+from tightfit.ledger import Ledger
+from tightfit.machine import Figure, Machine
+from tightfit.planner.calibrate import refine
+from tightfit.planner.estimate import fold
+from tightfit.planner.profile import Profiler
+from tightfit.planner.time import Clock
+
+from .. import tiny
+
+L4 = Machine.named("l4")
+
+
+def ledgers() -> list[Ledger]:
+    jobs = [tightfit.Job(
+        model={"preset": preset}, data={"synthetic": "tokens", "sequence_length": 512}, train=tightfit.Train(batch=4, steps=1)
+    ) for preset in ("gpt2", "bert-base")]  # fmt: skip
+    plans = [tightfit.Plan(), tightfit.Plan(precision="bf16-mixed"), tightfit.Plan(recompute="full")]
+    return [fold(Profiler(job, "cuda"), plan, L4) for job in jobs for plan in plans]
+
+
+@pytest.fixture(scope="module")
+def folded() -> list[Ledger]:
+    return ledgers()
+
+
+def test_runs_that_go_as_predicted_change_nothing(folded: list[Ledger]) -> None:
+    refined = refine(L4, [(ledger, Clock(L4).step_time(ledger).step_s) for ledger in folded])
+    assert all(figure.value == pytest.approx(1.0) for figure in refined.efficiency.values())
+
+
+def test_a_machine_that_is_slower_than_its_figures_is_found_out(folded: list[Ledger]) -> None:
+    true = L4.replace(
+        efficiency={name: Figure(value=value, source="measured") for name, value in
+                    (("compute", 0.8), ("memory", 0.6), ("launch", 1.0))}
+    )  # fmt: skip
+    seen = [(ledger, Clock(true).step_time(ledger).step_s) for ledger in folded]
+    refined = refine(L4, seen)
+    before, after = (
+        max(abs(Clock(machine).step_time(ledger).step_s / seconds - 1) for ledger, seconds in seen)
+        for machine in (L4, refined)
+    )
+    assert before > 0.2
+    assert after < 0.06
+    assert refined.efficiency["memory"].value < 0.75
+
+
+def test_one_run_moves_the_numbers_only_so_far(folded: list[Ledger]) -> None:
+    seconds = Clock(L4).step_time(folded[0]).step_s
+    refined = refine(L4, [(folded[0], 100 * seconds)])
+    assert all(0.2 < figure.value < 5 for figure in refined.efficiency.values())
+
+
+def test_records_are_read_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    out = tmp_path / "out"
+    assert command(monkeypatch, "train", str(tiny.write(tmp_path)), "--plan", "reference", "--out", str(out)) == 0
+    capsys.readouterr()
+    assert command(monkeypatch, "machine", "--record", str(out / "record.json"), "--json") == 0
+    efficiency = json.loads(capsys.readouterr().out)["efficiency"]
+    assert efficiency.keys() == {"compute", "memory", "launch"}
+    assert Machine.detect().efficiency.keys() == efficiency.keys()  # kept
+    for arguments in (
+        ("machine", "--record", str(tmp_path / "none.json")),
+        ("machine", "l4", "--record", str(out / "record.json")),
+    ):
+        assert command(monkeypatch, *arguments) == 2
