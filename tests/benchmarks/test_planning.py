@@ -1,0 +1,50 @@
+"""The benchmarks of the planner: what they compare is legal, and as broad as they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+import tightfit
+from benchmarks import choice, prediction, published
+from tightfit.plan import check
+
+
+def test_predictions_are_held_against_every_method_on_six_kinds_of_models() -> None:
+    pairs = prediction.pairs()
+    assert len(pairs) >= 60
+    assert {"llama", "gpt2", "bert", "vit", "t5", "batchnorm"} <= {pair["model"] for pair in pairs}
+    fields = {field for pair in pairs for field in pair["plan"]}
+    assert {
+        "precision",
+        "micro_batch",
+        "recompute",
+        "chunked_loss",
+        "states",
+        "update_in_backward",
+        "compile",
+    } <= fields
+    for pair in pairs:
+        model, data, batch = prediction.MODELS[pair["model"]]
+        train = tightfit.Train(optimizer=pair["optimizer"], batch=batch, steps=1)
+        job = tightfit.Job(model=model, data=data, allow=prediction.ALLOW, train=train)
+        check(tightfit.Plan(**pair["plan"]), job, "cpu")
+
+
+def test_the_choice_is_among_legal_plans_and_the_limits_bite() -> None:
+    assert len(choice.JOBS) >= 10
+    for name, (*_, batch, _, share) in choice.JOBS.items():
+        assert 0 < share < 0.6
+        for fields in choice.plans(batch):
+            check(tightfit.Plan(**fields), choice.job_of(name), "cpu")
+
+
+@pytest.mark.parametrize(("begins", "worst"), [("vit-l-4x4", 0.1), ("vit-l-sgd", 0.1), ("bert-large-4x1", 0.1), ("llama-3b-recompute", 0.1)])  # fmt: skip
+def test_published_runs_come_out(begins: str, worst: float) -> None:
+    runs = yaml.safe_load(Path(published.__file__).with_suffix(".yaml").read_text())
+    assert len(runs) == len({run["id"] for run in runs}) >= 20
+    (run,) = [run for run in runs if run["id"] == begins]
+    found = published.compare(run)
+    assert abs(found["predicted_bytes"] / found["published_bytes"] - 1) < worst
