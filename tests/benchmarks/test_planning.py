@@ -41,10 +41,10 @@ def test_the_choice_is_among_legal_plans_and_the_limits_bite() -> None:
             check(tightfit.Plan(**fields), choice.job_of(name), "cpu")
 
 
-@pytest.mark.parametrize(("begins", "worst"), [("vit-l-4x4", 0.1), ("vit-l-sgd", 0.1), ("bert-large-4x1", 0.1), ("llama-3b-recompute", 0.1)])  # fmt: skip
-def test_published_runs_come_out(begins: str, worst: float) -> None:
+@pytest.mark.parametrize("begins", ["vit-l-4x4", "vit-l-sgd", "bert-large-4x1", "llama-3b-recompute"])
+def test_published_runs_come_out(begins: str) -> None:
     runs = yaml.safe_load(Path(published.__file__).with_suffix(".yaml").read_text())
     assert len(runs) == len({run["id"] for run in runs}) >= 20
     (run,) = [run for run in runs if run["id"] == begins]
     found = published.compare(run)
-    assert abs(found["predicted_bytes"] / found["published_bytes"] - 1) < worst
+    assert abs(found["predicted_bytes"] / found["published_bytes"] - 1) < 0.1

@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from tightfit.job import Job, LossSpec, ModelSpec
 from tightfit.ledger import Ledger, Operation, Parameter, Passage, Update
@@ -23,6 +24,7 @@ from tightfit.models.objective import Batch, Objective, objective_of, processed_
 from tightfit.plan import Plan
 from tightfit.planner.example import example, is_padded, sized
 from tightfit.planner.fit import fitted
+from tightfit.planner.kept import identity, kept
 from tightfit.planner.storages import tensor_bytes, tensors_in
 from tightfit.planner.target import as_on
 from tightfit.planner.trace import FakeValues, trace, traceable
@@ -87,14 +89,14 @@ class Profiler:
         if micro_batch not in traced and micro_batch > MOST_CHUNKS * whole > 0:
             for samples in (max(whole, 2), 2 * max(whole, 2)):
                 if samples not in traced:
-                    traced[samples] = self._trace(plan, samples, training)
+                    traced[samples] = self._kept(key, plan, samples, training)
         pair = sorted(samples for samples in traced if samples > 1)  # at 1, strides and statistics are special
         if micro_batch not in traced and micro_batch > 1 and len(pair) > 1:
             fit = self._fitted(key, traced, pair[0], pair[-1])
             if fit is not None:
                 return fit
         if micro_batch not in traced:
-            traced[micro_batch] = self._trace(plan, micro_batch, training)
+            traced[micro_batch] = self._kept(key, plan, micro_batch, training)
         same = self._fitted(key, traced, micro_batch, micro_batch)
         assert same is not None, "a trace fits itself"
         return same
@@ -111,6 +113,13 @@ class Profiler:
         if plan.chunked_loss is None:
             return 0
         return max(int(-(-plan.chunked_loss // (self.tokens / self.samples))), 1)
+
+    def _kept(self, key: Any, plan: Plan, samples: int, training: bool) -> Programs:
+        """A trace, from disk where the same one was made before."""
+        model = identity(self.job)
+        shapes = str(tree_map_only(Tensor, lambda tensor: (str(tensor.dtype), tensor.shape[1:]), self.batch))
+        what = None if model is None else (model, shapes, self.padded, self.device, key, samples)
+        return kept(what, lambda: self._trace(plan, samples, training))
 
     def _trace(self, plan: Plan, samples: int, training: bool) -> Programs:
         with FakeTensorMode(), FakeValues(self.padded), as_on(self.device):
