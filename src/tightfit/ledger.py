@@ -156,8 +156,7 @@ class Ledger:
     batch_bytes     of one sample, as it lies in device memory (or in the host's, on a CPU)
     keeps_memory    whether freed memory is kept by the process and used again
     fixed           bytes that live through the whole step beside the model: by row
-    host            bytes of host memory by what they are for (devices other than the CPU)
-    phases          peaks outside the step (materialize, checkpoint), by name, in device bytes
+    phases          bytes at the largest instant of what comes before the first step, by name, without the fixed rows
     whole_step      operations once for each step that are of no passage and no update, such as clipping
     seconds         once for each step, by what they are for
     """
@@ -176,12 +175,9 @@ class Ledger:
     host_batch: bool = False
     keeps_memory: bool = False
     fixed: dict[str, float] = field(default_factory=dict)
-    host: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    efficiency: dict[str, float] = field(default_factory=dict)
     compile_s: float = 0.0
-    notes: tuple[str, ...] = ()
 
     def row_bytes(self) -> dict[str, float]:
         """What lives from step to step, by row."""
@@ -251,10 +247,18 @@ class Ledger:
 
     def peaks(self) -> dict[str, float]:
         """Device bytes at the largest instant of each phase, in the order in which the phases come."""
-        found: dict[str, float] = dict(self.phases)
+        found: dict[str, float] = {}
         for phase, _, rows in (*self.instants(), *self.evaluation()):
             found[phase] = max(found.get(phase, 0.0), sum(rows.values()))
-        return found
+        return {**found, **self.outside()}
+
+    def outside(self) -> dict[str, float]:
+        """Device bytes at the largest instant of each phase outside the steps: before the first, and of a checkpoint, for
+        which safetensors makes a copy of the weights in host memory."""
+        rows = self.row_bytes()
+        fixed = sum(self.fixed.values())
+        checkpoint = sum(rows.values()) + (rows["parameters"] if self.host_batch else 0.0)
+        return {**{name: size + fixed for name, size in self.phases.items()}, "checkpoint": checkpoint}
 
     def _update_bytes(self) -> float:
         if self.update_in_backward or not self.updates:

@@ -25,17 +25,27 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tightfit.errors import InputError
-from tightfit.ledger import traced
+from tightfit.ledger import Ledger
+from tightfit.machine import Machine
 from tightfit.methods.run import Run
 from tightfit.models.create import model_factory
 from tightfit.plan import Plan
 
 SLACK_BYTES = 2**20  # host memory for parameters beside the largest one there: biases and norms stay with their weight
 CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-cost = traced
 VARIANTS = ({"materialize": "device"},)
+
+
+def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
+    """On its device in its precision: the weights, and on a processor one of them in fp32. The usual way: all of them in
+    fp32, moved, then cast one by one."""
+    kept = [parameter.bytes for parameter in ledger.parameters]
+    single = [max(4 * parameter.count, parameter.bytes) for parameter in ledger.parameters]
+    narrow = [(size, whole) for size, whole in zip(kept, single, strict=True) if size < whole]
+    cast, staged = max((size for size, _ in narrow), default=0), max((whole for _, whole in narrow), default=0)
+    on_device = sum(kept) + (staged if machine.device == "cpu" else 0)
+    most = on_device if plan.materialize == "device" else sum(single) + cast
+    return replace(ledger, phases={**ledger.phases, "materialize": float(most)})
 
 
 def wanted(plan: Plan) -> bool:

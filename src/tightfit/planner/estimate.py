@@ -50,7 +50,16 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> float:
-        return self.peak.total if self.rehearsed is None else max(self.rehearsed, self.peak.rows["runtime"])
+        """At the largest instant of a step, or of what comes before and between steps where that takes more."""
+        step = self.peak.total if self.rehearsed is None else max(self.rehearsed, self.peak.rows["runtime"])
+        return max(step, *self.ledger.outside().values())
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that the peak falls in: forward, backward, optimizer, materialize, checkpoint."""
+        outside = self.ledger.outside()
+        name = max(outside, key=lambda phase: outside[phase])
+        return name if outside[name] == self.peak_bytes else self.peak.phase
 
     @property
     def fits(self) -> bool:
@@ -81,7 +90,7 @@ class Estimate:
         rows = sorted(self.peak.rows.items(), key=lambda row: -row[1])
         lines = [
             str(self.plan),
-            f"memory  {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)} in {self.peak.phase}: "
+            f"memory  {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)} in {self.peak_phase}: "
             + ", ".join(f"{row} {format_bytes(size)}" for row, size in rows if size),
             f"time    {format_seconds(self.time.step_s)} a step: "
             + ", ".join(f"{phase} {kind} {format_seconds(seconds)}" for phase, kind, seconds, _ in self.time.rows[:5]),

@@ -176,7 +176,7 @@ def does_not_fit(least: Estimate, found: list[Estimate], job: Job) -> DoesNotFit
     lines = [
         f"needs {format_bytes(least.peak_bytes)} at least, {format_bytes(least.limit_bytes)} are there",
         f"  leanest plan: {least.plan}",
-        f"  largest: {largest} (in {least.peak.phase})",
+        f"  largest: {largest} (in {least.peak_phase})",
     ]
     missing = [word for word in ("bf16", "8-bit-states", "4-bit-states") if word not in job.allowed]
     if missing:

@@ -81,7 +81,8 @@ def _fields(estimate: Estimate) -> str:
 def _verdict(estimate: Estimate) -> str:
     free = 1 - estimate.peak_bytes / estimate.limit_bytes
     if estimate.fits:
-        return f"fits, {free:.0%} free"
+        where = "" if estimate.peak_phase == estimate.peak.phase else f", the most of it in {estimate.peak_phase}"
+        return f"fits, {free:.0%} free{where}"
     return "does not fit" if free < 0 else f"does not fit with the {MARGIN:.0%} that are kept free"
 
 
