@@ -69,11 +69,9 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str, float]] = {
 def plans(batch: int) -> list[dict[str, Any]]:
     """The list: what trades memory for time on one device."""
     found = []
-    for precision, pieces, recompute, in_backward in itertools.product(
-        ("fp32", "bf16-mixed"), (1, 4), ("none", "full"), (False, True)
-    ):
+    for pieces, recompute, in_backward in itertools.product((1, 2, 4), ("none", "full"), (False, True)):
         if not (in_backward and pieces > 1):
-            fields = {"precision": precision, "recompute": recompute, "update_in_backward": in_backward}
+            fields = {"precision": "bf16-mixed", "recompute": recompute, "update_in_backward": in_backward}
             found.append({**fields, "micro_batch": batch // pieces if pieces > 1 else None, "allocator": "tuned"})
     return found
 

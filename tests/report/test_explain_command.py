@@ -103,3 +103,27 @@ def test_a_machine_without_bf16_takes_fp16_where_the_job_allows_it(
         arguments = ("--machine", "t4", "--json", "--set", f"allow={allow}", *PINNED)
         assert command(monkeypatch, "explain", str(tiny.write(tmp_path)), *arguments) == 0
         assert json.loads(capsys.readouterr().out)["plans"][0]["plan"]["precision"] == precision
+
+
+def test_what_is_explained_is_what_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, out = str(tiny.write(tmp_path, steps=4)), tmp_path / "out"
+    assert command(monkeypatch, "explain", job, "--json", *PINNED) == 0
+    explained = json.loads(capsys.readouterr().out)["plans"][0]
+    assert command(monkeypatch, "train", job, "--out", str(out), *PINNED) == 0
+    assert "predicted" in capsys.readouterr().out
+    record = json.loads((out / "record.json").read_text())
+    assert record["plan"] == explained["plan"]
+    assert json.loads((out / "predicted.json").read_text())["plan"] == explained["plan"]
+    assert record["peak_bytes"]["predicted"] == pytest.approx(record["peak_bytes"]["measured"], rel=0.05)
+
+
+def test_a_run_that_goes_on_keeps_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, out = str(tiny.write(tmp_path, steps=4)), tmp_path / "out"
+    first = ("--set", "plan.recompute=full", *PINNED)
+    assert command(monkeypatch, "train", job, "--out", str(out), *first) == 0
+    assert command(monkeypatch, "train", job, "--out", str(out), "--resume", "--set", "train.steps=6") == 0
+    assert json.loads((out / "record.json").read_text())["plan"]["recompute"] == "full"

@@ -65,12 +65,20 @@ def train_command(path: Path, plan: str | None, out: Path | None, resume: bool, 
     out = out or Path("runs") / path.stem
     check_out(out, resume)
     enter_environment(Plan(allocator=pins.get("allocator", ALLOCATOR)), machine.device)
-    chosen, reasons = complete(job, machine, pins)
-    announce(console, job, chosen, reasons, machine)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say(f"job      {job!r}\nmachine  {machine!r}")
     quiet_transformers(job)
+    if resume and plan is None and (out / "plan.yaml").exists():
+        pins = {**read_pins(out / "plan.yaml"), **pins}
+    predicted, chosen, reasons = decide(job, machine, pins, say)
+    announce(say, job, chosen, reasons)
+    if predicted is not None:
+        say(
+            f"predict  {format_bytes(tensor_bytes_of(predicted))} of tensors at the peak, "
+            f"{format_seconds(predicted['time']['step_s'])} a step"
+        )
     from tightfit.report.session import train_in_folder
 
-    predicted, chosen = predict(console, job, chosen, machine, pins)
     record, make_sample = train_in_folder(job, chosen, machine, out, resume, predicted)
     try:
         sample = make_sample()
@@ -81,32 +89,36 @@ def train_command(path: Path, plan: str | None, out: Path | None, resume: bool, 
     console.print(summary(record.content(), out), highlight=False, markup=False, soft_wrap=True)
 
 
-def predict(
-    console: Console, job: Job, chosen: Plan, machine: Machine, pins: dict[str, Any]
-) -> tuple[dict[str, Any] | None, Plan]:
-    """What the plan will cost; where it does not fit and is not all pinned, the fastest plan that does instead.
+def decide(
+    job: Job, machine: Machine, pins: dict[str, Any], say: Callable[[str], None]
+) -> tuple[dict[str, Any] | None, Plan, dict[str, str]]:
+    """(what the plan will cost, the plan, reasons by field): the fastest plan that fits, of those that keep `pins`.
 
-    A model that cannot be traced is trained all the same, and said to be. Raises DoesNotFit.
+    A model that cannot be traced is trained all the same, and said to be. Raises DoesNotFit, InputError.
     """
+    start, reasons = complete(job, machine, pins)
     from tightfit.planner.estimate import Estimator
     from tightfit.planner.search import search
 
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     try:
         estimator = Estimator(job, machine)
-        estimate = estimator.estimate(chosen)
-        if not estimate.fits and not set(pins) >= set(Plan.field_names()):
-            estimate = search(job, machine, pins, estimator)[0]
-            said = ", ".join(f"{name}={value}" for name, value in estimate.plan.differences().items())
-            say(f"plan     {said}, as the first one does not fit")
+        if set(pins) >= set(Plan.field_names()):
+            found = estimator.settle(estimator.estimate(start))
+        else:
+            found = search(job, machine, pins, estimator)[0]
     except InputError as error:
         say(f"predict  not possible: {error.found}")
-        return None, chosen
-    say(
-        f"predict  {format_bytes(estimate.peak.total - estimate.peak.rows['runtime'])} of tensors at the peak "
-        f"({estimate.peak.phase}), {format_seconds(estimate.time.step_s)} a step"
-    )
-    return estimate.content(), estimate.plan
+        return None, start, reasons
+    kept = {name: why for name, why in reasons.items() if getattr(found.plan, name) == getattr(start, name)}
+    for name in Plan.field_names():
+        if name not in pins and getattr(found.plan, name) != getattr(start, name):
+            kept[name] = "predicted to finish soonest, of what fits"
+    return found.content(), found.plan, kept
+
+
+def tensor_bytes_of(predicted: dict[str, Any]) -> float:
+    """Of a prediction, the rows that tensors make up."""
+    return sum(size for row, size in predicted["memory"].items() if row not in ("peak", "runtime", "allocator"))
 
 
 def explain_command(
@@ -177,14 +189,8 @@ def check_out(out: Path, resume: bool) -> None:
         )
 
 
-def announce(console: Console, job: Job, plan: Plan, reasons: dict[str, str], machine: Machine) -> None:
-    """The first lines: what is trained, on what, with which plan and why."""
-
-    def say(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    say(f"job      {job!r}")
-    say(f"machine  {machine!r}")
+def announce(say: Callable[[str], None], job: Job, plan: Plan, reasons: dict[str, str]) -> None:
+    """With which plan the job is trained, why, and what that changes."""
     say("plan     " + (", ".join(f"{name}={value}" for name, value in plan.differences().items()) or "reference"))
     for name, reason in reasons.items():
         say(f"           {name}={getattr(plan, name)}: {reason}")
@@ -241,7 +247,9 @@ def verify_command(path: Path, plan: str | None, steps: int, changes: list[str],
     job, pins = read_job(path, plan, changes)
     chosen, reasons = complete(job, machine, pins)
     console = Console(stderr=as_json)
-    announce(console, job, chosen, reasons, machine)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    say(f"job      {job!r}\nmachine  {machine!r}")
+    announce(say, job, chosen, reasons)
     quiet_transformers(job)
     from tightfit.measure.verify import verify
     from tightfit.report.out_of_memory import memory_errors_named
