@@ -20,7 +20,7 @@ from tightfit.units import format_bytes, format_seconds
 
 CONTEXT_BYTES = 500 * 2**20  # of a CUDA process beside its allocator: the context, and the kernels that torch loads
 WORKSPACE_BYTES = 2 * (2 * 4096 + 8 * 16) * 2**10  # of cuBLAS, for the thread of forward and that of backward
-MARGIN = 0.03  # of the limit that is left free: what no row foresees
+MARGIN = 0.03  # that is left free for what no row foresees: a share of what is predicted, not of what is there already
 STEPS = 1000  # of a job that does not say how long it trains
 
 
@@ -63,7 +63,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.limit_bytes * (1 - MARGIN)
+        foreseen = self.peak_bytes - self.peak.rows["runtime"]
+        return self.peak_bytes + MARGIN * foreseen <= self.limit_bytes
 
     @property
     def total_s(self) -> float:

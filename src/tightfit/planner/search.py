@@ -17,7 +17,7 @@ from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.plan import RULES, Plan, needed_permissions
 from tightfit.planner.complete import complete
-from tightfit.planner.estimate import MARGIN, Estimate, Estimator
+from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.rehearse import rehearse
 from tightfit.units import format_bytes, format_seconds
 
@@ -64,7 +64,7 @@ def _worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> l
     found: list[Estimate] = []
     ruled_out = set()
     for plans in candidates(estimator, start, pins):
-        if estimator.least_bytes(plans[0]) > estimator.limit_bytes * (1 - MARGIN):
+        if estimator.least_bytes(plans[0]) > estimator.limit_bytes:
             what = plans[0].precision, plans[0].states
             if what not in ruled_out:
                 found.append(estimator.estimate(plans[-1]))
