@@ -37,7 +37,7 @@ class Machine(Value):
     host_to_device_bytes_per_s, process_bytes_per_s, network_bytes_per_s   copies to the device, between two processes of
                          a node (one way), and between nodes, for each device
     rates                what each kind of operation achieves, measured here: "kind/dtype" -> size -> FLOP/s of products
-                         (size: the cube root of rows x columns x depth), of attention (size: FLOPs), else bytes moved/s
+                         and attention (size: the cube root of rows x columns x depth of one of its products), else bytes moved/s
     efficiency           share of these rates that whole training steps reach, from their records: compute, memory, launch
     """
 

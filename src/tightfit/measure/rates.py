@@ -96,7 +96,12 @@ def _attention_inputs(length: int, dtype: torch.dtype, device: torch.device) -> 
     return [_random((8, 8, length, 64), dtype, device).requires_grad_() for _ in range(3)]
 
 
-_ATTENTION_LENGTHS = (64, 256, 1024)
+_ATTENTION_LENGTHS = (64, 128, 256, 1024)
+
+
+def _attention_size(length: int) -> int:
+    """As of a product: of one head's queries and keys."""
+    return round((length * length * 64) ** (1 / 3))
 
 
 def _attention(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -107,7 +112,7 @@ def _attention(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         def work(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> Tensor:
             return functional.scaled_dot_product_attention(query, key, value)
 
-        yield round(flops), flops, work
+        yield _attention_size(length), flops, work
 
 
 def _attention_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -120,7 +125,7 @@ def _attention_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Ca
         def work(inputs: list[Tensor] = inputs, output: Tensor = output) -> object:
             return torch.autograd.grad(output, inputs, output.detach(), retain_graph=True)
 
-        yield round(flops), flops, work
+        yield _attention_size(length), flops, work
 
 
 def _blocked(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -131,7 +136,7 @@ def _blocked(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         def work(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> object:
             return blocked_attention(query, key, value, None, True)
 
-        yield round(flops), flops, work
+        yield _attention_size(length), flops, work
 
 
 def _blocked_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -143,7 +148,7 @@ def _blocked_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case
         def work(inputs: list[Tensor] = inputs, output: Tensor = output) -> object:
             return torch.autograd.grad(output, inputs, output.detach(), retain_graph=True)
 
-        yield round(flops), flops, work
+        yield _attention_size(length), flops, work
 
 
 def _of_bytes(make: Callable[[Tensor], Tensor], touched: int) -> Callable[..., Iterator[Case]]:

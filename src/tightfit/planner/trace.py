@@ -33,6 +33,12 @@ from tightfit.planner.storages import storages_of
 _VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 _LAST = 2**63  # sequence numbers from here on are of nodes that accumulate gradients, and belong to no operation
 _UNREAD = frozenset({"prim.device.default", "aten.detach.default", "aten.sym_size.int", "prim.layout.default"})
+_ATTENTION = {  # where the query stands; the key follows it
+    "aten._scaled_dot_product_flash_attention_for_cpu": 0,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": 1,
+    "tightfit.blocked_attention": 0,
+    "tightfit.blocked_attention_backward": 1,
+}
 _PRODUCTS = {"aten.mm": (0, 1), "aten.bmm": (0, 1), "aten.addmm": (1, 2), "aten.baddbmm": (1, 2)}
 
 
@@ -304,7 +310,11 @@ def _touched(tensor: Tensor) -> int:
 
 
 def _sizes(name: str, args: Any) -> tuple[Linear, ...]:
-    """(batches, rows, columns, depth) of a matrix product."""
+    """(batches, rows, columns, depth) of a matrix product, or of attention's first."""
+    if name in _ATTENTION:
+        query, key = args[_ATTENTION[name] : _ATTENTION[name] + 2]
+        found = (query.shape[0] * query.shape[1], query.shape[2], key.shape[2], query.shape[3])
+        return tuple(Linear(float(size)) for size in found)
     if name not in _PRODUCTS:
         return ()
     left, right = (args[position] for position in _PRODUCTS[name])
