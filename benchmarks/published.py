@@ -134,7 +134,7 @@ def main() -> None:
             "code": code_version(),
             "summary": summary,
             "shares": {" on ".join(reversed(key)): share for key, share in shares.items()},
-            "rows": rows,
+            "rows": [{name: value for name, value in row.items() if name != "ledger"} for row in rows],
         }
         arguments.out.write_text(json.dumps(what, indent=1) + "\n")
 

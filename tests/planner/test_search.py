@@ -11,7 +11,7 @@ import tightfit
 from tests.planner import cases
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.machine import Machine
-from tightfit.planner.estimate import MARGIN, Estimator
+from tightfit.planner.estimate import Estimator
 from tightfit.planner.search import search
 from tightfit.planner.time import Clock
 from tightfit.planner.waterfall import waterfall
@@ -37,8 +37,7 @@ def test_plenty_of_memory_gives_the_fastest_plan_and_says_why_others_lost() -> N
 
 def test_a_limit_that_bites_gives_a_leaner_plan_that_keeps_it() -> None:
     free = search(cases.job("llama"), GPU, {"states": "fp32"})[0]
-    limit = (free.peak_bytes - 2e6) / (1 - MARGIN)
-    leaner = search(limited(limit), GPU, {"states": "fp32"})[0]
+    leaner = search(limited(free.peak_bytes - 2e6), GPU, {"states": "fp32"})[0]
     assert leaner.peak_bytes <= free.peak_bytes - 2e6
     assert leaner.plan != free.plan
 

@@ -33,6 +33,20 @@ def normalised(device: str) -> torch.dtype:
         return functional.layer_norm(narrow, (8,)).dtype
 
 
+def test_a_compiler_that_traced_for_the_target_traces_for_the_processor_again() -> None:
+    project = torch.nn.Linear(8, 8)
+
+    def attend(input: torch.Tensor) -> torch.Tensor:
+        query = project(input).view(1, 2, 4, 8)
+        return functional.scaled_dot_product_attention(query, query, query, is_causal=True).sum()
+
+    for device in ("cuda", "cpu"):
+        torch.compiler.reset()
+        with as_on(device):
+            torch.compile(attend, backend="aot_eager")(torch.randn(8, 8)).backward()
+    torch.compiler.reset()
+
+
 def test_autocast_keeps_in_fp32_what_it_keeps_on_the_target() -> None:
     assert normalised("cpu") is torch.bfloat16
     assert normalised("cuda") is torch.float32

@@ -22,7 +22,7 @@ from tightfit.planner.rehearse import rehearse
 from tightfit.units import format_bytes, format_seconds
 
 KEPT = 12  # estimates that are returned: the chosen one, and those that came nearest
-REHEARSED = 3  # finalists at most that are rehearsed
+REHEARSED = 3  # of those that an allocator may leave too little room for, at most
 
 
 def search(
@@ -147,19 +147,38 @@ def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) 
 
 
 def _rehearsed(estimator: Estimator, fitting: list[Estimate], job: Job) -> Estimate | None:
-    """The first of the finalists that fits when it is rehearsed. Those that a rehearsal refuses are passed over."""
-    for one in map(estimator.settle, fitting[:REHEARSED]):
-        if not one.fits:  # with what the allocator reserves
+    """The fastest that fits when it is rehearsed, with what the allocator reserves.
+
+    Where one is found not to, those that leave no more room than it did are put off, and of them only the leanest tried.
+    """
+    reserved, put_off = 0.0, []
+    for one in fitting:
+        if one.peak_bytes + reserved > one.limit_bytes:
+            put_off.append(one)
             continue
-        try:
-            peak = rehearse(job, one.plan, one.machine.device)
-        except InputError:  # a combination that this model cannot have: sqrt where more than one block hands on
-            continue
-        beside = one.peak.rows["runtime"] + one.peak.rows.get("allocator", 0.0)
-        seen = replace(one, rehearsed=peak.total + beside)
-        if seen.fits:
+        seen = _rehearse(estimator, one, job)
+        if seen is not None and seen.fits:
+            return seen
+        if seen is not None:
+            reserved = max(reserved, seen.peak_bytes - one.peak_bytes)
+    for one in sorted(put_off, key=lambda one: one.peak_bytes)[:REHEARSED]:
+        seen = _rehearse(estimator, one, job)
+        if seen is not None and seen.fits:
             return seen
     return None
+
+
+def _rehearse(estimator: Estimator, one: Estimate, job: Job) -> Estimate | None:
+    """`one` with what the allocator reserves and, if it still fits, as rehearsed; None where the engine refuses it."""
+    settled = estimator.settle(one)
+    if not settled.fits:
+        return settled
+    try:
+        peak = rehearse(job, one.plan, one.machine.device)
+    except InputError:  # a combination that this model cannot have: sqrt where more than one block hands on
+        return None
+    beside = settled.peak.rows["runtime"] + settled.peak.rows.get("allocator", 0.0)
+    return replace(settled, rehearsed=peak.total + beside)
 
 
 def _why(one: Estimate, chosen: Estimate) -> str:

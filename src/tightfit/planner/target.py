@@ -45,14 +45,23 @@ def as_on(device: str) -> Iterator[None]:
 @contextmanager
 def _cuda_rules() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    overloads = list(_added())
     try:
-        for overload in _added():
+        for overload in overloads:
             library.impl(overload, _rule(overload), "AutocastCPU")
-        attention = torch.ops.aten.scaled_dot_product_attention.default
         library.impl(attention, partial(_without_dropout, attention), "AutogradCPU")
+        _forget_dispatch([*overloads, attention])
         yield
     finally:
         library._destroy()
+        _forget_dispatch([*overloads, attention])
+
+
+def _forget_dispatch(overloads: list[torch._ops.OpOverload]) -> None:
+    """What a compiler's trace resolved, torch keeps with the operation, and a library that goes does not clear it."""
+    for overload in overloads:
+        overload._dispatch_cache.clear()
 
 
 def _added() -> Iterator[torch._ops.OpOverload]:
