@@ -63,7 +63,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str, float]] = {
     "gpt2, half": (language("gpt2", 6, 256, 2048, n_positions=128), tokens(128), 16, "adamw", 0.5),
     "gpt2, third": (language("gpt2", 6, 256, 2048, n_positions=128), tokens(128), 16, "adamw", 0.35),
     "bert, half": (language("bert", 6, 256, 2048), tokens(128), 16, "adamw", 0.5),
-    "vit, quarter": (VIT, {"synthetic": "images"}, 16, "adamw", 0.25),
+    "vit, 45 %": (VIT, {"synthetic": "images"}, 16, "adamw", 0.45),
     "wide llama, half": (language("llama", 4, 512, 4096), tokens(64), 16, "adamw", 0.55),
     "llama with sgd, third": (language("llama", 6, 256, 2048), tokens(128), 16, "sgd", 0.33),
 }
@@ -227,7 +227,7 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the comparison as JSON")
+    parser.add_argument("--out", type=Path, help="write the comparison as JSON; one that is there is gone on with")
     parser.add_argument("--only", default="", help="jobs whose name begins so")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -236,9 +236,10 @@ def main() -> None:
         answer = choose(what["choose"]) if "choose" in what else run(what["run"], what["plan"], what["budget"])
         print("RESULT " + json.dumps(answer))
         return
-    rows = []
+    there = json.loads(arguments.out.read_text())["jobs"] if arguments.out and arguments.out.exists() else []
+    rows = list(there)  # an interrupted comparison goes on
     for number, name in enumerate(JOBS):
-        if name.startswith(arguments.only):
+        if name.startswith(arguments.only) and name not in {row["job"] for row in there}:
             rows.append(compare(name, enforced=number < ENFORCED))
             show(rows[-1])
             if arguments.out:

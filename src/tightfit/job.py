@@ -24,6 +24,7 @@ Permission = Literal[
     "4-bit-states",
     "another-optimizer",
     "stochastic-rounding",
+    "compressed-gradients",
 ]
 OptimizerName = Literal["adamw", "adafactor", "sgd", "lamb", "lars", "lion", "muon"]
 ScheduleName = Literal["constant", "linear", "cosine", "warmup-stable-decay"]
@@ -235,6 +236,7 @@ class Job(Value):
     allow  what may change numerics; left out it is [bf16], and [] keeps fp32:
            tf32, bf16, fp16                          what the arithmetic runs in; either 16-bit type allows tf32 too
            bf16-states, 8-bit-states, 4-bit-states   how wide optimizer states are kept
+           compressed-gradients                      what devices send each other loses digits
            stochastic-rounding                       updates of bf16 weights, rounded at random
            another-optimizer                         one with smaller states than the job's; no plan asks for it yet
     """

@@ -6,6 +6,7 @@ beyond what the job's `allow` names: `needed_permissions` says which those are.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -59,6 +60,10 @@ class Plan(Value):
     compile             torch.compile of nothing, each block, or the model with its loss
     materialize         where the model is created: host (then moved and cast) or device (there, in its precision)
     allocator           default, or tuned: freed memory is kept and reused, huge pages, expandable segments
+    dp_replicate        groups of devices that each hold the whole model; their gradients are summed (data parallelism)
+    dp_shard            devices of such a group that divide the samples, and by `zero` the model's states
+    zero                what the dp_shard devices divide: 1 optimizer states, 2 gradients too, 3 parameters too
+    compressed_gradients  what replicas send each other: none, bf16, or powersgd (products of rank `powersgd_rank`)
     loader_workers      processes that prepare data; 0 prepares it in the training process
     prefetch            batches prepared ahead by each worker
     pin_memory          page-locked host buffers
@@ -78,6 +83,11 @@ class Plan(Value):
     compile: Annotated[Literal["none", "block", "model"], BeforeValidator(_compile)] = "none"
     materialize: Literal["host", "device"] = "host"
     allocator: Literal["default", "tuned"] = "default"
+    dp_replicate: int = Field(1, gt=0)
+    dp_shard: int = Field(1, gt=0)
+    zero: Literal[0, 1, 2, 3] = 0
+    compressed_gradients: Literal["none", "bf16", "powersgd"] = "none"
+    powersgd_rank: int = Field(4, gt=0)
     loader_workers: int = Field(0, ge=0)
     prefetch: int = Field(2, gt=0)
     pin_memory: bool = False
@@ -107,8 +117,23 @@ class Plan(Value):
         """Weights, gradients and arithmetic all in 16 bits."""
         return self.precision.endswith("-true")
 
+    @property
+    def data_parallel(self) -> int:
+        """How many devices, or groups of them, divide a step's samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def devices(self) -> int:
+        return self.data_parallel
+
+    def share_of(self, batch: int) -> int:
+        """The most samples of a step that one device is given."""
+        return math.ceil(batch / self.data_parallel)
+
     def micro_batch_of(self, batch: int) -> int:
-        return min(self.micro_batch or batch, batch)
+        """Samples of one forward on one device, in a step of `batch` samples on all of them."""
+        share = self.share_of(batch)
+        return min(self.micro_batch or share, share)
 
 
 def read_pins(source: str | Path | Mapping[str, Any] | Literal["reference"] | None) -> dict[str, Any]:
@@ -139,7 +164,8 @@ class Rule:
         return self.fix.format(plan=plan, job=job, train=job.train)
 
 
-_ELEMENTWISE = ("adamw", "sgd", "lion", "lamb", "lars")
+_NARROW = ("adamw", "sgd", "lion", "lamb", "lars")
+ELEMENTWISE = ("adamw", "sgd", "lion")  # each weight by itself, so that any part of a parameter is updated as in the whole
 
 RULES = (
     Rule(
@@ -160,9 +186,39 @@ RULES = (
     Rule(
         "an update in backward sees each gradient once, so the whole batch is one micro-batch",
         lambda plan, job, device: (
-            not plan.update_in_backward or plan.micro_batch_of(job.train.batch) == job.train.batch
+            not plan.update_in_backward or plan.micro_batch_of(job.train.batch) == plan.share_of(job.train.batch)
         ),
         "use micro_batch: {train.batch}, or update_in_backward: false",
+    ),
+    Rule(
+        "an update in backward uses up a gradient before other devices' are added to it",
+        lambda plan, job, device: not plan.update_in_backward or plan.devices == 1,
+        "use update_in_backward: false; zero: 2 or 3 divide the gradients instead",
+    ),
+    Rule(
+        "zero says what the dp_shard devices divide: one does not go without the other",
+        lambda plan, job, device: (plan.zero > 0) == (plan.dp_shard > 1),
+        "use dp_shard: 2 (or more) with zero: 1, 2 or 3; dp_shard: 1 with zero: 0",
+    ),
+    Rule(
+        "each device needs a sample of every step",
+        lambda plan, job, device: plan.data_parallel <= job.train.batch,
+        "use at most {train.batch} devices for data parallelism, or a larger train.batch",
+    ),
+    Rule(
+        "compressed gradients are what replicas send each other",
+        lambda plan, job, device: plan.compressed_gradients == "none" or (plan.dp_replicate > 1 and plan.zero == 0),
+        "use dp_replicate: 2 (or more) with zero: 0, or compressed_gradients: none",
+    ),
+    Rule(
+        "a segment of several blocks is recomputed as one, and zero: 3 gathers parameters block by block",
+        lambda plan, job, device: not (plan.zero == 3 and plan.recompute == "sqrt"),
+        "use recompute: full or every-2, or zero: 2",
+    ),
+    Rule(
+        "parameters that come and go cannot be compiled into one region",
+        lambda plan, job, device: not (plan.zero == 3 and plan.compile == "model"),
+        "use compile: block, or zero: 2",
     ),
     Rule(
         "clipping needs the norm of all gradients before the first update, which an update in backward does not have",
@@ -176,8 +232,8 @@ RULES = (
     ),
     Rule(
         "narrow states are for optimizers whose states are element by element",
-        lambda plan, job, device: plan.states == "fp32" or job.train.optimizer in _ELEMENTWISE,
-        "use states: fp32 with {train.optimizer}, or one of the optimizers " + ", ".join(_ELEMENTWISE),
+        lambda plan, job, device: plan.states == "fp32" or job.train.optimizer in _NARROW,
+        "use states: fp32 with {train.optimizer}, or one of the optimizers " + ", ".join(_NARROW),
     ),
     Rule(
         "torch has a fused kernel for AdamW and SGD only",
@@ -207,6 +263,8 @@ def needed_permissions(plan: Plan) -> set[str]:
         needed.add(f"{plan.states}-states")
     if plan.rounding == "stochastic":
         needed.add("stochastic-rounding")
+    if plan.compressed_gradients != "none":
+        needed.add("compressed-gradients")
     return needed
 
 

@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import tightfit
+from tests.pool import together
+from tightfit.methods import compile as compile_method
 from tightfit.methods.microbatch import correct_batch_norm
 
 BATCH, STEPS, SAMPLES = 8, 3, 40
-ALLOW = ["bf16", "fp16", "tf32", "bf16-states", "8-bit-states", "4-bit-states", "stochastic-rounding"]
+ALLOW = ["compressed-gradients", "bf16", "fp16", "tf32", "bf16-states", "8-bit-states", "4-bit-states", "stochastic-rounding"]
 EPSILON = 1e-3
 """Adam's epsilon here. Some gradients are zero but for rounding (the bias of attention's keys); with 1e-8 Adam would
 scale that rounding up to a full step, and no two orders of summation could agree."""
@@ -160,12 +163,13 @@ NAMES = ("llama", "bert", "vit", "batchnorm")
 
 
 def plain_training(
-    case: Case, micro_batch: int | None = None, precision: str = "fp32"
+    case: Case, micro_batch: int | None = None, precision: str = "fp32", replicas: int = 1
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of the job, trained by nothing but PyTorch, on the very samples in the very order.
 
     micro_batch  splits the batch the way one would by hand: only BatchNorm, which it changes, needs that.
     precision    bf16-mixed is torch.autocast, bf16-true a model and inputs cast to bf16
+    replicas     how many equal parts each batch has whose BatchNorm statistics are taken apart, and averaged after
     """
     settings = case.job.train
     run = tightfit.build(case.job)  # for its initial weights and its samples, no more
@@ -175,28 +179,46 @@ def plain_training(
         for parameter in model.parameters():  # all but BatchNorm, whose weights stay in the type of its statistics
             if id(parameter) not in normalised:
                 parameter.data = parameter.data.bfloat16()
-    if micro_batch:
-        correct_batch_norm(model, -(-settings.batch // micro_batch))
+    share = settings.batch // replicas
+    size = min(micro_batch or share, share)
+    correct_batch_norm(model, -(-share // size))
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.epsilon)
     losses = []
     for _, (batch,) in zip(range(settings.steps or 0), batches, strict=False):
-        pieces = split(batch, micro_batch or settings.batch)
-        running = 0.0
-        for piece in pieces:
-            if precision == "bf16-true":
-                piece = cast(piece)
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
-                total, items = case.plain_loss(model, piece)
-            count = items if len(pieces) == 1 else settings.batch
-            (total / count).backward()
-            running += total.item() / count
+        running, before, seen = 0.0, statistics(norms), []
+        for part in split(batch, share):
+            put(norms, before)
+            for piece in split(part, size):
+                if precision == "bf16-true":
+                    piece = cast(piece)
+                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                    total, items = case.plain_loss(model, piece)
+                count = items if size == settings.batch else settings.batch
+                (total / count).backward()
+                running += total.item() / count
+            seen.append(statistics(norms))
+        put(norms, [torch.stack(values).mean(0) for values in zip(*seen, strict=True)])
         losses.append(running)
         optimizer.step()
         optimizer.zero_grad()
     return losses, state(model)
+
+
+def statistics(norms: list[nn.BatchNorm2d]) -> list[Tensor]:
+    buffers = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
+    return [buffer.clone() for buffer in buffers if buffer is not None]
+
+
+def put(norms: list[nn.BatchNorm2d], values: list[Tensor]) -> None:
+    for norm, mean, variance in zip(norms, values[::2], values[1::2], strict=True):
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        norm.running_mean.copy_(mean)
+        norm.running_var.copy_(variance)
 
 
 def cast(batch: Any) -> Any:
@@ -217,15 +239,41 @@ def split(batch: Any, size: int) -> list[Any]:
 def state(model: nn.Module) -> dict[str, Tensor]:
     """Weights and running statistics, in fp32."""
     return {
-        name: value.detach().float().clone() for name, value in model.state_dict().items() if value.is_floating_point()
+        name: whole(value).detach().float().clone()
+        for name, value in model.state_dict().items()
+        if value.is_floating_point()
     }
 
 
-def training(case: Case, plan: tightfit.Plan) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights of the job trained by tightfit with `plan`."""
-    run = tightfit.build(case.job, plan)
-    losses = [step.loss for step in tightfit.train(run)]
-    return losses, state(run.model)
+def training(case: Case, plan: tightfit.Plan, backend: str | None = None) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of the job trained by tightfit with `plan`, on as many processes as it has devices.
+
+    backend  of the compiler, in place of the one that generates code
+    """
+    if plan.devices == 1:
+        return _training(case.name, case.job.train, plan, backend)
+    results = together(plan.devices, "tests.contract.cases:_training", case.name, case.job.train, plan, backend)
+    for losses, weights in results[1:]:
+        assert losses == results[0][0]
+        assert distance(weights, results[0][1]) < 1e-6  # every process has the same model
+    return results[0]
+
+
+def _training(
+    name: str, train: tightfit.Train, plan: tightfit.Plan, backend: str | None
+) -> tuple[list[float], dict[str, Tensor]]:
+    case, before = make_case(name), compile_method.BACKEND
+    compile_method.BACKEND = backend or before
+    try:
+        run = tightfit.build(case.job.replace(train=train), plan)
+        losses = [step.loss for step in tightfit.train(run)]
+        return losses, state(run.model)
+    finally:
+        compile_method.BACKEND = before
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

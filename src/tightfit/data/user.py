@@ -117,11 +117,14 @@ class UserStream:
     def __init__(self, make: Given | Named, model: ModelInput, seed: int) -> None:
         self.make, self.model, self.seed = make, model, seed
 
-    def batches(self, consumed: int, sizes: Iterable[int]) -> Iterator[Batch]:
-        samples = itertools.islice(self._samples(), consumed, None)
-        for size in sizes:
-            batch = [as_tensors(sample) for sample in itertools.islice(samples, size)]
-            check_labelled(batch[0], self.model)
+    def batches(self, ranges: Iterable[tuple[int, int]]) -> Iterator[Batch]:
+        """The batches of samples first..stop of the stream, in order; again the one before, where that was read already."""
+        samples, place, batch = self._samples(), 0, None
+        for first, stop in ranges:
+            if batch is None or first >= place:
+                taken = itertools.islice(samples, first - place, stop - place)
+                batch, place = [as_tensors(sample) for sample in taken], stop
+                check_labelled(batch[0], self.model)
             yield collate(batch, self.model)
 
     @property

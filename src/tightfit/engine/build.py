@@ -10,6 +10,7 @@ from tightfit.engine.randomness import seed_all
 from tightfit.job import Job, LossSpec
 from tightfit.machine import Machine
 from tightfit.methods import METHODS, loader
+from tightfit.methods.mesh import local_device, make_mesh
 from tightfit.methods.run import Data, Run
 from tightfit.models import load_python, task_of
 from tightfit.models.objective import objective_of
@@ -26,7 +27,8 @@ def build(job: Job, plan: Plan | None = None, machine: Machine | None = None, da
     plan = plan or Plan()
     kind = (machine or Machine.detect()).device
     check(plan, job, kind)
-    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+    device = local_device(kind)
+    mesh = make_mesh(plan, device)
     seed_all(job.train.seed)
     loss = load_python(job.loss.python) if isinstance(job.loss, LossSpec) else job.loss
     unset = cast(Any, None)  # set by the rooms below
@@ -40,6 +42,7 @@ def build(job: Job, plan: Plan | None = None, machine: Machine | None = None, da
         data=cast(Any, data),
         optimizer=unset,
         learning_rate=unset,
+        mesh=mesh,
     )
     for method in METHODS:
         if method.wanted(plan) and not (method is loader and data is not None):

@@ -14,7 +14,8 @@ from torch import nn
 from tightfit.engine.randomness import randomness_kept, seed_all
 from tightfit.engine.step import Step, take_step, to_device
 from tightfit.errors import InputError
-from tightfit.methods.run import Run
+from tightfit.methods.mesh import DATA
+from tightfit.methods.run import Filler, Run
 from tightfit.models.objective import Batch
 from tightfit.optim import schedule
 
@@ -60,8 +61,14 @@ def evaluate(run: Run, samples: int | None = None) -> float:
     total, items = 0.0, 0
     with evaluating(run.model), randomness_kept():
         for batch in run.data.held_out(samples or run.job.train.evaluate_samples):
+            if isinstance(batch, Filler):  # parameters that are divided come only where all devices ask for them
+                run.loss_sum(to_device(batch.batch, run))
+                continue
             items += run.objective.count(batch)
             total += float(run.loss_sum(to_device(batch, run)))
+    if run.mesh is not None:
+        sums = run.mesh.sum(torch.tensor([total, items], dtype=torch.float64, device=run.device), DATA)
+        total, items = float(sums[0]), int(sums[1])
     if not items:
         raise InputError("evaluate", "the data holds out nothing that counts", "set data.held_out: 0.01")
     return total / items

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from tightfit.methods.run import Run
+from tightfit.methods.mesh import AXES, DATA
+from tightfit.methods.run import Filler, Run
 from tightfit.models.objective import Batch, map_tensors, processed_count, sample_count
 
 
@@ -34,15 +37,23 @@ class Step:
 
 
 def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
-    """Accumulate the gradients of `micro_batches` (on the host) and update the weights once."""
-    items = sum(run.objective.count(batch) for batch in micro_batches)
+    """Accumulate the gradients of `micro_batches` (on the host; this device's part) and update the weights once."""
+    real = [batch for batch in micro_batches if not isinstance(batch, Filler)]
+    counts = [sum(map(count, real)) for count in (run.objective.count, sample_count, processed_count)]
+    items, samples, processed = over_data(run, counts)
     learning_rate = run.learning_rate(step)
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate
     loss = accumulate(run, micro_batches, items)
     norm, finite = update(run)
-    samples, processed = sum(map(sample_count, micro_batches)), sum(map(processed_count, micro_batches))
     return Step(step, float(loss) / max(items, 1), learning_rate, norm, samples, items, processed, not finite)
+
+
+def over_data(run: Run, counts: list[int]) -> list[int]:
+    """Whole numbers, summed over the devices that divide the samples."""
+    if run.mesh is None:
+        return counts
+    return [int(count) for count in run.mesh.sum(torch.tensor(counts, device=run.device), DATA)]
 
 
 def accumulate(run: Run, micro_batches: list[Batch], items: int) -> torch.Tensor:
@@ -52,11 +63,18 @@ def accumulate(run: Run, micro_batches: list[Batch], items: int) -> torch.Tensor
     """
     scale = (run.loss_scale.value if run.loss_scale else 1.0) / max(items, 1)
     total = torch.zeros((), device=run.device)
-    for batch in micro_batches:
-        loss = run.loss_sum(to_device(batch, run))
-        (loss * scale).backward()
-        total += loss.detach()
-    return total
+    for number, batch in enumerate(micro_batches):
+        last = number == len(micro_batches) - 1
+        counts = not isinstance(batch, Filler)
+        if run.reduction is not None:
+            run.reduction.begin(last)
+        loss = run.loss_sum(to_device(batch if counts else batch.batch, run))
+        (loss * (scale if counts else 0.0)).backward()
+        if run.reduction is not None:
+            run.reduction.end(last)
+        if counts:
+            total += loss.detach()
+    return total if run.mesh is None else run.mesh.sum(total, DATA)
 
 
 def to_device(batch: Batch, run: Run) -> Batch:
@@ -67,11 +85,38 @@ def update(run: Run) -> tuple[float | None, bool]:
     """Unscale, clip, step. Returns the gradient norm (where the job clips) and whether the gradients were finite."""
     finite, norm = True, None
     if run.loss_scale is not None:
-        finite = run.loss_scale.unscale(run.optimizer)
+        finite = everywhere(run, run.loss_scale.unscale(run.optimizer))
         run.loss_scale.update(finite)
     if run.job.train.clip is not None:
-        norm = float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.job.train.clip))
+        norm = clip(run, run.job.train.clip)
     if finite:
         run.optimizer.step()
+        if run.reduction is not None:
+            run.reduction.updated()
     run.optimizer.zero_grad(set_to_none=True)
     return norm, finite
+
+
+def everywhere(run: Run, holds: bool) -> bool:
+    """Whether something holds on every device."""
+    if run.mesh is None:
+        return holds
+    return bool(run.mesh.sum(torch.tensor(int(holds), device=run.device), AXES, dist.ReduceOp.MIN))
+
+
+def clip(run: Run, limit: float) -> float:
+    """Scale the gradients so that the norm of all of them together, on all devices, is at most `limit`; returns it."""
+    if run.reduction is None:
+        return float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), limit))
+    weights = [weight for group in run.optimizer.param_groups for weight in group["params"] if weight.grad is not None]
+    gradients = [local(weight.grad) for weight in weights]
+    squares = torch.nn.utils.get_total_norm(gradients).square().to(run.device, torch.float32)
+    assert run.mesh is not None
+    norm = run.mesh.sum(squares, run.reduction.parts).sqrt()
+    torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
+    return float(norm)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This device's part of a tensor that several hold."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

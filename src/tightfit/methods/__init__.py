@@ -13,6 +13,7 @@ from tightfit.methods import (
     allocator,
     attention,
     compile,
+    data_parallel,
     loader,
     loss,
     materialize,
@@ -20,6 +21,7 @@ from tightfit.methods import (
     optimizer_states,
     precision,
     recompute,
+    zero,
 )
 
 # fmt: off
@@ -33,6 +35,8 @@ METHODS: tuple[ModuleType, ...] = (
     recompute,         # wraps blocks; before compile, so that the recomputation is compiled too
     compile,           # sees the loss and the recomputation, and is entered under autocast
     precision,         # around the compiled function: autocast and loss scaling
+    data_parallel,     # watches the gradients of the final parameters
+    zero,              # the same, and divides what the optimizer will hold
     optimizer_states,  # last: needs the final parameters, and the data's length for its schedule
 )
 # fmt: on

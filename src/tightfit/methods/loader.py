@@ -31,7 +31,7 @@ from tightfit.data.order import Integers, pieces
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import DataSpec, Job
 from tightfit.ledger import traced
-from tightfit.methods.run import Run
+from tightfit.methods.run import Filler, Run
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.plan import Plan
 
@@ -45,19 +45,24 @@ def wanted(plan: Plan) -> bool:
 
 def apply(run: Run, plan: Plan) -> Run:
     source = open_samples(run.job)
+    part = run.mesh.part if run.mesh is not None else (0, 1)
     if isinstance(source, UserStream):
-        return replace(run, data=_streamed(source, run.job, plan))
-    return replace(run, data=_ordered(source, run.job, plan))
+        return replace(run, data=_streamed(source, run.job, plan, part))
+    return replace(run, data=_ordered(source, run.job, plan, part))
 
 
 @dataclass(frozen=True)
 class OrderedData:
-    """The `Data` of samples that can be had in any order: that of `order`, however many workers prepare them."""
+    """The `Data` of samples that can be had in any order: that of `order`, however many workers prepare them.
+
+    part  which part of each step's samples is this device's, and of how many
+    """
 
     source: Samples
     order: Order
     batch: int
     plan: Plan
+    part: tuple[int, int] = (0, 1)
 
     @property
     def samples(self) -> int:
@@ -85,19 +90,20 @@ class OrderedData:
         wanted = (key for begin, end in _steps(consumed, until, self.batch) for key in self._keys(begin, end, micro))
         batches = self._prepare(wanted)
         for begin, end in _steps(consumed, until, self.batch):
-            yield [next(batches) for _ in pieces(begin, end, micro)]
+            yield [Filler(next(batches)) if fills else next(batches) for *_, fills in shares(begin, end, micro, self.part)]
 
     def held_out(self, samples: int) -> Iterator[Batch]:
         """Micro-batches of the first `samples` held-out ones, prepared in this process: they are few."""
         indices = self.order.held_out(samples)
-        for begin, end in pieces(0, len(indices), self.plan.micro_batch_of(self.batch)):
-            yield self.source.batch(indices[begin:end], indices[begin:end] * 0)
+        for begin, end, fills in shares(0, len(indices), self.plan.micro_batch_of(self.batch), self.part):
+            batch = self.source.batch(indices[begin:end], indices[begin:end] * 0)
+            yield Filler(batch) if fills else batch
 
     def _keys(self, begin: int, end: int, micro: int) -> Iterator[tuple[Integers, Integers]]:
-        """Indices and epochs of each micro-batch of the step from place `begin` to `end`."""
+        """Indices and epochs of this device's micro-batches of the step from place `begin` to `end`."""
         indices, epochs = self.order.at(begin, end)
-        for first, last in pieces(0, end - begin, micro):
-            yield indices[first:last], epochs[first:last]
+        for first, last, _ in shares(begin, end, micro, self.part):
+            yield indices[first - begin : last - begin], epochs[first - begin : last - begin]
 
     def _prepare(self, keys: Iterator[tuple[Integers, Integers]]) -> Iterator[Batch]:
         if self.plan.loader_workers == 0:
@@ -117,13 +123,14 @@ class StreamedData:
     ragged: bool = False
     damaged: int = 0
     tokenizer: Any = None
+    part: tuple[int, int] = (0, 1)
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
-        """As OrderedData's; what was consumed is read over."""
+        """As OrderedData's; what was consumed, and what is other devices', is read over."""
         micro = self.plan.micro_batch_of(self.batch)
-        batches = self._prepare(_Read(self.source, consumed, until, self.batch, micro))
+        batches = self._prepare(_Read(self.source, consumed, until, self.batch, micro, self.part))
         for begin, end in _steps(consumed, until, self.batch):
-            yield [next(batches) for _ in pieces(begin, end, micro)]
+            yield [Filler(next(batches)) if fills else next(batches) for *_, fills in shares(begin, end, micro, self.part)]
 
     def held_out(self, samples: int) -> Iterator[Batch]:
         return iter(())
@@ -134,7 +141,7 @@ class StreamedData:
         return _from_workers(read, None, self.plan)
 
 
-def _ordered(source: Samples, job: Job, plan: Plan) -> OrderedData:
+def _ordered(source: Samples, job: Job, plan: Plan, part: tuple[int, int]) -> OrderedData:
     share = job.data.held_out if isinstance(job.data, DataSpec) else 0.0  # a user's dataset is all for training
     order = Order(len(source), share, job.train.seed)
     if job.train.evaluate_every and not order.evaluation:
@@ -145,10 +152,10 @@ def _ordered(source: Samples, job: Job, plan: Plan) -> OrderedData:
             if not isinstance(job.data, DataSpec)
             else "set data.held_out: 0.01, or give more data",
         )
-    return OrderedData(source, order, job.train.batch, plan)
+    return OrderedData(source, order, job.train.batch, plan, part)
 
 
-def _streamed(source: UserStream, job: Job, plan: Plan) -> StreamedData:
+def _streamed(source: UserStream, job: Job, plan: Plan, part: tuple[int, int]) -> StreamedData:
     if job.train.steps is None:
         raise InputError("data", "an iterable does not say how long an epoch is", "set train.steps")
     if job.train.evaluate_every:
@@ -161,7 +168,7 @@ def _streamed(source: UserStream, job: Job, plan: Plan) -> StreamedData:
         raise InputError(
             f"plan: loader_workers={plan.loader_workers}", "an iterable is read by one process", "use loader_workers: 1"
         )
-    return StreamedData(source, job.train.batch, plan, source.sample_items)
+    return StreamedData(source, job.train.batch, plan, source.sample_items, part=part)
 
 
 def _steps(consumed: int, until: int | None, batch: int) -> Iterator[tuple[int, int]]:
@@ -169,6 +176,23 @@ def _steps(consumed: int, until: int | None, batch: int) -> Iterator[tuple[int, 
     begins = itertools.count(consumed, batch) if until is None else range(consumed, until, batch)
     for begin in begins:
         yield begin, begin + batch if until is None else min(begin + batch, until)
+
+
+def shares(begin: int, end: int, micro: int, part: tuple[int, int]) -> Iterator[tuple[int, int, bool]]:
+    """First and last place of each micro-batch of one device's part of the step from `begin` to `end`.
+
+    All devices have as many. Where one has fewer samples than others, the last member says that a sample only fills in.
+    """
+    number, parts = part
+    size = end - begin
+    first, last = begin + size * number // parts, begin + size * (number + 1) // parts
+    own = list(pieces(first, last, micro))
+    for one in own:
+        yield *one, False
+    most = -(-(-(-size // parts)) // micro)
+    filling = max(last - 1, begin) if own else begin
+    for _ in range(most - len(own)):
+        yield filling, filling + 1, True
 
 
 class _Prepared(Dataset[Any]):
@@ -184,16 +208,19 @@ class _Prepared(Dataset[Any]):
 class _Read(IterableDataset[Any]):
     """The micro-batches of a stream, here or in a worker."""
 
-    def __init__(self, source: UserStream, consumed: int, until: int | None, batch: int, micro: int) -> None:
+    def __init__(
+        self, source: UserStream, consumed: int, until: int | None, batch: int, micro: int, part: tuple[int, int]
+    ) -> None:
         self.source, self.consumed, self.until, self.batch, self.micro = source, consumed, until, batch, micro
+        self.part = part
 
     def batches(self) -> Iterator[Batch]:
-        sizes = (
-            last - first
+        ranges = (
+            (first, last)
             for begin, end in _steps(self.consumed, self.until, self.batch)
-            for first, last in pieces(begin, end, self.micro)
+            for first, last, _ in shares(begin, end, self.micro, self.part)
         )
-        return self.source.batches(self.consumed, sizes)
+        return self.source.batches(ranges)
 
     def __iter__(self) -> Iterator[Batch | TightfitError]:
         batches = self.batches()

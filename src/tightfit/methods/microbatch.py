@@ -27,7 +27,7 @@ def wanted(plan: Plan) -> bool:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    pieces = math.ceil(run.job.train.batch / plan.micro_batch_of(run.job.train.batch))
+    pieces = math.ceil(plan.share_of(run.job.train.batch) / plan.micro_batch_of(run.job.train.batch))
     correct_batch_norm(run.model, pieces)
     return run
 

@@ -62,9 +62,11 @@ def _one_by_one(plan: Plan) -> bool:
     )
 
 
-def optimizer_of(model: nn.Module, train: Train, plan: Plan) -> Optimizer:
-    """The job's optimizer with the plan's kernels, width of states and rounding."""
-    optimizer: Optimizer = make_optimizer(model, train, fused=plan.fused_optimizer)
+def optimizer_of(
+    model: nn.Module, train: Train, plan: Plan, weights: dict[nn.Parameter, nn.Parameter] | None = None
+) -> Optimizer:
+    """The job's optimizer with the plan's kernels, width of states and rounding, over `weights` in place of parameters."""
+    optimizer: Optimizer = make_optimizer(model, train, plan.fused_optimizer, weights)
     wide = plan.precision == "fp16-true"  # squares of gradients vanish in fp16, so its states are fp32
     if _one_by_one(plan):
         return PerParameter(optimizer, plan.states, plan.rounding, train.seed, wide)
@@ -73,7 +75,7 @@ def optimizer_of(model: nn.Module, train: Train, plan: Plan) -> Optimizer:
 
 def apply(run: Run, plan: Plan) -> Run:
     train = run.job.train
-    optimizer = optimizer_of(run.model, train, plan)
+    optimizer = optimizer_of(run.model, train, plan, run.weights)
     if plan.update_in_backward:
         assert isinstance(optimizer, PerParameter)
         optimizer.attach()

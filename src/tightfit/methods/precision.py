@@ -92,7 +92,8 @@ class LossScaler:
         self.skipped, self.finite_steps = 0, 0
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [gradient for gradient in found if gradient.numel()]  # of a device's rows there may be none
         if not gradients:
             return True
         inverse = 1.0 / self.value

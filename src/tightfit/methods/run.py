@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from tightfit.job import Job
+from tightfit.methods.mesh import Mesh
 from tightfit.models.objective import Batch, Objective
 from tightfit.plan import Plan
 
@@ -71,6 +72,38 @@ class LossScale(Protocol):
 
 
 @dataclass(frozen=True)
+class Filler:
+    """Stands in a step for a micro-batch that this device has no samples for, while others do: it counts for nothing."""
+
+    batch: Batch
+
+
+class Reduction(Protocol):
+    """How the gradients of several devices come together, and the updated weights go back.
+
+    parts    the axes along which the optimizer of each device holds other parts of the model
+    begin    before a micro-batch of a step; last: whether it is the step's last one
+    end      after its backward; after the last one's, the gradients that the optimizer holds are complete
+    updated  after the optimizer's update
+    whole    a tensor as the optimizer of this device holds it, for a parameter of its own -> that of the whole
+             parameter, on every device. All devices take part
+    part     the reverse, of a tensor that every device has whole
+    """
+
+    parts: tuple[str, ...]
+
+    def begin(self, last: bool) -> None: ...
+
+    def end(self, last: bool) -> None: ...
+
+    def updated(self) -> None: ...
+
+    def whole(self, weight: Tensor, value: Tensor) -> Tensor: ...
+
+    def part(self, weight: Tensor, value: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
 class Run:
     """A job fitted to a device by a plan, ready to be trained.
 
@@ -80,6 +113,9 @@ class Run:
     optimizer      set by `optimizer_states`
     learning_rate  step -> learning rate
     loss_scale     fp16 only
+    mesh           the devices of the run; None for one
+    reduction      set by `data_parallel` or `zero`
+    weights        what the optimizer updates in place of a parameter: a view of this device's part of it
     """
 
     job: Job
@@ -92,3 +128,6 @@ class Run:
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]
     loss_scale: LossScale | None = None
+    mesh: Mesh | None = None
+    reduction: Reduction | None = None
+    weights: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)

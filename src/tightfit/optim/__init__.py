@@ -19,11 +19,17 @@ from tightfit.optim.per_parameter import load_plain
 FUSED = ("adamw", "sgd")  # what torch has a fused kernel for
 
 
-def make_optimizer(model: nn.Module, train: Train, fused: bool = False) -> Optimizer:
+def make_optimizer(
+    model: nn.Module,
+    train: Train,
+    fused: bool = False,
+    weights: dict[nn.Parameter, nn.Parameter] | None = None,
+) -> Optimizer:
     """The job's optimizer over the model's trainable parameters, shared ones once.
 
     Matrices (dim >= 2) decay, the others (norms, biases) do not. `fused` takes torch's fused kernel, on any device.
     It also loads what a PerParameter around an optimizer like it has saved.
+    weights  what is updated in place of a parameter: a view of the part of it that this device keeps
     `train.epsilon` is that of AdamW and LAMB; Adafactor keeps torch's own, which mean something else.
     Raises InputError where nothing is trainable, or where the optimizer has no fused kernel.
     """
@@ -40,8 +46,16 @@ def make_optimizer(model: nn.Module, train: Train, fused: bool = False) -> Optim
         optimizer = _make_muon(model, trainable, train)
     else:
         optimizer = _make(train, decay_groups(trainable, train.weight_decay), fused)
+    if weights:
+        _put(optimizer, weights)
     optimizer.register_load_state_dict_pre_hook(load_plain)
     return optimizer
+
+
+def _put(optimizer: Optimizer, weights: dict[nn.Parameter, nn.Parameter]) -> None:
+    """`weights` in place of a fresh optimizer's parameters."""
+    for group in optimizer.param_groups:
+        group["params"] = [weights.get(parameter, parameter) for parameter in group["params"]]
 
 
 def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -1,0 +1,330 @@
+"""Buckets: gradients of many parameters in one flat buffer, sent while backward goes on.
+
+A bucket fills in the order in which backward makes gradients, and is sent when it is full: the sum over all devices
+(`Summed`), or to each device the sum of its rows (`Scattered`). Buckets are sent in the same order everywhere.
+
+Source  Li et al. 2020, arXiv:2006.15704 (buckets and overlap); Rajbhandari et al. 2020, arXiv:1910.02054 (rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+BUCKET_BYTES = 25 * 2**20
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Bucket:
+    """Parameters whose gradients travel together. `buffer` is there from the first gradient to the step's end."""
+
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    buffer: Tensor | None = None
+    arrived: set[int] = field(default_factory=set)
+    work: Any = None
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.arrived) == len(self.parameters)
+
+
+def in_buckets(parameters: Iterable[nn.Parameter], limit: int = BUCKET_BYTES) -> list[Bucket]:
+    """Buckets of one type and device each, last parameter first, as backward makes their gradients."""
+    found: list[Bucket] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[Bucket, int]] = {}
+    for parameter in reversed(list(parameters)):
+        kind = parameter.dtype, parameter.device
+        bucket, size = filling.get(kind, (None, limit))
+        if bucket is None or size + parameter.nbytes > limit:
+            bucket, size = Bucket(), 0
+            found.append(bucket)
+        bucket.parameters.append(parameter)
+        filling[kind] = bucket, size + parameter.nbytes
+    return found
+
+
+class Reducer:
+    """Watches the gradients of `parameters`, and sends each bucket as soon as it is full, in order.
+
+    allocate  bucket -> its buffer, of zeros where a gradient may be missing
+    write     (bucket, place, gradient or None) -> put it into the buffer; None: this device's backward has made none
+    send      bucket -> start sending; may leave in `bucket.work` what is to be waited for
+    in_flight  how many buckets may be under way before the oldest is waited for; None: all
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        allocate: Callable[[Bucket], Tensor],
+        write: Callable[[Bucket, int, Tensor | None], None],
+        send: Callable[[Bucket], None],
+        in_flight: int | None = None,
+    ) -> None:
+        self.buckets = in_buckets(parameters)
+        self._allocate, self._write, self._start, self._in_flight = allocate, write, send, in_flight
+        self._sending, self._next = False, 0
+        self._place = {
+            parameter: (bucket, place) for bucket in self.buckets for place, parameter in enumerate(bucket.parameters)
+        }
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._see)
+
+    def begin(self, sending: bool) -> None:
+        """Before a micro-batch: whether the gradients that it completes are sent."""
+        self._sending = sending
+
+    def _see(self, parameter: Tensor) -> None:
+        if self._sending:
+            bucket, place = self._place[parameter]  # type: ignore[index]
+            self._take(bucket, place, parameter.grad)
+            parameter.grad = None
+            while self._next < len(self.buckets) and self.buckets[self._next].is_full:
+                self._send()
+
+    def _send(self) -> None:
+        self._start(self.buckets[self._next])
+        self._next += 1
+        if self._in_flight is not None and self._next > self._in_flight:
+            self._wait(self.buckets[self._next - 1 - self._in_flight])
+
+    def _wait(self, bucket: Bucket) -> None:
+        if bucket.work is not None:
+            bucket.work.wait()
+            bucket.work = None
+
+    @torch.no_grad()
+    def _take(self, bucket: Bucket, place: int, gradient: Tensor | None) -> None:
+        if bucket.buffer is None:
+            bucket.buffer = self._allocate(bucket)
+        self._write(bucket, place, gradient)
+        bucket.arrived.add(place)
+
+    def finish(self) -> None:
+        """Send what is left, gradients that were not made as none, and wait for everything."""
+        for bucket in self.buckets[self._next :]:
+            for place, parameter in enumerate(bucket.parameters):
+                if place not in bucket.arrived:
+                    self._take(bucket, place, parameter.grad)  # of earlier micro-batches, where there is one
+                    parameter.grad = None
+            self._send()
+        for bucket in self.buckets:
+            self._wait(bucket)
+            bucket.arrived.clear()
+        self._next, self._sending = 0, False
+
+
+class Summed:
+    """Each gradient becomes the sum of all devices'. Its `.grad` is then a part of the bucket it travelled in.
+
+    Behind the gradients, a bucket carries one number for each: how many devices made it. Where none did, a parameter
+    has no gradient, as on one device.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, narrow: torch.dtype | None = None):
+        self.group, self.narrow = group, narrow
+        self._reducer = Reducer(parameters, self._allocate, self._write, self._send)
+        self._offsets = {id(b): _offsets([p.numel() for p in b.parameters]) for b in self._reducer.buckets}
+        self._missed: list[tuple[Bucket, int]] = []
+        self.begin = self._reducer.begin
+
+    def _allocate(self, bucket: Bucket) -> Tensor:
+        like, offsets = bucket.parameters[0], self._offsets[id(bucket)]
+        return torch.empty(offsets[-1] + len(bucket.parameters), dtype=like.dtype, device=like.device)
+
+    def _write(self, bucket: Bucket, place: int, gradient: Tensor | None) -> None:
+        assert bucket.buffer is not None
+        offsets = self._offsets[id(bucket)]
+        slot = bucket.buffer[offsets[place] : offsets[place + 1]]
+        if gradient is None:
+            slot.zero_()
+            self._missed.append((bucket, place))
+        else:
+            slot.copy_(gradient.reshape(-1))
+        bucket.buffer[offsets[-1] + place] = 0.0 if gradient is None else 1.0
+
+    def _send(self, bucket: Bucket) -> None:
+        assert bucket.buffer is not None
+        if self.narrow is None or bucket.buffer.dtype.itemsize <= self.narrow.itemsize:
+            bucket.work = dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
+        else:
+            narrowed = bucket.buffer.to(self.narrow)
+            bucket.work = _Widened(dist.all_reduce(narrowed, group=self.group, async_op=True), narrowed, bucket.buffer)
+
+    def finish(self) -> None:
+        self._reducer.finish()
+        for bucket in self._reducer.buckets:
+            assert bucket.buffer is not None
+            offsets = self._offsets[id(bucket)]
+            for place, parameter in enumerate(bucket.parameters):
+                parameter.grad = bucket.buffer[offsets[place] : offsets[place + 1]].view(parameter.shape)
+        for bucket, place in self._missed:
+            assert bucket.buffer is not None
+            if float(bucket.buffer[self._offsets[id(bucket)][-1] + place]) == 0:
+                bucket.parameters[place].grad = None
+        self._missed.clear()
+        for bucket in self._reducer.buckets:
+            bucket.buffer = None
+
+
+@dataclass
+class _Widened:
+    """Work on a narrow copy of a buffer, which is written back when it is done."""
+
+    work: Any
+    narrowed: Tensor
+    buffer: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.buffer.copy_(self.narrowed)
+
+
+class Scattered:
+    """Of each parameter a device has a share, its rows (Shard(0) of a DTensor), and gets the sum of their gradients.
+
+    `shares` are the optimizer's parameters: views of these rows, so that what it updates is the model itself.
+    `gather` then brings everyone's rows to everyone.
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.group, self.replicas = group, replicas
+        self.count, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._reducer = Reducer(parameters, self._allocate, self._write, self._send, in_flight=1)
+        self._offsets = {
+            id(b): _offsets([self.rows(p) * _width(p) for p in b.parameters]) for b in self._reducer.buckets
+        }
+        self.shares = {parameter: self._share(parameter, self.rank) for parameter in parameters}
+        self._parts: dict[int, Tensor] = {}
+        self.begin = self._reducer.begin
+
+    def rows(self, parameter: Tensor) -> int:
+        """Rows of each share but the last ones, which may have fewer or none."""
+        return -(-_height(parameter) // self.count)
+
+    def _range(self, parameter: Tensor, rank: int) -> tuple[int, int]:
+        rows, height = self.rows(parameter), _height(parameter)
+        return min(rank * rows, height), min((rank + 1) * rows, height)
+
+    def _share(self, parameter: nn.Parameter, rank: int) -> nn.Parameter:
+        first, last = self._range(parameter, rank)
+        rows = parameter.detach()
+        rows = rows[first:last] if parameter.dim() else rows.view(1)[first:last]
+        return nn.Parameter(rows, requires_grad=parameter.requires_grad)
+
+    def _allocate(self, bucket: Bucket) -> Tensor:
+        like = bucket.parameters[0]
+        return torch.empty(self.count, self._offsets[id(bucket)][-1], dtype=like.dtype, device=like.device)
+
+    def _write(self, bucket: Bucket, place: int, gradient: Tensor | None) -> None:
+        assert bucket.buffer is not None
+        offsets, parameter = self._offsets[id(bucket)], bucket.parameters[place]
+        slots = bucket.buffer[:, offsets[place] : offsets[place + 1]]
+        if gradient is None:
+            slots.zero_()
+            return
+        flat = gradient.reshape(-1)
+        if flat.numel() == slots.numel():
+            slots.copy_(flat.view(self.count, -1))
+            return
+        for rank, slot in enumerate(slots):
+            first, last = self._range(parameter, rank)
+            width = _width(parameter)
+            slot[: (last - first) * width].copy_(flat[first * width : last * width])
+            slot[(last - first) * width :].zero_()
+
+    def _send(self, bucket: Bucket) -> None:
+        assert bucket.buffer is not None
+        part = torch.empty(bucket.buffer.shape[1], dtype=bucket.buffer.dtype, device=bucket.buffer.device)
+        self._parts[id(bucket)] = part
+        work = _reduce_scatter(part, bucket.buffer.view(-1), group=self.group, async_op=True)
+        bucket.work = _Freed(work, bucket)
+
+    def finish(self) -> None:
+        """The shares' gradients are complete, or have this micro-batch's added to them."""
+        self._reducer.finish()
+        for bucket in self._reducer.buckets:
+            part, offsets = self._parts.pop(id(bucket)), self._offsets[id(bucket)]
+            for place, parameter in enumerate(bucket.parameters):
+                share = self.shares[parameter]
+                gradient = part[offsets[place] : offsets[place] + share.numel()].view(share.shape)
+                share.grad = gradient if share.grad is None else share.grad.add_(gradient)
+
+    def sum_replicas(self) -> None:
+        """Once a step: the shares' gradients summed over the replicas of the group."""
+        if self.replicas is None:
+            return
+        gradients = [share.grad for share in self.shares.values() if share.grad is not None]
+        for together in _by_type(gradients):
+            flat = torch.cat([gradient.reshape(-1) for gradient in together])
+            dist.all_reduce(flat, group=self.replicas)
+            for gradient, summed in zip(together, flat.split([g.numel() for g in together]), strict=True):
+                gradient.copy_(summed.view(gradient.shape))
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """After an update: every device's rows, on all devices. One bucket at a time."""
+        for bucket in self._reducer.buckets:
+            offsets = self._offsets[id(bucket)]
+            there = self._allocate(bucket)
+            mine = there[self.rank]
+            for place, parameter in enumerate(bucket.parameters):
+                share = self.shares[parameter]
+                mine[offsets[place] : offsets[place] + share.numel()].copy_(share.detach().reshape(-1))
+            _all_gather(there.view(-1), mine.clone(), group=self.group)
+            for place, parameter in enumerate(bucket.parameters):
+                slots = there[:, offsets[place] : offsets[place + 1]]
+                if slots.numel() == parameter.numel():
+                    parameter.detach().view(self.count, -1).copy_(slots)
+                else:
+                    flat, width = parameter.detach().view(-1), _width(parameter)
+                    for rank, slot in enumerate(slots):
+                        first, last = self._range(parameter, rank)
+                        flat[first * width : last * width].copy_(slot[: (last - first) * width])
+
+
+@dataclass
+class _Freed:
+    """Work after which a bucket's buffer is no longer needed."""
+
+    work: Any
+    bucket: Bucket
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.bucket.buffer = None
+
+
+def _height(parameter: Tensor) -> int:
+    return parameter.shape[0] if parameter.dim() else 1
+
+
+def _width(parameter: Tensor) -> int:
+    height = _height(parameter)
+    return parameter.numel() // height if height else 0
+
+
+def _offsets(sizes: list[int]) -> list[int]:
+    """Where each of consecutive pieces begins, and where the last ends."""
+    found = [0]
+    for size in sizes:
+        found.append(found[-1] + size)
+    return found
+
+
+def _by_type(tensors: list[Tensor]) -> list[list[Tensor]]:
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())

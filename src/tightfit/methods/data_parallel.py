@@ -1,0 +1,140 @@
+"""Data parallelism: replicas of the model, each with its part of every step's samples; their gradients are summed.
+
+Saves   time: N devices take a step of the same batch in about 1/N of the time, and hold 1/N of its activations.
+Costs   the gradients travel once for each step, 2 (N-1)/N of their bytes for each device, overlapped with backward;
+        every device holds the whole model and all its states. Compressed: half of it (bf16), or a few columns
+        (powersgd), and what is lost is carried to the next step by powersgd only.
+When    the model and its states fit one device.
+Order   watches the gradients of the final parameters; before the optimizer, which finds them complete.
+Source  Li et al. 2020, arXiv:2006.15704; ring all-reduce: Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002;
+        PowerSGD: Vogels et al. 2019, arXiv:1905.13727.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tightfit.ledger import Ledger
+from tightfit.machine import Machine
+from tightfit.methods.buckets import Summed
+from tightfit.methods.mesh import Mesh, Statistics, same_everywhere
+from tightfit.methods.run import Run
+from tightfit.plan import Plan
+
+VARIANTS = ({"dp_replicate": 2}, {"dp_replicate": 2, "compressed_gradients": "bf16"})
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.dp_replicate > 1 and plan.zero == 0
+
+
+def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
+    return ledger
+
+
+def apply(run: Run, plan: Plan) -> Run:
+    assert run.mesh is not None
+    same_everywhere(run.model, run.mesh)
+    return replace(run, reduction=Replicas(run.model, run.mesh, plan))
+
+
+class Replicas:
+    """The `Reduction` of whole replicas."""
+
+    parts: tuple[str, ...] = ()
+
+    def __init__(self, model: nn.Module, mesh: Mesh, plan: Plan) -> None:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        group = mesh.group("dp_replicate")
+        self._sent: Summed | LowRank
+        if plan.compressed_gradients == "powersgd":
+            self._sent = LowRank(parameters, group, plan.powersgd_rank)
+        else:
+            self._sent = Summed(parameters, group, torch.bfloat16 if plan.compressed_gradients == "bf16" else None)
+        self._statistics = Statistics(model, mesh)
+
+    def begin(self, last: bool) -> None:
+        self._sent.begin(last)
+
+    def end(self, last: bool) -> None:
+        if last:
+            self._sent.finish()
+            self._statistics.average()
+
+    def updated(self) -> None:
+        pass
+
+    def whole(self, weight: Tensor, value: Tensor) -> Tensor:
+        return value
+
+    def part(self, weight: Tensor, value: Tensor) -> Tensor:
+        return value
+
+
+class LowRank:
+    """PowerSGD: of each matrix M of gradients travel P = M Q and Q = M'P, `rank` columns each; the rest waits.
+
+    What is left out of a step is added to the next step's gradients (error feedback). Vectors, and matrices that would
+    not get smaller, travel whole. A parameter without a gradient on some device counts as zeros there.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, rank: int) -> None:
+        self.parameters, self.group, self.rank = parameters, group, rank
+        self.errors: dict[nn.Parameter, Tensor] = {}
+        self.columns: dict[nn.Parameter, Tensor] = {}
+
+    def begin(self, last: bool) -> None:
+        pass
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        matrices = [parameter for parameter in self.parameters if self._shrinks(parameter)]
+        self._sum([p.grad for p in self.parameters if not self._shrinks(p) and p.grad is not None])
+        errors = {parameter: self._matrix(parameter) for parameter in matrices}
+        rows = {parameter: error @ self._columns(parameter, error) for parameter, error in errors.items()}
+        self._sum(list(rows.values()))
+        columns = {}
+        for parameter, error in errors.items():
+            rows[parameter] = torch.linalg.qr(rows[parameter].float())[0].to(error.dtype)
+            columns[parameter] = error.t() @ rows[parameter]
+            self.errors[parameter] = error - rows[parameter] @ columns[parameter].t()
+        self._sum(list(columns.values()))
+        for parameter in matrices:
+            assert parameter.grad is not None
+            parameter.grad.copy_((rows[parameter] @ columns[parameter].t()).view(parameter.shape))
+        self.columns = columns
+
+    def _shrinks(self, parameter: Tensor) -> bool:
+        if parameter.dim() < 2:
+            return False
+        height, width = parameter.shape[0], parameter.numel() // max(parameter.shape[0], 1)
+        return self.rank * (height + width) < parameter.numel()
+
+    def _matrix(self, parameter: nn.Parameter) -> Tensor:
+        assert parameter.grad is not None
+        matrix = parameter.grad.reshape(parameter.shape[0], -1)
+        left = self.errors.get(parameter)
+        return matrix.clone() if left is None else matrix + left
+
+    def _columns(self, parameter: nn.Parameter, error: Tensor) -> Tensor:
+        """Those of the step before, for what matters turns slowly; at first the same random ones everywhere."""
+        if parameter in self.columns:
+            return self.columns[parameter]
+        generator = torch.Generator().manual_seed(error.shape[1])
+        return torch.randn(error.shape[1], self.rank, generator=generator).to(error)
+
+    def _sum(self, tensors: list[Tensor]) -> None:
+        for dtype in {tensor.dtype for tensor in tensors}:
+            together = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1) for tensor in together])
+            dist.all_reduce(flat, group=self.group)
+            for tensor, summed in zip(together, flat.split([t.numel() for t in together]), strict=True):
+                tensor.copy_(summed.view(tensor.shape))
+

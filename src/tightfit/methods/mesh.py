@@ -1,0 +1,120 @@
+"""Mesh: where this process stands among those that train together, one for each device.
+
+The axes, outermost first, so that what talks most lies closest: dp_replicate (replicas of everything), dp_shard (what
+`zero` divides). Source  PyTorch's DeviceMesh; the order is that of Narayanan et al. 2021, arXiv:2104.04473.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tightfit.errors import InputError
+from tightfit.plan import Plan
+
+AXES = ("dp_replicate", "dp_shard")
+DATA = ("dp_replicate", "dp_shard")  # along these the samples are divided
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The devices of a run, and this process's place among them."""
+
+    devices: DeviceMesh
+
+    def size(self, axis: str) -> int:
+        return self.devices[axis].size()
+
+    def rank(self, axis: str) -> int:
+        return self.devices[axis].get_local_rank()
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        return self.devices[axis].get_group()
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which part of a step's samples is this device's, and of how many."""
+        return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard"), self.size(
+            "dp_replicate"
+        ) * self.size("dp_shard")
+
+    def sum(self, values: Tensor, axes: tuple[str, ...], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """`values`, in place, summed over the devices along `axes`."""
+        for axis in axes:
+            if self.size(axis) > 1:
+                dist.all_reduce(values, op, group=self.group(axis))
+        return values
+
+
+def world_size() -> int:
+    """How many processes train together: as the launcher (torchrun, srun, `tightfit train --nproc`) says."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def make_mesh(plan: Plan, device: torch.device) -> Mesh | None:
+    """The mesh of a plan for several devices; None for one. Joins the process group where that has not been done.
+
+    Raises InputError where there are not as many processes as the plan has devices.
+    """
+    there = world_size()
+    if plan.devices != there:
+        asked = f"plan: {plan.devices} devices (dp_replicate={plan.dp_replicate} x dp_shard={plan.dp_shard})"
+        raise InputError(
+            asked,
+            f"{there} {'process trains' if there == 1 else 'processes train'}",
+            f"start it with --nproc {plan.devices} (or torchrun --nproc-per-node {plan.devices}), or use dp_replicate: {there} "
+            "and zero: 0",
+        )
+    if plan.devices == 1:
+        return None
+    if not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(BACKENDS[device.type])
+    sizes = tuple(getattr(plan, axis) for axis in AXES)
+    return Mesh(init_device_mesh(device.type, sizes, mesh_dim_names=AXES))
+
+
+def local_device(kind: str) -> torch.device:
+    """The device of this process among those of its host."""
+    return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+
+
+@torch.no_grad()
+def same_everywhere(model: nn.Module, mesh: Mesh) -> None:
+    """All replicas begin as the first one: a model that is made by chance may differ."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        for axis in DATA:
+            if mesh.size(axis) > 1:
+                dist.broadcast(tensor, group=mesh.group(axis), group_src=0)
+
+
+class Statistics:
+    """Running statistics of BatchNorm: each replica saw its own samples; all keep the mean of what they saw."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.buffers = [
+            buffer
+            for module in model.modules()
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+            for buffer in (module.running_mean, module.running_var)
+            if buffer is not None
+        ]
+
+    @torch.no_grad()
+    def average(self) -> None:
+        if not self.buffers:
+            return
+        flat = torch.cat([buffer.reshape(-1) for buffer in self.buffers])
+        self.mesh.sum(flat, DATA).div_(self.mesh.part[1])
+        for buffer, mean in zip(self.buffers, flat.split([b.numel() for b in self.buffers]), strict=True):
+            buffer.copy_(mean.view(buffer.shape))

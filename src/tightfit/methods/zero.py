@@ -1,0 +1,189 @@
+"""ZeRO: the devices that share a model divide what each of them would hold: optimizer states, gradients, parameters.
+
+Saves   of a parameter's states, over N devices in fp32 with Adam: stage 1 the optimizer's (16 bytes become 8 + 8/N),
+        stage 2 gradients too (4 + 12/N), stage 3 all (16/N). Nothing of the activations.
+Costs   stages 1 and 2 send what data parallelism does: gradients to those who update them, updated parameters back
+        (stage 2 once for each micro-batch). Stage 3 half as much again: parameters are gathered before each block's
+        forward and backward, and forgotten after. A gathered block, and the next one on its way, are there whole.
+When    model states are what does not fit: as low a stage as does. dp_replicate x dp_shard keeps the division inside a
+        node, where links are fast, and only sums what is divided across nodes (hybrid sharding).
+Order   after compile and recompute, as it wraps the blocks that they have changed; before the optimizer, which gets each
+        device's rows in place of the parameters.
+Source  Rajbhandari et al. 2020, arXiv:1910.02054; stage 3 is PyTorch's fully_shard: Zhao et al. 2023, arXiv:2304.11277.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from tightfit.job import ModelSpec
+from tightfit.ledger import Ledger
+from tightfit.machine import Machine
+from tightfit.methods.buckets import Scattered
+from tightfit.methods.mesh import Mesh, Statistics, same_everywhere
+from tightfit.methods.run import Run
+from tightfit.models import find_blocks
+from tightfit.plan import ELEMENTWISE, Plan
+
+VARIANTS = (
+    {"zero": 1, "dp_shard": 2},
+    {"zero": 2, "dp_shard": 2},
+    {"zero": 3, "dp_shard": 2},
+)
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.zero > 0
+
+
+def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
+    return ledger
+
+
+def apply(run: Run, plan: Plan) -> Run:
+    assert run.mesh is not None
+    if plan.zero < 3:
+        same_everywhere(run.model, run.mesh)
+        rows = Rows(run.model, run.mesh, plan, whole_norms(run))
+        return replace(run, reduction=rows, weights=rows.weights)
+    name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
+    blocks = [block for _, block in find_blocks(run.model, name)]
+    shards = Shards(run.model, blocks, run.mesh, whole_norms(run))
+    return replace(run, reduction=shards, weights=shards.weights)
+
+
+def whole_norms(run: Run) -> bool:
+    """Whether the optimizer looks at a whole parameter, its norm or its rows, and not only element by element."""
+    return run.job.train.optimizer not in ELEMENTWISE
+
+
+class Rows:
+    """The `Reduction` of stages 1 and 2: whole parameters, of which each device updates its rows.
+
+    Stage 1 keeps whole gradients until a step's last micro-batch, stage 2 sends each micro-batch's.
+    """
+
+    parts: tuple[str, ...] = ("dp_shard",)
+
+    def __init__(self, model: nn.Module, mesh: Mesh, plan: Plan, distributed: bool) -> None:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        replicas = mesh.group("dp_replicate") if mesh.size("dp_replicate") > 1 else None
+        self.mesh, self.always = mesh, plan.zero == 2
+        self.rows = Scattered(parameters, mesh.group("dp_shard"), replicas)
+        self.statistics = Statistics(model, mesh)
+        self.weights = dict(self.rows.shares)
+        if distributed:
+            self.weights = {p: nn.Parameter(self._distributed(p, share)) for p, share in self.weights.items()}
+        self.owner = {weight: parameter for parameter, weight in self.weights.items()}
+
+    def _distributed(self, parameter: Tensor, rows: Tensor) -> DTensor:
+        shape, stride = (parameter.shape, parameter.stride()) if parameter.dim() else (torch.Size([1]), (1,))
+        mesh = self.mesh.devices["dp_shard"]
+        return DTensor.from_local(rows.detach(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+    def begin(self, last: bool) -> None:
+        self.rows.begin(self.always or last)
+
+    def end(self, last: bool) -> None:
+        if self.always or last:
+            self.rows.finish()
+        if last:
+            self.rows.sum_replicas()
+            self.statistics.average()
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """The rows' gradients to the tensors that the optimizer knows."""
+        for parameter, share in self.rows.shares.items():
+            weight = self.weights[parameter]
+            if weight is not share:
+                weight.grad, share.grad = self._distributed(parameter, share.grad), None  # type: ignore[arg-type]
+
+    def updated(self) -> None:
+        self.rows.gather()
+
+    def whole(self, weight: Tensor, value: Tensor) -> Tensor:
+        if isinstance(value, DTensor):
+            return value.full_tensor().view(self.owner[weight].shape)  # type: ignore[index]
+        parameter = self.owner[weight]  # type: ignore[index]
+        whole = DTensor.from_local(
+            value, self.mesh.devices["dp_shard"], [Shard(0)], run_check=False,
+            shape=parameter.shape if parameter.dim() else torch.Size([1]),
+            stride=parameter.stride() if parameter.dim() else (1,),
+        )  # fmt: skip
+        return whole.full_tensor().view(parameter.shape)
+
+    def part(self, weight: Tensor, value: Tensor) -> Tensor:
+        first, last = self.rows._range(value, self.rows.rank)
+        return (value if value.dim() else value.view(1))[first:last]
+
+
+def _of_another_type(model: nn.Module) -> list[nn.Module]:
+    """Modules whose own parameters are not of the type that most are, for what is gathered together has one type: norms
+    that keep fp32 among 16-bit weights."""
+    types = Counter(parameter.dtype for parameter in model.parameters())
+    most = types.most_common(1)[0][0]
+    return [m for m in model.modules() if any(p.dtype != most for p in m.parameters(recurse=False))]
+
+
+class Shards:
+    """The `Reduction` of stage 3: fully_shard holds and gathers the parameters, and sums their gradients."""
+
+    parts: tuple[str, ...] = ("dp_shard",)
+
+    def __init__(self, model: nn.Module, blocks: list[nn.Module], mesh: Mesh, distributed: bool) -> None:
+        self.mesh, self.model, self.distributed = mesh, model, distributed
+        axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else ("dp_shard",)
+        devices = mesh.devices[axes] if len(axes) > 1 else mesh.devices["dp_shard"]
+        narrow = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False)
+        for module in (*_of_another_type(model), *blocks):
+            fully_shard(module, mesh=devices, reshard_after_forward=True, mp_policy=policy)
+        fully_shard(model, mesh=devices, mp_policy=policy)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)  # the step divides by what counts, over all devices
+                module.set_force_sum_reduction_for_comms(True)
+        self.statistics = Statistics(model, mesh)
+        self.weights = {}
+        for parameter in model.parameters():
+            if parameter.requires_grad and not distributed:
+                assert isinstance(parameter, DTensor)
+                self.weights[parameter] = nn.Parameter(parameter._local_tensor.detach())
+        self.owner = {weight: parameter for parameter, weight in self.weights.items()}
+
+    def begin(self, last: bool) -> None:
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_all_reduce(last)
+
+    def end(self, last: bool) -> None:
+        if last:
+            self.statistics.average()
+            for parameter, weight in self.weights.items():
+                gradient: Any = parameter.grad
+                weight.grad = None if gradient is None else gradient._local_tensor
+                parameter.grad = None
+
+    def updated(self) -> None:
+        pass
+
+    def whole(self, weight: Tensor, value: Tensor) -> Tensor:
+        if isinstance(value, DTensor):
+            return value.full_tensor()
+        owner: Any = self.owner[weight]  # type: ignore[index]
+        return DTensor(value, owner._spec, requires_grad=False).full_tensor()
+
+    def part(self, weight: Tensor, value: Tensor) -> Tensor:
+        owner: Any = self.owner.get(weight, weight)  # type: ignore[call-overload]
+        size, rank = self.mesh.size("dp_shard"), self.mesh.rank("dp_shard")
+        rows = value if value.dim() else value.view(1)
+        pieces = list(rows.chunk(size))
+        return pieces[rank] if rank < len(pieces) else rows[:0]

@@ -1,0 +1,94 @@
+"""Processes that train together, kept between tests: importing torch takes longer than most of what they run."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import socket
+import traceback
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TIMEOUT = 120
+_pools: dict[int, Pool] = {}
+
+
+class Pool:
+    """`size` processes that have each other's addresses, as torchrun would start them."""
+
+    def __init__(self, size: int) -> None:
+        context = get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        pairs = [context.Pipe() for _ in range(size)]
+        self.ends = [mine for mine, _ in pairs]
+        self.processes = [
+            context.Process(target=_serve, args=(theirs, rank, size, port))  # not a daemon, which could start no workers
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, where: str, *arguments: Any, **named: Any) -> list[Any]:
+        """What the function `module:name` returns in each process. Raises the error of the first that fails."""
+        for end in self.ends:
+            end.send((where, arguments, named))
+        results: dict[Connection, Any] = {}
+        while len(results) < len(self.ends):
+            answering = wait([end for end in self.ends if end not in results], TIMEOUT)
+            if not answering:
+                raise AssertionError(f"{len(self.ends) - len(results)} processes do not answer")
+            for end in answering:
+                kind, results[end] = end.recv()  # type: ignore[union-attr, index]
+                if kind == "error":
+                    raise results[end]  # type: ignore[index]
+        return [results[end] for end in self.ends]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+
+def together(size: int, where: str, *arguments: Any, **named: Any) -> list[Any]:
+    """Run the function `module:name` in `size` processes that train together; what each returns, by rank."""
+    pool = _pools.get(size) or _pools.setdefault(size, Pool(size))
+    try:
+        return pool.run(where, *arguments, **named)
+    except BaseException:
+        _pools.pop(size).close()  # the others may wait for the one that failed
+        raise
+
+
+def _close_all() -> None:
+    for pool in _pools.values():
+        pool.close()
+
+
+atexit.register(_close_all)
+
+
+def _serve(end: Connection, rank: int, size: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            where, arguments, named = end.recv()
+        except EOFError:
+            return
+        module, _, name = where.partition(":")
+        try:
+            end.send(("result", getattr(importlib.import_module(module), name)(*arguments, **named)))
+        except Exception as error:
+            error.add_note(f"in process {rank} of {size}:\n{traceback.format_exc()}")
+            try:
+                end.send(("error", error))
+            except Exception:
+                end.send(("error", AssertionError(traceback.format_exc())))
