@@ -165,7 +165,7 @@ class Rule:
 
 
 _NARROW = ("adamw", "sgd", "lion", "lamb", "lars")
-ELEMENTWISE = ("adamw", "sgd", "lion")  # each weight by itself, so that any part of a parameter is updated as in the whole
+BY_MATRIX = ("adafactor", "muon")  # look at rows and columns, or at a whole matrix
 
 RULES = (
     Rule(
@@ -204,6 +204,13 @@ RULES = (
         "each device needs a sample of every step",
         lambda plan, job, device: plan.data_parallel <= job.train.batch,
         "use at most {train.batch} devices for data parallelism, or a larger train.batch",
+    ),
+    Rule(
+        "a divided parameter is brought together for Adafactor and Muon in the type it is kept in",
+        lambda plan, job, device: not (
+            plan.zero and job.train.optimizer in BY_MATRIX and (plan.rounding != "nearest" or plan.precision == "fp16-true")
+        ),
+        "use rounding: nearest and not fp16-true with {train.optimizer}, or zero: 0",
     ),
     Rule(
         "compressed gradients are what replicas send each other",

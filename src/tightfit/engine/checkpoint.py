@@ -16,29 +16,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_model, save_model
-from torch import nn
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_model, save_file, save_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tightfit.engine.randomness import random_states, set_random_states
+from tightfit.engine.randomness import random_states, seed_all, set_random_states
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import Job
+from tightfit.methods.mesh import leads, rank
 from tightfit.methods.run import Run
+from tightfit.optim.per_parameter import unpack
 
 
 def save(run: Run, folder: str | Path, step: int) -> Path:
     """Write the checkpoint of a run that has done `step` steps under `folder`, and delete the oldest beyond the job's limit.
 
+    On several devices all of them call it; what they divide is brought together, and the first writes it, so that any
+    number of devices, divided in any way, can go on from it.
     Raises TightfitError where it cannot be written; the checkpoints that are there stay.
     """
     folder = Path(folder)
     final = folder / f"step-{step:08d}"
     partial = folder / f".{final.name}.partial"
+    model, state = _whole_model(run), _state(run, step)
+    if not leads():
+        dist.barrier()
+        return final
     try:
         for left in folder.glob(".step-*.partial"):
             shutil.rmtree(left)
         partial.mkdir(parents=True)
-        _write(run, step, partial)
+        _write(run, model, state, partial)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
         for old in checkpoints(folder)[: -run.job.train.keep_checkpoints]:
@@ -49,20 +60,45 @@ def save(run: Run, folder: str | Path, step: int) -> Path:
             f"the checkpoint of step {step} could not be written to {folder}: {error}\n"
             "  fix: make room there, keep fewer with train.keep_checkpoints, or name another --out"
         ) from error
+    if run.mesh is not None:
+        dist.barrier()
     return final
 
 
-def _write(run: Run, step: int, folder: Path) -> None:
-    save_model(run.model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+def _whole_model(run: Run) -> dict[str, Tensor] | None:
+    """The model's tensors, where devices divide them: on the first device in host memory, empty on others. None where this
+    device has them all."""
+    if not any(isinstance(parameter, DTensor) for parameter in run.model.parameters()):
+        return None
+    found: dict[str, Tensor] = {}
+    persistent = run.model.state_dict().keys()
+    for name, tensor in (*run.model.named_parameters(), *run.model.named_buffers()):  # what is tied once
+        whole = tensor.detach()
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        if leads() and name in persistent:
+            found[name] = whole.to("cpu", copy=True).contiguous()
+    return found
+
+
+def _write(run: Run, model: dict[str, Tensor] | None, state: dict[str, Any], folder: Path) -> None:
+    if model is None:
+        save_model(run.model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    else:
+        save_file(model, folder / "model.safetensors", metadata={"format": "pt"})
     if is_transformers_model(run.model):
         config: Any = copy.deepcopy(run.model.config)
-        config.architectures = [type(run.model).__name__]
+        config.architectures = [_plain_name(run.model)]
         if getattr(config, "use_cache", None) is False:
             config.use_cache = True  # training has no use for it, generating has
         config.save_pretrained(folder)
     if run.data.tokenizer is not None:
         run.data.tokenizer.save_pretrained(folder)
-    torch.save(_state(run, step), folder / "state.pt")
+    torch.save(state, folder / "state.pt")
+
+
+def _plain_name(model: nn.Module) -> str:
+    """The name of the model's class: fully_shard puts one of its own in front."""
+    return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -94,8 +130,8 @@ def resume(run: Run, folder: str | Path) -> int:
     state = _read(path)
     _same_job(json.loads(state["job"]), run.job, path)
     try:
-        load_model(run.model, str(path / "model.safetensors"), device=str(run.device))
-        run.optimizer.load_state_dict(state["optimizer"])
+        _load_model(run, path / "model.safetensors")
+        run.optimizer.load_state_dict(_parts(run, state["optimizer"]))
     except (RuntimeError, ValueError, SafetensorError) as error:
         if isinstance(error, InputError) or "memory" in str(error).lower():
             raise
@@ -107,8 +143,64 @@ def resume(run: Run, folder: str | Path) -> int:
         ) from error
     if run.loss_scale is not None and state["loss_scale"] is not None:
         run.loss_scale.load_state_dict(state["loss_scale"])
-    set_random_states(state["random"])
+    _set_random_states(run, state)
     return state["step"]
+
+
+def _load_model(run: Run, path: Path) -> None:
+    parameters = dict(run.model.named_parameters())
+    if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+        load_model(run.model, str(path), device=str(run.device))
+        return
+    with safe_open(path, "pt") as file:
+        names = set(file.keys())
+        tensors = {**parameters, **dict(run.model.named_buffers())}
+        missing = sorted(set(parameters) - names)
+        if missing:
+            raise RuntimeError(f"no {missing[0]} in it")
+        for name in names & set(tensors):
+            tensor, whole = tensors[name].detach(), file.get_tensor(name).to(run.device)
+            if isinstance(tensor, DTensor):
+                distributed = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+                tensor.to_local().copy_(distributed.to_local())
+            else:
+                tensor.copy_(whole)
+
+
+def _parts(run: Run, saved: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's saved state, of which this device takes the parts that it keeps."""
+    if run.reduction is None or not run.reduction.parts:
+        return saved
+    owners = {id(weight): parameter for parameter, weight in run.weights.items()}
+    weights = [weight for group in run.optimizer.param_groups for weight in group["params"]]
+    states: dict[int, dict[str, Any]] = {}
+    for number, kept in saved["state"].items():
+        weight = weights[number]
+        whole = torch.empty(owners.get(id(weight), weight).shape, device=run.device)
+        states[number] = {}
+        for name, value in kept.items():
+            if isinstance(value, dict):
+                packed = {part: tensor.to(run.device) for part, tensor in value.items()}
+                value = unpack(name, packed, whole)
+            part = run.reduction.part(weight, value).clone() if _lies_as(value, whole.shape) else value
+            states[number][name] = part
+    return {**saved, "state": states}
+
+
+def _lies_as(value: Any, shape: torch.Size) -> bool:
+    """Whether a state has one number for each of its parameter's; what has no dims is a counter."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape
+
+
+def _set_random_states(run: Run, state: dict[str, Any]) -> None:
+    """Where all generators stood; on other devices than before, a function of the seed, the step and the device."""
+    states, number = state["random"], rank()
+    if isinstance(states, dict):
+        states = [states]
+    if len(states) == (dist.get_world_size() if run.mesh is not None else 1):
+        set_random_states(states[number])
+    else:
+        seed_all(run.job.train.seed + 1 + state["step"] + 7919 * number)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -125,13 +217,38 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _state(run: Run, step: int) -> dict[str, Any]:
+    """All but the model. A state that devices divide is brought together, in fp32 where it is kept packed."""
+    states: Any = random_states()
+    optimizer = run.optimizer.state_dict()
+    if run.mesh is not None:
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, states)
+        states = everyones
+    if run.reduction is not None and run.reduction.parts:
+        optimizer = {**optimizer, "state": _whole_states(run, optimizer["state"])}
     return {
         "step": step,
         "job": run.job.to_json(),
-        "optimizer": run.optimizer.state_dict(),
+        "optimizer": optimizer,
         "loss_scale": run.loss_scale.state_dict() if run.loss_scale else None,
-        "random": random_states(),
+        "random": states,
     }
+
+
+def _whole_states(run: Run, states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    assert run.reduction is not None
+    weights = [weight for group in run.optimizer.param_groups for weight in group["params"]]
+    found: dict[int, dict[str, Any]] = {}
+    for number, weight in enumerate(weights):
+        kept: dict[str, Any] = {}
+        for name, value in states.get(number, {}).items():
+            value = unpack(name, value, weight) if isinstance(value, dict) else value
+            if _lies_as(value, weight.shape):
+                value = run.reduction.whole(weight, value.to(weight.device)).to("cpu")
+            kept[name] = value
+        if leads() and kept:
+            found[number] = kept
+    return found
 
 
 _MAY_CHANGE = {

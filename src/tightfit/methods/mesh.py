@@ -59,6 +59,26 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def rank() -> int:
+    """Which of the processes that train together this one is, from 0."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def leads() -> bool:
+    """Whether this process is the one that writes and speaks for all."""
+    return rank() == 0
+
+
+def join(kind: str) -> None:
+    """Join the processes that train together, where that has not been done. kind: of their devices (cpu, cuda)."""
+    if not dist.is_initialized():
+        if kind == "cuda":
+            torch.cuda.set_device(local_device(kind))
+        dist.init_process_group(BACKENDS[kind])
+
+
 def make_mesh(plan: Plan, device: torch.device) -> Mesh | None:
     """The mesh of a plan for several devices; None for one. Joins the process group where that has not been done.
 
@@ -75,10 +95,7 @@ def make_mesh(plan: Plan, device: torch.device) -> Mesh | None:
         )
     if plan.devices == 1:
         return None
-    if not dist.is_initialized():
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        dist.init_process_group(BACKENDS[device.type])
+    join(device.type)
     sizes = tuple(getattr(plan, axis) for axis in AXES)
     return Mesh(init_device_mesh(device.type, sizes, mesh_dim_names=AXES))
 

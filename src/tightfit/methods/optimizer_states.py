@@ -16,6 +16,7 @@ Source  Adafactor: Shazeer & Stern 2018, arXiv:1804.04235; 8-bit: Dettmers et al
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
@@ -25,9 +26,11 @@ from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.run import Run
 from tightfit.optim import make_optimizer
+from tightfit.optim.norms import mark_part
 from tightfit.optim.per_parameter import PerParameter
 from tightfit.optim.schedule import learning_rate, total_steps
-from tightfit.plan import Plan
+from tightfit.optim.whole import WholeParameters
+from tightfit.plan import BY_MATRIX, Plan
 
 VARIANTS = (
     {"fused_optimizer": True},
@@ -76,6 +79,12 @@ def optimizer_of(
 def apply(run: Run, plan: Plan) -> Run:
     train = run.job.train
     optimizer = optimizer_of(run.model, train, plan, run.weights)
+    if run.reduction is not None and run.reduction.parts:
+        if train.optimizer in BY_MATRIX:
+            optimizer = WholeParameters(optimizer, run.reduction.whole, run.reduction.part)
+        assert run.mesh is not None
+        for weight in run.weights.values():
+            mark_part(weight, partial(run.mesh.sum, axes=run.reduction.parts))
     if plan.update_in_backward:
         assert isinstance(optimizer, PerParameter)
         optimizer.attach()

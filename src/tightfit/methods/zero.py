@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -31,7 +30,7 @@ from tightfit.methods.buckets import Scattered
 from tightfit.methods.mesh import Mesh, Statistics, same_everywhere
 from tightfit.methods.run import Run
 from tightfit.models import find_blocks
-from tightfit.plan import ELEMENTWISE, Plan
+from tightfit.plan import Plan
 
 VARIANTS = (
     {"zero": 1, "dp_shard": 2},
@@ -52,17 +51,12 @@ def apply(run: Run, plan: Plan) -> Run:
     assert run.mesh is not None
     if plan.zero < 3:
         same_everywhere(run.model, run.mesh)
-        rows = Rows(run.model, run.mesh, plan, whole_norms(run))
+        rows = Rows(run.model, run.mesh, plan)
         return replace(run, reduction=rows, weights=rows.weights)
     name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
     blocks = [block for _, block in find_blocks(run.model, name)]
-    shards = Shards(run.model, blocks, run.mesh, whole_norms(run))
+    shards = Shards(run.model, blocks, run.mesh)
     return replace(run, reduction=shards, weights=shards.weights)
-
-
-def whole_norms(run: Run) -> bool:
-    """Whether the optimizer looks at a whole parameter, its norm or its rows, and not only element by element."""
-    return run.job.train.optimizer not in ELEMENTWISE
 
 
 class Rows:
@@ -73,21 +67,14 @@ class Rows:
 
     parts: tuple[str, ...] = ("dp_shard",)
 
-    def __init__(self, model: nn.Module, mesh: Mesh, plan: Plan, distributed: bool) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, plan: Plan) -> None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         replicas = mesh.group("dp_replicate") if mesh.size("dp_replicate") > 1 else None
         self.mesh, self.always = mesh, plan.zero == 2
         self.rows = Scattered(parameters, mesh.group("dp_shard"), replicas)
         self.statistics = Statistics(model, mesh)
         self.weights = dict(self.rows.shares)
-        if distributed:
-            self.weights = {p: nn.Parameter(self._distributed(p, share)) for p, share in self.weights.items()}
         self.owner = {weight: parameter for parameter, weight in self.weights.items()}
-
-    def _distributed(self, parameter: Tensor, rows: Tensor) -> DTensor:
-        shape, stride = (parameter.shape, parameter.stride()) if parameter.dim() else (torch.Size([1]), (1,))
-        mesh = self.mesh.devices["dp_shard"]
-        return DTensor.from_local(rows.detach(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     def begin(self, last: bool) -> None:
         self.rows.begin(self.always or last)
@@ -98,21 +85,11 @@ class Rows:
         if last:
             self.rows.sum_replicas()
             self.statistics.average()
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        """The rows' gradients to the tensors that the optimizer knows."""
-        for parameter, share in self.rows.shares.items():
-            weight = self.weights[parameter]
-            if weight is not share:
-                weight.grad, share.grad = self._distributed(parameter, share.grad), None  # type: ignore[arg-type]
 
     def updated(self) -> None:
         self.rows.gather()
 
     def whole(self, weight: Tensor, value: Tensor) -> Tensor:
-        if isinstance(value, DTensor):
-            return value.full_tensor().view(self.owner[weight].shape)  # type: ignore[index]
         parameter = self.owner[weight]  # type: ignore[index]
         whole = DTensor.from_local(
             value, self.mesh.devices["dp_shard"], [Shard(0)], run_check=False,
@@ -139,8 +116,8 @@ class Shards:
 
     parts: tuple[str, ...] = ("dp_shard",)
 
-    def __init__(self, model: nn.Module, blocks: list[nn.Module], mesh: Mesh, distributed: bool) -> None:
-        self.mesh, self.model, self.distributed = mesh, model, distributed
+    def __init__(self, model: nn.Module, blocks: list[nn.Module], mesh: Mesh) -> None:
+        self.mesh, self.model = mesh, model
         axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else ("dp_shard",)
         devices = mesh.devices[axes] if len(axes) > 1 else mesh.devices["dp_shard"]
         narrow = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
@@ -155,7 +132,7 @@ class Shards:
         self.statistics = Statistics(model, mesh)
         self.weights = {}
         for parameter in model.parameters():
-            if parameter.requires_grad and not distributed:
+            if parameter.requires_grad:
                 assert isinstance(parameter, DTensor)
                 self.weights[parameter] = nn.Parameter(parameter._local_tensor.detach())
         self.owner = {weight: parameter for parameter, weight in self.weights.items()}
@@ -176,8 +153,6 @@ class Shards:
         pass
 
     def whole(self, weight: Tensor, value: Tensor) -> Tensor:
-        if isinstance(value, DTensor):
-            return value.full_tensor()
         owner: Any = self.owner[weight]  # type: ignore[index]
         return DTensor(value, owner._spec, requires_grad=False).full_tensor()
 

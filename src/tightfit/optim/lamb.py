@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from tightfit.optim.norms import norms
+
 
 class LAMB(Optimizer):
     """w <- w - lr * phi(|w|) / |u| * u, with u = m / (sqrt(v) + eps) + weight_decay * w and bias-corrected m and v.
@@ -67,7 +69,7 @@ def _update(weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict
 
 def _trust_ratio(weight: Tensor, update: Tensor, clamp: tuple[float, float]) -> Tensor:
     """phi(|weight|) / |update|, a scalar tensor; 1 where either norm is zero. Reads no value on the host."""
-    weight_norm = torch.linalg.vector_norm(weight).clamp_(*clamp)
-    update_norm = torch.linalg.vector_norm(update)
+    weight_norm, update_norm = norms(weight, weight, update)
+    weight_norm = weight_norm.clamp(*clamp)
     usable = (weight_norm > 0) & (update_norm > 0)
     return torch.where(usable, weight_norm / update_norm, torch.ones_like(weight_norm))

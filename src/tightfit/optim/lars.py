@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from tightfit.optim.norms import norms
+
 
 class LARS(Optimizer):
     """v <- momentum * v + lr * rate * (g + weight_decay * w), then w <- w - v.
@@ -58,8 +60,7 @@ def _update(weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict
 
 def _local_rate(weight: Tensor, gradient: Tensor, trust: float, weight_decay: float) -> Tensor:
     """trust * |w| / (|g| + weight_decay * |w|), a scalar tensor; 1 where either norm is zero."""
-    weight_norm = torch.linalg.vector_norm(weight)
-    gradient_norm = torch.linalg.vector_norm(gradient)
+    weight_norm, gradient_norm = norms(weight, weight, gradient)
     usable = (weight_norm > 0) & (gradient_norm > 0)
     rate = trust * weight_norm / (gradient_norm + weight_decay * weight_norm)
     return torch.where(usable, rate, torch.ones_like(rate))

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from tightfit.errors import InputError
 from tightfit.optim.blocks import Bits, Blocks, bits_of
+from tightfit.optim.norms import mark_alike
 
 States = Literal["fp32", "bf16", "8-bit", "4-bit"]
 Rounding = Literal["nearest", "kahan", "stochastic"]
@@ -116,7 +117,7 @@ class PerParameter(Optimizer):
         if not self._is_widened(parameter):
             return parameter
         assert parameter.grad is not None
-        weight = parameter.detach().float()
+        weight = mark_alike(parameter.detach().float(), parameter)
         weight.grad = parameter.grad.float()
         return weight.add_(carried) if isinstance(carried, Tensor) else weight
 

@@ -1,0 +1,121 @@
+"""What several processes train is what one trains: every optimizer, clipping, uneven shares, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tightfit
+from tests.contract import cases
+from tests.pool import together
+from tightfit.engine import checkpoint
+
+pytestmark = pytest.mark.xdist_group("distributed")
+
+PLANS: list[dict[str, Any]] = [
+    {"dp_replicate": 2},
+    {"zero": 1, "dp_shard": 2},
+    {"zero": 2, "dp_shard": 2, "micro_batch": 2},
+    {"zero": 3, "dp_shard": 2},
+]
+HYBRID: list[dict[str, Any]] = [{"zero": stage, "dp_shard": 2, "dp_replicate": 2, "micro_batch": 1} for stage in (1, 2, 3)]
+HERE = "tests.engine.test_several_devices:"
+
+
+def named(fields: dict[str, Any]) -> str:
+    return ",".join(f"{name}={value}" for name, value in fields.items())
+
+
+def job_of(name: str, **train: Any) -> tightfit.Job:
+    return cases.make_case(name, **train).job
+
+
+def train(name: str, fields: dict[str, Any], **settings: Any) -> tuple[list[tuple[float, float | None, int]], dict[str, Tensor]]:
+    run = tightfit.build(job_of(name, **settings), tightfit.Plan(**fields))
+    steps = [(step.loss, step.gradient_norm, step.items) for step in tightfit.train(run)]
+    return steps, cases.state(run.model)
+
+
+def hold(name: str, fields: dict[str, Any], bound: float = 1e-6, **settings: Any) -> None:
+    alone, expected = train(name, {}, **settings)
+    for steps, weights in together(tightfit.Plan(**fields).devices, HERE + "train", name, fields, **settings):
+        assert cases.distance(weights, expected) <= bound
+        for found, wanted in zip(steps, alone, strict=True):
+            assert found[::2] == pytest.approx(wanted[::2], rel=max(2e-6, bound))
+            assert found[1] == (wanted[1] and pytest.approx(wanted[1], rel=2e-6))
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "sgd", "lamb", "lars", "lion", "muon"])
+@pytest.mark.parametrize("fields", [*PLANS[1:], HYBRID[2]], ids=named)
+def test_every_optimizer_updates_its_part_as_the_whole(fields: dict[str, Any], optimizer: str) -> None:
+    """Muon multiplies in bf16, where a difference of 1e-7 may be a rounding: micro-batches on one device move it as far."""
+    hold("llama", fields, 3e-3 if optimizer == "muon" else 1e-6, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("fields", [*PLANS, *HYBRID], ids=named)
+def test_clipping_takes_the_norm_of_all(fields: dict[str, Any]) -> None:
+    hold("llama", fields, clip=0.1)
+
+
+@pytest.mark.parametrize("fields", [*PLANS, *HYBRID], ids=named)
+def test_shares_may_be_uneven_and_the_last_step_short(fields: dict[str, Any]) -> None:
+    """40 samples in steps of 7: shares of 4 and 3, and a last step of 5; 41 would leave one device without any."""
+    hold("llama", fields, batch=7, steps=None, epochs=1)
+    hold("bert", fields, batch=13, steps=None, epochs=1)  # the last step has one sample
+
+
+def saved_and_resumed(folder: str, first: dict[str, Any], then: dict[str, Any] | None, **settings: Any) -> list[float]:
+    """Train two of four steps with one plan, save, and go on with another; None leaves that to a later call."""
+    job = job_of("llama", steps=4, **settings)
+    if then is None:
+        run = tightfit.build(job, tightfit.Plan(**first))
+        losses = [step.loss for _, step in zip(range(2), tightfit.train(run), strict=False)]
+        checkpoint.save(run, folder, 2)
+        return losses
+    run = tightfit.build(job, tightfit.Plan(**then))
+    return [step.loss for step in tightfit.train(run, checkpoint.resume(run, folder))]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])
+@pytest.mark.parametrize("fields", [*PLANS, {**PLANS[1], "states": "8-bit"}], ids=named)
+def test_a_checkpoint_is_gone_on_with_by_any_number_of_devices(
+    fields: dict[str, Any], optimizer: str, tmp_path: Path
+) -> None:
+    if optimizer != "adamw" and "states" in fields:
+        pytest.skip("one optimizer is enough")
+    states = {"states": fields["states"]} if "states" in fields else {}
+    run = tightfit.build(job_of("llama", steps=4, optimizer=optimizer), tightfit.Plan(**states))
+    wanted = [step.loss for step in tightfit.train(run)]
+    near = 1e-4 if optimizer == "muon" or states else 2e-6
+    where = HERE + "saved_and_resumed"
+    for number, (first, then) in enumerate([(fields, fields), (fields, states), (states, fields)]):
+        folder = str(tmp_path / str(number))
+        for plan, again in ((first, None), (then, then)):
+            size = tightfit.Plan(**plan).devices
+            arguments = (folder, first, again)
+            losses = (
+                together(size, where, *arguments, optimizer=optimizer)[-1]
+                if size > 1
+                else saved_and_resumed(*arguments, optimizer=optimizer)
+            )
+            assert losses == pytest.approx(wanted[2:] if again is not None else wanted[:2], rel=near)
+
+
+def evaluated(fields: dict[str, Any]) -> float:
+    job = job_of("llama").replace(data=HELD_OUT)
+    return tightfit.evaluate(tightfit.build(job, tightfit.Plan(**fields)), 5)
+
+
+HELD_OUT = tightfit.Job(
+    model=cases.LLAMA, data={"synthetic": "tokens", "sequence_length": 16, "held_out": 0.1, "samples": 64}
+).data
+
+
+@pytest.mark.parametrize("fields", PLANS, ids=named)
+def test_evaluation_is_that_of_one_device(fields: dict[str, Any]) -> None:
+    alone = evaluated({})
+    assert together(2, HERE + "evaluated", fields) == pytest.approx([alone] * 2, rel=1e-6)
