@@ -36,12 +36,15 @@ def train(
         Path | None, typer.Option("--out", metavar="DIR", help="where the run's files go; left out, runs/<job name>")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint in --out")] = False,
+    nproc: Annotated[
+        int, typer.Option("--nproc", min=1, metavar="N", help="processes of this host that train together, a device each")
+    ] = 1,
     changes: Changes = None,
 ) -> None:
     """Train a job: plan what was left open, train, checkpoint, and leave a record."""
     from tightfit.report.commands import train_command
 
-    train_command(job, plan, out, resume, changes or [])
+    train_command(job, plan, out, resume, changes or [], nproc)
 
 
 @app.command()

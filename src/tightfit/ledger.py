@@ -7,6 +7,7 @@ any of them. Each method's `cost` edits it; the peak is found by playing it thro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -145,6 +146,53 @@ class Peak:
     part: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """How gradients leave a device in buckets while backward goes on.
+
+    devices  among which each gradient is divided; 1: every device gets all of it
+    bucket   bytes of one bucket
+    always   whether each micro-batch's are sent, or only the sums of the last one
+    """
+
+    devices: int
+    bucket: float
+    always: bool
+
+    def opened(self, done: float, whole: float) -> float:
+        """Bytes of the buckets that are begun when `done` of the `whole` bytes of gradients are made."""
+        return min(math.ceil(done / self.bucket) * self.bucket, whole)
+
+    def during(self, done: float, whole: float) -> dict[str, float]:
+        if self.devices == 1:
+            return {"gradients": self.opened(done, whole)}
+        return {"gradients": done / self.devices, "communication": min(2 * self.bucket, self.opened(done, whole))}
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Parameters that are there whole only while their block is at work.
+
+    devices  among which they are divided
+    block    bytes of the largest block's; rest: of what belongs to no block, which stays from forward to backward
+    """
+
+    devices: int
+    block: float
+    rest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a device sends in a step. bytes_per_s: of the slowest link on its way. hides: whether the device works on
+    meanwhile."""
+
+    name: str
+    bytes: float
+    bytes_per_s: float
+    hides: bool
+
+
 @dataclass(frozen=True)
 class Ledger:
     """What one device holds and does in one optimizer step.
@@ -159,6 +207,8 @@ class Ledger:
     phases          bytes at the largest instant of what comes before the first step, by name, without the fixed rows
     whole_step      operations once for each step that are of no passage and no update, such as clipping
     seconds         once for each step, by what they are for
+    sent            how gradients leave for other devices; gathered: how parameters come from them; messages: all of it,
+                    in a step
     """
 
     micro_batch: int
@@ -178,6 +228,9 @@ class Ledger:
     phases: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     compile_s: float = 0.0
+    sent: Sent | None = None
+    gathered: Gathered | None = None
+    messages: tuple[Message, ...] = ()
 
     def row_bytes(self) -> dict[str, float]:
         """What lives from step to step, by row."""
@@ -189,6 +242,7 @@ class Ledger:
         return rows
 
     def gradient_bytes(self) -> float:
+        """Of the gradients that this device keeps."""
         return sum(parameter.bytes for parameter in self.parameters if parameter.trainable)
 
     def instants(self) -> Iterator[tuple[str, str, dict[str, float]]]:
@@ -199,27 +253,74 @@ class Ledger:
         rows = self.row_bytes()
         in_memory = self.batch_bytes * self.micro_batch * (self.micro_batches if self.host_batch else 1)
         rows["activations"] += in_memory
+        if self.gathered is not None:
+            rows["communication"] += self.gathered.rest
         yield "forward", "start", dict(rows)
         known: dict[Timeline, Played] = {}
-        for program in self.passes():
+        programs, whole, arrived = self.passes(), self.gradient_bytes(), 0.0
+        for number, program in enumerate(programs):
+            sends = self.sent is not None and (self.sent.always or number == len(programs) - 1)
+            done = 0.0
             for passage in program:
                 if passage.timeline not in known:
                     known[passage.timeline] = play(passage.timeline, self.micro_batch)
                 played = known[passage.timeline]
-                yield passage.phase, passage.part, _sum(rows, played.largest)
+                travelling: dict[str, float] = {"gradients": arrived}
+                then, made = played.made
+                if sends and self.sent is not None:
+                    travelling = self._travelling(done + then, whole, arrived)
+                if self.gathered is not None:
+                    travelling = self._gathered(passage, max(arrived, done / self.gathered.devices))
+                yield passage.phase, passage.part, _sum(_sum(rows, played.largest), travelling)
                 rows = _sum(rows, played.net)
+                if sends and self.sent is not None and made:
+                    if number and not self.sent.always:  # the sums of earlier micro-batches move into the buckets
+                        rows = _sum(rows, {"gradients": -made})
+                    done += made
+                    last = {"temporaries": played.gradient}
+                    yield passage.phase, passage.part, _sum(_sum(rows, self._travelling(done, whole, arrived)), last)
+                if self.gathered is not None and passage.block is not None:  # of a block this device's part is left
+                    done += made
+                    rows = _sum(rows, {"gradients": -made})
+            if sends and self.sent is not None:
+                arrived = self.sent.during(whole, whole)["gradients"]
+            if self.gathered is not None:
+                rest = rows["gradients"]
+                yield "backward", "reduce", _sum_all(rows, {"gradients": max(arrived, done / self.gathered.devices), "communication": rest})
+                rows = _sum(rows, {"gradients": -rest})
+                arrived = whole
+        if self.gathered is not None:
+            rows = _sum(rows, {"communication": -self.gathered.rest})
+        rows = _sum(rows, {"gradients": arrived})
         yield "optimizer", "update", {**rows, "temporaries": rows["temporaries"] + self._update_bytes()}
+        if self.sent is not None and self.sent.devices > 1:
+            bucket = min(self.sent.bucket, whole)
+            yield "optimizer", "gather", _sum_all(rows, {"communication": bucket + bucket / self.sent.devices})
+
+    def _travelling(self, done: float, whole: float, arrived: float) -> dict[str, float]:
+        """What is on its way when `done` bytes of gradients are made, beside what earlier micro-batches left."""
+        assert self.sent is not None
+        found = self.sent.during(done, whole)
+        if arrived and self.sent.devices > 1:  # a part is there beside the sum that it is added to
+            found["communication"] += 2 * self.sent.bucket / self.sent.devices
+        return {**found, "gradients": max(found["gradients"], arrived)}
+
+    def _gathered(self, passage: Passage, arrived: float) -> dict[str, float]:
+        """What is there beside a passage's own buffers: its parameters, and in backward those that come next, the gradients
+        on their way, and the parts that arrived."""
+        assert self.gathered is not None
+        pieces = 0 if passage.block is None else 3 if passage.phase == "backward" else 1
+        return {"communication": pieces * self.gathered.block, "gradients": arrived}
 
     def model_flops(self) -> float:
         """FLOPs of a step as throughput is compared by: a forward of all samples and twice as much for its gradients,
         recomputation not counted."""
-        samples = self.micro_batch * self.micro_batches
         forward = sum(
-            operation.flops.at(samples) * operation.count.at(samples)
+            operation.flops.at(self.micro_batch) * operation.count.at(self.micro_batch)
             for passage in self.inference()
             for operation in passage.timeline.operations
         )
-        return 3 * forward
+        return 3 * forward * self.micro_batches
 
     def passes(self) -> list[tuple[Passage, ...]]:
         """The programs of a step's first micro-batch and, where there are more, of a later one, as this plan runs them.
@@ -230,6 +331,11 @@ class Ledger:
         if self.update_in_backward:
             edits.append(lambda timeline: _updated_at_once(timeline, self.updates))
         first = _edited(self.training, edits)
+        if self.gathered is not None:
+            return [first] * min(self.micro_batches, 2)
+        if self.sent is not None and (self.sent.always or self.micro_batches == 1):
+            first = _edited(first, [_handed_over])
+            return [first] * min(self.micro_batches, 2)
         return [first] if self.micro_batches == 1 else [first, _edited(first, [_accumulated])]
 
     def evaluation(self) -> Iterator[tuple[str, str, dict[str, float]]]:
@@ -281,26 +387,39 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A timeline played through: bytes by row that it adds at its largest instant, and at its end."""
+    """A timeline played through: bytes by row that it adds at its largest instant, and at its end.
+
+    made  bytes of the gradients that are complete at either; gradient: of the largest one
+    """
 
     largest: dict[str, float]
     net: dict[str, float]
+    made: tuple[float, float] = (0.0, 0.0)
+    gradient: float = 0.0
 
 
 def play(timeline: Timeline, samples: float) -> Played:
     rows = dict.fromkeys(TRACED, 0.0)
     total, best, largest = 0.0, 0.0, dict(rows)
+    made, made_then, gradient = 0.0, 0.0, 0.0
     for buffer, sign in timeline.events:
-        size = sign * buffer.size.at(samples)
-        rows[buffer.row] += size
-        total += size
+        size = buffer.size.at(samples)
+        if sign == 0:
+            made, gradient = made + size, max(gradient, size)
+            continue
+        rows[buffer.row] += sign * size
+        total += sign * size
         if total > best:
-            best, largest = total, dict(rows)
-    return Played(largest, rows)
+            best, largest, made_then = total, dict(rows), made
+    return Played(largest, rows, (made_then, made), gradient)
 
 
 def _sum(rows: dict[str, float], more: dict[str, float]) -> dict[str, float]:
     return {**rows, **{row: rows[row] + size for row, size in more.items() if size}}
+
+
+def _sum_all(rows: dict[str, float], more: dict[str, float]) -> dict[str, float]:
+    return {row: rows.get(row, 0.0) + more.get(row, 0.0) for row in {**rows, **more}}
 
 
 def _largest(instants: Iterable[tuple[str, str, dict[str, float]]]) -> Peak:
@@ -329,6 +448,17 @@ def _edited(program: tuple[Passage, ...], edits: list[Callable[[Timeline], Timel
     return tuple(map(edited, program))
 
 
+def _handed_over(timeline: Timeline) -> Timeline:
+    """Each gradient leaves for its bucket as soon as it is complete."""
+    events: list[tuple[Buffer, int]] = []
+    for buffer, sign in timeline.events:
+        if buffer.row != "gradients" or sign > 0:
+            events.append((buffer, sign))
+        elif sign == 0:
+            events += [(buffer, 0), (buffer, -1)]
+    return replace(timeline, events=tuple(events))
+
+
 def _accumulated(timeline: Timeline) -> Timeline:
     """Of a later micro-batch: each new gradient is added to the one that is there, and freed."""
     events: list[tuple[Buffer, int]] = []
@@ -340,7 +470,7 @@ def _accumulated(timeline: Timeline) -> Timeline:
             passing[buffer] = replace(buffer, row="temporaries")
             events.append((passing[buffer], 1))
         elif buffer in passing:
-            events.append((passing.pop(buffer), -1))
+            events += [(buffer, sign), (passing.pop(buffer), -1)] if sign == 0 else [(passing.pop(buffer), -1)]
     return replace(timeline, events=(*events, *((buffer, -1) for buffer in passing.values())))
 
 

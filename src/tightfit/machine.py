@@ -84,6 +84,27 @@ class Machine(Value):
             )
         return _of_table(name, known[name], int(match.group(1)), int(match.group(2) or 1))
 
+    def of_processes(self, per_node: int, nodes: int = 1) -> Machine:
+        """This machine as that many processes on each of so many nodes have it: a GPU each, or each an equal part of the
+        processor, whose memory, cores and rates they share."""
+        if self.device != "cpu" or per_node == 1:
+            return self.replace(devices_per_node=per_node, nodes=nodes)
+
+        def part(figure: Figure) -> Figure:
+            return figure.replace(value=figure.value / per_node)
+
+        return self.replace(
+            devices_per_node=per_node,
+            nodes=nodes,
+            cores=max(self.cores // per_node, 1),
+            memory_bytes=part(self.memory_bytes),
+            matrix_flops_per_s={kind: part(figure) for kind, figure in self.matrix_flops_per_s.items()},
+            memory_bytes_per_s=self.memory_bytes_per_s and part(self.memory_bytes_per_s),
+            rates={
+                kind: {size: value / per_node for size, value in table.items()} for kind, table in self.rates.items()
+            },
+        )
+
     def keep(self) -> None:
         """Keep this machine's figures for the next `detect`."""
         path = calibration_path(self.name)

@@ -1,10 +1,14 @@
-"""Launch: what a training process needs to find when it starts. Imports no torch, so that starting again is cheap."""
+"""Launch: what a training process needs to find when it starts, and the processes of one host.
+
+Imports no torch before processes are started, so that starting again is cheap.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from tightfit.plan import Plan
@@ -38,3 +42,67 @@ def enter_environment(plan: Plan, device: str) -> None:
     command = {Path(part).name for part in sys.orig_argv[:3]}
     if added and (command & {"tightfit", "__main__.py"} or sys.orig_argv[1:3] == ["-m", "tightfit"]):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **added})
+
+
+def take_surroundings(environ: MutableMapping[str, str] = os.environ) -> tuple[int, int]:
+    """(processes on this host, processes in all) that train together, as the launcher says: torchrun, `train --nproc` or
+    Kubernetes' training operator by the variables that torch reads, Slurm's srun by its own, which are turned into those.
+    """
+    if "RANK" not in environ and int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environ:
+        hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "127.0.0.1")
+        environ["RANK"], environ["LOCAL_RANK"] = environ["SLURM_PROCID"], environ.get("SLURM_LOCALID", "0")
+        environ["WORLD_SIZE"] = environ["SLURM_NTASKS"]
+        nodes = int(environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES", "1"))
+        environ["LOCAL_WORLD_SIZE"] = str(max(int(environ["WORLD_SIZE"]) // nodes, 1))
+        environ.setdefault("MASTER_ADDR", first_host(hosts))
+        environ.setdefault("MASTER_PORT", str(20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000))
+    world = int(environ.get("WORLD_SIZE", "1"))
+    return int(environ.get("LOCAL_WORLD_SIZE", world)), world
+
+
+def first_host(hosts: str) -> str:
+    """The first of Slurm's list of hosts: node[03-07,12],other is node03."""
+    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)", hosts)
+    assert match is not None
+    stem, numbers, rest = match.groups()
+    return stem + re.split("[,-]", numbers)[0] + rest if numbers else stem
+
+
+def start_processes(count: int) -> int:
+    """Run this very command in `count` processes of this host that train together; the exit code of the first that failed.
+
+    PyTorch's elastic agent starts them, watches them, and ends the others when one fails.
+    """
+    import logging
+
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # which process failed, and how, it says itself
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // count, 1)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    arguments = ["-m", "tightfit", *_without_nproc(sys.argv[1:])]
+    try:
+        elastic_launch(config, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        return error.get_first_failure()[1].exitcode
+    return 0
+
+
+def _without_nproc(arguments: list[str]) -> list[str]:
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument != "--nproc" and not argument.startswith("--nproc="):
+            kept.append(argument)
+        skip = argument == "--nproc"
+    return kept

@@ -48,9 +48,11 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
     return counter.get_total_flops()
 
 
-def mfu(flops_per_step: float | None, step_s: float | None, machine: Machine, precision: str) -> float | None:
-    """Model FLOP/s over the machine's measured matrix rate for the plan's type; None where either is unknown."""
+def mfu(
+    flops_per_step: float | None, step_s: float | None, machine: Machine, precision: str, devices: int = 1
+) -> float | None:
+    """Model FLOP/s over the measured matrix rate of all devices for the plan's type; None where either is unknown."""
     rate = machine.rate(precision)
     if not flops_per_step or not step_s or not rate:
         return None
-    return flops_per_step / step_s / rate
+    return flops_per_step / step_s / rate / devices

@@ -94,7 +94,7 @@ class Observer:
                 process=process_peak_bytes(),
                 rows=self.peak.rows if self.peak else {},
             ),
-            mfu=mfu(self.flops_per_step, median, machine, run.plan.precision),
+            mfu=mfu(self.flops_per_step, median, machine, run.plan.precision, run.plan.devices),
             compile_s=max(first - median, 0.0) if compiled and first is not None and median is not None else None,
             loss=[(step.step + 1, step.loss if math.isfinite(step.loss) else None) for step in self.steps],
             skipped_steps=sum(step.skipped for step in self.steps),

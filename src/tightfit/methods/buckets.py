@@ -55,7 +55,8 @@ class Reducer:
 
     allocate  bucket -> its buffer, of zeros where a gradient may be missing
     write     (bucket, place, gradient or None) -> put it into the buffer; None: this device's backward has made none
-    send      bucket -> start sending; may leave in `bucket.work` what is to be waited for
+    send      bucket -> start sending; leaves in `bucket.work` what is to be waited for
+    arrived   bucket -> what becomes of it when it was waited for
     in_flight  how many buckets may be under way before the oldest is waited for; None: all
     """
 
@@ -65,10 +66,12 @@ class Reducer:
         allocate: Callable[[Bucket], Tensor],
         write: Callable[[Bucket, int, Tensor | None], None],
         send: Callable[[Bucket], None],
+        arrived: Callable[[Bucket], None] = lambda bucket: None,
         in_flight: int | None = None,
     ) -> None:
         self.buckets = in_buckets(parameters)
-        self._allocate, self._write, self._start, self._in_flight = allocate, write, send, in_flight
+        self._allocate, self._write, self._start = allocate, write, send
+        self._arrived, self._in_flight = arrived, in_flight
         self._sending, self._next = False, 0
         self._place = {
             parameter: (bucket, place) for bucket in self.buckets for place, parameter in enumerate(bucket.parameters)
@@ -98,6 +101,7 @@ class Reducer:
         if bucket.work is not None:
             bucket.work.wait()
             bucket.work = None
+            self._arrived(bucket)
 
     @torch.no_grad()
     def _take(self, bucket: Bucket, place: int, gradient: Tensor | None) -> None:
@@ -201,7 +205,9 @@ class Scattered:
     ) -> None:
         self.group, self.replicas = group, replicas
         self.count, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self._reducer = Reducer(parameters, self._allocate, self._write, self._send, in_flight=1)
+        self._reducer = Reducer(
+            parameters, self._allocate, self._write, self._send, self._arrived, in_flight=1
+        )
         self._offsets = {
             id(b): _offsets([self.rows(p) * _width(p) for p in b.parameters]) for b in self._reducer.buckets
         }
@@ -248,18 +254,20 @@ class Scattered:
         assert bucket.buffer is not None
         part = torch.empty(bucket.buffer.shape[1], dtype=bucket.buffer.dtype, device=bucket.buffer.device)
         self._parts[id(bucket)] = part
-        work = _reduce_scatter(part, bucket.buffer.view(-1), group=self.group, async_op=True)
-        bucket.work = _Freed(work, bucket)
+        bucket.work = _reduce_scatter(part, bucket.buffer.view(-1), group=self.group, async_op=True)
+
+    @torch.no_grad()
+    def _arrived(self, bucket: Bucket) -> None:
+        """The shares' gradients are there, or have this micro-batch's added to them."""
+        bucket.buffer = None
+        part, offsets = self._parts.pop(id(bucket)), self._offsets[id(bucket)]
+        for place, parameter in enumerate(bucket.parameters):
+            share = self.shares[parameter]
+            gradient = part[offsets[place] : offsets[place] + share.numel()].view(share.shape)
+            share.grad = gradient if share.grad is None else share.grad.add_(gradient)
 
     def finish(self) -> None:
-        """The shares' gradients are complete, or have this micro-batch's added to them."""
         self._reducer.finish()
-        for bucket in self._reducer.buckets:
-            part, offsets = self._parts.pop(id(bucket)), self._offsets[id(bucket)]
-            for place, parameter in enumerate(bucket.parameters):
-                share = self.shares[parameter]
-                gradient = part[offsets[place] : offsets[place] + share.numel()].view(share.shape)
-                share.grad = gradient if share.grad is None else share.grad.add_(gradient)
 
     def sum_replicas(self) -> None:
         """Once a step: the shares' gradients summed over the replicas of the group."""
@@ -292,18 +300,6 @@ class Scattered:
                     for rank, slot in enumerate(slots):
                         first, last = self._range(parameter, rank)
                         flat[first * width : last * width].copy_(slot[: (last - first) * width])
-
-
-@dataclass
-class _Freed:
-    """Work after which a bucket's buffer is no longer needed."""
-
-    work: Any
-    bucket: Bucket
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.bucket.buffer = None
 
 
 def _height(parameter: Tensor) -> int:

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tightfit.ledger import Ledger
+from tightfit.ledger import Ledger, Sent
 from tightfit.machine import Machine
-from tightfit.methods.buckets import Summed
-from tightfit.methods.mesh import Mesh, Statistics, same_everywhere
+from tightfit.methods.buckets import BUCKET_BYTES, Summed
+from tightfit.methods.mesh import Mesh, Statistics, message, same_everywhere
 from tightfit.methods.run import Run
 from tightfit.plan import Plan
 
@@ -33,7 +33,33 @@ def wanted(plan: Plan) -> bool:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    return ledger
+    """Whole model states on every device; its share of the samples is in the ledger already."""
+    size = ledger.gradient_bytes()
+    shrunk = size * _share_sent(ledger, plan)
+    ring = 2 * (plan.dp_replicate - 1) / plan.dp_replicate * shrunk
+    return replace(
+        ledger,
+        sent=Sent(1, min(BUCKET_BYTES, size), always=False),
+        messages=(*ledger.messages, message("gradients", ring, plan, machine, ("dp_replicate",))),
+    )
+
+
+def _share_sent(ledger: Ledger, plan: Plan) -> float:
+    """Of the gradients' bytes, what is sent."""
+    if plan.compressed_gradients == "none":
+        return 1.0
+    found = 0.0
+    for parameter in ledger.parameters:
+        if parameter.trainable:
+            height = parameter.shape[0] if parameter.shape else 1
+            narrow = plan.powersgd_rank * (height + parameter.count / max(height, 1))
+            if plan.compressed_gradients == "bf16":
+                found += min(2.0 * parameter.count, parameter.bytes)
+            elif len(parameter.shape) > 1 and narrow < parameter.count:
+                found += narrow * parameter.bytes / parameter.count
+            else:
+                found += parameter.bytes
+    return found / ledger.gradient_bytes()
 
 
 def apply(run: Run, plan: Plan) -> Run:

@@ -13,29 +13,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tightfit.errors import InputError
+from tightfit.ledger import Message
+from tightfit.machine import Machine
 from tightfit.plan import Plan
 
 AXES = ("dp_replicate", "dp_shard")
 DATA = ("dp_replicate", "dp_shard")  # along these the samples are divided
+UNKNOWN_LINK = 1e9  # bytes/s, until somebody calibrates
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The devices of a run, and this process's place among them."""
+    """The devices of a run, and this process's place among them.
 
-    devices: DeviceMesh
+    axes  the mesh along one axis, or several, by name
+    """
+
+    axes: dict[str | tuple[str, ...], DeviceMesh]
 
     def size(self, axis: str) -> int:
-        return self.devices[axis].size()
+        return self.axes[axis].size()
 
     def rank(self, axis: str) -> int:
-        return self.devices[axis].get_local_rank()
+        return self.axes[axis].get_local_rank()
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        return self.devices[axis].get_group()
+        return self.axes[axis].get_group()
 
     @property
     def part(self) -> tuple[int, int]:
@@ -97,7 +104,9 @@ def make_mesh(plan: Plan, device: torch.device) -> Mesh | None:
         return None
     join(device.type)
     sizes = tuple(getattr(plan, axis) for axis in AXES)
-    return Mesh(init_device_mesh(device.type, sizes, mesh_dim_names=AXES))
+    with _disable_current_modes():  # which process is where is real, also where tensors are fake
+        devices = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+        return Mesh({**{axis: devices[axis] for axis in AXES}, DATA: devices[DATA]})
 
 
 def local_device(kind: str) -> torch.device:
@@ -135,3 +144,20 @@ class Statistics:
         self.mesh.sum(flat, DATA).div_(self.mesh.part[1])
         for buffer, mean in zip(self.buffers, flat.split([b.numel() for b in self.buffers]), strict=True):
             buffer.copy_(mean.view(buffer.shape))
+
+
+def link(plan: Plan, machine: Machine, axes: tuple[str, ...]) -> float:
+    """Bytes/s at which a device sends along `axes`: inside a node where all of them lie in one, else between nodes."""
+    inside = 1
+    for axis in reversed(AXES):
+        inside *= getattr(plan, axis)
+        if axis == axes[0]:
+            break
+    figure = machine.process_bytes_per_s if inside <= machine.devices_per_node else machine.network_bytes_per_s
+    figure = figure or machine.process_bytes_per_s
+    return figure.value if figure is not None else UNKNOWN_LINK
+
+
+def message(name: str, size: float, plan: Plan, machine: Machine, axes: tuple[str, ...]) -> Message:
+    """`size` bytes that each device sends along `axes` in a step. Beside a GPU's work; a processor has to do it itself."""
+    return Message(name, size, link(plan, machine, axes), hides=machine.device == "cuda")

@@ -35,7 +35,7 @@ def apply(run: Run, plan: Plan) -> Run:
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """Smaller pieces, more of them; from the second on, gradients are there while the forward runs."""
     batch = ledger.micro_batch * ledger.micro_batches
-    piece = plan.micro_batch_of(batch)
+    piece = min(plan.micro_batch or batch, batch)
     return replace(ledger, micro_batch=piece, micro_batches=math.ceil(batch / piece))
 
 

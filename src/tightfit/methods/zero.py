@@ -14,6 +14,9 @@ Source  Rajbhandari et al. 2020, arXiv:1910.02054; stage 3 is PyTorch's fully_sh
 
 from __future__ import annotations
 
+import math
+import re
+import warnings
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -24,10 +27,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from tightfit.job import ModelSpec
-from tightfit.ledger import Ledger
+from tightfit.ledger import Gathered, Ledger, Sent, Update
 from tightfit.machine import Machine
-from tightfit.methods.buckets import Scattered
-from tightfit.methods.mesh import Mesh, Statistics, same_everywhere
+from tightfit.methods.buckets import BUCKET_BYTES, Scattered
+from tightfit.methods.mesh import DATA, Mesh, Statistics, message, same_everywhere
 from tightfit.methods.run import Run
 from tightfit.models import find_blocks
 from tightfit.plan import Plan
@@ -44,7 +47,65 @@ def wanted(plan: Plan) -> bool:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    return ledger
+    """Of each row that is divided, the share of the first device, which has the most."""
+    shares = {p.name: _share(p.shape, plan.dp_shard) for p in ledger.parameters}
+    size, pieces = ledger.gradient_bytes(), plan.dp_shard
+    moved = (pieces - 1) / pieces * size
+    held = size / pieces
+    messages = []
+    if plan.zero < 3:
+        times = ledger.micro_batches if plan.zero == 2 else 1
+        messages.append(message("gradients", moved * times, plan, machine, ("dp_shard",)))
+        messages.append(replace(message("parameters", moved, plan, machine, ("dp_shard",)), hides=False))
+        ledger = replace(ledger, sent=Sent(pieces, min(BUCKET_BYTES, size), always=plan.zero == 2))
+    else:
+        gathers = 2 * ledger.micro_batches
+        messages.append(message("parameters", moved * gathers, plan, machine, ("dp_shard",)))
+        messages.append(message("gradients", moved * ledger.micro_batches, plan, machine, ("dp_shard",)))
+        ledger = replace(ledger, gathered=_gathered(ledger, pieces))
+    if plan.dp_replicate > 1:
+        across = 2 * (plan.dp_replicate - 1) / plan.dp_replicate * held
+        messages.append(message("gradients", across, plan, machine, ("dp_replicate",)))
+    updates = {name: _scaled(update, shares.get(name, 1 / pieces)) for name, update in ledger.updates.items()}
+    parameters = ledger.parameters
+    if plan.zero == 3:
+        parameters = tuple(
+            replace(p, bytes=math.ceil(p.bytes * shares[p.name])) if p.trainable else p for p in parameters
+        )
+    return replace(ledger, updates=updates, parameters=parameters, messages=(*ledger.messages, *messages))
+
+
+def _share(shape: tuple[int, ...], pieces: int) -> float:
+    height = shape[0] if shape else 1
+    return math.ceil(height / pieces) / height if height else 0.0
+
+
+def _scaled(update: Update, share: float) -> Update:
+    """Of an update, what falls to a device that holds a share of the parameter."""
+    operations = tuple(
+        replace(operation, flops=operation.flops.times(share), moved=operation.moved.times(share))
+        for operation in update.operations
+    )
+    return replace(
+        update,
+        state_bytes=math.ceil(update.state_bytes * share),
+        transient_bytes=math.ceil(update.transient_bytes * share),
+        foreach_bytes=math.ceil(update.foreach_bytes * share),
+        operations=operations,
+    )
+
+
+def _gathered(ledger: Ledger, pieces: int) -> Gathered:
+    """Bytes of the largest block and of what is in none: blocks are told by the numbers in parameters' names."""
+    blocks: Counter[str] = Counter()
+    rest = 0.0
+    for parameter in ledger.parameters:
+        found = re.match(r"(.*?\.\d+)\.", parameter.name)
+        if found is None:
+            rest += parameter.bytes
+        else:
+            blocks[found.group(1)] += parameter.bytes
+    return Gathered(pieces, float(max(blocks.values(), default=0)), rest)
 
 
 def apply(run: Run, plan: Plan) -> Run:
@@ -53,6 +114,7 @@ def apply(run: Run, plan: Plan) -> Run:
         same_everywhere(run.model, run.mesh)
         rows = Rows(run.model, run.mesh, plan)
         return replace(run, reduction=rows, weights=rows.weights)
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # of logits, which nothing writes to
     name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
     blocks = [block for _, block in find_blocks(run.model, name)]
     shards = Shards(run.model, blocks, run.mesh)
@@ -92,7 +154,7 @@ class Rows:
     def whole(self, weight: Tensor, value: Tensor) -> Tensor:
         parameter = self.owner[weight]  # type: ignore[index]
         whole = DTensor.from_local(
-            value, self.mesh.devices["dp_shard"], [Shard(0)], run_check=False,
+            value, self.mesh.axes["dp_shard"], [Shard(0)], run_check=False,
             shape=parameter.shape if parameter.dim() else torch.Size([1]),
             stride=parameter.stride() if parameter.dim() else (1,),
         )  # fmt: skip
@@ -118,8 +180,7 @@ class Shards:
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module], mesh: Mesh) -> None:
         self.mesh, self.model = mesh, model
-        axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else ("dp_shard",)
-        devices = mesh.devices[axes] if len(axes) > 1 else mesh.devices["dp_shard"]
+        devices = mesh.axes[DATA if mesh.size("dp_replicate") > 1 else "dp_shard"]
         narrow = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False)
         for module in (*_of_another_type(model), *blocks):

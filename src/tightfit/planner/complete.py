@@ -27,7 +27,11 @@ ALLOCATOR: Literal["tuned"] = "tuned"  # known before torch is imported, as a pr
 
 def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, dict[str, str]]:
     """The plan with every field of `pins` kept, and the reason for each field chosen here. Raises InputError."""
-    plan, reasons = Plan.parse(pins, "plan"), {}
+    reasons: dict[str, str] = {}
+    plan = Plan.parse({**pins, **over_devices(machine, pins)}, "plan")
+    for field in ("dp_replicate", "dp_shard", "zero"):
+        if field not in pins and getattr(plan, field) != getattr(Plan(), field):
+            reasons[field] = f"there are {machine.devices_per_node * machine.nodes} devices"
     for field, value, reason in _choices(job, machine):
         if field in pins:
             continue
@@ -37,6 +41,21 @@ def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, di
             plan, reasons[field] = candidate, reason
     check(plan, job, machine.device)
     return plan, reasons
+
+
+def over_devices(machine: Machine, pins: dict[str, Any]) -> dict[str, Any]:
+    """The fields that spread a plan over all of a machine's devices, beside those that are pinned: replicas, unless `zero` or
+    `dp_shard` is asked for."""
+    count, fields = machine.devices_per_node * machine.nodes, {}
+    if count == 1:
+        return {}
+    fields = {name: pins[name] for name in ("dp_replicate", "dp_shard", "zero") if name in pins}
+    if fields.get("dp_shard", 1) > 1:
+        fields.setdefault("zero", 3)
+    if fields.get("zero"):
+        fields.setdefault("dp_shard", count // fields.get("dp_replicate", 1))
+    fields.setdefault("dp_replicate", max(count // fields.get("dp_shard", 1), 1))
+    return fields
 
 
 def _choices(job: Job, machine: Machine) -> Iterator[tuple[str, Any, str]]:

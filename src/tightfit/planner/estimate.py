@@ -169,12 +169,10 @@ class Estimator:
         """Bytes that any micro-batch and any recomputation needs: the weights, their states, and gradients."""
         updates, parameters = self.profiler.updates(plan), self.profiler.parameters(plan)
         gradients = [parameter.bytes for parameter in parameters if parameter.trainable]
-        return (
-            self.runtime_bytes
-            + sum(parameter.bytes for parameter in parameters)
-            + sum(update.state_bytes for update in updates.values())
-            + (max(gradients, default=0) if plan.update_in_backward else sum(gradients))
-        )
+        states = sum(update.state_bytes for update in updates.values()) / (plan.dp_shard if plan.zero >= 1 else 1)
+        there = max(gradients, default=0) if plan.update_in_backward else sum(gradients)
+        weights = sum(parameter.bytes for parameter in parameters) / (plan.dp_shard if plan.zero >= 3 else 1)
+        return self.runtime_bytes + weights + states + there / (plan.dp_shard if plan.zero >= 2 else 1)
 
     def settle(self, estimate: Estimate) -> Estimate:
         """The estimate with what a CUDA device's allocator reserves beyond the tensors: too long to ask of every plan."""

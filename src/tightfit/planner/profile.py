@@ -60,8 +60,8 @@ class Profiler:
 
     def ledger(self, plan: Plan) -> Ledger:
         """The first ledger of `plan`: its precision, kernels and optimizer, and no other method: the whole batch at once."""
-        batch = self.job.train.batch
-        micro_batch = plan.micro_batch_of(batch)
+        batch = plan.share_of(self.job.train.batch)  # of one device
+        micro_batch = plan.micro_batch_of(self.job.train.batch)
         programs = self.programs(plan, micro_batch)
         # an evaluation runs as the model was written
         inference = partial(self.programs, plan.replace(compile="none"), micro_batch, training=False)

@@ -6,14 +6,17 @@ The only place where the planner meets the engine: what is rehearsed is what run
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tightfit.engine.build import build
 from tightfit.engine.step import Step, take_step
+from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Figure, Machine
 from tightfit.methods import optimizer_states
@@ -49,8 +52,8 @@ class Shapes:
         return processed_count(self.batch) // sample_count(self.batch)
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
-        whole = self.job.train.batch
-        micro = self.plan.micro_batch_of(whole)
+        whole = self.plan.share_of(self.job.train.batch)
+        micro = self.plan.micro_batch_of(self.job.train.batch)
         while True:
             yield [sized(self.batch, min(micro, whole - begin)) for begin in list(range(0, whole, micro))[:ALIKE]]
 
@@ -84,7 +87,7 @@ def rehearse(job: Job, plan: Plan, device: str = "cpu") -> Peak:
         torch._dynamo.reset()  # or what an earlier rehearsal compiled would count against the limit of recompilations
     shapes = Shapes(example(job), job, plan)
     values = FakeValues(is_padded(shapes.batch))
-    with FakeTensorMode(), values, as_on(device):
+    with processes(plan.devices), FakeTensorMode(), values, as_on(device):
         run = build(job, plan, HERE, shapes)
         if optimizer_states.takes_all_at_once(plan, device):
             take_all_at_once(run.optimizer)
@@ -100,11 +103,31 @@ def rehearse(job: Job, plan: Plan, device: str = "cpu") -> Peak:
     return _with_other_batches(peak, shapes, device)
 
 
+@contextmanager
+def processes(count: int) -> Iterator[None]:
+    """As if this were the first of so many processes: what they say to each other is taken as said. Raises InputError
+    where the real ones have found each other already."""
+    if count == 1:
+        yield
+        return
+    if dist.is_initialized():
+        raise InputError(
+            "rehearse", "processes train together here already", "rehearse before torch.distributed is initialised"
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def _with_other_batches(peak: Peak, shapes: Shapes, device: str) -> Peak:
     """The peak with the step's micro-batches that are in memory and were not rehearsed: all of them on a processor, and
     none elsewhere, where they come one at a time."""
-    whole = shapes.job.train.batch
-    micro = shapes.plan.micro_batch_of(whole)
+    whole = shapes.plan.share_of(shapes.job.train.batch)
+    micro = shapes.plan.micro_batch_of(shapes.job.train.batch)
     there = whole if device == "cpu" else micro
     more = tensor_bytes(tensors_in(shapes.batch)) // sample_count(shapes.batch) * (there - min(micro * ALIKE, whole))
     return replace(peak, total=peak.total + more, rows={**peak.rows, "activations": peak.rows["activations"] + more})

@@ -83,8 +83,8 @@ def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Itera
     job, options = estimator.job, _options(estimator, start)
     options = {name: [getattr(start, name)] if name in pins else values for name, values in options.items()}
     micro_batches = options.pop("micro_batch")
-    for values in itertools.product(*options.values()):
-        plan = start.replace(**dict(zip(options, values, strict=True)))
+    for spread, *values in itertools.product(_spreads(estimator.machine, start, pins), *options.values()):
+        plan = start.replace(**spread, **dict(zip(options, values, strict=True)))
         plan = _with_kernel_of_optimizer(plan, job, pins)
         plans = [plan.replace(micro_batch=size) for size in micro_batches]
         legal = [one for one in plans if _is_legal(one, job, estimator.machine.device)]
@@ -92,17 +92,32 @@ def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Itera
             yield legal
 
 
+def _spreads(machine: Machine, start: Plan, pins: dict[str, Any]) -> list[dict[str, int]]:
+    """How the devices may share the work: as replicas, or dividing states by ZeRO over all of them or over those of a node."""
+    count = machine.devices_per_node * machine.nodes
+    found = [{"dp_replicate": start.dp_replicate, "dp_shard": start.dp_shard, "zero": start.zero}]
+    if count > 1:
+        groups = [count] if machine.nodes == 1 or machine.devices_per_node == 1 else [count, machine.devices_per_node]
+        found += [{"dp_replicate": count, "dp_shard": 1, "zero": 0}]
+        found += [
+            {"dp_replicate": count // group, "dp_shard": group, "zero": zero} for group in groups for zero in (1, 2, 3)
+        ]
+    kept = [spread for spread in found if all(spread[name] == pins[name] for name in spread if name in pins)]
+    return [spread for number, spread in enumerate(kept) if spread not in kept[:number]]
+
+
 def _options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
     job = estimator.job
     batch = job.train.batch
-    micro = sorted({batch, *(batch // pieces for pieces in (2, 4, 8, 16, 32, 64) if batch // pieces)}, reverse=True)
+    share = start.share_of(batch)
+    micro = sorted({share, *(share // pieces for pieces in (2, 4, 8, 16, 32, 64) if share // pieces)}, reverse=True)
     precisions = [start.precision]  # chosen by what this machine multiplies fastest, of what the job allows
     if start.precision == "bf16-mixed" and _is_worth_narrowing(estimator, start):
         precisions.append("bf16-true")
     widths = [width for width in ("bf16", "8-bit", "4-bit") if f"{width}-states" in job.allowed]
     return {
         "precision": precisions,
-        "micro_batch": [None if size == batch else size for size in micro],
+        "micro_batch": [None if size == share else size for size in micro],
         "recompute": ["none", "selective", "every-2", "full", "sqrt"],
         "states": ["fp32", *widths],
         "update_in_backward": [False, True],

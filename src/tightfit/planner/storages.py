@@ -121,7 +121,19 @@ class StorageTracker(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._phase = "forward"
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._seeing_sizes()  # type: ignore[method-assign, assignment]
         return super().__enter__()
+
+    def _seeing_sizes(self) -> Callable[[torch.UntypedStorage, int], None]:
+        """UntypedStorage.resize_, by which fully_shard frees gathered parameters: no operation that a mode would see."""
+
+        def resize(storage: torch.UntypedStorage, size: int) -> None:
+            self._resize(storage, size)
+            if id(storage) in self._live:
+                self._see(storage)
+
+        return resize
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
@@ -136,6 +148,7 @@ class StorageTracker(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         self._find_gradients(self._parameters)
         self._live.clear()  # with its references: a tracker keeps nothing alive
         self._made.clear()
@@ -181,8 +194,9 @@ class StorageTracker(TorchDispatchMode):
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """The storages that hold a tensor's bytes: its own, or those of the parts of a wrapped or sparse one."""
     if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from storages_of(getattr(tensor, name))
+        for inner in map(partial(getattr, tensor), tensor.__tensor_flatten__()[0]):
+            if isinstance(inner, Tensor):
+                yield from storages_of(inner)
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
     elif tensor.layout is torch.sparse_coo:
@@ -195,7 +209,7 @@ def track(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Res
 
     micro_batches   those of the step that are in the device's memory before it begins
     """
-    tracker = StorageTracker(run.model.parameters())
+    tracker = StorageTracker([*run.model.parameters(), *run.weights.values()])
     tracker.assign(run.model.buffers(), "parameters")
     tracker.assign(tensors_in(micro_batches), "activations")
     tracker.assign(state_tensors(run.optimizer), "optimizer")

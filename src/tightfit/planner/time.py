@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tightfit.ledger import Ledger, Operation, Timeline
 from tightfit.machine import Machine
@@ -76,6 +76,9 @@ LARGE_BLOCK = 32 * 2**20  # bytes from which glibc, left as it is, maps each blo
 KEPT = 2 * LARGE_BLOCK  # free bytes at the end of its heap that it does not give back
 
 
+LAST_TO_LEAVE = 0.05  # share of what is sent that nothing is left to hide: the last bucket, the first block
+
+
 @dataclass(frozen=True)
 class Time:
     """Seconds of one optimizer step, on one device, and where they go.
@@ -141,7 +144,12 @@ class Clock:
             kind, count = KIND.get(operation.name, "elementwise"), operation.count.at(1)
             seconds, started = rows["optimizer", kind]
             rows["optimizer", kind] = seconds + self.operation_s(operation, 1) * count, started + count
-        return self._summed(rows, self._allocation_s(ledger), ledger.seconds.get("input", 0.0))
+        time = self._summed(rows, self._allocation_s(ledger), ledger.seconds.get("input", 0.0))
+        if not ledger.messages:
+            return time
+        sent = [("sent", message.name, message.bytes / message.bytes_per_s, 1.0) for message in ledger.messages]
+        table = tuple(sorted((*time.rows, *sent), key=lambda row: -row[2]))
+        return replace(time, communication_s=_exposed_s(ledger, time), rows=table)
 
     def _summed(self, rows: Rows, allocation_s: float, input_s: float) -> Time:
         sums: dict[str, float] = defaultdict(float)
@@ -193,6 +201,22 @@ class Clock:
             return 0.0
         fetched = _fetched_bytes(ledger) * ledger.micro_batches
         return fetched / self.machine.achieved("fetch", "float32", LARGE_BLOCK)
+
+
+def _exposed_s(ledger: Ledger, time: Time) -> float:
+    """Time for what is sent, beyond what passes while the device works: gradients while backward goes on, gathered
+    parameters in the whole of a step."""
+    shown = 0.0
+    work = time.compute_s + time.memory_s + time.launch_s
+    for message in ledger.messages:
+        seconds = message.bytes / message.bytes_per_s
+        if not message.hides:
+            shown += seconds
+            continue
+        behind = work if message.name == "parameters" else work * 2 / 3 / ledger.micro_batches
+        shown += max(seconds - behind, seconds * LAST_TO_LEAVE)
+        work = max(work - seconds, 0.0)
+    return shown
 
 
 def _fetched_bytes(ledger: Ledger) -> float:

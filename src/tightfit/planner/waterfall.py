@@ -9,6 +9,8 @@ from tightfit.planner.estimate import Estimator
 
 # which fields of a plan are whose, in the order in which people decide them
 METHOD_FIELDS = {
+    "data_parallel": ("dp_replicate", "compressed_gradients", "powersgd_rank"),
+    "zero": ("dp_shard", "zero"),
     "precision": ("precision", "loss_scale", "rounding"),
     "microbatch": ("micro_batch",),
     "attention": ("attention",),

@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tightfit.engine.launch import enter_environment
-from tightfit.errors import DoesNotFit, InputError
+from tightfit.engine.launch import enter_environment, start_processes, take_surroundings
+from tightfit.errors import DoesNotFit, InputError, TightfitError
 from tightfit.job import Job, ModelSpec, apply_change
 from tightfit.machine import Figure, Machine
 from tightfit.machines import devices
@@ -58,25 +58,39 @@ def read_job(path: Path, plan: str | None, changes: list[str]) -> tuple[Job, dic
     return job.replace(plan="reference" if pins == read_pins("reference") else pins or None), pins
 
 
-def train_command(path: Path, plan: str | None, out: Path | None, resume: bool, changes: list[str]) -> None:
+def train_command(
+    path: Path, plan: str | None, out: Path | None, resume: bool, changes: list[str], nproc: int = 1
+) -> None:
     quiet_libraries()
-    machine, console = Machine.detect(), Console()
+    here, world = take_surroundings()
     job, pins = read_job(path, plan, changes)
     out = out or Path("runs") / path.stem
-    check_out(out, resume)
+    if nproc > 1 and world == 1:
+        check_out(out, resume)  # said once, before processes are started
+        sys.exit(start_processes(nproc))
+    if nproc not in (1, world):
+        raise InputError(f"--nproc {nproc}", f"{world} processes have been started already", "leave it out")
+    machine = Machine.detect().of_processes(here, max(world // here, 1))
     enter_environment(Plan(allocator=pins.get("allocator", ALLOCATOR)), machine.device)
+    console = Console(quiet=os.environ.get("RANK", "0") != "0")
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    say(f"job      {job!r}\nmachine  {machine!r}")
-    quiet_transformers(job)
-    if resume and plan is None and (out / "plan.yaml").exists():
-        pins = {**read_pins(out / "plan.yaml"), **pins}
-    predicted, chosen, reasons = decide(job, machine, pins, say)
-    announce(say, job, chosen, reasons)
+
+    def plan_it() -> tuple[dict[str, Any] | None, Plan]:
+        check_out(out, resume)
+        say(f"job      {job!r}\nmachine  {machine!r}")
+        quiet_transformers(job)
+        kept = {**read_pins(out / "plan.yaml"), **pins} if resume and plan is None and (out / "plan.yaml").exists() else pins
+        predicted, chosen, reasons = decide(job, machine, kept, say)
+        announce(say, job, chosen, reasons)
+        return predicted, chosen
+
+    predicted, chosen = plan_it() if world == 1 else by_the_first(plan_it, machine.device)
     if predicted is not None:
         say(
             f"predict  {format_bytes(tensor_bytes_of(predicted))} of tensors at the peak, "
             f"{format_seconds(predicted['time']['step_s'])} a step"
         )
+    quiet_transformers(job)
     from tightfit.report.session import train_in_folder
 
     record, make_sample = train_in_folder(job, chosen, machine, out, resume, predicted)
@@ -87,6 +101,39 @@ def train_command(path: Path, plan: str | None, out: Path | None, resume: bool, 
     if sample is not None:
         console.print("sample", *("  " + line for line in sample.splitlines()), sep="\n", highlight=False, markup=False)
     console.print(summary(record.content(), out), highlight=False, markup=False, soft_wrap=True)
+    if world > 1:
+        leave()
+
+
+def by_the_first(make: Callable[[], Any], device: str) -> Any:
+    """What `make` gives in the first of the processes that train together, in all of them; or its error, said by the
+    first alone."""
+    import torch.distributed as dist
+
+    from tightfit.methods.mesh import join, leads
+
+    answer: list[Any] = [None, None]
+    if leads():
+        try:
+            answer = [make(), None]
+        except TightfitError as error:
+            answer = [None, error]
+    join(device)
+    dist.broadcast_object_list(answer, src=0)
+    made, error = answer
+    if error is not None:
+        if not leads():
+            sys.exit(error.exit_code)
+        raise error
+    return made
+
+
+def leave() -> None:
+    """Part from the other processes, all of them done."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def decide(

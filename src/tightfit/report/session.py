@@ -10,23 +10,24 @@ import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 
 from tightfit.engine.build import build
 from tightfit.engine.checkpoint import newest, resume, save
 from tightfit.engine.loop import evaluate, total_steps, train
-from tightfit.engine.step import Step
+from tightfit.engine.step import Step, everywhere, local
 from tightfit.errors import TightfitError
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.measure.memory import process_peak_bytes
 from tightfit.measure.observer import Observer
+from tightfit.methods.mesh import leads
 from tightfit.methods.run import Run
 from tightfit.plan import Plan
 from tightfit.record import Record
@@ -52,7 +53,7 @@ def train_in_folder(
     Returns the record, and what makes a sample of generated text (None where the model is no causal language model).
     Raises DoesNotFit where memory ends, TightfitError where the loss stops being a number.
     """
-    console = Console()
+    console = Console(quiet=not leads())
     check_trackers(job)
     if again:
         newest(out / "checkpoints")
@@ -62,14 +63,12 @@ def train_in_folder(
         if start >= total and (out / "record.json").exists():
             console.print(f"nothing left to train: {start} of {total} steps are done; raise train.steps to go on")
             return Record.parse(json.loads((out / "record.json").read_text())), lambda: sample_text(run)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "job.yaml").write_text(job.to_yaml(), encoding="utf-8")
-        (out / "plan.yaml").write_text(plan.to_yaml(), encoding="utf-8")
-        (out / "predicted.json").write_text(json.dumps(predicted, indent=1) + "\n", encoding="utf-8")
-        earlier = keep_metrics(out / "metrics.jsonl", start)
+        earlier = begin_files(job, plan, predicted, out, start) if leads() else []
         observer = Observer(run, start)
-        with progress(total, observer.unit, console) as view, Trackers(job, out, start) as trackers:
-            _train(run, start, out, observer, view, trackers)
+        with progress(total, observer.unit, console) as view, ExitStack() as open_files:
+            trackers = open_files.enter_context(Trackers(job, out, start)) if leads() else None
+            metrics = open_files.enter_context((out / "metrics.jsonl").open("a")) if leads() else None
+            _train(run, start, out, observer, view, trackers, metrics)
         record = observer.record(machine)
     if predicted is not None:
         tensors = [size for row, size in predicted["memory"].items() if row not in ("peak", "runtime", "allocator")]
@@ -77,13 +76,32 @@ def train_in_folder(
             peak_bytes=record.peak_bytes.replace(predicted=sum(tensors)), predicted_step_s=predicted["time"]["step_s"]
         )
     record = record.replace(loss=[*((line["step"], line["loss"]) for line in earlier), *record.loss])
-    (out / "record.json").write_text(json.dumps(record.content(), indent=1) + "\n")
-    return record, lambda: sample_text(run)
+    if leads():
+        (out / "record.json").write_text(json.dumps(record.content(), indent=1) + "\n")
+    return record, lambda: sample_text(run) if leads() and run.plan.zero < 3 else None
 
 
-def _train(run: Run, start: int, out: Path, observer: Observer, view: Bar | Lines, trackers: Trackers) -> None:
+def begin_files(job: Job, plan: Plan, predicted: dict[str, Any] | None, out: Path, start: int) -> list[dict[str, Any]]:
+    """The files that a run leaves before it begins; returns the metrics of the `start` steps that are done."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "job.yaml").write_text(job.to_yaml(), encoding="utf-8")
+    (out / "plan.yaml").write_text(plan.to_yaml(), encoding="utf-8")
+    (out / "predicted.json").write_text(json.dumps(predicted, indent=1) + "\n", encoding="utf-8")
+    return keep_metrics(out / "metrics.jsonl", start)
+
+
+def _train(
+    run: Run,
+    start: int,
+    out: Path,
+    observer: Observer,
+    view: Bar | Lines,
+    trackers: Trackers | None,
+    metrics: TextIO | None,
+) -> None:
+    """The training itself; trackers and metrics of the one process that writes them."""
     settings, last, done, overflows = run.job.train, total_steps(run), start, 0
-    with (out / "metrics.jsonl").open("a") as metrics, stop_signals() as stop:
+    with stop_signals() as stop:
         for result in train(run, start, take=observer.take):
             done, overflows = result.step + 1, overflows + 1 if result.skipped else 0
             observer.see(result)
@@ -91,12 +109,13 @@ def _train(run: Run, start: int, out: Path, observer: Observer, view: Bar | Line
             if settings.evaluate_every and done % settings.evaluate_every == 0 and math.isfinite(result.loss):
                 line["evaluation_loss"] = evaluate(run)
                 view.say(f"step {done}  evaluation loss {line['evaluation_loss']:.4f}")
-            metrics.write(json.dumps({name: _finite(value) for name, value in line.items()}) + "\n")
-            metrics.flush()
+            if metrics is not None and trackers is not None:
+                metrics.write(json.dumps({name: _finite(value) for name, value in line.items()}) + "\n")
+                metrics.flush()
+                trackers.log(line)
             _check_loss(result, overflows, out)
-            trackers.log(line)
             view.show(result, line["items_per_s"], line["peak_bytes"], observer.step_s(result) * (last - done))
-            if stop.asked:
+            if not everywhere(run, not stop.asked):  # all stop after the same step
                 view.say(f"stopped after step {done}; go on with --resume")
                 break
             if settings.checkpoint_every and done % settings.checkpoint_every == 0 and done < last:
@@ -161,7 +180,7 @@ def _diverged(what: str, out: Path) -> TightfitError:
 
 def _save(run: Run, out: Path, done: int) -> None:
     """Write a checkpoint, unless the last update left weights that are no numbers: it would drive out a good one."""
-    if not all(bool(parameter.isfinite().all()) for parameter in run.model.parameters()):
+    if not everywhere(run, all(bool(local(parameter).isfinite().all()) for parameter in run.model.parameters())):
         raise _diverged(f"weights became infinite or NaN in step {done}", out)
     save(run, out / "checkpoints", done)
 
