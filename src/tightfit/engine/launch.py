@@ -86,6 +86,7 @@ def start_processes(count: int) -> int:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=count,
+        run_id=str(os.getpid()),
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         max_restarts=0,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tightfit.job import LossSpec
 from tightfit.machine import Machine
 from tightfit.methods.run import Run
-from tightfit.models.objective import Batch, map_tensors
+from tightfit.models import load_python, model_factory, task_of
+from tightfit.models.objective import Batch, map_tensors, objective_of
 
 
 def forward_flops(run: Run, batch: Batch) -> int | None:
@@ -25,19 +30,26 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
     and the random numbers alone. A model whose operations depend on values refuses them.
     """
 
+    divided = any(isinstance(parameter, DTensor) for parameter in run.model.parameters())
+
     class Total(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = run.model
+            self.model = model_factory(run.job.model)() if divided else run.model  # of one device, where several share
 
         def forward(self, inputs: Batch) -> Tensor:
+            if divided:
+                loss = run.job.loss
+                loss = load_python(loss.python) if isinstance(loss, LossSpec) else loss
+                return objective_of(loss, task_of(run.job.model)).total(self.model, inputs)
             return run.loss_sum(inputs)
 
     fake, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
-    total = Total()
     try:
+        with fake if divided else nullcontext():
+            total = Total()
         state: dict[str, Tensor] = {
-            name: fake.from_tensor(tensor.detach())
+            name: tensor if divided else fake.from_tensor(tensor.detach())
             for name, tensor in [*total.named_parameters(), *total.named_buffers()]
         }
         inputs = map_tensors(lambda tensor: fake.from_tensor(tensor.to(run.device)), batch)

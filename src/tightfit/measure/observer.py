@@ -12,7 +12,7 @@ from tightfit.engine.step import Step, take_step
 from tightfit.machine import Machine
 from tightfit.measure.flops import forward_flops, mfu
 from tightfit.measure.memory import process_peak_bytes, sample_step
-from tightfit.methods.run import Run
+from tightfit.methods.run import Filler, Run
 from tightfit.models.objective import Batch, sample_count
 from tightfit.planner.storages import Peak
 from tightfit.record import PeakBytes, Record, code_version
@@ -37,7 +37,7 @@ class Observer:
         if step - self.start != SAMPLED:
             return take_step(run, micro_batches, step)
         result, self.peak = sample_step(run, micro_batches, step)
-        flops = forward_flops(run, micro_batches[0])
+        flops = None if isinstance(micro_batches[0], Filler) else forward_flops(run, micro_batches[0])
         if flops is not None:
             self.flops_per_step = 3 * flops * run.job.train.batch / sample_count(micro_batches[0])
         return result

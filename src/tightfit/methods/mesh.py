@@ -86,11 +86,8 @@ def join(kind: str) -> None:
         dist.init_process_group(BACKENDS[kind])
 
 
-def make_mesh(plan: Plan, device: torch.device) -> Mesh | None:
-    """The mesh of a plan for several devices; None for one. Joins the process group where that has not been done.
-
-    Raises InputError where there are not as many processes as the plan has devices.
-    """
+def check_world(plan: Plan) -> None:
+    """Refuse a plan that has not as many devices as processes train. Raises InputError."""
     there = world_size()
     if plan.devices != there:
         asked = f"plan: {plan.devices} devices (dp_replicate={plan.dp_replicate} x dp_shard={plan.dp_shard})"
@@ -100,6 +97,14 @@ def make_mesh(plan: Plan, device: torch.device) -> Mesh | None:
             f"start it with --nproc {plan.devices} (or torchrun --nproc-per-node {plan.devices}), or use dp_replicate: {there} "
             "and zero: 0",
         )
+
+
+def make_mesh(plan: Plan, device: torch.device) -> Mesh | None:
+    """The mesh of a plan for several devices; None for one. Joins the process group where that has not been done.
+
+    Raises InputError where there are not as many processes as the plan has devices.
+    """
+    check_world(plan)
     if plan.devices == 1:
         return None
     join(device.type)

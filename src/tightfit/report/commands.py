@@ -82,6 +82,9 @@ def train_command(
         kept = {**read_pins(out / "plan.yaml"), **pins} if resume and plan is None and (out / "plan.yaml").exists() else pins
         predicted, chosen, reasons = decide(job, machine, kept, say)
         announce(say, job, chosen, reasons)
+        from tightfit.methods.mesh import check_world
+
+        check_world(chosen)
         return predicted, chosen
 
     predicted, chosen = plan_it() if world == 1 else by_the_first(plan_it, machine.device)
