@@ -69,6 +69,9 @@ class ModelSpec(Value):
     python: str | None = None
     task: Task | None = None
     blocks: str | None = Field(None, description="name of the list of repeated blocks, where it is not found by itself")
+    tensor_parallel: dict[str, str] | None = Field(
+        None, description="which modules tp divides how: {blocks.*.up: colwise, blocks.*.down: rowwise}"
+    )
     config: dict[str, Any] = Field(default_factory=dict, description="transformers config keys")
 
     @model_validator(mode="before")

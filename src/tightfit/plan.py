@@ -63,6 +63,7 @@ class Plan(Value):
     dp_replicate        groups of devices that each hold the whole model; their gradients are summed (data parallelism)
     dp_shard            devices of such a group that divide the samples, and by `zero` the model's states
     zero                what the dp_shard devices divide: 1 optimizer states, 2 gradients too, 3 parameters too
+    tp                  devices that divide attention, MLP and vocabulary by columns and rows
     compressed_gradients  what replicas send each other: none, bf16, or powersgd (products of rank `powersgd_rank`)
     loader_workers      processes that prepare data; 0 prepares it in the training process
     prefetch            batches prepared ahead by each worker
@@ -86,6 +87,7 @@ class Plan(Value):
     dp_replicate: int = Field(1, gt=0)
     dp_shard: int = Field(1, gt=0)
     zero: Literal[0, 1, 2, 3] = 0
+    tp: int = Field(1, gt=0)
     compressed_gradients: Literal["none", "bf16", "powersgd"] = "none"
     powersgd_rank: int = Field(4, gt=0)
     loader_workers: int = Field(0, ge=0)
@@ -124,7 +126,7 @@ class Plan(Value):
 
     @property
     def devices(self) -> int:
-        return self.data_parallel
+        return self.data_parallel * self.tp
 
     def share_of(self, batch: int) -> int:
         """The most samples of a step that one device is given."""
@@ -208,9 +210,19 @@ RULES = (
     Rule(
         "a divided parameter is brought together for Adafactor and Muon in the type it is kept in",
         lambda plan, job, device: not (
-            plan.zero and job.train.optimizer in BY_MATRIX and (plan.rounding != "nearest" or plan.precision == "fp16-true")
+            (plan.zero or plan.tp > 1) and job.train.optimizer in BY_MATRIX and (plan.rounding != "nearest" or plan.precision == "fp16-true")
         ),
         "use rounding: nearest and not fp16-true with {train.optimizer}, or zero: 0",
+    ),
+    Rule(
+        "logits that are divided by vocabulary are never whole, and in chunks only where they are not divided",
+        lambda plan, job, device: plan.tp == 1 or plan.chunked_loss is None,
+        "leave out chunked_loss, or use tp: 1",
+    ),
+    Rule(
+        "a model cut among devices runs with its collectives, which one compiled region does not hold",
+        lambda plan, job, device: plan.tp == 1 or plan.compile != "model",
+        "use compile: block",
     ),
     Rule(
         "compressed gradients are what replicas send each other",

@@ -32,6 +32,28 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
 }
+GPT2 = {
+    "architecture": "gpt2",
+    "vocab_size": 160,
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 32,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
+T5 = {
+    "architecture": "t5",
+    "vocab_size": 160,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
 BERT = {
     "architecture": "bert",
     "vocab_size": 160,
@@ -142,6 +164,8 @@ def pairs(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
 def make_case(name: str, **train: Any) -> Case:
     model, data, plain_loss = {
         "llama": (LLAMA, language_samples(False), causal),
+        "gpt2": (GPT2, language_samples(False), causal),
+        "t5": (T5, language_samples(True), masked),
         "bert": (BERT, language_samples(True), masked),
         "vit": (VIT, image_samples(True), images),
         "batchnorm": (BatchNormNet, image_samples(False), pairs),
@@ -267,9 +291,20 @@ def _training(
     try:
         run = tightfit.build(case.job.replace(train=train), plan)
         losses = [step.loss for step in tightfit.train(run)]
-        return losses, state(run.model)
+        return losses, state_of(run)
     finally:
         compile_method.BACKEND = before
+
+
+def state_of(run: Any) -> dict[str, Tensor]:
+    """`state` of a model of which several devices may hold parts."""
+    first = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    found = {}
+    for name, value in run.model.state_dict(keep_vars=True).items():
+        if value.is_floating_point():
+            cut = run.slices.get(first.get(id(value), ""))
+            found[name] = (cut.whole(whole(value).detach()) if cut else whole(value)).detach().float().clone()
+    return found
 
 
 def whole(tensor: Tensor) -> Tensor:

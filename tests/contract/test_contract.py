@@ -46,7 +46,7 @@ def named(items: list[Variant]) -> str:
 
 def marked(items: list[Variant]) -> Any:
     """What several processes train runs in one worker of the tests, which keeps those processes."""
-    axes = ("dp_replicate", "dp_shard")
+    axes = ("dp_replicate", "dp_shard", "tp")
     several = any(fields.get(axis, 1) > 1 for _, fields in items for axis in axes)
     return pytest.param(items, marks=pytest.mark.xdist_group("distributed")) if several else items
 
@@ -86,7 +86,7 @@ def admitted(plan: tightfit.Plan, case: cases.Case) -> bool:
         check(plan, case.job, "cpu")
     except InputError:
         return False
-    if plan.attention == "blocked" and case.name == "batchnorm":
+    if (plan.attention == "blocked" or plan.tp > 1) and case.name == "batchnorm":
         return False
     return plan.chunked_loss is None or case.name in ("llama", "bert")
 

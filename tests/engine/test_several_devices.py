@@ -22,6 +22,13 @@ PLANS: list[dict[str, Any]] = [
     {"zero": 2, "dp_shard": 2, "micro_batch": 2},
     {"zero": 3, "dp_shard": 2},
 ]
+SLICED: list[dict[str, Any]] = [
+    {"tp": 2},
+    {"tp": 2, "dp_replicate": 2, "micro_batch": 2},
+    {"tp": 2, "dp_shard": 2, "zero": 1},
+    {"tp": 2, "dp_shard": 2, "zero": 2, "recompute": "full"},
+    {"tp": 2, "dp_shard": 2, "zero": 3, "recompute": "full"},
+]
 HYBRID: list[dict[str, Any]] = [{"zero": stage, "dp_shard": 2, "dp_replicate": 2, "micro_batch": 1} for stage in (1, 2, 3)]
 HERE = "tests.engine.test_several_devices:"
 
@@ -37,7 +44,7 @@ def job_of(name: str, **train: Any) -> tightfit.Job:
 def train(name: str, fields: dict[str, Any], **settings: Any) -> tuple[list[tuple[float, float | None, int]], dict[str, Tensor]]:
     run = tightfit.build(job_of(name, **settings), tightfit.Plan(**fields))
     steps = [(step.loss, step.gradient_norm, step.items) for step in tightfit.train(run)]
-    return steps, cases.state(run.model)
+    return steps, cases.state_of(run)
 
 
 def hold(name: str, fields: dict[str, Any], bound: float = 1e-6, **settings: Any) -> None:
@@ -49,14 +56,20 @@ def hold(name: str, fields: dict[str, Any], bound: float = 1e-6, **settings: Any
             assert found[1] == (wanted[1] and pytest.approx(wanted[1], rel=2e-6))
 
 
+@pytest.mark.parametrize("name", ["gpt2", "t5", "bert", "vit"])
+@pytest.mark.parametrize("fields", SLICED, ids=named)
+def test_a_cut_model_is_the_whole_one(fields: dict[str, Any], name: str) -> None:
+    hold(name, fields)
+
+
 @pytest.mark.parametrize("optimizer", ["adafactor", "sgd", "lamb", "lars", "lion", "muon"])
-@pytest.mark.parametrize("fields", [*PLANS[1:], HYBRID[2]], ids=named)
+@pytest.mark.parametrize("fields", [*PLANS[1:], HYBRID[2], SLICED[0], SLICED[4]], ids=named)
 def test_every_optimizer_updates_its_part_as_the_whole(fields: dict[str, Any], optimizer: str) -> None:
     """Muon multiplies in bf16, where a difference of 1e-7 may be a rounding: micro-batches on one device move it as far."""
     hold("llama", fields, 3e-3 if optimizer == "muon" else 1e-6, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("fields", [*PLANS, *HYBRID], ids=named)
+@pytest.mark.parametrize("fields", [*PLANS, *HYBRID, *SLICED], ids=named)
 def test_clipping_takes_the_norm_of_all(fields: dict[str, Any]) -> None:
     hold("llama", fields, clip=0.1)
 
@@ -81,7 +94,7 @@ def saved_and_resumed(folder: str, first: dict[str, Any], then: dict[str, Any] |
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])
-@pytest.mark.parametrize("fields", [*PLANS, {**PLANS[1], "states": "8-bit"}], ids=named)
+@pytest.mark.parametrize("fields", [*PLANS, {**PLANS[1], "states": "8-bit"}, SLICED[0], SLICED[4]], ids=named)
 def test_a_checkpoint_is_gone_on_with_by_any_number_of_devices(
     fields: dict[str, Any], optimizer: str, tmp_path: Path
 ) -> None:
@@ -115,7 +128,7 @@ HELD_OUT = tightfit.Job(
 ).data
 
 
-@pytest.mark.parametrize("fields", PLANS, ids=named)
+@pytest.mark.parametrize("fields", [*PLANS, SLICED[0]], ids=named)
 def test_evaluation_is_that_of_one_device(fields: dict[str, Any]) -> None:
     alone = evaluated({})
     assert together(2, HERE + "evaluated", fields) == pytest.approx([alone] * 2, rel=1e-6)

@@ -27,7 +27,7 @@ from tightfit.engine.randomness import random_states, seed_all, set_random_state
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import Job
 from tightfit.methods.mesh import leads, rank
-from tightfit.methods.run import Run
+from tightfit.methods.run import Run, part, whole
 from tightfit.optim.per_parameter import unpack
 
 
@@ -68,15 +68,16 @@ def save(run: Run, folder: str | Path, step: int) -> Path:
 def _whole_model(run: Run) -> dict[str, Tensor] | None:
     """The model's tensors, where devices divide them: on the first device in host memory, empty on others. None where this
     device has them all."""
-    if not any(isinstance(parameter, DTensor) for parameter in run.model.parameters()):
+    if not run.slices and not any(isinstance(parameter, DTensor) for parameter in run.model.parameters()):
         return None
     found: dict[str, Tensor] = {}
     persistent = run.model.state_dict().keys()
     for name, tensor in (*run.model.named_parameters(), *run.model.named_buffers()):  # what is tied once
-        whole = tensor.detach()
-        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        value = tensor.detach()
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        value = run.slices[name].whole(value) if name in run.slices else value
         if leads() and name in persistent:
-            found[name] = whole.to("cpu", copy=True).contiguous()
+            found[name] = value.to("cpu", copy=True).contiguous()
     return found
 
 
@@ -149,7 +150,7 @@ def resume(run: Run, folder: str | Path) -> int:
 
 def _load_model(run: Run, path: Path) -> None:
     parameters = dict(run.model.named_parameters())
-    if not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+    if not run.slices and not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
         load_model(run.model, str(path), device=str(run.device))
         return
     with safe_open(path, "pt") as file:
@@ -159,32 +160,38 @@ def _load_model(run: Run, path: Path) -> None:
         if missing:
             raise RuntimeError(f"no {missing[0]} in it")
         for name in names & set(tensors):
-            tensor, whole = tensors[name].detach(), file.get_tensor(name).to(run.device)
+            tensor, value = tensors[name].detach(), file.get_tensor(name).to(run.device)
+            value = run.slices[name].part(value) if name in run.slices else value
             if isinstance(tensor, DTensor):
-                distributed = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+                distributed = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
                 tensor.to_local().copy_(distributed.to_local())
             else:
-                tensor.copy_(whole)
+                tensor.copy_(value)
 
 
 def _parts(run: Run, saved: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's saved state, of which this device takes the parts that it keeps."""
-    if run.reduction is None or not run.reduction.parts:
+    if not _is_divided(run):
         return saved
-    owners = {id(weight): parameter for parameter, weight in run.weights.items()}
+    names = {id(run.weights.get(parameter, parameter)): name for name, parameter in run.model.named_parameters()}
+    shapes = {name: run.slices[name].shape if name in run.slices else p.shape for name, p in run.model.named_parameters()}
     weights = [weight for group in run.optimizer.param_groups for weight in group["params"]]
     states: dict[int, dict[str, Any]] = {}
     for number, kept in saved["state"].items():
         weight = weights[number]
-        whole = torch.empty(owners.get(id(weight), weight).shape, device=run.device)
+        like = torch.empty(shapes[names[id(weight)]], device=run.device)
         states[number] = {}
         for name, value in kept.items():
             if isinstance(value, dict):
-                packed = {part: tensor.to(run.device) for part, tensor in value.items()}
-                value = unpack(name, packed, whole)
-            part = run.reduction.part(weight, value).clone() if _lies_as(value, whole.shape) else value
-            states[number][name] = part
+                packed = {what: tensor.to(run.device) for what, tensor in value.items()}
+                value = unpack(name, packed, like)
+            states[number][name] = part(run, weight, value).clone() if _lies_as(value, like.shape) else value
     return {**saved, "state": states}
+
+
+def _is_divided(run: Run) -> bool:
+    """Whether this device's optimizer holds parts of parameters."""
+    return bool(run.slices) or (run.reduction is not None and bool(run.reduction.parts))
 
 
 def _lies_as(value: Any, shape: torch.Size) -> bool:
@@ -224,7 +231,7 @@ def _state(run: Run, step: int) -> dict[str, Any]:
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, states)
         states = everyones
-    if run.reduction is not None and run.reduction.parts:
+    if _is_divided(run):
         optimizer = {**optimizer, "state": _whole_states(run, optimizer["state"])}
     return {
         "step": step,
@@ -236,7 +243,6 @@ def _state(run: Run, step: int) -> dict[str, Any]:
 
 
 def _whole_states(run: Run, states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    assert run.reduction is not None
     weights = [weight for group in run.optimizer.param_groups for weight in group["params"]]
     found: dict[int, dict[str, Any]] = {}
     for number, weight in enumerate(weights):
@@ -244,7 +250,7 @@ def _whole_states(run: Run, states: dict[int, dict[str, Any]]) -> dict[int, dict
         for name, value in states.get(number, {}).items():
             value = unpack(name, value, weight) if isinstance(value, dict) else value
             if _lies_as(value, weight.shape):
-                value = run.reduction.whole(weight, value.to(weight.device)).to("cpu")
+                value = whole(run, weight, value.to(weight.device)).to("cpu")
             kept[name] = value
         if leads() and kept:
             found[number] = kept

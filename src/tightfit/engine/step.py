@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tightfit.methods.mesh import AXES, DATA
-from tightfit.methods.run import Filler, Run
+from tightfit.methods.run import Filler, Run, slices_of
 from tightfit.models.objective import Batch, map_tensors, processed_count, sample_count
 
 
@@ -106,13 +106,17 @@ def everywhere(run: Run, holds: bool) -> bool:
 
 def clip(run: Run, limit: float) -> float:
     """Scale the gradients so that the norm of all of them together, on all devices, is at most `limit`; returns it."""
-    if run.reduction is None:
+    if run.mesh is None:
         return float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), limit))
     weights = [weight for group in run.optimizer.param_groups for weight in group["params"] if weight.grad is not None]
     gradients = [local(weight.grad) for weight in weights]
-    squares = torch.nn.utils.get_total_norm(gradients).square().to(run.device, torch.float32)
-    assert run.mesh is not None
-    norm = run.mesh.sum(squares, run.reduction.parts).sqrt()
+    squares = torch.zeros(2, device=run.device)  # of what is cut among the tp devices, and of what each of them has
+    cut = slices_of(run)
+    for weight, gradient in zip(weights, gradients, strict=True):
+        squares[int(weight not in cut)] += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+    squares[1] /= run.mesh.size("tp")
+    divided = run.reduction.parts if run.reduction is not None else ()
+    norm = run.mesh.sum(squares, (*divided, "tp")).sum().sqrt()
     torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
     return float(norm)
 

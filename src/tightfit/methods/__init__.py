@@ -21,6 +21,7 @@ from tightfit.methods import (
     optimizer_states,
     precision,
     recompute,
+    tensor_parallel,
     zero,
 )
 
@@ -31,6 +32,7 @@ METHODS: tuple[ModuleType, ...] = (
     loader,            # the data; its length and shapes are asked for below
     microbatch,        # corrects BatchNorm on plain modules
     attention,         # chosen by the model's configuration, before anything wraps a block
+    tensor_parallel,   # cuts modules, before anything wraps or replaces them
     loss,              # swaps the head's product before anything wraps it
     recompute,         # wraps blocks; before compile, so that the recomputation is compiled too
     compile,           # sees the loss and the recomputation, and is entered under autocast

@@ -1,7 +1,7 @@
 """Mesh: where this process stands among those that train together, one for each device.
 
 The axes, outermost first, so that what talks most lies closest: dp_replicate (replicas of everything), dp_shard (what
-`zero` divides). Source  PyTorch's DeviceMesh; the order is that of Narayanan et al. 2021, arXiv:2104.04473.
+`zero` divides), tp (what `tensor_parallel` divides). Source  PyTorch's DeviceMesh; the order is that of Narayanan et al. 2021, arXiv:2104.04473.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tightfit.ledger import Message
 from tightfit.machine import Machine
 from tightfit.plan import Plan
 
-AXES = ("dp_replicate", "dp_shard")
+AXES = ("dp_replicate", "dp_shard", "tp")
 DATA = ("dp_replicate", "dp_shard")  # along these the samples are divided
 UNKNOWN_LINK = 1e9  # bytes/s, until somebody calibrates
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -57,6 +57,48 @@ class Mesh:
             if self.size(axis) > 1:
                 dist.all_reduce(values, op, group=self.group(axis))
         return values
+
+
+@dataclass(frozen=True)
+class Slice:
+    """How a parameter is cut along `dim` among the devices of the mesh's tp axis; pieces: as many matrices side by side, each
+    cut by itself."""
+
+    mesh: Mesh
+    shape: torch.Size
+    dim: int
+    pieces: int = 1
+
+    def range(self, rank: int | None = None) -> tuple[int, int]:
+        """First and last place along `dim` of a device's part of one piece."""
+        size, count = self.shape[self.dim] // self.pieces, self.mesh.size("tp")
+        rank = self.mesh.rank("tp") if rank is None else rank
+        each = -(-size // count)
+        return min(rank * each, size), min((rank + 1) * each, size)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This device's part of a tensor of the whole parameter's shape."""
+        first, last = self.range()
+        parts = [piece.narrow(self.dim, first, last - first) for piece in whole.chunk(self.pieces, self.dim)]
+        return parts[0] if self.pieces == 1 else torch.cat(parts, self.dim)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The whole of a tensor whose part each device has. All devices of the axis take part."""
+        count = self.mesh.size("tp")
+        most = (self.range(0)[1] - self.range(0)[0]) * self.pieces
+        missing = most - part.shape[self.dim]
+        padded = torch.cat([part, part.new_zeros(*self._sized(part, missing))], self.dim) if missing else part
+        parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in range(count)]
+        dist.all_gather(parts, padded.contiguous(), group=self.mesh.group("tp"))
+        lengths = [last - first for first, last in map(self.range, range(count))]
+        found = []
+        for piece in range(self.pieces):
+            for there, length in zip(parts, lengths, strict=True):
+                found.append(there.narrow(self.dim, piece * length, length))
+        return torch.cat(found, self.dim)
+
+    def _sized(self, part: Tensor, length: int) -> list[int]:
+        return [length if dim == self.dim else size for dim, size in enumerate(part.shape)]
 
 
 def world_size() -> int:

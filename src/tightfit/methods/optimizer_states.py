@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from tightfit.job import Train
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods.run import Run
+from tightfit.methods.run import Run, part, parts_of, whole
 from tightfit.optim import make_optimizer
 from tightfit.optim.norms import mark_part
 from tightfit.optim.per_parameter import PerParameter
@@ -79,12 +79,13 @@ def optimizer_of(
 def apply(run: Run, plan: Plan) -> Run:
     train = run.job.train
     optimizer = optimizer_of(run.model, train, plan, run.weights)
-    if run.reduction is not None and run.reduction.parts:
-        if train.optimizer in BY_MATRIX:
-            optimizer = WholeParameters(optimizer, run.reduction.whole, run.reduction.part)
+    if plan.zero or run.slices:
         assert run.mesh is not None
-        for weight in run.weights.values():
-            mark_part(weight, partial(run.mesh.sum, axes=run.reduction.parts))
+        for weight in [weight for group in optimizer.param_groups for weight in group["params"]]:
+            if axes := parts_of(run, weight):
+                mark_part(weight, partial(run.mesh.sum, axes=axes))
+        if train.optimizer in BY_MATRIX:
+            optimizer = WholeParameters(optimizer, partial(whole, run), partial(part, run))
     if plan.update_in_backward:
         assert isinstance(optimizer, PerParameter)
         optimizer.attach()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tightfit.job import Job
-from tightfit.methods.mesh import Mesh
+from tightfit.methods.mesh import Mesh, Slice
 from tightfit.models.objective import Batch, Objective
 from tightfit.plan import Plan
 
@@ -115,6 +115,7 @@ class Run:
     loss_scale     fp16 only
     mesh           the devices of the run; None for one
     reduction      set by `data_parallel` or `zero`
+    slices         set by `tensor_parallel`: by name, how a parameter is cut among the devices of the tp axis
     weights        what the optimizer updates in place of a parameter: a view of this device's part of it
     """
 
@@ -130,4 +131,35 @@ class Run:
     loss_scale: LossScale | None = None
     mesh: Mesh | None = None
     reduction: Reduction | None = None
+    slices: dict[str, Slice] = field(default_factory=dict)
     weights: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+
+
+def slices_of(run: Run) -> dict[nn.Parameter, Slice]:
+    """What the optimizer of `run` holds of a parameter that is cut among the tp devices -> how it is cut."""
+    parameters = dict(run.model.named_parameters())
+    return {run.weights.get(parameters[name], parameters[name]): part for name, part in run.slices.items()}
+
+
+def whole(run: Run, weight: Tensor, value: Tensor) -> Tensor:
+    """A tensor as this device's optimizer holds it for a parameter -> that of the whole parameter, on every device."""
+    if run.reduction is not None and run.reduction.parts:
+        value = run.reduction.whole(weight, value)
+    part = slices_of(run).get(weight)  # type: ignore[call-overload]
+    return value if part is None else part.whole(value)
+
+
+def part(run: Run, weight: Tensor, value: Tensor) -> Tensor:
+    """The reverse: what this device's optimizer holds of a tensor that is there whole."""
+    cut = slices_of(run).get(weight)  # type: ignore[call-overload]
+    if cut is not None:
+        value = cut.part(value)
+    if run.reduction is not None and run.reduction.parts:
+        value = run.reduction.part(weight, value)
+    return value
+
+
+def parts_of(run: Run, weight: Tensor) -> tuple[str, ...]:
+    """The axes along which devices hold other parts of a parameter."""
+    divided = run.reduction.parts if run.reduction is not None else ()
+    return (*divided, "tp") if weight in slices_of(run) else divided  # type: ignore[operator]
