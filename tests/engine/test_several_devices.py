@@ -132,3 +132,19 @@ HELD_OUT = tightfit.Job(
 def test_evaluation_is_that_of_one_device(fields: dict[str, Any]) -> None:
     alone = evaluated({})
     assert together(2, HERE + "evaluated", fields) == pytest.approx([alone] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("fields", [PLANS[3], SLICED[4], {**PLANS[3], "precision": "bf16-true"}], ids=named)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "batchnorm"])
+def test_a_divided_model_is_created_as_the_whole_one(fields: dict[str, Any], name: str) -> None:
+    """Row by row, with the values that one device draws."""
+    if name == "batchnorm" and "tp" in fields:
+        pytest.skip("has no table")
+    precision = {"precision": fields["precision"]} if "precision" in fields else {}
+    expected = created(name, {"materialize": "device", **precision})
+    for found in together(tightfit.Plan(**fields).devices, HERE + "created", name, {**fields, "materialize": "device"}):
+        assert cases.distance(found, expected) == 0
+
+
+def created(name: str, fields: dict[str, Any]) -> dict[str, Tensor]:
+    return cases.state_of(tightfit.build(job_of(name), tightfit.Plan(**fields)))

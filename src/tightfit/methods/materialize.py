@@ -14,6 +14,7 @@ from its rounded value in the device way; initialisers that only write, as those
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Self
@@ -27,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tightfit.errors import InputError
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
+from tightfit.methods.mesh import Mesh, grown, onto_meta, shrink
 from tightfit.methods.run import Run
 from tightfit.models.create import model_factory
 from tightfit.plan import Plan
@@ -43,7 +45,10 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     single = [max(4 * parameter.count, parameter.bytes) for parameter in ledger.parameters]
     narrow = [(size, whole) for size, whole in zip(kept, single, strict=True) if size < whole]
     cast, staged = max((size for size, _ in narrow), default=0), max((whole for _, whole in narrow), default=0)
-    on_device = sum(kept) + (staged if machine.device == "cpu" else 0)
+    held = sum(kept)
+    if plan.zero == 3 and plan.materialize == "device":  # rows, and one parameter whole
+        held = math.ceil(held / plan.dp_shard) + max(kept, default=0)
+    on_device = held + (staged if machine.device == "cpu" else 0)
     most = on_device if plan.materialize == "device" else sum(single) + cast
     return replace(ledger, phases={**ledger.phases, "materialize": float(most)})
 
@@ -53,8 +58,10 @@ def wanted(plan: Plan) -> bool:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    create = create_on_device if plan.materialize == "device" else create_on_host
-    model = create(run.job.model, run.device, weights_dtype(plan))
+    if plan.materialize == "device":
+        model = create_on_device(run.job.model, run.device, weights_dtype(plan), run.mesh if plan.zero == 3 else None)
+    else:
+        model = create_on_host(run.job.model, run.device, weights_dtype(plan))
     return replace(run, model=model, loss_sum=functools.partial(run.objective.total, model))
 
 
@@ -85,15 +92,21 @@ def create_on_host(model: Any, device: torch.device, dtype: torch.dtype) -> nn.M
     return _finished(model_factory(model)(), device, dtype)
 
 
-def create_on_device(model: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def create_on_device(
+    model: Any, device: torch.device, dtype: torch.dtype, divided: Mesh | None = None
+) -> nn.Module:
     """The model on `device` in `dtype` from the start; host memory holds about one fp32 parameter at any time.
+
+    divided  keep only this device's rows of each parameter, as ZeRO's third stage does: no device ever holds the model
 
     Under torch.device("meta") tensors stay there and are only cast; so they are under FakeTensorMode, except where
     torch itself mixes modes (a deepcopy in the constructor).
     """
     factory = model_factory(model, sequential=True)
-    with _Staging(device, dtype):
+    with _Staging(device, dtype, divided):
         created = factory()
+    if divided is not None:
+        onto_meta(created)
     return _finished(created, device, dtype)
 
 
@@ -141,9 +154,9 @@ class _Staging(TorchFunctionMode):
     A parameter whose storage someone else holds (a view, `weight.data` in a variable) is placed when they let go of it.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, divided: Mesh | None = None) -> None:
         super().__init__()
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.divided = device, dtype, divided
         self.kept = WeakIdKeyDictionary()  # parameter -> the dtype it is kept in
         self.placed = WeakIdKeyDictionary()  # placed parameter -> the device and dtype it was created in
         self.staged: dict[int, nn.Parameter] = {}  # by id, as tensors compare by value; last worked on last
@@ -188,21 +201,26 @@ class _Staging(TorchFunctionMode):
         return deepcopy
 
     def _keep(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        if parameter.device != self.device or parameter.dtype != dtype:
+        if parameter.device != self.device or parameter.dtype != dtype or self.divided is not None:
             self.kept[parameter] = dtype
             self.staged[id(parameter)] = parameter
 
     def _stage(self, parameter: nn.Parameter) -> None:
         if parameter in self.placed:
             device, dtype = self.placed.pop(parameter)
-            parameter.data = parameter.data.to(device, dtype)
+            whole = parameter.data if self.divided is None else grown(parameter, self.divided)
+            parameter.data = whole.to(device, dtype)
         self.staged.pop(id(parameter), None)
         self.staged[id(parameter)] = parameter
 
     def _place(self, parameter: nn.Parameter) -> None:
         del self.staged[id(parameter)]
         self.placed[parameter] = parameter.device, parameter.dtype
-        parameter.data = parameter.data.to(self.device, self.kept[parameter])
+        values = parameter.data.to(self.device, self.kept[parameter])
+        if self.divided is None:
+            parameter.data = values
+        else:
+            shrink(parameter, self.divided, values)
 
     def _place_idle(self, touched: dict[int, nn.Parameter]) -> None:
         """Place what was not worked on for longest, until what is staged beside the largest is within SLACK_BYTES."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tightfit.errors import InputError
@@ -99,6 +100,46 @@ class Slice:
 
     def _sized(self, part: Tensor, length: int) -> list[int]:
         return [length if dim == self.dim else size for dim, size in enumerate(part.shape)]
+
+
+@torch.no_grad()
+def shrink(parameter: Tensor, mesh: Mesh, whole: Tensor) -> None:
+    """Keep of `whole`, a parameter's values, only the rows that ZeRO's third stage gives this device, in `parameter.rows`. Its
+    data is then of the same shape, and takes no memory."""
+    rows = (whole if whole.dim() else whole.view(1)).chunk(mesh.size("dp_shard"))
+    rank = mesh.rank("dp_shard")
+    mine = rows[rank] if rank < len(rows) else rows[0][:0]
+    parameter.rows = mine.clone()  # type: ignore[attr-defined]
+    if not parameter.is_meta:
+        parameter.data = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(whole.shape)
+
+
+def onto_meta(model: nn.Module) -> None:
+    """Put shrunk parameters on the meta device, for fully_shard asks for whole ones, or those."""
+    put: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not hasattr(parameter, "rows"):
+                continue
+            if parameter not in put:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                put[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                put[parameter].rows = parameter.rows  # type: ignore[attr-defined]
+            module._parameters[name] = put[parameter]
+
+
+@torch.no_grad()
+def grown(parameter: Tensor, mesh: Mesh) -> Tensor:
+    """The values of a parameter, brought together from all devices where it was shrunk. All of them take part."""
+    rows: Tensor | None = getattr(parameter, "rows", None)
+    if rows is None:
+        return parameter.detach()
+    shape = parameter.shape or torch.Size([1])
+    stride = torch.empty(shape, device="meta").stride()
+    whole = DTensor.from_local(
+        rows, mesh.axes["dp_shard"], [Shard(0)], run_check=False, shape=shape, stride=stride
+    ).full_tensor()
+    return whole.view(parameter.shape)
 
 
 def world_size() -> int:

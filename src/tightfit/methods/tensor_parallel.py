@@ -29,7 +29,7 @@ from tightfit.errors import InputError
 from tightfit.job import ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods.mesh import Mesh, Slice
+from tightfit.methods.mesh import Mesh, Slice, grown, message, shrink
 from tightfit.methods.run import Run
 from tightfit.models.objective import IGNORED, Batch, Objective
 from tightfit.plan import Plan
@@ -75,8 +75,16 @@ def wanted(plan: Plan) -> bool:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """The profile traces one device's part of the model, with what it says to the others."""
-    return ledger
+    """The profile traces one device's part of the model, with what it says to the others, which they wait for."""
+    sums = sum(
+        operation.moved.at(ledger.micro_batch) / 2 * operation.count.at(ledger.micro_batch)  # read, and written
+        for passage in ledger.training
+        for operation in passage.timeline.operations
+        if operation.name == "c10d.allreduce_"
+    )
+    ring = 2 * (plan.tp - 1) / plan.tp * sums * ledger.micro_batches
+    sent = replace(message("activations", ring, plan, machine, ("tp",)), hides=False)
+    return replace(ledger, messages=(*ledger.messages, sent))
 
 
 def apply(run: Run, plan: Plan) -> Run:
@@ -203,7 +211,12 @@ class Cutter:
             return  # it is another module's too, and was cut there
         if whole not in self.cut:
             part = Slice(self.mesh, whole.shape, dim, pieces)
-            mine = nn.Parameter(part.part(whole.detach()).clone(), requires_grad=whole.requires_grad)
+            values = part.part(grown(whole, self.mesh))
+            shrunk = hasattr(whole, "rows")
+            kept = torch.empty(values.shape, dtype=values.dtype, device="meta") if shrunk else values.clone()
+            mine = nn.Parameter(kept, requires_grad=whole.requires_grad)
+            if shrunk:
+                shrink(mine, self.mesh, values)
             self.cut[whole] = mine, part
         mine, _ = self.cut[whole]
         for other in self.model.modules():

@@ -173,6 +173,24 @@ def _of_another_type(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if any(p.dtype != most for p in m.parameters(recurse=False))]
 
 
+def _fill(model: nn.Module, rows: dict[str, Tensor]) -> None:
+    """The values of parameters that were shrunk when they were created, in place of fully_shard's, which have none."""
+    filled: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if name in rows:
+            spec = parameter._spec  # type: ignore[attr-defined]
+            local = rows[name].view(parameter._local_tensor.shape)  # type: ignore[attr-defined]
+            filled[id(parameter)] = nn.Parameter(
+                DTensor(local, spec, requires_grad=False), requires_grad=parameter.requires_grad
+            )
+    names = {name: filled[id(p)] for name, p in model.state_dict(keep_vars=True).items() if id(p) in filled}
+    model.load_state_dict(names, strict=False, assign=True)
+    for state in [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]:
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]  # until torch 2.12
+        for held in [held for group in groups if group is not None for held in group.fsdp_params]:
+            held.reset_sharded_param()  # now, so that what the optimizer is given stays where it is
+
+
 class Shards:
     """The `Reduction` of stage 3: fully_shard holds and gathers the parameters, and sums their gradients."""
 
@@ -183,6 +201,7 @@ class Shards:
         devices = mesh.axes[DATA if mesh.size("dp_replicate") > 1 else "dp_shard"]
         narrow = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False)
+        rows = {name: p.rows for name, p in model.named_parameters() if hasattr(p, "rows")}
         for module in (*_of_another_type(model), *blocks):
             fully_shard(module, mesh=devices, reshard_after_forward=True, mp_policy=policy)
         fully_shard(model, mesh=devices, mp_policy=policy)
@@ -191,6 +210,7 @@ class Shards:
                 module.set_gradient_divide_factor(1.0)  # the step divides by what counts, over all devices
                 module.set_force_sum_reduction_for_comms(True)
         self.statistics = Statistics(model, mesh)
+        _fill(model, rows)
         self.weights = {}
         for parameter in model.parameters():
             if parameter.requires_grad:

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_map_only
 
 from tightfit.job import Job, LossSpec, ModelSpec
 from tightfit.ledger import Ledger, Operation, Parameter, Passage, Update
-from tightfit.methods import attention, compile, loss, materialize, optimizer_states, precision
+from tightfit.methods import attention, compile, loss, materialize, optimizer_states, precision, tensor_parallel
+from tightfit.methods.mesh import make_mesh
 from tightfit.methods.run import Run
 from tightfit.models import find_blocks, load_python, task_of
 from tightfit.models.objective import Batch, Objective, objective_of, processed_count, sample_count
@@ -26,7 +27,7 @@ from tightfit.planner.example import example, is_padded, sized
 from tightfit.planner.fit import fitted
 from tightfit.planner.kept import identity, kept
 from tightfit.planner.storages import tensor_bytes, tensors_in
-from tightfit.planner.target import as_on
+from tightfit.planner.target import as_on, processes
 from tightfit.planner.trace import FakeValues, trace, traceable
 from tightfit.planner.updates import trace_clipping, trace_updates
 
@@ -55,7 +56,7 @@ class Profiler:
         self._traced: dict[Any, dict[int, Programs]] = {}  # by what decides the program, then by samples
         self._fits: dict[Any, Programs | None] = {}  # None: not linear in the batch, so traced at each size
         self._updates: dict[Any, dict[str, Update]] = {}
-        self._parameters: dict[torch.dtype, tuple[Parameter, ...]] = {}
+        self._parameters: dict[Any, tuple[Parameter, ...]] = {}
         self._clippings: dict[Any, tuple[Operation, ...]] = {}
 
     def ledger(self, plan: Plan) -> Ledger:
@@ -83,7 +84,7 @@ class Profiler:
         sizes that were traced before."""
         kind = plan.precision.replace("fp16", "bf16").replace("tf32", "fp32")
         whole = self._whole_chunk(plan)
-        key = kind, plan.attention, plan.chunked_loss, plan.compile, training, micro_batch < whole
+        key = kind, plan.attention, plan.chunked_loss, plan.compile, training, micro_batch < whole, plan.tp
         traced = self._traced.setdefault(key, {})
         plan = plan.replace(precision=kind)
         if micro_batch not in traced and micro_batch > MOST_CHUNKS * whole > 0:
@@ -122,7 +123,7 @@ class Profiler:
         return kept(what, lambda: self._trace(plan, samples, training))
 
     def _trace(self, plan: Plan, samples: int, training: bool) -> Programs:
-        with FakeTensorMode(), FakeValues(self.padded), as_on(self.device):
+        with processes(plan.tp), FakeTensorMode(), FakeValues(self.padded), as_on(self.device):
             run = self._run(plan)
             name = self.job.model.blocks if isinstance(self.job.model, ModelSpec) else None
             # a compiled model is one region, whose blocks nobody sees from outside
@@ -133,10 +134,20 @@ class Profiler:
 
     def _run(self, plan: Plan) -> Run:
         """The job's model under the rooms that decide which operations run. Call it inside FakeTensorMode."""
+        if plan.compile != "none":
+            torch._dynamo.reset()  # or what an earlier trace compiled would count against the limit of recompilations
+        run = self._created(plan)
+        run.model.train()
+        for room in DECIDING:
+            if room.wanted(plan):
+                run = room.apply(run, plan)
+        return run
+
+    def _created(self, plan: Plan) -> Run:
+        """The job's model, and of one that is cut among devices the first one's part. Call it inside FakeTensorMode."""
         objective = self._objective()
         unset, processor = cast(Any, None), torch.device("cpu")
         model = materialize.create_on_host(self.job.model, processor, materialize.weights_dtype(plan))
-        model.train()
         run = Run(
             self.job,
             plan,
@@ -148,11 +159,8 @@ class Profiler:
             unset,
             unset,
         )
-        if plan.compile != "none":
-            torch._dynamo.reset()  # or what an earlier trace compiled would count against the limit of recompilations
-        for room in DECIDING:
-            if room.wanted(plan):
-                run = room.apply(run, plan)
+        if plan.tp > 1:
+            run = tensor_parallel.apply(replace(run, mesh=make_mesh(Plan(tp=plan.tp), processor)), plan)
         return run
 
     def _objective(self) -> Objective:
@@ -163,22 +171,19 @@ class Profiler:
 
     def parameters(self, plan: Plan) -> tuple[Parameter, ...]:
         """The model's parameters and buffers, in the types that the plan keeps them in."""
-        dtype = materialize.weights_dtype(plan)
-        if dtype not in self._parameters:
-            with FakeTensorMode(), FakeValues():
-                self._parameters[dtype] = _parameters(
-                    materialize.create_on_host(self.job.model, torch.device("cpu"), dtype)
-                )
-        return self._parameters[dtype]
+        key = materialize.weights_dtype(plan), plan.tp
+        if key not in self._parameters:
+            with processes(plan.tp), FakeTensorMode(), FakeValues():
+                self._parameters[key] = _parameters(self._created(plan).model)
+        return self._parameters[key]
 
     def updates(self, plan: Plan) -> dict[str, Update]:
         """What the job's optimizer does to each parameter, with the plan's states and kernels."""
-        fields = plan.states, plan.rounding, plan.fused_optimizer, plan.update_in_backward
+        fields = plan.states, plan.rounding, plan.fused_optimizer, plan.update_in_backward, plan.tp
         key = (plan.is_true, plan.precision == "fp16-true", *fields)
         if key not in self._updates:
-            with FakeTensorMode(), FakeValues():
-                dtype = materialize.weights_dtype(plan)
-                model = materialize.create_on_host(self.job.model, torch.device("cpu"), dtype)
+            with processes(plan.tp), FakeTensorMode(), FakeValues():
+                model = self._created(plan).model
                 optimizer = optimizer_states.optimizer_of(model, self.job.train, plan)
                 together = optimizer_states.takes_all_at_once(plan, self.device)
                 self._updates[key] = trace_updates(model, optimizer, together)
@@ -186,12 +191,11 @@ class Profiler:
 
     def clipping(self, plan: Plan) -> tuple[Operation, ...]:
         """What is done to all gradients before the update: unscaled, measured, clipped."""
-        key = plan.is_true, plan.precision.startswith("fp16"), self.job.train.clip
+        key = plan.is_true, plan.precision.startswith("fp16"), self.job.train.clip, plan.tp
         if key not in self._clippings:
-            scaled, clip = key[1:]
-            with FakeTensorMode(), FakeValues():
-                model = materialize.create_on_host(self.job.model, torch.device("cpu"), materialize.weights_dtype(plan))
-                self._clippings[key] = trace_clipping(model, scaled, clip)
+            _, scaled, clip, _ = key
+            with processes(plan.tp), FakeTensorMode(), FakeValues():
+                self._clippings[key] = trace_clipping(self._created(plan).model, scaled, clip)
         return self._clippings[key]
 
 

@@ -6,17 +6,14 @@ The only place where the planner meets the engine: what is rehearsed is what run
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tightfit.engine.build import build
 from tightfit.engine.step import Step, take_step
-from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Figure, Machine
 from tightfit.methods import optimizer_states
@@ -25,7 +22,7 @@ from tightfit.models.objective import Batch, processed_count, sample_count
 from tightfit.plan import Plan
 from tightfit.planner.example import example, is_padded, sized
 from tightfit.planner.storages import Peak, tensor_bytes, tensors_in, track
-from tightfit.planner.target import as_on
+from tightfit.planner.target import as_on, processes
 from tightfit.planner.trace import FakeValues, traceable
 from tightfit.planner.updates import take_all_at_once
 
@@ -64,7 +61,7 @@ class Shapes:
 def _here(plan: Plan) -> Plan:
     """The plan without what is only for a real device, or would leave its mark on this process."""
     single = plan.replace(precision="fp32") if plan.precision == "tf32" else plan
-    return single.replace(pin_memory=False, non_blocking=False, allocator="default")
+    return single.replace(pin_memory=False, non_blocking=False, allocator="default", materialize="host")
 
 
 HERE = Machine(
@@ -101,26 +98,6 @@ def rehearse(job: Job, plan: Plan, device: str = "cpu") -> Peak:
 
             peak = track(run, micro_batches, take)[1]
     return _with_other_batches(peak, shapes, device)
-
-
-@contextmanager
-def processes(count: int) -> Iterator[None]:
-    """As if this were the first of so many processes: what they say to each other is taken as said. Raises InputError
-    where the real ones have found each other already."""
-    if count == 1:
-        yield
-        return
-    if dist.is_initialized():
-        raise InputError(
-            "rehearse", "processes train together here already", "rehearse before torch.distributed is initialised"
-        )
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _with_other_batches(peak: Peak, shapes: Shapes, device: str) -> Peak:

@@ -16,7 +16,7 @@ from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.plan import RULES, Plan, needed_permissions
-from tightfit.planner.complete import complete
+from tightfit.planner.complete import complete, over_devices
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.rehearse import rehearse
 from tightfit.units import format_bytes, format_seconds
@@ -46,6 +46,10 @@ def search(
         start, _ = complete(job, machine, pins)
         start = _with_best_kernels(estimator, start, pins)
         found = _worth_knowing(estimator, start, pins)
+        for size in (2, 4, 8):  # within a node, and only where no plan does without: its sums hide behind nothing
+            if any(one.fits for one in found) or size > machine.devices_per_node or "tp" in pins:
+                break
+            found += _cut(estimator, start, pins, size)
     else:
         found = [estimator.estimate(plan) for plan in among if _is_legal(plan, job, machine.device)]
     fitting = sorted((one for one in found if one.fits), key=lambda one: (one.total_s, one.peak_bytes))
@@ -77,6 +81,18 @@ def _worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> l
     return found
 
 
+def _cut(estimator: Estimator, start: Plan, pins: dict[str, Any], size: int) -> list[Estimate]:
+    """Estimates of plans that cut the model among `size` devices; none where it cannot be cut so."""
+    loss = {} if "chunked_loss" in pins else {"chunked_loss": None}
+    compiled = {} if "compile" in pins or start.compile != "model" else {"compile": "block"}
+    pins = {**pins, "tp": size}
+    spread = over_devices(estimator.machine, pins)
+    try:
+        return _worth_knowing(estimator, start.replace(**loss, **compiled, **{**spread, "tp": size}), pins)
+    except InputError:
+        return []
+
+
 def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Iterator[list[Plan]]:
     """Every legal plan that differs from `start` in what trades memory for time: lists of equal ones with ever smaller
     micro-batches."""
@@ -94,10 +110,10 @@ def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Itera
 
 def _spreads(machine: Machine, start: Plan, pins: dict[str, Any]) -> list[dict[str, int]]:
     """How the devices may share the work: as replicas, or dividing states by ZeRO over all of them or over those of a node."""
-    count = machine.devices_per_node * machine.nodes
+    count = machine.devices_per_node * machine.nodes // start.tp
     found = [{"dp_replicate": start.dp_replicate, "dp_shard": start.dp_shard, "zero": start.zero}]
     if count > 1:
-        groups = [count] if machine.nodes == 1 or machine.devices_per_node == 1 else [count, machine.devices_per_node]
+        groups = [count] if machine.nodes == 1 or machine.devices_per_node == start.tp else [count, machine.devices_per_node // start.tp]
         found += [{"dp_replicate": count, "dp_shard": 1, "zero": 0}]
         found += [
             {"dp_replicate": count // group, "dp_shard": group, "zero": zero} for group in groups for zero in (1, 2, 3)

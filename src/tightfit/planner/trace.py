@@ -269,7 +269,7 @@ class Recorder(TorchDispatchMode):
         if not fresh and func.is_view:
             return
         mutates = func._schema.is_mutable
-        if fresh or mutates:
+        if fresh or mutates or name.startswith("c10d."):  # which write to what they are given, and do not say so
             passage.operations.append(_operation(func, name, args, kwargs, inputs, output))
 
     def _add(self, storage: torch.UntypedStorage, name: str, passage: _Open) -> None:

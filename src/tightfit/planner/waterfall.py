@@ -11,6 +11,7 @@ from tightfit.planner.estimate import Estimator
 METHOD_FIELDS = {
     "data_parallel": ("dp_replicate", "compressed_gradients", "powersgd_rank"),
     "zero": ("dp_shard", "zero"),
+    "tensor_parallel": ("tp",),
     "precision": ("precision", "loss_scale", "rounding"),
     "microbatch": ("micro_batch",),
     "attention": ("attention",),
