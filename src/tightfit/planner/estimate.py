@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from tightfit.job import Job
-from tightfit.ledger import Ledger, Peak
+from tightfit.ledger import Ledger, Peak, Sent
 from tightfit.machine import Machine
 from tightfit.methods import METHODS
 from tightfit.plan import Plan, needed_permissions
@@ -178,9 +178,11 @@ class Estimator:
         """The estimate with what a CUDA device's allocator reserves beyond the tensors: too long to ask of every plan."""
         if self.machine.device != "cuda" or estimate.settled:
             return estimate
-        peak = estimate.peak
-        tensors = peak.total - peak.rows["runtime"]
-        more = max(reserved_bytes(estimate.ledger, expandable=estimate.plan.allocator == "tuned") - tensors, 0.0)
+        peak, ledger = estimate.peak, estimate.ledger
+        if ledger.gathered is not None:  # the allocator's model follows whole gradients: here each leaves as it is made
+            ledger = replace(ledger, gathered=None, sent=Sent(1, 1.0, always=True))
+        tensors = ledger.peak().total - sum(ledger.fixed.values()) if ledger.messages else peak.total - peak.rows["runtime"]
+        more = max(reserved_bytes(ledger, expandable=estimate.plan.allocator == "tuned") - tensors, 0.0)
         rows = {**peak.rows, "allocator": more}
         return replace(estimate, peak=replace(peak, total=peak.total + more, rows=rows), settled=True)
 
