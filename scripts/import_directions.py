@@ -30,6 +30,8 @@ NOTED = {  # each with its reason
 }
 NO_METHODS = (
     "methods.run",
+    "methods.mesh",
+    "methods.buckets",
     "methods.compiler",
 )  # what the rooms share, and a part of one that is long enough for a file
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}

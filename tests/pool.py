@@ -6,6 +6,8 @@ import atexit
 import importlib
 import os
 import socket
+import threading
+import time
 import traceback
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
@@ -26,7 +28,9 @@ class Pool:
         pairs = [context.Pipe() for _ in range(size)]
         self.ends = [mine for mine, _ in pairs]
         self.processes = [
-            context.Process(target=_serve, args=(theirs, rank, size, port))  # not a daemon, which could start no workers
+            context.Process(
+                target=_serve, args=(theirs, rank, size, port)
+            )  # not a daemon, which could start no workers
             for rank, (_, theirs) in enumerate(pairs)
         ]
         for process in self.processes:
@@ -75,6 +79,7 @@ def _serve(end: Connection, rank: int, size: int, port: int) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
     )  # fmt: skip
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     import torch
 
     torch.set_num_threads(1)
@@ -92,3 +97,10 @@ def _serve(end: Connection, rank: int, size: int, port: int) -> None:
                 end.send(("error", error))
             except Exception:
                 end.send(("error", AssertionError(traceback.format_exc())))
+
+
+def _end_with(parent: int) -> None:
+    """A process that waits for others would outlive the tests that were killed."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)

@@ -125,6 +125,20 @@ MISTAKES = [
     Mistake("warm-up longer than the training", {"train.warmup": 5}, ("warmup", "at most 2")),
     Mistake("scaled from no batch", {"train.scale_learning_rate": "linear"}, ("base_batch",)),
     Mistake("tracker that is not installed", {"train.trackers": ["wandb"]}, ("wandb", "pip install")),
+    # several devices
+    Mistake("zero on one device", {"plan": {"zero": 3}}, ("dp_shard", "zero: 0")),
+    Mistake("more devices than processes", {"plan": {"dp_replicate": 2}}, ("1 process trains", "--nproc 2")),
+    Mistake("more devices than samples", {"plan": {"dp_replicate": 64}}, ("a sample", "at most")),
+    Mistake(
+        "compressed without replicas",
+        {"plan": {"compressed_gradients": "bf16"}, "allow": ["compressed-gradients"]},
+        ("dp_replicate: 2",),
+    ),
+    Mistake(
+        "compressed without permission",
+        {"plan": {"compressed_gradients": "bf16", "dp_replicate": 2}},
+        ("allow: [", "compressed-gradients"),
+    ),
     # what is allowed, and limits
     Mistake("unknown permission", {"allow": ["bf61"]}, ("bf16",)),
     Mistake("memory in parsecs", {"limits": {"memory": "3 parsecs"}}, ("24GiB",)),

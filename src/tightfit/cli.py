@@ -37,7 +37,8 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint in --out")] = False,
     nproc: Annotated[
-        int, typer.Option("--nproc", min=1, metavar="N", help="processes of this host that train together, a device each")
+        int,
+        typer.Option("--nproc", min=1, metavar="N", help="processes of this host that train together, a device each"),
     ] = 1,
     changes: Changes = None,
 ) -> None:
@@ -45,6 +46,24 @@ def train(
     from tightfit.report.commands import train_command
 
     train_command(job, plan, out, resume, changes or [], nproc)
+
+
+@app.command()
+def launch(
+    job: JobFile,
+    slurm: Annotated[bool, typer.Option("--slurm", help="a script for sbatch")] = False,
+    torchrun: Annotated[bool, typer.Option("--torchrun", help="a script to run on each host")] = False,
+    skypilot: Annotated[bool, typer.Option("--skypilot", help="a task for sky launch")] = False,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="hosts")] = 1,
+    nproc: Annotated[int, typer.Option("--nproc", min=1, help="devices of each host")] = 8,
+    accelerator: Annotated[str, typer.Option("--accelerator", help="of SkyPilot's hosts")] = "H100",
+    changes: Changes = None,
+) -> None:
+    """Write the script that starts a training on several hosts."""
+    from tightfit.report.commands import launch_command
+
+    kinds = [name for name, asked in (("slurm", slurm), ("torchrun", torchrun), ("skypilot", skypilot)) if asked]
+    launch_command(job, kinds, nodes, nproc, accelerator, changes or [])
 
 
 @app.command()

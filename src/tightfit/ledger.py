@@ -286,7 +286,11 @@ class Ledger:
                 arrived = self.sent.during(whole, whole)["gradients"]
             if self.gathered is not None:
                 rest = rows["gradients"]
-                yield "backward", "reduce", _sum_all(rows, {"gradients": max(arrived, done / self.gathered.devices), "communication": rest})
+                yield (
+                    "backward",
+                    "reduce",
+                    _sum_all(rows, {"gradients": max(arrived, done / self.gathered.devices), "communication": rest}),
+                )
                 rows = _sum(rows, {"gradients": -rest})
                 arrived = whole
         if self.gathered is not None:

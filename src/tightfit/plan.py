@@ -209,8 +209,12 @@ RULES = (
     ),
     Rule(
         "a divided parameter is brought together for Adafactor and Muon in the type it is kept in",
-        lambda plan, job, device: not (
-            (plan.zero or plan.tp > 1) and job.train.optimizer in BY_MATRIX and (plan.rounding != "nearest" or plan.precision == "fp16-true")
+        lambda plan, job, device: (
+            not (
+                (plan.zero or plan.tp > 1)
+                and job.train.optimizer in BY_MATRIX
+                and (plan.rounding != "nearest" or plan.precision == "fp16-true")
+            )
         ),
         "use rounding: nearest and not fp16-true with {train.optimizer}, or zero: 0",
     ),

@@ -17,7 +17,16 @@ from tightfit.methods import compile as compile_method
 from tightfit.methods.microbatch import correct_batch_norm
 
 BATCH, STEPS, SAMPLES = 8, 3, 40
-ALLOW = ["compressed-gradients", "bf16", "fp16", "tf32", "bf16-states", "8-bit-states", "4-bit-states", "stochastic-rounding"]
+ALLOW = [
+    "compressed-gradients",
+    "bf16",
+    "fp16",
+    "tf32",
+    "bf16-states",
+    "8-bit-states",
+    "4-bit-states",
+    "stochastic-rounding",
+]
 EPSILON = 1e-3
 """Adam's epsilon here. Some gradients are zero but for rounding (the bias of attention's keys); with 1e-8 Adam would
 scale that rounding up to a full step, and no two orders of summation could agree."""

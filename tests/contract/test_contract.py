@@ -44,11 +44,16 @@ def named(items: list[Variant]) -> str:
     return "+".join(",".join(f"{key}={value}" for key, value in fields.items()) for _, fields in items)
 
 
+AXES = ("dp_replicate", "dp_shard", "tp")
+
+
+def on_several(items: list[Variant]) -> bool:
+    return any(fields.get(axis, 1) > 1 for _, fields in items for axis in AXES)
+
+
 def marked(items: list[Variant]) -> Any:
     """What several processes train runs in one worker of the tests, which keeps those processes."""
-    axes = ("dp_replicate", "dp_shard", "tp")
-    several = any(fields.get(axis, 1) > 1 for _, fields in items for axis in axes)
-    return pytest.param(items, marks=pytest.mark.xdist_group("distributed")) if several else items
+    return pytest.param(items, marks=pytest.mark.xdist_group("distributed")) if on_several(items) else items
 
 
 SINGLES = [[variant] for variant in variants()]
@@ -111,8 +116,26 @@ def test_single(name: str, items: list[Variant]) -> None:
 
 
 @pytest.mark.parametrize("name", cases.NAMES)
-@pytest.mark.parametrize("items", [marked(p) for p in PAIRS if not is_compiled(p) and not has_workers(p)], ids=named)
+@pytest.mark.parametrize(
+    "items", [p for p in PAIRS if not is_compiled(p) and not has_workers(p) and not on_several(p)], ids=named
+)
 def test_pair(name: str, items: list[Variant]) -> None:
+    hold(name, items)
+
+
+SEVERAL = [marked(p) for p in PAIRS if on_several(p) and not is_compiled(p) and not has_workers(p)]
+
+
+@pytest.mark.parametrize("items", SEVERAL, ids=named)
+def test_pair_on_several_devices(items: list[Variant]) -> None:
+    """On one model; the slow suite tries the others. Pairs of axes are on all models in tests/engine."""
+    hold("llama", items)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in cases.NAMES if name != "llama"])
+@pytest.mark.parametrize("items", SEVERAL, ids=named)
+def test_pair_on_several_devices_of_others(name: str, items: list[Variant]) -> None:
     hold(name, items)
 
 

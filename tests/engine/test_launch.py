@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tightfit.engine.launch import KEEP_MEMORY, enter_environment, environment
+from tightfit.engine.launch import KEEP_MEMORY, enter_environment, environment, first_host, take_surroundings
 from tightfit.plan import Plan
 
 TUNED = Plan(allocator="tuned")
@@ -84,3 +84,32 @@ def test_nothing_to_add_starts_nothing(started: list[Any], monkeypatch: pytest.M
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "tightfit", "train", "job.yaml"])
     enter_environment(Plan(), "cpu")
     assert started == []
+
+
+def test_slurm_says_which_process_this_is() -> None:
+    environ = {
+        "SLURM_NTASKS": "8",
+        "SLURM_PROCID": "5",
+        "SLURM_LOCALID": "1",
+        "SLURM_NNODES": "2",
+        "SLURM_NODELIST": "gpu[03-04]",
+        "SLURM_JOB_ID": "7",
+    }
+    assert take_surroundings(environ) == (4, 8)
+    assert environ["RANK"] == "5"
+    assert environ["LOCAL_RANK"] == "1"
+    assert environ["MASTER_ADDR"] == "gpu03"
+    assert environ["MASTER_PORT"] == "20007"
+
+
+def test_what_torchrun_says_stays() -> None:
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "SLURM_NTASKS": "8", "SLURM_PROCID": "5"}
+    assert take_surroundings(environ) == (2, 2)
+    assert take_surroundings({}) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"), [("one", "one"), ("a1,a2", "a1"), ("n[3,7-9],m", "n3"), ("rack[01-04]-x,b", "rack01-x")]
+)
+def test_first_host_of_a_list(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 import tightfit
@@ -29,7 +28,9 @@ SLICED: list[dict[str, Any]] = [
     {"tp": 2, "dp_shard": 2, "zero": 2, "recompute": "full"},
     {"tp": 2, "dp_shard": 2, "zero": 3, "recompute": "full"},
 ]
-HYBRID: list[dict[str, Any]] = [{"zero": stage, "dp_shard": 2, "dp_replicate": 2, "micro_batch": 1} for stage in (1, 2, 3)]
+HYBRID: list[dict[str, Any]] = [
+    {"zero": stage, "dp_shard": 2, "dp_replicate": 2, "micro_batch": 1} for stage in (1, 2, 3)
+]
 HERE = "tests.engine.test_several_devices:"
 
 
@@ -41,7 +42,9 @@ def job_of(name: str, **train: Any) -> tightfit.Job:
     return cases.make_case(name, **train).job
 
 
-def train(name: str, fields: dict[str, Any], **settings: Any) -> tuple[list[tuple[float, float | None, int]], dict[str, Tensor]]:
+def train(
+    name: str, fields: dict[str, Any], **settings: Any
+) -> tuple[list[tuple[float, float | None, int]], dict[str, Tensor]]:
     run = tightfit.build(job_of(name, **settings), tightfit.Plan(**fields))
     steps = [(step.loss, step.gradient_norm, step.items) for step in tightfit.train(run)]
     return steps, cases.state_of(run)
@@ -54,6 +57,12 @@ def hold(name: str, fields: dict[str, Any], bound: float = 1e-6, **settings: Any
         for found, wanted in zip(steps, alone, strict=True):
             assert found[::2] == pytest.approx(wanted[::2], rel=max(2e-6, bound))
             assert found[1] == (wanted[1] and pytest.approx(wanted[1], rel=2e-6))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit"])
+@pytest.mark.parametrize("fields", [*PLANS, *HYBRID], ids=named)
+def test_a_divided_model_is_the_whole_one(fields: dict[str, Any], name: str) -> None:
+    hold(name, fields)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "bert", "vit"])

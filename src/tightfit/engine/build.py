@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch
-
 from tightfit.engine.randomness import seed_all
 from tightfit.job import Job, LossSpec
 from tightfit.machine import Machine

@@ -174,7 +174,9 @@ def _parts(run: Run, saved: dict[str, Any]) -> dict[str, Any]:
     if not _is_divided(run):
         return saved
     names = {id(run.weights.get(parameter, parameter)): name for name, parameter in run.model.named_parameters()}
-    shapes = {name: run.slices[name].shape if name in run.slices else p.shape for name, p in run.model.named_parameters()}
+    shapes = {
+        name: run.slices[name].shape if name in run.slices else p.shape for name, p in run.model.named_parameters()
+    }
     weights = [weight for group in run.optimizer.param_groups for weight in group["params"]]
     states: dict[int, dict[str, Any]] = {}
     for number, kept in saved["state"].items():

@@ -205,9 +205,7 @@ class Scattered:
     ) -> None:
         self.group, self.replicas = group, replicas
         self.count, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self._reducer = Reducer(
-            parameters, self._allocate, self._write, self._send, self._arrived, in_flight=1
-        )
+        self._reducer = Reducer(parameters, self._allocate, self._write, self._send, self._arrived, in_flight=1)
         self._offsets = {
             id(b): _offsets([self.rows(p) * _width(p) for p in b.parameters]) for b in self._reducer.buckets
         }

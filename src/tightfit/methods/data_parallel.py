@@ -163,4 +163,3 @@ class LowRank:
             dist.all_reduce(flat, group=self.group)
             for tensor, summed in zip(together, flat.split([t.numel() for t in together]), strict=True):
                 tensor.copy_(summed.view(tensor.shape))
-

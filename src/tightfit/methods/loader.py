@@ -13,6 +13,7 @@ Source  torch.utils.data; "Use pinned memory buffers" in PyTorch's notes on CUDA
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 import pickle
 import sys
@@ -90,7 +91,9 @@ class OrderedData:
         wanted = (key for begin, end in _steps(consumed, until, self.batch) for key in self._keys(begin, end, micro))
         batches = self._prepare(wanted)
         for begin, end in _steps(consumed, until, self.batch):
-            yield [Filler(next(batches)) if fills else next(batches) for *_, fills in shares(begin, end, micro, self.part)]
+            yield [
+                Filler(next(batches)) if fills else next(batches) for *_, fills in shares(begin, end, micro, self.part)
+            ]
 
     def held_out(self, samples: int) -> Iterator[Batch]:
         """Micro-batches of the first `samples` held-out ones, prepared in this process: they are few."""
@@ -130,7 +133,9 @@ class StreamedData:
         micro = self.plan.micro_batch_of(self.batch)
         batches = self._prepare(_Read(self.source, consumed, until, self.batch, micro, self.part))
         for begin, end in _steps(consumed, until, self.batch):
-            yield [Filler(next(batches)) if fills else next(batches) for *_, fills in shares(begin, end, micro, self.part)]
+            yield [
+                Filler(next(batches)) if fills else next(batches) for *_, fills in shares(begin, end, micro, self.part)
+            ]
 
     def held_out(self, samples: int) -> Iterator[Batch]:
         return iter(())
@@ -189,7 +194,7 @@ def shares(begin: int, end: int, micro: int, part: tuple[int, int]) -> Iterator[
     own = list(pieces(first, last, micro))
     for one in own:
         yield *one, False
-    most = -(-(-(-size // parts)) // micro)
+    most = math.ceil(math.ceil(size / parts) / micro)
     filling = max(last - 1, begin) if own else begin
     for _ in range(most - len(own)):
         yield filling, filling + 1, True

@@ -92,9 +92,7 @@ def create_on_host(model: Any, device: torch.device, dtype: torch.dtype) -> nn.M
     return _finished(model_factory(model)(), device, dtype)
 
 
-def create_on_device(
-    model: Any, device: torch.device, dtype: torch.dtype, divided: Mesh | None = None
-) -> nn.Module:
+def create_on_device(model: Any, device: torch.device, dtype: torch.dtype, divided: Mesh | None = None) -> nn.Module:
     """The model on `device` in `dtype` from the start; host memory holds about one fp32 parameter at any time.
 
     divided  keep only this device's rows of each parameter, as ZeRO's third stage does: no device ever holds the model

@@ -1,7 +1,8 @@
 """Mesh: where this process stands among those that train together, one for each device.
 
 The axes, outermost first, so that what talks most lies closest: dp_replicate (replicas of everything), dp_shard (what
-`zero` divides), tp (what `tensor_parallel` divides). Source  PyTorch's DeviceMesh; the order is that of Narayanan et al. 2021, arXiv:2104.04473.
+`zero` divides), tp (what `tensor_parallel` divides).
+Source  PyTorch's DeviceMesh; the order is that of Narayanan et al. 2021, arXiv:2104.04473.
 """
 
 from __future__ import annotations

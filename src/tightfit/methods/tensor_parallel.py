@@ -122,7 +122,9 @@ def table_of(run: Run) -> dict[str, str]:
         wrong = sorted({style for style in own.values() if style not in STYLES})
         if wrong:
             raise InputError(
-                f"job: model.tensor_parallel: {wrong[0]}", "unknown way to divide a module", f"use one of: {', '.join(STYLES)}"
+                f"job: model.tensor_parallel: {wrong[0]}",
+                "unknown way to divide a module",
+                f"use one of: {', '.join(STYLES)}",
             )
         return dict(own)
     config: Any = getattr(run.model, "config", None)
@@ -150,7 +152,9 @@ def _check_heads(model: nn.Module, size: int) -> None:
         if isinstance(heads, int) and heads % size:
             fitting = max(n for n in range(1, size) if heads % n == 0)
             raise InputError(
-                f"plan: tp={size}", f"the model's {name} is {heads}, which {size} devices cannot share", f"use tp: {fitting}"
+                f"plan: tp={size}",
+                f"the model's {name} is {heads}, which {size} devices cannot share",
+                f"use tp: {fitting}",
             )
 
 
@@ -284,7 +288,7 @@ class Cutter:
         embedding.forward = forward  # type: ignore[method-assign]
 
     def slices(self) -> dict[str, Slice]:
-        parts = {mine: part for mine, part in self.cut.values()}
+        parts = dict(self.cut.values())
         return {name: parts[p] for name, p in self.model.named_parameters() if p in parts}
 
 
@@ -295,14 +299,15 @@ class Draws:
     """
 
     def __init__(self, model: nn.Module, rank: int) -> None:
-        self.rank, self.outside = rank, None
+        self.rank = rank
+        self.outside: tuple[Tensor, Tensor | None] | None = None
         self.model = model
         self.needed = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()) or _has_dropout(model)
 
     def enter(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
         if self.needed and module.training and self.outside is None:
             seed = int(torch.randint(2**31, ()))
-            self.outside: Any = _states(output.device)
+            self.outside = _states(output.device)
             torch.manual_seed(seed * 1009 + self.rank)
 
     def leave(self) -> None:
@@ -313,7 +318,9 @@ class Draws:
 
 def _has_dropout(model: nn.Module) -> bool:
     config: Any = getattr(model, "config", None)
-    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(config or object).items())
+    return any(
+        "drop" in name and isinstance(value, float) and value > 0 for name, value in vars(config or object).items()
+    )
 
 
 def _states(device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -390,4 +397,3 @@ class _DividedCrossEntropy(torch.autograd.Function):
         gradient.scatter_add_(-1, local.unsqueeze(-1), -here.to(gradient.dtype).unsqueeze(-1))
         gradient *= (counts.to(gradient.dtype) * gradients[0]).unsqueeze(-1)
         return gradient.to(ctx.dtype), None, None, None
-

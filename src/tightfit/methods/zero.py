@@ -186,7 +186,9 @@ def _fill(model: nn.Module, rows: dict[str, Tensor]) -> None:
     names = {name: filled[id(p)] for name, p in model.state_dict(keep_vars=True).items() if id(p) in filled}
     model.load_state_dict(names, strict=False, assign=True)
     for state in [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]:
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]  # until torch 2.12
+        groups = getattr(state, "_fsdp_param_groups", None) or [
+            getattr(state, "_fsdp_param_group", None)
+        ]  # until torch 2.12
         for held in [held for group in groups if group is not None for held in group.fsdp_params]:
             held.reset_sharded_param()  # now, so that what the optimizer is given stays where it is
 
@@ -211,7 +213,7 @@ class Shards:
                 module.set_force_sum_reduction_for_comms(True)
         self.statistics = Statistics(model, mesh)
         _fill(model, rows)
-        self.weights = {}
+        self.weights: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in model.parameters():
             if parameter.requires_grad:
                 assert isinstance(parameter, DTensor)
@@ -238,7 +240,6 @@ class Shards:
         return DTensor(value, owner._spec, requires_grad=False).full_tensor()
 
     def part(self, weight: Tensor, value: Tensor) -> Tensor:
-        owner: Any = self.owner.get(weight, weight)  # type: ignore[call-overload]
         size, rank = self.mesh.size("dp_shard"), self.mesh.rank("dp_shard")
         rows = value if value.dim() else value.view(1)
         pieces = list(rows.chunk(size))

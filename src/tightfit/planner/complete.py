@@ -46,11 +46,11 @@ def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, di
 def over_devices(machine: Machine, pins: dict[str, Any]) -> dict[str, Any]:
     """The fields that spread a plan over all of a machine's devices, beside those that are pinned: replicas, unless `zero` or
     `dp_shard` is asked for."""
-    count, fields = machine.devices_per_node * machine.nodes, {}
+    count = machine.devices_per_node * machine.nodes
     if count == 1:
         return {}
     count = max(count // pins.get("tp", 1), 1)
-    fields = {name: pins[name] for name in ("dp_replicate", "dp_shard", "zero") if name in pins}
+    fields: dict[str, Any] = {name: pins[name] for name in ("dp_replicate", "dp_shard", "zero") if name in pins}
     if fields.get("dp_shard", 1) > 1:
         fields.setdefault("zero", 3)
     if fields.get("zero"):

@@ -181,7 +181,9 @@ class Estimator:
         peak, ledger = estimate.peak, estimate.ledger
         if ledger.gathered is not None:  # the allocator's model follows whole gradients: here each leaves as it is made
             ledger = replace(ledger, gathered=None, sent=Sent(1, 1.0, always=True))
-        tensors = ledger.peak().total - sum(ledger.fixed.values()) if ledger.messages else peak.total - peak.rows["runtime"]
+        tensors = (
+            ledger.peak().total - sum(ledger.fixed.values()) if ledger.messages else peak.total - peak.rows["runtime"]
+        )
         more = max(reserved_bytes(ledger, expandable=estimate.plan.allocator == "tuned") - tensors, 0.0)
         rows = {**peak.rows, "allocator": more}
         return replace(estimate, peak=replace(peak, total=peak.total + more, rows=rows), settled=True)

@@ -21,7 +21,7 @@ def example(job: Job) -> Batch:
     stands_in = _synthetic(job, spec) if isinstance(spec, DataSpec) and spec.python is None else None
     source = open_samples(job if stands_in is None else job.replace(data=stands_in))
     if isinstance(source, UserStream):
-        return next(iter(source.batches(0, [1])))
+        return next(iter(source.batches([(0, 1)])))
     count = min(_SEEN, len(source))
     batch = source.batch(np.arange(count), np.zeros(count, dtype=np.int64))
     if isinstance(spec, DataSpec) and _is_padded(job, spec):

@@ -114,7 +114,11 @@ def _spreads(machine: Machine, start: Plan, pins: dict[str, Any]) -> list[dict[s
     count = machine.devices_per_node * machine.nodes // start.tp
     found = [{"dp_replicate": start.dp_replicate, "dp_shard": start.dp_shard, "zero": start.zero}]
     if count > 1:
-        groups = [count] if machine.nodes == 1 or machine.devices_per_node == start.tp else [count, machine.devices_per_node // start.tp]
+        groups = (
+            [count]
+            if machine.nodes == 1 or machine.devices_per_node == start.tp
+            else [count, machine.devices_per_node // start.tp]
+        )
         found += [{"dp_replicate": count, "dp_shard": 1, "zero": 0}]
         found += [
             {"dp_replicate": count // group, "dp_shard": group, "zero": zero} for group in groups for zero in (1, 2, 3)
@@ -206,7 +210,9 @@ def _rehearse(estimator: Estimator, one: Estimate, job: Job) -> Estimate | None:
     if not settled.fits:
         return settled
     if one.plan.devices > 1 and one.ledger.blocks > REHEARSED_BLOCKS:
-        return settled  # fully_shard on a hundred blocks takes a minute: the folded figure stands, which tests hold to it
+        return (
+            settled  # fully_shard on a hundred blocks takes a minute: the folded figure stands, which tests hold to it
+        )
     try:
         peak = rehearse(job, one.plan, one.machine.device)
     except InputError:  # a combination that this model cannot have: sqrt where more than one block hands on

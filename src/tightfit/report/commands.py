@@ -79,7 +79,11 @@ def train_command(
         check_out(out, resume)
         say(f"job      {job!r}\nmachine  {machine!r}")
         quiet_transformers(job)
-        kept = {**read_pins(out / "plan.yaml"), **pins} if resume and plan is None and (out / "plan.yaml").exists() else pins
+        kept = (
+            {**read_pins(out / "plan.yaml"), **pins}
+            if resume and plan is None and (out / "plan.yaml").exists()
+            else pins
+        )
         predicted, chosen, reasons = decide(job, machine, kept, say)
         announce(say, job, chosen, reasons)
         from tightfit.methods.mesh import check_world
@@ -108,6 +112,18 @@ def train_command(
         leave()
 
 
+def launch_command(path: Path, kinds: list[str], nodes: int, nproc: int, accelerator: str, changes: list[str]) -> None:
+    if len(kinds) != 1:
+        raise InputError(
+            "launch", f"{len(kinds)} kinds of script are asked for", "give one of --slurm, --torchrun, --skypilot"
+        )
+    from tightfit.report.scripts import script
+
+    name, text = script(kinds[0], path, nodes, nproc, accelerator, changes)
+    Path(name).write_text(text, encoding="utf-8")
+    print(name)
+
+
 def by_the_first(make: Callable[[], Any], device: str) -> Any:
     """What `make` gives in the first of the processes that train together, in all of them; or its error, said by the
     first alone."""
@@ -123,11 +139,11 @@ def by_the_first(make: Callable[[], Any], device: str) -> Any:
             answer = [None, error]
     join(device)
     dist.broadcast_object_list(answer, src=0)
-    made, error = answer
-    if error is not None:
+    made, failed = answer
+    if failed is not None:
         if not leads():
-            sys.exit(error.exit_code)
-        raise error
+            sys.exit(failed.exit_code)
+        raise failed
     return made
 
 

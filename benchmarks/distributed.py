@@ -1,0 +1,299 @@
+"""Several devices: tightfit's data parallelism, ZeRO and tensor parallelism beside the same thing written in PyTorch.
+
+    .venv/bin/python benchmarks/distributed.py --out records/distributed.json
+
+Processes are gloo's, one thread each, on this machine; each contender is started afresh, in turn, several times over, and
+ratios are medians over the rounds. Bytes that a device sends are counted from the collectives' sizes, as rings send them.
+Then the bytes of model states that a device holds under each stage of ZeRO at 1, 2, 4 and 8 devices, beside the formulas.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+MODEL = {
+    "architecture": "llama", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+}  # fmt: skip
+LENGTH, BATCH, STEPS, WARM = 128, 16, 8, 3
+OURS: dict[str, dict[str, Any]] = {
+    "data parallel": {"dp_replicate": 0},
+    "zero 1": {"dp_shard": 0, "zero": 1},
+    "zero 2": {"dp_shard": 0, "zero": 2},
+    "zero 3": {"dp_shard": 0, "zero": 3},
+    "tensor parallel": {"tp": 0},
+}  # 0: as many as there are processes
+PLAIN = {
+    "data parallel": "DistributedDataParallel",
+    "zero 1": "DistributedDataParallel with ZeroRedundancyOptimizer",
+    "zero 2": "fully_shard, reshard_after_forward=False",
+    "zero 3": "fully_shard",
+    "tensor parallel": "parallelize_module",
+}
+STATES = {0: lambda n: 16.0, 1: lambda n: 8 + 8 / n, 2: lambda n: 4 + 12 / n, 3: lambda n: 16 / n}
+
+
+def job_of() -> Any:
+    import tightfit
+
+    data = {"synthetic": "tokens", "sequence_length": LENGTH}
+    return tightfit.Job(
+        model=MODEL, data=data, allow=[], train=tightfit.Train(batch=BATCH, steps=STEPS + WARM, weight_decay=0.0)
+    )
+
+
+class Counted:
+    """While it is on, the bytes that this device sends: of a ring of n, (n-1)/n of a gathered or scattered whole, and twice
+    that of a sum."""
+
+    def __init__(self) -> None:
+        self.sent: dict[str, float] = defaultdict(float)
+
+    def __enter__(self) -> Counted:
+        import torch
+        from torch.utils._python_dispatch import TorchDispatchMode
+        from torch.utils._pytree import tree_leaves
+
+        counted = self
+
+        class See(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                name = str(func)
+                if name.startswith(("c10d.", "_c10d_functional.")):
+                    counted.add(name, [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)])
+                return func(*args, **(kwargs or {}))
+
+        self.mode = See()
+        self.mode.__enter__()
+        return self
+
+    def add(self, name: str, tensors: list[Any]) -> None:
+        import torch.distributed as dist
+
+        ring = (dist.get_world_size() - 1) / dist.get_world_size()
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        if "allreduce" in name or "all_reduce" in name:
+            self.sent["sum"] += 2 * ring * sum(sizes)
+        elif "allgather" in name or "all_gather" in name:
+            whole = max(sizes) if name.startswith("c10d.") else sizes[0] * dist.get_world_size()
+            self.sent["gather"] += ring * whole
+        elif "reduce_scatter" in name:
+            self.sent["scatter"] += ring * max(sizes)
+
+    def __exit__(self, *error: Any) -> None:
+        self.mode.__exit__(*error)
+
+
+def states_of(tensors: list[Any]) -> int:
+    from tightfit.planner.storages import tensor_bytes
+
+    return tensor_bytes(tensors)
+
+
+def run_ours(fields: dict[str, Any], micro_batch: int | None) -> dict[str, Any]:
+    import tightfit
+    from tightfit.engine.step import accumulate, over_data, take_step, update
+    from tightfit.planner.storages import state_tensors, track
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    fields = {name: value or world if name != "zero" else value for name, value in fields.items()}
+    plan = tightfit.Plan(**fields, fused_optimizer=True, micro_batch=micro_batch)
+    run = tightfit.build(job_of(), plan)
+    found: dict[str, Any] = {}
+    seconds, losses = [], []
+    for step, batches in zip(range(STEPS + WARM), run.data.steps(0, None), strict=False):
+        begin = time.perf_counter()
+        if step == WARM - 1:
+            with Counted() as counted:
+                result = take_step(run, batches, step)
+            found["sent"] = dict(counted.sent)
+        elif step == WARM - 2:
+            result, peak = track(
+                run, batches, lambda watched, batches=batches, step=step: take_step(watched, batches, step)
+            )
+            found["peak_bytes"] = peak.total
+        else:
+            result = take_step(run, batches, step)
+        losses.append(result.loss)
+        if step >= WARM:
+            seconds.append(time.perf_counter() - begin)
+    batches = next(iter(run.data.steps(0, None)))
+    accumulate(run, batches, over_data(run, [1])[0])
+    weights = [w for group in run.optimizer.param_groups for w in group["params"]]
+    own = [*run.model.parameters()]
+    gradients = [t.grad for t in (*weights, *own) if t.grad is not None]
+    found["state_bytes"] = states_of(own) + states_of(gradients) + states_of(state_tensors(run.optimizer))
+    update(run)
+    whole = sum(p.numel() for p in own)
+    return {**found, "step_s": statistics.median(seconds), "losses": losses, "parameters": whole}
+
+
+def run_plain(kind: str) -> dict[str, Any]:
+    """The same job, on the same samples, as PyTorch's own tutorials write it."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.nn import functional
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tightfit.planner.storages import StorageTracker, state_tensors
+
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(
+        LlamaConfig(**{k: v for k, v in MODEL.items() if k != "architecture"}, use_cache=False)
+    )
+    parallel, parts = model, world
+    if kind in ("data parallel", "zero 1"):
+        parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    elif kind in ("zero 2", "zero 3"):
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (world,))
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh, reshard_after_forward=kind == "zero 3")
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    else:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh, parts, rank = init_device_mesh("cpu", (world,)), 1, 0
+        table: Any = {}
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            table[f"model.layers.*.{name}"] = ColwiseParallel()
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            table[f"model.layers.*.{name}"] = RowwiseParallel()
+        parallelize_module(model, mesh, table)
+    if kind == "zero 1":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True, weight_decay=0.0)
+    else:
+        kernels = {"foreach": False} if kind == "tensor parallel" else {"fused": True}
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, **kernels)
+    generator = torch.Generator().manual_seed(1)
+    batches = torch.randint(0, MODEL["vocab_size"], (STEPS + WARM, BATCH, LENGTH), generator=generator)
+    share = BATCH // parts
+    found: dict[str, Any] = {}
+    seconds = []
+
+    def step(tokens: Any) -> None:
+        logits = parallel(input_ids=tokens).logits[:, :-1]
+        functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for number, whole in enumerate(batches):
+        tokens = whole[rank * share : (rank + 1) * share]
+        begin = time.perf_counter()
+        if number == WARM - 1:
+            with Counted() as counted:
+                step(tokens)
+            found["sent"] = dict(counted.sent)
+        elif number == WARM - 2:
+            tracker = StorageTracker(model.parameters())
+            inner = optimizer.optim if kind == "zero 1" else optimizer
+            tracker.assign(state_tensors(inner), "optimizer")
+            with tracker:
+                step(tokens)
+            found["peak_bytes"] = tracker.peak().total
+        else:
+            step(tokens)
+        if number >= WARM:
+            seconds.append(time.perf_counter() - begin)
+    return {**found, "step_s": statistics.median(seconds)}
+
+
+def child(processes: int, what: dict[str, Any]) -> dict[str, Any]:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), __file__, "--child",
+        json.dumps(what),
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    answers = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not answers:
+        raise SystemExit(f"{what}: {done.stderr[-3000:]}")
+    return json.loads(answers[0])
+
+
+def compare(kind: str, processes: int, rounds: int) -> dict[str, Any]:
+    pairs = []
+    for number in range(rounds):
+        contenders = [("ours", {"ours": OURS[kind]}), ("plain", {"plain": kind})]
+        pair = {name: child(processes, what) for name, what in (contenders if number % 2 == 0 else contenders[::-1])}
+        pairs.append((pair["ours"], pair["plain"]))
+    ours, plain = pairs[0]
+    return {
+        "kind": kind,
+        "processes": processes,
+        "beside": PLAIN[kind],
+        "speed_ratio": statistics.median(plain["step_s"] / ours["step_s"] for ours, plain in pairs),
+        "peak_ratio": ours["peak_bytes"] / plain["peak_bytes"],
+        "tokens_per_s": statistics.median(BATCH * LENGTH / ours["step_s"] for ours, _ in pairs),
+        "peak_bytes": ours["peak_bytes"],
+        "sent_bytes": ours["sent"],
+        "plain_sent_bytes": plain["sent"],
+        "parameter_bytes": 4 * PARAMETERS(),
+        "losses": ours["losses"][-1],
+    }
+
+
+def PARAMETERS() -> int:
+    hidden, inner, vocabulary = MODEL["hidden_size"], MODEL["intermediate_size"], MODEL["vocab_size"]
+    block = 4 * hidden * hidden + 3 * hidden * inner + 2 * hidden  # type: ignore[operator]
+    return 2 * vocabulary * hidden + MODEL["num_hidden_layers"] * block + hidden  # type: ignore[operator]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--processes", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        what = json.loads(arguments.child)
+        answer = run_plain(what["plain"]) if "plain" in what else run_ours(what["ours"], what.get("micro_batch"))
+        if os.environ.get("RANK", "0") == "0":
+            print("RESULT " + json.dumps(answer), flush=True)
+        return
+    rows = []
+    for processes in arguments.processes:
+        for kind in OURS:
+            rows.append(compare(kind, processes, arguments.rounds))
+            row = rows[-1]
+            sent = {name: size / row["parameter_bytes"] for name, size in row["sent_bytes"].items()}
+            print(
+                f"{processes} {kind:16s} {row['speed_ratio']:.2f} x the speed, {row['peak_ratio']:.2f} x the peak of {row['beside']}; "
+                f"sends, in parameters: {', '.join(f'{name} {share:.2f}' for name, share in sent.items())}",
+                flush=True,
+            )
+    states = []
+    for stage in (1, 2, 3):
+        for processes in (1, 2, 4, 8):
+            fields = {"dp_shard": 0, "zero": stage} if processes > 1 else {}
+            seen = child(processes, {"ours": fields, "micro_batch": 1})
+            expected = STATES[stage](processes) * PARAMETERS()
+            states.append({"stage": stage, "processes": processes, "bytes": seen["state_bytes"], "formula": expected})
+            print(f"zero {stage} on {processes}: {seen['state_bytes'] / expected - 1:+.1%} of the formula", flush=True)
+    if arguments.out:
+        from tightfit.machine import Machine
+        from tightfit.record import code_version
+
+        what = {"code": code_version(), "machine": Machine.detect().name, "compared": rows, "states": states}
+        arguments.out.write_text(json.dumps(what, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Scripts that start a training on several hosts: for Slurm, for torchrun by hand, for SkyPilot."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from tightfit.errors import InputError
+from tightfit.job import Job
+
+KINDS = ("slurm", "torchrun", "skypilot")
+
+_SLURM = """#!/usr/bin/env bash
+# sbatch {name}
+#SBATCH --job-name={job}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={nproc}
+#SBATCH --gpus-per-node={nproc}
+#SBATCH --cpus-per-task=8
+#SBATCH --signal=TERM@120  # a checkpoint is written before the time is up
+set -euo pipefail
+srun {command}
+"""
+_TORCHRUN = """#!/usr/bin/env bash
+# on each of the {nodes} hosts: HEAD=<name of the first host> bash {name}
+set -euo pipefail
+torchrun --nnodes {nodes} --nproc-per-node {nproc} --rdzv-backend c10d --rdzv-endpoint "${{HEAD:-127.0.0.1}}:29500" \\
+  -m {command}
+"""
+_SKYPILOT = """# sky launch {name}
+name: {job}
+num_nodes: {nodes}
+resources:
+  accelerators: {accelerator}:{nproc}
+workdir: .
+setup: pip install tightfit
+run: |
+  torchrun --nnodes $SKYPILOT_NUM_NODES --nproc-per-node {nproc} --rdzv-backend c10d \\
+    --rdzv-endpoint "$(head -n1 <<< "$SKYPILOT_NODE_IPS"):29500" -m {command}
+"""
+
+
+def script(kind: str, path: Path, nodes: int, nproc: int, accelerator: str, changes: list[str]) -> tuple[str, str]:
+    """(file name, text) of the script that trains the job of `path` on `nodes` hosts of `nproc` devices each.
+
+    Raises InputError for a job that is wrong, before anybody waits in a queue for it.
+    """
+    if kind not in KINDS:
+        raise InputError(
+            f"launch --{kind}", "is not known", f"use one of: {', '.join('--' + known for known in KINDS)}"
+        )
+    Job.load(path, [change for change in changes if not change.startswith("plan")])
+    words = ["tightfit", "train", str(path), *(word for change in changes for word in ("--set", change))]
+    name = f"{path.stem}.{'yaml' if kind == 'skypilot' else 'sh'}"
+    name = f"{path.stem}-sky.yaml" if kind == "skypilot" else name
+    text = {"slurm": _SLURM, "torchrun": _TORCHRUN, "skypilot": _SKYPILOT}[kind].format(
+        name=name, job=path.stem, nodes=nodes, nproc=nproc, accelerator=accelerator, command=shlex.join(words)
+    )
+    return name, text

@@ -1,0 +1,96 @@
+"""What several devices hold and send, folded: as rehearsed on the engine, and as the papers' formulas have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import tightfit
+from tightfit.machine import Machine
+from tightfit.planner.estimate import Estimator
+from tightfit.planner.rehearse import rehearse
+from tightfit.planner.search import search
+
+LLAMA = {
+    "architecture": "llama",
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+}
+JOB = tightfit.Job(
+    model=LLAMA,
+    data={"synthetic": "tokens", "sequence_length": 128},
+    train=tightfit.Train(batch=16, steps=1000),
+)
+PLANS: list[dict[str, Any]] = [
+    {"dp_replicate": 2},
+    {"dp_replicate": 4, "micro_batch": 1},
+    {"dp_shard": 4, "zero": 1, "micro_batch": 1},
+    {"dp_shard": 2, "zero": 2, "micro_batch": 2},
+    {"dp_shard": 8, "zero": 2},
+    {"dp_shard": 2, "zero": 3},
+    {"dp_shard": 8, "zero": 3, "micro_batch": 1},
+    {"tp": 2},
+    {"tp": 4, "recompute": "full"},
+    {"tp": 2, "dp_shard": 2, "zero": 1},
+    {"tp": 2, "dp_shard": 2, "zero": 3, "micro_batch": 2},
+]
+
+
+def named(fields: dict[str, Any]) -> str:
+    return ",".join(f"{name}={value}" for name, value in fields.items())
+
+
+@pytest.fixture(scope="module")
+def estimator() -> Estimator:
+    return Estimator(JOB, Machine.named("a100-80gb:8"))
+
+
+@pytest.mark.parametrize("fields", PLANS, ids=named)
+def test_what_a_device_holds_is_folded_as_it_is_rehearsed(estimator: Estimator, fields: dict[str, Any]) -> None:
+    plan = tightfit.Plan(**fields, fused_optimizer=True)
+    found = estimator.estimate(plan)
+    folded = found.peak.total - found.peak.rows["runtime"]
+    assert folded == pytest.approx(rehearse(JOB, plan, "cuda").total, rel=0.06)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_bytes_sent_are_those_of_rings(estimator: Estimator, devices: int) -> None:
+    """Ring all-reduce sends 2 (n-1)/n of the gradients, ZeRO 1 and 2 as much, ZeRO 3 half as much again."""
+    parameters = sum(p.bytes for p in estimator.profiler.parameters(tightfit.Plan()) if p.trainable)
+    once = (devices - 1) / devices * parameters
+    for fields, times in (
+        ({"dp_replicate": devices}, 2),
+        ({"dp_shard": devices, "zero": 1}, 2),
+        ({"dp_shard": devices, "zero": 2}, 2),
+        ({"dp_shard": devices, "zero": 3}, 3),
+    ):
+        ledger = estimator.estimate(tightfit.Plan(**fields)).ledger
+        assert sum(message.bytes for message in ledger.messages) == pytest.approx(times * once, rel=0.01)
+
+
+def test_links_between_nodes_are_those_of_the_network() -> None:
+    machine = Machine.named("a100-80gb:4x2")
+    estimator = Estimator(JOB, machine)
+    inside = estimator.estimate(tightfit.Plan(dp_replicate=2, dp_shard=4, zero=3)).ledger.messages
+    across = estimator.estimate(tightfit.Plan(dp_shard=8, zero=3)).ledger.messages
+    assert machine.process_bytes_per_s is not None
+    assert machine.network_bytes_per_s is not None
+    assert inside[0].bytes_per_s == machine.process_bytes_per_s.value
+    assert across[0].bytes_per_s == inside[-1].bytes_per_s == machine.network_bytes_per_s.value
+
+
+def test_a_search_divides_what_replicas_cannot_hold() -> None:
+    machine = Machine.named("a100-80gb:8")
+    free = search(JOB, machine, {"compile": "none"})[0]
+    assert free.plan.devices == 8
+    need = Estimator(JOB, machine).estimate(free.plan.replace(dp_replicate=8, dp_shard=1, zero=0, recompute="full"))
+    limit = need.peak_bytes - 60e6  # of 16 bytes a parameter, zero takes 14
+    tight = search(
+        JOB.replace(limits=tightfit.Limits(memory=int(limit))), machine, {"compile": "none", "precision": "fp32"}
+    )[0]
+    assert tight.plan.zero > 0
+    assert tight.fits
