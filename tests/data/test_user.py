@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import random
 from collections import namedtuple
@@ -161,7 +162,8 @@ class Counting(IterableDataset[Any]):
 
 
 def rows_of(stream: Any, consumed: int, sizes: list[int]) -> list[list[float]]:
-    return [row for batch in stream.batches(consumed, iter(sizes)) for row in batch[0].tolist()]
+    ends = itertools.accumulate(sizes, initial=consumed)
+    return [row for batch in stream.batches(itertools.pairwise(ends)) for row in batch[0].tolist()]
 
 
 def test_iterables_go_on_from_any_sample_as_if_undisturbed() -> None:
