@@ -192,10 +192,24 @@ def make_mesh(plan: Plan, device: torch.device) -> Mesh | None:
     if plan.devices == 1:
         return None
     join(device.type)
-    sizes = tuple(getattr(plan, axis) for axis in AXES)
-    with _disable_current_modes():  # which process is where is real, also where tensors are fake
-        devices = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-        return Mesh({**{axis: devices[axis] for axis in AXES}, DATA: devices[DATA]})
+    return _mesh(device.type, tuple(getattr(plan, axis) for axis in AXES))
+
+
+_known: dict[tuple[str, tuple[int, ...]], Mesh] = {}
+_world: dist.ProcessGroup | None = None  # whose meshes are known
+
+
+def _mesh(kind: str, sizes: tuple[int, ...]) -> Mesh:
+    """The mesh of these sizes; one for all runs of this process, as the groups of a mesh keep threads and connections."""
+    global _world
+    if dist.group.WORLD is not _world:
+        _known.clear()
+        _world = dist.group.WORLD
+    if (kind, sizes) not in _known:
+        with _disable_current_modes():  # which process is where is real, also where tensors are fake
+            devices = init_device_mesh(kind, sizes, mesh_dim_names=AXES)
+            _known[kind, sizes] = Mesh({**{axis: devices[axis] for axis in AXES}, DATA: devices[DATA]})
+    return _known[kind, sizes]
 
 
 def local_device(kind: str) -> torch.device:
