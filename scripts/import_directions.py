@@ -21,7 +21,7 @@ LAYERS = (
     ("plan",),
     ("job", "machine"),
     ("machines",),
-    ("values",),
+    ("values", "timetable"),
     ("units",),
     ("errors",),
 )
@@ -33,6 +33,8 @@ NO_METHODS = (
     "methods.mesh",
     "methods.buckets",
     "methods.compiler",
+    "methods.deferred",
+    "methods.stages",
 )  # what the rooms share, and a part of one that is long enough for a file
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 

@@ -25,6 +25,7 @@ Permission = Literal[
     "another-optimizer",
     "stochastic-rounding",
     "compressed-gradients",
+    "asynchronous",
 ]
 OptimizerName = Literal["adamw", "adafactor", "sgd", "lamb", "lars", "lion", "muon"]
 ScheduleName = Literal["constant", "linear", "cosine", "warmup-stable-decay"]
@@ -240,6 +241,7 @@ class Job(Value):
            tf32, bf16, fp16                          what the arithmetic runs in; either 16-bit type allows tf32 too
            bf16-states, 8-bit-states, 4-bit-states   how wide optimizer states are kept
            compressed-gradients                      what devices send each other loses digits
+           asynchronous                              gradients are of weights that are some updates old
            stochastic-rounding                       updates of bf16 weights, rounded at random
            another-optimizer                         one with smaller states than the job's; no plan asks for it yet
     """

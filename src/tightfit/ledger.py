@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from tightfit.machine import Machine
 from tightfit.plan import Plan
+from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Timetable
 
 ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "allocator", "runtime")
 TRACED = ("activations", "temporaries", "gradients", "optimizer", "parameters")  # rows that events may be of
@@ -111,12 +112,16 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter or buffer of the model, in the type it is kept in."""
+    """One parameter or buffer of the model, in the type it is kept in.
+
+    places  where it is used: the numbers of blocks, -1 before them, their count after (see models/blocks.py)
+    """
 
     name: str
     shape: tuple[int, ...]
     bytes: int
     trainable: bool
+    places: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -193,6 +198,46 @@ class Message:
     hides: bool
 
 
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """What a device of a pipeline does.
+
+    programs     by piece of the model that it has: forward and backward of one micro-batch
+    table        every device's actions; device: which of them this is
+    hidden       bytes that one piece hands to the next, for each micro-batch and direction
+    bytes_per_s  of the link to the next device
+    left         by piece, bytes that wait between a backward and its weights' part, where those are two
+    versions     of the weights that are kept beside the newest
+    continuous   whether steps follow each other without waiting for the last backward
+    """
+
+    programs: dict[int, tuple[tuple[Passage, ...], tuple[Passage, ...]]]
+    table: Timetable
+    device: int
+    hidden: Linear
+    bytes_per_s: float
+    left: dict[int, Linear]
+    versions: int = 0
+    continuous: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A stretch of a step: one micro-batch's passages.
+
+    sends  whether the gradients that it completes are sent; later: whether those of earlier micro-batches are there
+    ends   whether it ends a micro-batch's backward; updates: and an update follows while others are under way
+    left   bytes that it leaves for later, or with a minus takes
+    """
+
+    passages: tuple[Passage, ...]
+    sends: bool
+    later: bool
+    ends: bool = True
+    updates: bool = False
+    left: float = 0.0
+
+
 @dataclass(frozen=True)
 class Ledger:
     """What one device holds and does in one optimizer step.
@@ -207,6 +252,7 @@ class Ledger:
     phases          bytes at the largest instant of what comes before the first step, by name, without the fixed rows
     whole_step      operations once for each step that are of no passage and no update, such as clipping
     seconds         once for each step, by what they are for
+    device          of a pipeline, which one this is the ledger of; stage: what it does
     sent            how gradients leave for other devices; gathered: how parameters come from them; messages: all of it,
                     in a step
     """
@@ -231,11 +277,15 @@ class Ledger:
     sent: Sent | None = None
     gathered: Gathered | None = None
     messages: tuple[Message, ...] = ()
+    device: int = 0
+    stage: Stage | None = None
 
     def row_bytes(self) -> dict[str, float]:
         """What lives from step to step, by row."""
         rows = dict.fromkeys(ROWS, 0.0)
         rows["parameters"] = sum(parameter.bytes for parameter in self.parameters)
+        if self.stage is not None:
+            rows["parameters"] += self.stage.versions * self.gradient_bytes()
         rows["optimizer"] = sum(update.state_bytes for update in self.updates.values())
         for row, size in self.fixed.items():
             rows[row] += size
@@ -257,11 +307,11 @@ class Ledger:
             rows["communication"] += self.gathered.rest
         yield "forward", "start", dict(rows)
         known: dict[Timeline, Played] = {}
-        programs, whole, arrived = self.passes(), self.gradient_bytes(), 0.0
-        for number, program in enumerate(programs):
-            sends = self.sent is not None and (self.sent.always or number == len(programs) - 1)
-            done = 0.0
-            for passage in program:
+        whole, arrived = self.gradient_bytes(), 0.0
+        for visit in self.visits():
+            sends, done = visit.sends, 0.0
+            rows["activations"] += visit.left
+            for passage in visit.passages:
                 if passage.timeline not in known:
                     known[passage.timeline] = play(passage.timeline, self.micro_batch)
                 played = known[passage.timeline]
@@ -274,7 +324,7 @@ class Ledger:
                 yield passage.phase, passage.part, _sum(_sum(rows, played.largest), travelling)
                 rows = _sum(rows, played.net)
                 if sends and self.sent is not None and made:
-                    if number and not self.sent.always:  # the sums of earlier micro-batches move into the buckets
+                    if visit.later and not self.sent.always:  # the sums of earlier micro-batches move into the buckets
                         rows = _sum(rows, {"gradients": -made})
                     done += made
                     last = {"temporaries": played.gradient}
@@ -284,7 +334,7 @@ class Ledger:
                     rows = _sum(rows, {"gradients": -made})
             if sends and self.sent is not None:
                 arrived = self.sent.during(whole, whole)["gradients"]
-            if self.gathered is not None:
+            if self.gathered is not None and visit.ends:
                 rest = rows["gradients"]
                 yield (
                     "backward",
@@ -293,6 +343,8 @@ class Ledger:
                 )
                 rows = _sum(rows, {"gradients": -rest})
                 arrived = whole
+            if visit.updates:
+                rows, arrived = {**rows, "gradients": 0.0}, 0.0
         if self.gathered is not None:
             rows = _sum(rows, {"communication": -self.gathered.rest})
         rows = _sum(rows, {"gradients": arrived})
@@ -324,9 +376,35 @@ class Ledger:
             for passage in self.inference()
             for operation in passage.timeline.operations
         )
-        return 3 * forward * self.micro_batches
+        devices = len(self.stage.table) if self.stage is not None else 1
+        return 3 * forward * self.micro_batches / devices
 
-    def passes(self) -> list[tuple[Passage, ...]]:
+    def visits(self) -> Iterator[Visit]:
+        """The stretches of a step, in order: of equal micro-batches the first two, or all that a pipeline has under way."""
+        sent = self.sent
+        if self.stage is None:
+            programs = self.passes(self.training, self.micro_batches)
+            for number, program in enumerate(programs):
+                yield Visit(program, sent is not None and (sent.always or number == len(programs) - 1), number > 0)
+            return
+        counts = {piece: self.passes(parts[1], 2) for piece, parts in self.stage.programs.items()}
+        seen: set[int] = set()
+        for action in self.stage.table[self.stage.device]:
+            piece, place = action.chunk, action.micro_batch % self.micro_batches
+            left = self.stage.left.get(piece, Linear()).at(self.micro_batch)
+            if action.kind == FORWARD:
+                yield Visit(self.stage.programs[piece][0], False, False, ends=False)
+            elif action.kind == BACKWARD:
+                last = place == self.micro_batches - 1
+                sends = sent is not None and (sent.always or last) and not left
+                later = place > 0 if self.stage.continuous else piece in seen
+                updates = last and self.stage.continuous
+                yield Visit(counts[piece][int(later)], sends, later, updates=updates)
+                seen.add(piece)
+            if left and action.kind in (BACKWARD, WEIGHTS):
+                yield Visit((), False, False, ends=False, left=left if action.kind == BACKWARD else -left)
+
+    def passes(self, training: tuple[Passage, ...], micro_batches: int) -> list[tuple[Passage, ...]]:
         """The programs of a step's first micro-batch and, where there are more, of a later one, as this plan runs them.
 
         Passages that share a timeline share what becomes of it.
@@ -334,13 +412,13 @@ class Ledger:
         edits: list[Callable[[Timeline], Timeline]] = []
         if self.update_in_backward:
             edits.append(lambda timeline: _updated_at_once(timeline, self.updates))
-        first = _edited(self.training, edits)
+        first = _edited(training, edits)
         if self.gathered is not None:
-            return [first] * min(self.micro_batches, 2)
-        if self.sent is not None and (self.sent.always or self.micro_batches == 1):
+            return [first] * min(micro_batches, 2)
+        if self.sent is not None and (self.sent.always or micro_batches == 1):
             first = _edited(first, [_handed_over])
-            return [first] * min(self.micro_batches, 2)
-        return [first] if self.micro_batches == 1 else [first, _edited(first, [_accumulated])]
+            return [first] * min(micro_batches, 2)
+        return [first] if micro_batches == 1 else [first, _edited(first, [_accumulated])]
 
     def evaluation(self) -> Iterator[tuple[str, str, dict[str, float]]]:
         """As `instants`, of one micro-batch of an evaluation."""

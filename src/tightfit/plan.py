@@ -64,6 +64,12 @@ class Plan(Value):
     dp_shard            devices of such a group that divide the samples, and by `zero` the model's states
     zero                what the dp_shard devices divide: 1 optimizer states, 2 gradients too, 3 parameters too
     tp                  devices that divide attention, MLP and vocabulary by columns and rows
+    pp                  devices in a row, each with some of the blocks (pipeline)
+    schedule            in which order those run forwards and backwards of micro-batches; pipedream does not wait for a step's
+                        last backward before the next step's first forward, so weights are updated late
+    virtual_stages      interleaved: how many pieces of the model each pp device has
+    split               blocks of each piece of the model, first to last; None makes them as equal as can be
+    vertical_sync       pipedream: a micro-batch uses the same version of the weights on all devices
     compressed_gradients  what replicas send each other: none, bf16, or powersgd (products of rank `powersgd_rank`)
     loader_workers      processes that prepare data; 0 prepares it in the training process
     prefetch            batches prepared ahead by each worker
@@ -88,6 +94,11 @@ class Plan(Value):
     dp_shard: int = Field(1, gt=0)
     zero: Literal[0, 1, 2, 3] = 0
     tp: int = Field(1, gt=0)
+    pp: int = Field(1, gt=0)
+    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"] = "1f1b"
+    virtual_stages: int = Field(1, gt=0)
+    split: tuple[int, ...] | None = None
+    vertical_sync: bool = False
     compressed_gradients: Literal["none", "bf16", "powersgd"] = "none"
     powersgd_rank: int = Field(4, gt=0)
     loader_workers: int = Field(0, ge=0)
@@ -126,7 +137,12 @@ class Plan(Value):
 
     @property
     def devices(self) -> int:
-        return self.data_parallel * self.tp
+        return self.data_parallel * self.tp * self.pp
+
+    @property
+    def stages(self) -> int:
+        """Pieces that a pipeline cuts the model into."""
+        return self.pp * self.virtual_stages
 
     def share_of(self, batch: int) -> int:
         """The most samples of a step that one device is given."""
@@ -244,6 +260,55 @@ RULES = (
         "use compile: block, or zero: 2",
     ),
     Rule(
+        "a schedule, virtual stages and a split are a pipeline's",
+        lambda plan, job, device: (
+            plan.pp > 1 or (plan.schedule == "1f1b" and plan.virtual_stages == 1 and plan.split is None)
+        ),
+        "use pp: 2 (or more), or leave out schedule, virtual_stages and split",
+    ),
+    Rule(
+        "interleaved is the schedule of several virtual stages on each device: one does not go without the other",
+        lambda plan, job, device: (plan.schedule == "interleaved") == (plan.virtual_stages > 1),
+        "use schedule: interleaved with virtual_stages: 2 (or more)",
+    ),
+    Rule(
+        "a split says how many blocks each piece of the model has, one at least",
+        lambda plan, job, device: plan.split is None or (len(plan.split) == plan.stages and min(plan.split) > 0),
+        "give {plan.stages} numbers of 1 or more, or leave out split",
+    ),
+    Rule(
+        "a pipeline cuts the model, which one compiled region does not allow",
+        lambda plan, job, device: plan.pp == 1 or plan.compile != "model",
+        "use compile: block",
+    ),
+    Rule(
+        "a segment of several blocks is recomputed as one, and a pipeline may cut it",
+        lambda plan, job, device: plan.pp == 1 or plan.recompute != "sqrt",
+        "use recompute: full or every-2",
+    ),
+    Rule(
+        "zero-bubble leaves weights' gradients for later, and zero: 2 and 3 send them at once; compiled blocks make them at once",
+        lambda plan, job, device: plan.schedule != "zero-bubble" or (plan.zero < 2 and plan.compile == "none"),
+        "use schedule: 1f1b, or zero: 1 and compile: none",
+    ),
+    Rule(
+        "pipedream updates each device's weights by itself, without a norm of all gradients",
+        lambda plan, job, device: plan.schedule != "pipedream" or job.train.clip is None,
+        "leave out train.clip, or use schedule: 1f1b",
+    ),
+    Rule(
+        "pipedream keeps whole weights of several versions, and has no step to skip",
+        lambda plan, job, device: (
+            plan.schedule != "pipedream" or (plan.zero == 0 and not plan.precision.startswith("fp16"))
+        ),
+        "use zero: 0 and bf16-mixed, or schedule: 1f1b",
+    ),
+    Rule(
+        "vertical sync is about pipedream's versions of the weights",
+        lambda plan, job, device: not plan.vertical_sync or plan.schedule == "pipedream",
+        "use schedule: pipedream, or vertical_sync: false",
+    ),
+    Rule(
         "clipping needs the norm of all gradients before the first update, which an update in backward does not have",
         lambda plan, job, device: not plan.update_in_backward or job.train.clip is None,
         "leave out train.clip, or use update_in_backward: false",
@@ -288,6 +353,8 @@ def needed_permissions(plan: Plan) -> set[str]:
         needed.add("stochastic-rounding")
     if plan.compressed_gradients != "none":
         needed.add("compressed-gradients")
+    if plan.schedule == "pipedream":
+        needed.add("asynchronous")
     return needed
 
 

@@ -44,7 +44,7 @@ def named(items: list[Variant]) -> str:
     return "+".join(",".join(f"{key}={value}" for key, value in fields.items()) for _, fields in items)
 
 
-AXES = ("dp_replicate", "dp_shard", "tp")
+AXES = ("dp_replicate", "dp_shard", "tp", "pp")
 
 
 def on_several(items: list[Variant]) -> bool:

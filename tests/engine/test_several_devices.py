@@ -31,6 +31,16 @@ SLICED: list[dict[str, Any]] = [
 HYBRID: list[dict[str, Any]] = [
     {"zero": stage, "dp_shard": 2, "dp_replicate": 2, "micro_batch": 1} for stage in (1, 2, 3)
 ]
+PIPED: list[dict[str, Any]] = [
+    {"pp": 2, "micro_batch": 2},
+    {"pp": 4, "micro_batch": 1, "schedule": "zero-bubble"},
+    {"pp": 2, "micro_batch": 1, "dp_replicate": 2, "schedule": "interleaved", "virtual_stages": 2},
+    {"pp": 2, "micro_batch": 2, "dp_shard": 2, "zero": 1, "schedule": "zero-bubble", "recompute": "full"},
+    {"pp": 2, "micro_batch": 1, "dp_shard": 2, "zero": 2, "schedule": "gpipe"},
+    {"pp": 2, "micro_batch": 1, "dp_shard": 2, "zero": 3},
+    {"pp": 2, "micro_batch": 2, "tp": 2},
+]
+CUBE = {"pp": 2, "tp": 2, "dp_shard": 2, "zero": 3, "micro_batch": 2, "recompute": "full"}
 HERE = "tests.engine.test_several_devices:"
 
 
@@ -71,19 +81,31 @@ def test_a_cut_model_is_the_whole_one(fields: dict[str, Any], name: str) -> None
     hold(name, fields)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
+@pytest.mark.parametrize("fields", PIPED, ids=named)
+def test_a_pipeline_is_the_whole_model(fields: dict[str, Any], name: str) -> None:
+    hold(name, fields)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
+def test_two_by_two_by_two(name: str) -> None:
+    """Pipeline, tensor parallelism and ZeRO's third stage with recomputation, clipped: eight processes."""
+    hold(name, CUBE, clip=0.1)
+
+
 @pytest.mark.parametrize("optimizer", ["adafactor", "sgd", "lamb", "lars", "lion", "muon"])
-@pytest.mark.parametrize("fields", [*PLANS[1:], HYBRID[2], SLICED[0], SLICED[4]], ids=named)
+@pytest.mark.parametrize("fields", [*PLANS[1:], HYBRID[2], SLICED[0], SLICED[4], PIPED[0]], ids=named)
 def test_every_optimizer_updates_its_part_as_the_whole(fields: dict[str, Any], optimizer: str) -> None:
     """Muon multiplies in bf16, where a difference of 1e-7 may be a rounding: micro-batches on one device move it as far."""
     hold("llama", fields, 3e-3 if optimizer == "muon" else 1e-6, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("fields", [*PLANS, *HYBRID, *SLICED], ids=named)
+@pytest.mark.parametrize("fields", [*PLANS, *HYBRID, *SLICED, *PIPED], ids=named)
 def test_clipping_takes_the_norm_of_all(fields: dict[str, Any]) -> None:
-    hold("llama", fields, clip=0.1)
+    hold("gpt2" if "pp" in fields else "llama", fields, clip=0.1)
 
 
-@pytest.mark.parametrize("fields", [*PLANS, *HYBRID], ids=named)
+@pytest.mark.parametrize("fields", [*PLANS, *HYBRID, PIPED[0], PIPED[2], PIPED[5]], ids=named)
 def test_shares_may_be_uneven_and_the_last_step_short(fields: dict[str, Any]) -> None:
     """40 samples in steps of 7: shares of 4 and 3, and a last step of 5; 41 would leave one device without any."""
     hold("llama", fields, batch=7, steps=None, epochs=1)
@@ -103,7 +125,7 @@ def saved_and_resumed(folder: str, first: dict[str, Any], then: dict[str, Any] |
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])
-@pytest.mark.parametrize("fields", [*PLANS, {**PLANS[1], "states": "8-bit"}, SLICED[0], SLICED[4]], ids=named)
+@pytest.mark.parametrize("fields", [*PLANS, {**PLANS[1], "states": "8-bit"}, SLICED[0], SLICED[4], PIPED[5]], ids=named)
 def test_a_checkpoint_is_gone_on_with_by_any_number_of_devices(
     fields: dict[str, Any], optimizer: str, tmp_path: Path
 ) -> None:
@@ -137,13 +159,15 @@ HELD_OUT = tightfit.Job(
 ).data
 
 
-@pytest.mark.parametrize("fields", [*PLANS, SLICED[0]], ids=named)
+@pytest.mark.parametrize("fields", [*PLANS, SLICED[0], PIPED[0]], ids=named)
 def test_evaluation_is_that_of_one_device(fields: dict[str, Any]) -> None:
     alone = evaluated({})
     assert together(2, HERE + "evaluated", fields) == pytest.approx([alone] * 2, rel=1e-6)
 
 
-@pytest.mark.parametrize("fields", [PLANS[3], SLICED[4], {**PLANS[3], "precision": "bf16-true"}], ids=named)
+@pytest.mark.parametrize(
+    "fields", [PLANS[3], SLICED[4], {**PLANS[3], "precision": "bf16-true"}, PIPED[0], PIPED[5], CUBE], ids=named
+)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "batchnorm"])
 def test_a_divided_model_is_created_as_the_whole_one(fields: dict[str, Any], name: str) -> None:
     """Row by row, with the values that one device draws."""

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tightfit.engine.randomness import random_states, seed_all, set_random_states
+from tightfit.engine.step import drain
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import Job
 from tightfit.methods.mesh import leads, rank
@@ -35,9 +36,12 @@ def save(run: Run, folder: str | Path, step: int) -> Path:
     """Write the checkpoint of a run that has done `step` steps under `folder`, and delete the oldest beyond the job's limit.
 
     On several devices all of them call it; what they divide is brought together, and the first writes it, so that any
-    number of devices, divided in any way, can go on from it.
+    number of devices, divided in any way, can go on from it. An asynchronous pipeline is drained first, and the steps that it
+    has taken beyond `step` count.
     Raises TightfitError where it cannot be written; the checkpoints that are there stay.
     """
+    drain(run)
+    step += len(run.stages.losses) if run.stages is not None else 0
     folder = Path(folder)
     final = folder / f"step-{step:08d}"
     partial = folder / f".{final.name}.partial"
@@ -68,7 +72,7 @@ def save(run: Run, folder: str | Path, step: int) -> Path:
 def _whole_model(run: Run) -> dict[str, Tensor] | None:
     """The model's tensors, where devices divide them: on the first device in host memory, empty on others. None where this
     device has them all."""
-    if not run.slices and not any(isinstance(parameter, DTensor) for parameter in run.model.parameters()):
+    if not _shares_model(run):
         return None
     found: dict[str, Tensor] = {}
     persistent = run.model.state_dict().keys()
@@ -76,9 +80,30 @@ def _whole_model(run: Run) -> dict[str, Tensor] | None:
         value = tensor.detach()
         value = value.full_tensor() if isinstance(value, DTensor) else value
         value = run.slices[name].whole(value) if name in run.slices else value
-        if leads() and name in persistent:
+        if _speaks(run) and name in persistent:
             found[name] = value.to("cpu", copy=True).contiguous()
-    return found
+    return _of_all_stages(run, found)
+
+
+def _shares_model(run: Run) -> bool:
+    """Whether other devices have parts of the model that this one does not."""
+    divided = any(isinstance(parameter, DTensor) for parameter in run.model.parameters())
+    return bool(run.slices) or run.stages is not None or divided
+
+
+def _speaks(run: Run) -> bool:
+    """Whether this device is the first of those that have its piece of the model."""
+    return run.mesh is None or (run.mesh.part[0] == 0 and run.mesh.rank("tp") == 0)
+
+
+def _of_all_stages(run: Run, found: dict[str, Any]) -> dict[str, Any]:
+    """What the devices of a pipeline found, each of its piece, by name: on the first device, and nothing on the others."""
+    if run.stages is None or not _speaks(run):
+        return found
+    assert run.mesh is not None
+    everyones: list[Any] | None = [None] * run.mesh.size("pp") if run.mesh.rank("pp") == 0 else None
+    dist.gather_object(found, everyones, group=run.mesh.group("pp"), group_dst=0)
+    return {name: value for one in everyones or [] for name, value in one.items()}
 
 
 def _write(run: Run, model: dict[str, Tensor] | None, state: dict[str, Any], folder: Path) -> None:
@@ -132,7 +157,8 @@ def resume(run: Run, folder: str | Path) -> int:
     _same_job(json.loads(state["job"]), run.job, path)
     try:
         _load_model(run, path / "model.safetensors")
-        run.optimizer.load_state_dict(_parts(run, state["optimizer"]))
+        groups = run.optimizer.state_dict()["param_groups"]
+        run.optimizer.load_state_dict({"state": _parts(run, state["optimizer"]), "param_groups": groups})
     except (RuntimeError, ValueError, SafetensorError) as error:
         if isinstance(error, InputError) or "memory" in str(error).lower():
             raise
@@ -150,7 +176,7 @@ def resume(run: Run, folder: str | Path) -> int:
 
 def _load_model(run: Run, path: Path) -> None:
     parameters = dict(run.model.named_parameters())
-    if not run.slices and not any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+    if not _shares_model(run):
         load_model(run.model, str(path), device=str(run.device))
         return
     with safe_open(path, "pt") as file:
@@ -169,26 +195,33 @@ def _load_model(run: Run, path: Path) -> None:
                 tensor.copy_(value)
 
 
-def _parts(run: Run, saved: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's saved state, of which this device takes the parts that it keeps."""
+def _parts(run: Run, saved: dict[str, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Saved states by name as the optimizer's own, by number; of what is divided this device takes its parts."""
+    names = _names(run)
     if not _is_divided(run):
-        return saved
-    names = {id(run.weights.get(parameter, parameter)): name for name, parameter in run.model.named_parameters()}
+        return {number: saved[name] for number, (name, _) in enumerate(names) if name in saved}
     shapes = {
         name: run.slices[name].shape if name in run.slices else p.shape for name, p in run.model.named_parameters()
     }
-    weights = [weight for group in run.optimizer.param_groups for weight in group["params"]]
     states: dict[int, dict[str, Any]] = {}
-    for number, kept in saved["state"].items():
-        weight = weights[number]
-        like = torch.empty(shapes[names[id(weight)]], device=run.device)
+    for number, (owner, weight) in enumerate(names):
+        if owner not in saved:
+            continue
+        like = torch.empty(shapes[owner], device=run.device)
         states[number] = {}
-        for name, value in kept.items():
+        for name, value in saved[owner].items():
             if isinstance(value, dict):
                 packed = {what: tensor.to(run.device) for what, tensor in value.items()}
                 value = unpack(name, packed, like)
             states[number][name] = part(run, weight, value).clone() if _lies_as(value, like.shape) else value
-    return {**saved, "state": states}
+    return states
+
+
+def _names(run: Run) -> list[tuple[str, Tensor]]:
+    """Of each of the optimizer's weights, in its order, the name of its parameter."""
+    names = {id(run.weights.get(parameter, parameter)): name for name, parameter in run.model.named_parameters()}
+    weights = [weight for group in run.optimizer.param_groups for weight in group["params"]]
+    return [(names[id(weight)], weight) for weight in weights]
 
 
 def _is_divided(run: Run) -> bool:
@@ -228,34 +261,36 @@ def _read(path: Path) -> dict[str, Any]:
 def _state(run: Run, step: int) -> dict[str, Any]:
     """All but the model. A state that devices divide is brought together, in fp32 where it is kept packed."""
     states: Any = random_states()
-    optimizer = run.optimizer.state_dict()
+    optimizer = run.optimizer.state_dict()["state"]
     if run.mesh is not None:
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, states)
         states = everyones
-    if _is_divided(run):
-        optimizer = {**optimizer, "state": _whole_states(run, optimizer["state"])}
+    by_name = _whole_states(run, optimizer) if _is_divided(run) else _named_states(run, optimizer)
     return {
         "step": step,
         "job": run.job.to_json(),
-        "optimizer": optimizer,
+        "optimizer": _of_all_stages(run, by_name),
         "loss_scale": run.loss_scale.state_dict() if run.loss_scale else None,
         "random": states,
     }
 
 
-def _whole_states(run: Run, states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    weights = [weight for group in run.optimizer.param_groups for weight in group["params"]]
-    found: dict[int, dict[str, Any]] = {}
-    for number, weight in enumerate(weights):
+def _named_states(run: Run, states: dict[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: states[number] for number, (name, _) in enumerate(_names(run)) if number in states}
+
+
+def _whole_states(run: Run, states: dict[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for number, (owner, weight) in enumerate(_names(run)):
         kept: dict[str, Any] = {}
         for name, value in states.get(number, {}).items():
             value = unpack(name, value, weight) if isinstance(value, dict) else value
             if _lies_as(value, weight.shape):
                 value = whole(run, weight, value.to(weight.device)).to("cpu")
             kept[name] = value
-        if leads() and kept:
-            found[number] = kept
+        if _speaks(run) and kept:
+            found[owner] = kept
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,10 +13,10 @@ import torch
 from torch import nn
 
 from tightfit.engine.randomness import randomness_kept, seed_all
-from tightfit.engine.step import Step, take_step, to_device
+from tightfit.engine.step import Step, drain, take_step
 from tightfit.errors import InputError
 from tightfit.methods.mesh import DATA
-from tightfit.methods.run import Filler, Run
+from tightfit.methods.run import Filler, Run, to_device
 from tightfit.models.objective import Batch
 from tightfit.optim import schedule
 
@@ -35,6 +36,7 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step) -> Iterator[Step
 
     `take` takes a step: one that also observes it may stand in for the engine's own.
 
+    A step whose loss is known some steps later (pipedream) is yielded then.
     On CUDA the time of a step ends when its loss is on the host, so the device's work is counted.
     """
     batch = run.job.train.batch
@@ -42,14 +44,26 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step) -> Iterator[Step
     if run.job.train.steps is None and run.data.samples is not None:
         until = math.ceil((run.job.train.epochs or 1) * run.data.samples)
     if start == 0:
-        part = run.mesh.part[0] if run.mesh is not None else 0
+        part = run.mesh.part[0] * run.mesh.size("pp") + run.mesh.rank("pp") if run.mesh is not None else 0
         seed_all(run.job.train.seed + 1 + 7919 * part)  # dropout draws the same numbers however the model was created
+    waiting: deque[Step] = deque()
     began = time.perf_counter()
     for step, micro_batches in zip(range(start, total_steps(run)), run.data.steps(start * batch, until), strict=False):
         result = take(run, micro_batches, step)
         ended = time.perf_counter()
-        yield replace(result, seconds=ended - began)
+        waiting.append(replace(result, seconds=ended - began))
+        if run.stages is None or len(waiting) > run.stages.delay:
+            yield _with_loss(run, waiting.popleft())
         began = time.perf_counter()
+    drain(run)
+    while waiting:
+        yield _with_loss(run, waiting.popleft())
+
+
+def _with_loss(run: Run, step: Step) -> Step:
+    if run.stages is None or not run.stages.delay:
+        return step
+    return replace(step, loss=run.stages.losses.popleft())
 
 
 @torch.no_grad()
@@ -59,16 +73,23 @@ def evaluate(run: Run, samples: int | None = None) -> float:
     Leaves the training as it was: modes, running statistics and random numbers. Raises InputError where no samples
     are held out.
     """
+    drain(run)
     total, items = 0.0, 0
     with evaluating(run.model), randomness_kept():
         for batch in run.data.held_out(samples or run.job.train.evaluate_samples):
+            if run.stages is not None:
+                items += 0 if isinstance(batch, Filler) else run.objective.count(batch)
+                total += float(run.stages.evaluate(run, batch))
+                continue
             if isinstance(batch, Filler):  # parameters that are divided come only where all devices ask for them
                 run.loss_sum(to_device(batch.batch, run))
                 continue
             items += run.objective.count(batch)
             total += float(run.loss_sum(to_device(batch, run)))
     if run.mesh is not None:
-        sums = run.mesh.sum(torch.tensor([total, items], dtype=torch.float64, device=run.device), DATA)
+        counted = torch.tensor([total, items], dtype=torch.float64, device=run.device)
+        run.mesh.sum(counted[:1], ("pp",))
+        sums = run.mesh.sum(counted, DATA)
         total, items = float(sums[0]), int(sums[1])
     if not items:
         raise InputError("evaluate", "the data holds out nothing that counts", "set data.held_out: 0.01")

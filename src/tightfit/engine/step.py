@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tightfit.methods.mesh import AXES, DATA
-from tightfit.methods.run import Filler, Run, slices_of
-from tightfit.models.objective import Batch, map_tensors, processed_count, sample_count
+from tightfit.methods.run import Filler, Run, slices_of, to_device, weights_named
+from tightfit.models.objective import Batch, processed_count, sample_count
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,10 @@ def accumulate(run: Run, micro_batches: list[Batch], items: int) -> torch.Tensor
     A loss scale multiplies the mean before backward, so that 16-bit gradients of a long step do not vanish.
     """
     scale = (run.loss_scale.value if run.loss_scale else 1.0) / max(items, 1)
+    if run.stages is not None:
+        assert run.mesh is not None
+        total = run.stages.accumulate(run, micro_batches, scale)
+        return total if run.stages.delay else run.mesh.sum(total, (*DATA, "pp"))
     total = torch.zeros((), device=run.device)
     for number, batch in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
@@ -75,10 +79,6 @@ def accumulate(run: Run, micro_batches: list[Batch], items: int) -> torch.Tensor
         if counts:
             total += loss.detach()
     return total if run.mesh is None else run.mesh.sum(total, DATA)
-
-
-def to_device(batch: Batch, run: Run) -> Batch:
-    return map_tensors(lambda tensor: tensor.to(run.device, non_blocking=run.plan.non_blocking), batch)
 
 
 def update(run: Run) -> tuple[float | None, bool]:
@@ -97,6 +97,14 @@ def update(run: Run) -> tuple[float | None, bool]:
     return norm, finite
 
 
+def drain(run: Run) -> None:
+    """Bring what an asynchronous pipeline still has under way to its end, updates included."""
+    if run.stages is not None:
+        with torch.enable_grad():
+            for _ in run.stages.drain(run):
+                update(run)
+
+
 def everywhere(run: Run, holds: bool) -> bool:
     """Whether something holds on every device."""
     if run.mesh is None:
@@ -110,13 +118,16 @@ def clip(run: Run, limit: float) -> float:
         return float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), limit))
     weights = [weight for group in run.optimizer.param_groups for weight in group["params"] if weight.grad is not None]
     gradients = [local(weight.grad) for weight in weights]
+    elsewhere = set(weights_named(run, run.stages.copies)) if run.stages is not None else set()
     squares = torch.zeros(2, device=run.device)  # of what is cut among the tp devices, and of what each of them has
     cut = slices_of(run)
     for weight, gradient in zip(weights, gradients, strict=True):
+        if weight in elsewhere:
+            continue
         squares[int(weight not in cut)] += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
     squares[1] /= run.mesh.size("tp")
     divided = run.reduction.parts if run.reduction is not None else ()
-    norm = run.mesh.sum(squares, (*divided, "tp")).sum().sqrt()
+    norm = run.mesh.sum(squares, (*divided, "tp", "pp")).sum().sqrt()
     torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
     return float(norm)
 

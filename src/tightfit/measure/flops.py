@@ -30,7 +30,11 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
     and the random numbers alone. A model whose operations depend on values refuses them.
     """
 
-    divided = any(isinstance(parameter, DTensor) for parameter in run.model.parameters())
+    divided = (
+        run.plan.tp > 1
+        or run.plan.pp > 1
+        or any(isinstance(parameter, DTensor) for parameter in run.model.parameters())
+    )
 
     class Total(nn.Module):
         def __init__(self) -> None:

@@ -19,6 +19,7 @@ from tightfit.methods import (
     materialize,
     microbatch,
     optimizer_states,
+    pipeline,
     precision,
     recompute,
     tensor_parallel,
@@ -37,6 +38,7 @@ METHODS: tuple[ModuleType, ...] = (
     recompute,         # wraps blocks; before compile, so that the recomputation is compiled too
     compile,           # sees the loss and the recomputation, and is entered under autocast
     precision,         # around the compiled function: autocast and loss scaling
+    pipeline,          # divides the blocks that all above has changed
     data_parallel,     # watches the gradients of the final parameters
     zero,              # the same, and divides what the optimizer will hold
     optimizer_states,  # last: needs the final parameters, and the data's length for its schedule

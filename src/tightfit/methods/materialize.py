@@ -26,10 +26,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tightfit.errors import InputError
+from tightfit.job import ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.mesh import Mesh, grown, onto_meta, shrink
 from tightfit.methods.run import Run
+from tightfit.methods.stages import pieces_of, pieces_with
+from tightfit.models import find_blocks, places_of
 from tightfit.models.create import model_factory
 from tightfit.plan import Plan
 
@@ -48,6 +51,14 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     held = sum(kept)
     if plan.zero == 3 and plan.materialize == "device":  # rows, and one parameter whole
         held = math.ceil(held / plan.dp_shard) + max(kept, default=0)
+    if plan.pp > 1 and plan.materialize == "device":
+        pieces = pieces_of(plan, ledger.blocks)
+        own = [
+            parameter.bytes
+            for parameter in ledger.parameters
+            if any(piece % plan.pp == ledger.device for piece in pieces_with(parameter.places, pieces))
+        ]
+        held = math.ceil(held * sum(own) / max(sum(kept), 1))
     on_device = held + (staged if machine.device == "cpu" else 0)
     most = on_device if plan.materialize == "device" else sum(single) + cast
     return replace(ledger, phases={**ledger.phases, "materialize": float(most)})
@@ -59,10 +70,44 @@ def wanted(plan: Plan) -> bool:
 
 def apply(run: Run, plan: Plan) -> Run:
     if plan.materialize == "device":
-        model = create_on_device(run.job.model, run.device, weights_dtype(plan), run.mesh if plan.zero == 3 else None)
+        divided = run.mesh if plan.zero == 3 else None
+        model = create_on_device(run.job.model, run.device, weights_dtype(plan), divided, own_parameters(run, plan))
     else:
         model = create_on_host(run.job.model, run.device, weights_dtype(plan))
     return replace(run, model=model, loss_sum=functools.partial(run.objective.total, model))
+
+
+def own_parameters(run: Run, plan: Plan) -> frozenset[int] | None:
+    """Of a pipeline's device the parameters that it keeps, by the order in which they are created; None for all of them.
+
+    Found on the model without values. A model that cannot be created so is created whole, and cut then.
+    """
+    if plan.pp == 1 or run.mesh is None:
+        return None
+    created: list[nn.Parameter] = []
+
+    def see(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if id(parameter) not in known:
+            known.add(id(parameter))
+            created.append(parameter)
+
+    known: set[int] = set()
+    hook = registration.register_module_parameter_registration_hook(see)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = model_factory(run.job.model)()
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        return None
+    finally:
+        hook.remove()
+    blocks = find_blocks(model, run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None)
+    pieces, parameters = pieces_of(plan, len(blocks)), dict(model.named_parameters())
+    own = {
+        id(parameters[name])
+        for name, places in places_of(model, blocks).items()
+        if any(piece % plan.pp == run.mesh.rank("pp") for piece in pieces_with(places, pieces))
+    }
+    return frozenset(number for number, parameter in enumerate(created) if id(parameter) in own)
 
 
 def weights_dtype(plan: Plan) -> torch.dtype:
@@ -92,16 +137,23 @@ def create_on_host(model: Any, device: torch.device, dtype: torch.dtype) -> nn.M
     return _finished(model_factory(model)(), device, dtype)
 
 
-def create_on_device(model: Any, device: torch.device, dtype: torch.dtype, divided: Mesh | None = None) -> nn.Module:
+def create_on_device(
+    model: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    divided: Mesh | None = None,
+    own: frozenset[int] | None = None,
+) -> nn.Module:
     """The model on `device` in `dtype` from the start; host memory holds about one fp32 parameter at any time.
 
+    own      by the order of creation, the parameters of which values are kept; of others only the shape (None: all)
     divided  keep only this device's rows of each parameter, as ZeRO's third stage does: no device ever holds the model
 
     Under torch.device("meta") tensors stay there and are only cast; so they are under FakeTensorMode, except where
     torch itself mixes modes (a deepcopy in the constructor).
     """
     factory = model_factory(model, sequential=True)
-    with _Staging(device, dtype, divided):
+    with _Staging(device, dtype, divided, own):
         created = factory()
     if divided is not None:
         onto_meta(created)
@@ -152,8 +204,16 @@ class _Staging(TorchFunctionMode):
     A parameter whose storage someone else holds (a view, `weight.data` in a variable) is placed when they let go of it.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, divided: Mesh | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        divided: Mesh | None = None,
+        own: frozenset[int] | None = None,
+    ) -> None:
         super().__init__()
+        self.own, self.count = own, 0
+        self.foreign: set[int] = set()
         self.device, self.dtype, self.divided = device, dtype, divided
         self.kept = WeakIdKeyDictionary()  # parameter -> the dtype it is kept in
         self.placed = WeakIdKeyDictionary()  # placed parameter -> the device and dtype it was created in
@@ -185,6 +245,9 @@ class _Staging(TorchFunctionMode):
     def _see(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         """Called by torch when `module` registers `parameter` under `name`."""
         if parameter not in self.kept and not parameter.is_meta and not nn.parameter.is_lazy(parameter):
+            if self.own is not None and self.count not in self.own:
+                self.foreign.add(id(parameter))
+            self.count += 1
             self._keep(parameter, kept_dtype(module, name, parameter, self.dtype))
 
     def _seeing_copies(self) -> Callable[[nn.Parameter, dict[int, Any]], nn.Parameter]:
@@ -199,13 +262,18 @@ class _Staging(TorchFunctionMode):
         return deepcopy
 
     def _keep(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        if parameter.device != self.device or parameter.dtype != dtype or self.divided is not None:
+        elsewhere = parameter.device != self.device or parameter.dtype != dtype
+        if elsewhere or self.divided is not None or self.own is not None:
             self.kept[parameter] = dtype
             self.staged[id(parameter)] = parameter
 
     def _stage(self, parameter: nn.Parameter) -> None:
         if parameter in self.placed:
             device, dtype = self.placed.pop(parameter)
+            if id(parameter) in self.foreign:  # what is drawn here is drawn, and forgotten
+                parameter.data = torch.empty(parameter.shape, dtype=dtype, device=device)
+                self.staged[id(parameter)] = parameter
+                return
             whole = parameter.data if self.divided is None else grown(parameter, self.divided)
             parameter.data = whole.to(device, dtype)
         self.staged.pop(id(parameter), None)
@@ -214,6 +282,10 @@ class _Staging(TorchFunctionMode):
     def _place(self, parameter: nn.Parameter) -> None:
         del self.staged[id(parameter)]
         self.placed[parameter] = parameter.device, parameter.dtype
+        if id(parameter) in self.foreign:
+            nothing = torch.zeros((), dtype=self.kept[parameter], device=self.device)
+            parameter.data = nothing.expand(parameter.shape)
+            return
         values = parameter.data.to(self.device, self.kept[parameter])
         if self.divided is None:
             parameter.data = values

@@ -1,14 +1,14 @@
 """Mesh: where this process stands among those that train together, one for each device.
 
-The axes, outermost first, so that what talks most lies closest: dp_replicate (replicas of everything), dp_shard (what
-`zero` divides), tp (what `tensor_parallel` divides).
+The axes, outermost first, so that what talks most lies closest: pp (the stages of `pipeline`), dp_replicate (replicas of
+everything), dp_shard (what `zero` divides), tp (what `tensor_parallel` divides).
 Source  PyTorch's DeviceMesh; the order is that of Narayanan et al. 2021, arXiv:2104.04473.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from tightfit.ledger import Message
 from tightfit.machine import Machine
 from tightfit.plan import Plan
 
-AXES = ("dp_replicate", "dp_shard", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 DATA = ("dp_replicate", "dp_shard")  # along these the samples are divided
 UNKNOWN_LINK = 1e9  # bytes/s, until somebody calibrates
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -32,10 +32,13 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 class Mesh:
     """The devices of a run, and this process's place among them.
 
-    axes  the mesh along one axis, or several, by name
+    axes   the mesh along one axis, or several, by name
+    lines  groups of their own of the devices in a pipeline, for what travels through it: "forward" and "backward", each also
+           "around" from the last to the first; and of its two "ends"
     """
 
     axes: dict[str | tuple[str, ...], DeviceMesh]
+    lines: dict[str, dist.ProcessGroup] = field(default_factory=dict)
 
     def size(self, axis: str) -> int:
         return self.axes[axis].size()
@@ -174,7 +177,8 @@ def check_world(plan: Plan) -> None:
     """Refuse a plan that has not as many devices as processes train. Raises InputError."""
     there = world_size()
     if plan.devices != there:
-        asked = f"plan: {plan.devices} devices (dp_replicate={plan.dp_replicate} x dp_shard={plan.dp_shard})"
+        sizes = " x ".join(f"{axis}={getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) > 1)
+        asked = f"plan: {plan.devices} devices ({sizes})" if sizes else "plan: one device"
         raise InputError(
             asked,
             f"{there} {'process trains' if there == 1 else 'processes train'}",
@@ -208,8 +212,27 @@ def _mesh(kind: str, sizes: tuple[int, ...]) -> Mesh:
     if (kind, sizes) not in _known:
         with _disable_current_modes():  # which process is where is real, also where tensors are fake
             devices = init_device_mesh(kind, sizes, mesh_dim_names=AXES)
-            _known[kind, sizes] = Mesh({**{axis: devices[axis] for axis in AXES}, DATA: devices[DATA]})
+            axes: dict[str | tuple[str, ...], DeviceMesh] = {
+                **{axis: devices[axis] for axis in AXES},
+                DATA: devices[DATA],
+            }
+            _known[kind, sizes] = Mesh(axes, _lines(devices) if sizes[0] > 1 else {})
     return _known[kind, sizes]
+
+
+LINES = ("forward", "backward", "forward around", "backward around", "ends")
+
+
+def _lines(devices: DeviceMesh) -> dict[str, dist.ProcessGroup]:
+    """A group for each direction: what is sent one way never waits for what is received the other."""
+    found = {}
+    for row in devices.mesh.flatten(1).t().tolist():  # every process makes all groups, in the same order
+        for name in LINES:
+            members = [row[0], row[-1]] if name == "ends" else row
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                found[name] = group
+    return found
 
 
 def local_device(kind: str) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from tightfit.job import Job
 from tightfit.methods.mesh import Mesh, Slice
-from tightfit.models.objective import Batch, Objective
+from tightfit.models.objective import Batch, Objective, map_tensors
 from tightfit.plan import Plan
 
 TARGET: ContextVar[str | None] = ContextVar("target", default=None)
@@ -103,6 +104,29 @@ class Reduction(Protocol):
     def part(self, weight: Tensor, value: Tensor) -> Tensor: ...
 
 
+class Stages(Protocol):
+    """How a device that has a piece of the model does its part of a step. All devices of the row take part in each.
+
+    copies      names of weights that another device has too, and counts
+    accumulate  (run, micro-batches, what to multiply their losses by) -> sum of the losses that this device saw
+    evaluate    (run, micro-batch) -> its loss, on the last device; 0 on the others
+    delay       how many steps later than taken a step's loss is known; then accumulate returns NaN
+    losses      those that became known, in order
+    drain       does what is left of earlier steps, and yields before each update that has to follow
+    """
+
+    delay: int
+    losses: deque[float]
+
+    copies: frozenset[str]
+
+    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float) -> Tensor: ...
+
+    def evaluate(self, run: Run, batch: Batch) -> Tensor: ...
+
+    def drain(self, run: Run) -> Iterator[None]: ...
+
+
 @dataclass(frozen=True)
 class Run:
     """A job fitted to a device by a plan, ready to be trained.
@@ -117,6 +141,8 @@ class Run:
     reduction      set by `data_parallel` or `zero`
     slices         set by `tensor_parallel`: by name, how a parameter is cut among the devices of the tp axis
     weights        what the optimizer updates in place of a parameter: a view of this device's part of it
+    stages         set by `pipeline`: then `loss_sum` runs this device's piece of the model only
+    blocks         set by `pipeline`: those of the model's blocks that this device has
     """
 
     job: Job
@@ -133,6 +159,19 @@ class Run:
     reduction: Reduction | None = None
     slices: dict[str, Slice] = field(default_factory=dict)
     weights: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    stages: Stages | None = None
+    blocks: tuple[nn.Module, ...] | None = None
+
+
+def to_device(batch: Batch, run: Run) -> Batch:
+    return map_tensors(lambda tensor: tensor.to(run.device, non_blocking=run.plan.non_blocking), batch)
+
+
+def weights_named(run: Run, names: frozenset[str]) -> list[nn.Parameter]:
+    """What the optimizer holds of the parameters of these names."""
+    if not names:
+        return []
+    return [run.weights.get(p, p) for name, p in run.model.named_parameters() if name in names]
 
 
 def slices_of(run: Run) -> dict[nn.Parameter, Slice]:

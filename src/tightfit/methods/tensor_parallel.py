@@ -217,7 +217,10 @@ class Cutter:
             part = Slice(self.mesh, whole.shape, dim, pieces)
             values = part.part(grown(whole, self.mesh))
             shrunk = hasattr(whole, "rows")
-            kept = torch.empty(values.shape, dtype=values.dtype, device="meta") if shrunk else values.clone()
+            if shrunk:
+                kept = torch.empty(values.shape, dtype=values.dtype, device="meta")
+            else:  # of a parameter that another device of a pipeline has there are no values
+                kept = values if whole.untyped_storage().nbytes() < whole.nbytes else values.clone()
             mine = nn.Parameter(kept, requires_grad=whole.requires_grad)
             if shrunk:
                 shrink(mine, self.mesh, values)

@@ -116,8 +116,8 @@ def apply(run: Run, plan: Plan) -> Run:
         return replace(run, reduction=rows, weights=rows.weights)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # of logits, which nothing writes to
     name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
-    blocks = [block for _, block in find_blocks(run.model, name)]
-    shards = Shards(run.model, blocks, run.mesh)
+    blocks = run.blocks or [block for _, block in find_blocks(run.model, name)]
+    shards = Shards(run.model, list(blocks), run.mesh)
     return replace(run, reduction=shards, weights=shards.weights)
 
 

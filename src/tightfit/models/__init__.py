@@ -1,6 +1,6 @@
 """Models: from presets and transformers configs, pretrained folders, or the user's own Python."""
 
-from tightfit.models.blocks import find_blocks
+from tightfit.models.blocks import find_blocks, places_of
 from tightfit.models.create import model_config, model_factory, task_of, vocabulary_size
 from tightfit.models.presets import Preset, preset, presets
 from tightfit.models.python import load_python
@@ -11,6 +11,7 @@ __all__ = [
     "load_python",
     "model_config",
     "model_factory",
+    "places_of",
     "preset",
     "presets",
     "task_of",

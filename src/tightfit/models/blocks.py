@@ -38,6 +38,31 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Named:
     return [(path, block) for path, block in found if sizes[type(block)] >= MINOR_SHARE * sizes.total()]
 
 
+def places_of(model: nn.Module, blocks: Named) -> dict[str, tuple[int, ...]]:
+    """Where each of the model's parameters is used: the numbers of blocks, -1 for before them, their count for after.
+
+    By the first name of each; one that is known by several names (tied) is used at each of them. What is in no block counts
+    as before or after by where it is defined; what a module holds itself that has the blocks in it, as both.
+    """
+    names = {f"{name}.": number for number, (name, _) in enumerate(blocks)}
+    above = {name[:cut] for name, _ in blocks for cut in (0, *(p for p, letter in enumerate(name) if letter == "."))}
+    found: dict[int, set[int]] = {}
+    first: dict[int, str] = {}
+    begun = False
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first.setdefault(id(parameter), name)
+        uses = found.setdefault(id(parameter), set())
+        inside = [number for prefix, number in names.items() if name.startswith(prefix)]
+        begun = begun or bool(inside)
+        if inside:
+            uses.update(inside)
+        elif name.rpartition(".")[0] in above:
+            uses.update((-1, len(blocks)))
+        else:
+            uses.add(len(blocks) if begun else -1)
+    return {name: tuple(sorted(found[key])) for key, name in first.items()}
+
+
 def _named(model: nn.Module, name: str) -> Named:
     """The members of the list that the user named."""
     modules = dict(model.named_modules())

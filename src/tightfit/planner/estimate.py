@@ -16,6 +16,7 @@ from tightfit.plan import Plan, needed_permissions
 from tightfit.planner.profile import Profiler
 from tightfit.planner.reserve import reserved_bytes
 from tightfit.planner.time import Clock, Time
+from tightfit.timetable import Slot
 from tightfit.units import format_bytes, format_seconds
 
 CONTEXT_BYTES = 500 * 2**20  # of a CUDA process beside its allocator: the context, and the kernels that torch loads
@@ -31,6 +32,7 @@ class Estimate:
     limit_bytes       what the device may hold
     rehearsed         the peak that a rehearsal on fake tensors found, with the same runtime row; None until then
     settled           whether what a CUDA device's allocator reserves beyond the tensors is in the peak
+    slots             of a pipeline, which device does what when; the ledger is of the device that needs the most memory
     rejected_because  why a search passed it over; "" for the one that it chose
     """
 
@@ -47,6 +49,7 @@ class Estimate:
     rehearsed: float | None = None
     settled: bool = False
     rejected_because: str = ""
+    slots: tuple[Slot, ...] = ()
 
     @property
     def peak_bytes(self) -> float:
@@ -125,9 +128,10 @@ class Estimate:
         }
 
 
-def fold(profiler: Profiler, plan: Plan, machine: Machine) -> Ledger:
-    """The ledger of a plan: the profiled one, edited by the cost of each method that the plan wants."""
-    ledger = profiler.ledger(plan)
+def fold(profiler: Profiler, plan: Plan, machine: Machine, device: int = 0) -> Ledger:
+    """The ledger of a plan: the profiled one, edited by the cost of each method that the plan wants. device: which one of a
+    pipeline's it is of."""
+    ledger = replace(profiler.ledger(plan), device=device)
     for method in METHODS:
         if method.wanted(plan):
             ledger = method.cost(ledger, plan, machine)
@@ -147,9 +151,18 @@ class Estimator:
 
     def estimate(self, plan: Plan) -> Estimate:
         """What `plan` costs. Raises InputError for a model that cannot be traced."""
-        ledger = fold(self.profiler, plan, self.machine)
-        ledger = replace(ledger, fixed={**ledger.fixed, "runtime": float(self.runtime_bytes)})
-        time, batch = self.clock.step_time(ledger), self.job.train.batch
+        ledgers = {}
+        for device in _looked_at(plan.pp):
+            ledger = fold(self.profiler, plan, self.machine, device)
+            ledgers[device] = replace(ledger, fixed={**ledger.fixed, "runtime": float(self.runtime_bytes)})
+        slots: list[Slot] = []
+        if plan.pp > 1:
+            time, slots = self.clock.pipeline_time(ledgers)
+        else:
+            time = self.clock.step_time(ledgers[0])
+        peaks = {device: ledger.peak() for device, ledger in ledgers.items()}
+        worst = max(peaks, key=lambda device: peaks[device].total)
+        ledger, batch = ledgers[worst], self.job.train.batch
         per_sample = self.profiler.tokens / self.profiler.samples
         language = self.profiler.unit == "tokens"
         return Estimate(
@@ -157,7 +170,8 @@ class Estimator:
             plan=plan,
             machine=self.machine,
             ledger=ledger,
-            peak=ledger.peak(),
+            peak=peaks[worst],
+            slots=tuple(slots),
             limit_bytes=self.limit_bytes,
             time=time,
             compile_s=ledger.compile_s,
@@ -172,7 +186,8 @@ class Estimator:
         states = sum(update.state_bytes for update in updates.values()) / (plan.dp_shard if plan.zero >= 1 else 1)
         there = max(gradients, default=0) if plan.update_in_backward else sum(gradients)
         weights = sum(parameter.bytes for parameter in parameters) / (plan.dp_shard if plan.zero >= 3 else 1)
-        return self.runtime_bytes + weights + states + there / (plan.dp_shard if plan.zero >= 2 else 1)
+        whole = weights + states + there / (plan.dp_shard if plan.zero >= 2 else 1)
+        return self.runtime_bytes + whole / plan.pp
 
     def settle(self, estimate: Estimate) -> Estimate:
         """The estimate with what a CUDA device's allocator reserves beyond the tensors: too long to ask of every plan."""
@@ -187,6 +202,11 @@ class Estimator:
         more = max(reserved_bytes(ledger, expandable=estimate.plan.allocator == "tuned") - tensors, 0.0)
         rows = {**peak.rows, "allocator": more}
         return replace(estimate, peak=replace(peak, total=peak.total + more, rows=rows), settled=True)
+
+
+def _looked_at(devices: int) -> list[int]:
+    """Which devices of a pipeline are folded: in a long one those in the middle are alike."""
+    return [device for device in range(devices) if devices <= 4 or device in (0, 1, devices // 2, devices - 1)]
 
 
 def estimate(job: Job, plan: Plan, machine: Machine | None = None) -> Estimate:

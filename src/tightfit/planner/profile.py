@@ -20,7 +20,7 @@ from tightfit.ledger import Ledger, Operation, Parameter, Passage, Update
 from tightfit.methods import attention, compile, loss, materialize, optimizer_states, precision, tensor_parallel
 from tightfit.methods.mesh import make_mesh
 from tightfit.methods.run import Run
-from tightfit.models import find_blocks, load_python, task_of
+from tightfit.models import find_blocks, load_python, places_of, task_of
 from tightfit.models.objective import Batch, Objective, objective_of, processed_count, sample_count
 from tightfit.plan import Plan
 from tightfit.planner.example import example, is_padded, sized
@@ -32,6 +32,7 @@ from tightfit.planner.trace import FakeValues, trace, traceable
 from tightfit.planner.updates import trace_clipping, trace_updates
 
 DECIDING = (attention, loss, compile, precision)  # rooms that decide which operations run; in the order of METHODS
+EVERYWHERE = (-1, 10**9)  # of a buffer: before the blocks and after them, and it is small
 MOST_CHUNKS = 4  # chunks of a loss that are traced one after another: more are more of the same
 
 
@@ -58,6 +59,10 @@ class Profiler:
         self._updates: dict[Any, dict[str, Update]] = {}
         self._parameters: dict[Any, tuple[Parameter, ...]] = {}
         self._clippings: dict[Any, tuple[Operation, ...]] = {}
+
+    @property
+    def _blocks_name(self) -> str | None:
+        return self.job.model.blocks if isinstance(self.job.model, ModelSpec) else None
 
     def ledger(self, plan: Plan) -> Ledger:
         """The first ledger of `plan`: its precision, kernels and optimizer, and no other method: the whole batch at once."""
@@ -125,12 +130,12 @@ class Profiler:
     def _trace(self, plan: Plan, samples: int, training: bool) -> Programs:
         with processes(plan.tp), FakeTensorMode(), FakeValues(self.padded), as_on(self.device):
             run = self._run(plan)
-            name = self.job.model.blocks if isinstance(self.job.model, ModelSpec) else None
+            name = self._blocks_name
             # a compiled model is one region, whose blocks nobody sees from outside
             blocks = [block for _, block in find_blocks(run.model, name)] if plan.compile != "model" else []
             with traceable(run.model):
                 passages = trace(run.model, run.loss_sum, sized(self.batch, samples), blocks, training)
-            return Programs(passages, _parameters(run.model), len(blocks))
+            return Programs(passages, _parameters(run.model, name), len(blocks))
 
     def _run(self, plan: Plan) -> Run:
         """The job's model under the rooms that decide which operations run. Call it inside FakeTensorMode."""
@@ -174,7 +179,7 @@ class Profiler:
         key = materialize.weights_dtype(plan), plan.tp
         if key not in self._parameters:
             with processes(plan.tp), FakeTensorMode(), FakeValues():
-                self._parameters[key] = _parameters(self._created(plan).model)
+                self._parameters[key] = _parameters(self._created(plan).model, self._blocks_name)
         return self._parameters[key]
 
     def updates(self, plan: Plan) -> dict[str, Update]:
@@ -199,10 +204,13 @@ class Profiler:
         return self._clippings[key]
 
 
-def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
+def _parameters(model: nn.Module, blocks: str | None) -> tuple[Parameter, ...]:
+    """blocks: the name that the job gives their list, None to find them."""
     own = [*model.named_parameters(), *model.named_buffers()]
+    places = places_of(model, find_blocks(model, blocks))
     return tuple(
-        Parameter(name, tuple(tensor.shape), tensor_bytes([tensor]), tensor.requires_grad) for name, tensor in own
+        Parameter(name, tuple(tensor.shape), tensor_bytes([tensor]), tensor.requires_grad, places.get(name, EVERYWHERE))
+        for name, tensor in own
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tightfit.engine.build import build
-from tightfit.engine.step import Step, take_step
+from tightfit.engine.step import Step, drain, take_step
 from tightfit.job import Job
 from tightfit.machine import Figure, Machine
 from tightfit.methods import optimizer_states
@@ -27,6 +27,13 @@ from tightfit.planner.trace import FakeValues, traceable
 from tightfit.planner.updates import take_all_at_once
 
 ALIKE = 2  # micro-batches that are rehearsed: the first finds no gradients, and all later ones are like the second
+
+
+def _rehearsed(plan: Plan) -> int | None:
+    """How many micro-batches are rehearsed: in a pipeline as many as fill it; None for all."""
+    if plan.pp == 1:
+        return ALIKE
+    return None if plan.schedule == "gpipe" else 2 * plan.stages
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,10 @@ class Shapes:
         whole = self.plan.share_of(self.job.train.batch)
         micro = self.plan.micro_batch_of(self.job.train.batch)
         while True:
-            yield [sized(self.batch, min(micro, whole - begin)) for begin in list(range(0, whole, micro))[:ALIKE]]
+            yield [
+                sized(self.batch, min(micro, whole - begin))
+                for begin in list(range(0, whole, micro))[: _rehearsed(self.plan)]
+            ]
 
     def held_out(self, samples: int) -> Iterator[Batch]:
         yield sized(self.batch, self.plan.micro_batch_of(self.job.train.batch))
@@ -72,9 +82,10 @@ HERE = Machine(
 )
 
 
-def rehearse(job: Job, plan: Plan, device: str = "cpu") -> Peak:
+def rehearse(job: Job, plan: Plan, device: str = "cpu", stage: int = 0) -> Peak:
     """The peak of a job's second step (the first makes the optimizer's states), by row. Raises InputError.
 
+    stage   of a pipeline: which device of it
     device  cpu or cuda: the tensors are fake, and treated as a device of that kind would
 
     Compiled regions run as what the compiler is expected to make of them: see `methods/compiler.py`.
@@ -84,17 +95,22 @@ def rehearse(job: Job, plan: Plan, device: str = "cpu") -> Peak:
         torch._dynamo.reset()  # or what an earlier rehearsal compiled would count against the limit of recompilations
     shapes = Shapes(example(job), job, plan)
     values = FakeValues(is_padded(shapes.batch))
-    with processes(plan.devices), FakeTensorMode(), values, as_on(device):
+    with processes(plan.devices, stage * plan.devices // plan.pp), FakeTensorMode(), values, as_on(device):
         run = build(job, plan, HERE, shapes)
         if optimizer_states.takes_all_at_once(plan, device):
             take_all_at_once(run.optimizer)
         steps = shapes.steps(0, None)
         with traceable(run.model):
             take_step(run, next(steps)[:1], 0)
+            if run.stages is not None:
+                drain(run)
             micro_batches = next(steps)
+            several = range(2 * run.stages.delay if run.stages is not None else 0)
 
             def take(watched: Run) -> Step:
-                return take_step(watched, micro_batches, 1)
+                for step in several:  # until as many are under way as ever are
+                    take_step(watched, micro_batches, step)
+                return take_step(watched, micro_batches, len(several))
 
             peak = track(run, micro_batches, take)[1]
     return _with_other_batches(peak, shapes, device)
@@ -106,5 +122,9 @@ def _with_other_batches(peak: Peak, shapes: Shapes, device: str) -> Peak:
     whole = shapes.plan.share_of(shapes.job.train.batch)
     micro = shapes.plan.micro_batch_of(shapes.job.train.batch)
     there = whole if device == "cpu" else micro
-    more = tensor_bytes(tensors_in(shapes.batch)) // sample_count(shapes.batch) * (there - min(micro * ALIKE, whole))
+    more = (
+        tensor_bytes(tensors_in(shapes.batch))
+        // sample_count(shapes.batch)
+        * (there - min(micro * (_rehearsed(shapes.plan) or whole), whole))
+    )
     return replace(peak, total=peak.total + more, rows={**peak.rows, "activations": peak.rows["activations"] + more})

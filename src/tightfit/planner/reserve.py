@@ -125,9 +125,9 @@ def reserved_bytes(ledger: Ledger, expandable: bool, late: bool = False) -> floa
     gradients: set[tuple[str, str, float]] = set()
     for step in range(STEPS):
         before, gradients = gradients, set()
-        for program in ledger.passes():
+        for visit in ledger.visits():
             heap.take("batch", ledger.batch_bytes * ledger.micro_batch)
-            for passage in program:
+            for passage in visit.passages:
                 if passage.phase == "backward":
                     heap.free(before)
                 for buffer, sign in passage.timeline.events:

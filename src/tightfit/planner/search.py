@@ -19,10 +19,12 @@ from tightfit.plan import RULES, Plan, needed_permissions
 from tightfit.planner.complete import complete, over_devices
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.rehearse import rehearse
+from tightfit.timetable import split_balanced
 from tightfit.units import format_bytes, format_seconds
 
 KEPT = 12  # estimates that are returned: the chosen one, and those that came nearest
 REHEARSED_BLOCKS = 24  # of a model on several devices, at most
+WAITS = 0.1  # share of a step spent on links from which on a pipeline between nodes is tried
 REHEARSED = 3  # of those that an allocator may leave too little room for, at most
 
 
@@ -47,10 +49,10 @@ def search(
         start, _ = complete(job, machine, pins)
         start = _with_best_kernels(estimator, start, pins)
         found = _worth_knowing(estimator, start, pins)
-        for size in (2, 4, 8):  # within a node, and only where no plan does without: its sums hide behind nothing
-            if any(one.fits for one in found) or size > machine.devices_per_node or "tp" in pins:
+        for tp, pp in _cuts(machine, pins):
+            if not _waits_for_links(found, among_nodes=tp == 1 and machine.nodes > 1):
                 break
-            found += _cut(estimator, start, pins, size)
+            found += _cut(estimator, start, pins, tp, pp)
     else:
         found = [estimator.estimate(plan) for plan in among if _is_legal(plan, job, machine.device)]
     fitting = sorted((one for one in found if one.fits), key=lambda one: (one.total_s, one.peak_bytes))
@@ -82,16 +84,64 @@ def _worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> l
     return found
 
 
-def _cut(estimator: Estimator, start: Plan, pins: dict[str, Any], size: int) -> list[Estimate]:
-    """Estimates of plans that cut the model among `size` devices; none where it cannot be cut so."""
-    loss = {} if "chunked_loss" in pins else {"chunked_loss": None}
-    compiled = {} if "compile" in pins or start.compile != "model" else {"compile": "block"}
-    pins = {**pins, "tp": size}
-    spread = over_devices(estimator.machine, pins)
+def _waits_for_links(found: list[Estimate], among_nodes: bool) -> bool:
+    """Whether cutting the model may help: nothing fits, or the best that does waits for what nodes send each other."""
+    fitting = [one for one in found if one.fits]
+    if not fitting:
+        return True
+    best = min(fitting, key=lambda one: one.total_s)
+    return among_nodes and best.time.communication_s > WAITS * best.time.step_s
+
+
+def _cuts(machine: Machine, pins: dict[str, Any]) -> list[tuple[int, int]]:
+    """(tp, pp) that a model may be cut by, those that cost least first: pipelines, whose nodes send each other little; then
+    tp, within a node only, for nothing hides its sums; then both."""
+    count = machine.devices_per_node * machine.nodes
+    tps = [size for size in (2, 4, 8) if machine.devices_per_node % size == 0] if "tp" not in pins else []
+    pps = [size for size in (2, 4, 8, 16, 32) if count % size == 0 and size <= count] if "pp" not in pins else []
+    both = [(tp, pp) for tp in reversed(tps) for pp in pps if tp * pp <= count]
+    return [*((1, pp) for pp in pps), *((tp, 1) for tp in tps), *both]
+
+
+def _cut(estimator: Estimator, start: Plan, pins: dict[str, Any], tp: int, pp: int) -> list[Estimate]:
+    """Estimates of plans that cut the model so; none where it cannot be."""
+    fields: dict[str, Any] = {}
+    if tp > 1:
+        fields["tp"] = tp
+        if "chunked_loss" not in pins:
+            fields["chunked_loss"] = None
+    if "compile" not in pins and start.compile == "model":
+        fields["compile"] = "block"
     try:
-        return _worth_knowing(estimator, start.replace(**loss, **compiled, **{**spread, "tp": size}), pins)
+        if pp > 1:
+            fields |= {"pp": pp} | _balanced(estimator, start.replace(**fields), pins, pp)
+        pins = {**pins, **{name: fields[name] for name in ("tp", "pp", "split") if name in fields}}
+        spread = over_devices(estimator.machine, pins)
+        return _worth_knowing(estimator, start.replace(**{**fields, **spread}), pins)
     except InputError:
         return []
+
+
+def _balanced(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: int) -> dict[str, Any]:
+    """The split by which the slowest piece is as fast as can be, by the ledger. Raises InputError for a model that has too few
+    blocks."""
+    plan = start.replace(micro_batch=1)
+    ledger, pieces = estimator.profiler.ledger(plan), pp * pins.get("virtual_stages", 1)
+    if ledger.blocks < pieces:
+        raise InputError(f"plan: pp={pp}", f"the model has {ledger.blocks} blocks", "use fewer")
+    seconds = [0.0] * (ledger.blocks + 2)  # before the blocks, of each of them, after them
+    here = 0
+    for passage in ledger.training:
+        if passage.block is not None:
+            here = passage.block + 1
+        elif passage.phase == "forward" and here == ledger.blocks:
+            here = ledger.blocks + 1
+        elif passage.phase == "backward" and here == 1:
+            here = 0
+        seconds[here] += estimator.clock.passages_s([passage], 1)
+    if "split" in pins:
+        return {}
+    return {"split": split_balanced(seconds[1:-1], seconds[0], seconds[-1], pieces)}
 
 
 def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Iterator[list[Plan]]:
@@ -111,14 +161,11 @@ def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Itera
 
 def _spreads(machine: Machine, start: Plan, pins: dict[str, Any]) -> list[dict[str, int]]:
     """How the devices may share the work: as replicas, or dividing states by ZeRO over all of them or over those of a node."""
-    count = machine.devices_per_node * machine.nodes // start.tp
+    count = machine.devices_per_node * machine.nodes // (start.tp * start.pp)
+    node = max(machine.devices_per_node // start.tp, 1)
     found = [{"dp_replicate": start.dp_replicate, "dp_shard": start.dp_shard, "zero": start.zero}]
     if count > 1:
-        groups = (
-            [count]
-            if machine.nodes == 1 or machine.devices_per_node == start.tp
-            else [count, machine.devices_per_node // start.tp]
-        )
+        groups = [count] if machine.nodes == 1 or node in (1, count) or count % node else [count, node]
         found += [{"dp_replicate": count, "dp_shard": 1, "zero": 0}]
         found += [
             {"dp_replicate": count // group, "dp_shard": group, "zero": zero} for group in groups for zero in (1, 2, 3)
@@ -214,7 +261,7 @@ def _rehearse(estimator: Estimator, one: Estimate, job: Job) -> Estimate | None:
             settled  # fully_shard on a hundred blocks takes a minute: the folded figure stands, which tests hold to it
         )
     try:
-        peak = rehearse(job, one.plan, one.machine.device)
+        peak = rehearse(job, one.plan, one.machine.device, one.ledger.device)
     except InputError:  # a combination that this model cannot have: sqrt where more than one block hands on
         return None
     beside = settled.peak.rows["runtime"] + settled.peak.rows.get("allocator", 0.0)

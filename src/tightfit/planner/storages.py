@@ -98,12 +98,13 @@ class StorageTracker(TorchDispatchMode):
             self._phase = "forward"
             self._made.clear()
             self.assign((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), "activations")
-            output = function(*args, **kwargs)
-            for seen in self._made:
-                if seen.reference() is not None:
-                    seen.row = "activations"
-            self._made.clear()
-            return output
+            try:
+                return function(*args, **kwargs)
+            finally:  # a pipeline leaves a forward behind its last block
+                for seen in self._made:
+                    if seen.reference() is not None:
+                        seen.row = "activations"
+                self._made.clear()
 
         return watched
 

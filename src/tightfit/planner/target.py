@@ -114,8 +114,8 @@ def _without_dropout(
 
 
 @contextmanager
-def processes(count: int) -> Iterator[None]:
-    """As if this were the first of so many processes: what they say to each other is taken as said. Raises InputError
+def processes(count: int, rank: int = 0) -> Iterator[None]:
+    """As if this were one (the first) of so many processes: what they say to each other is taken as said. Raises InputError
     where the real ones have found each other already."""
     if count == 1:
         yield
@@ -126,7 +126,7 @@ def processes(count: int) -> Iterator[None]:
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
     try:
         yield
     finally:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tightfit.ledger import Ledger, Operation, Timeline
+from tightfit.ledger import Ledger, Operation, Passage, Timeline
 from tightfit.machine import Machine
+from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, Slot, play
 
 # Kinds of operations: how fast one is depends on its kind, its type and its size. What is named nowhere is elementwise.
 PRODUCT, BATCHED, CONVOLUTION = "product", "batched product", "convolution"
@@ -151,6 +153,61 @@ class Clock:
         sent = [("sent", message.name, message.bytes / message.bytes_per_s, 1.0) for message in ledger.messages]
         table = tuple(sorted((*time.rows, *sent), key=lambda row: -row[2]))
         return replace(time, communication_s=_exposed_s(ledger, time), rows=table)
+
+    def passages_s(self, passages: Iterable[Passage], samples: int) -> float:
+        """Seconds of a stretch of one micro-batch, launches included."""
+        busy = started = 0.0
+        for passage in passages:
+            for seconds, count in self._of(passage.timeline, samples).values():
+                busy, started = busy + seconds, started + count * self.launch_s
+        return max(busy, started) if self.machine.device == "cuda" else busy + started
+
+    def pipeline_time(self, ledgers: dict[int, Ledger]) -> tuple[Time, list[Slot]]:
+        """How long a step takes on a row of devices, and who does what when. ledgers: by device; one that is missing is like
+        the one before it."""
+        seconds: dict[tuple[int, str], float] = {}
+        table = next(iter(ledgers.values())).stage.table  # type: ignore[union-attr]
+        for device in range(len(table)):
+            ledger = ledgers[max(known for known in ledgers if known <= device)]
+            for piece, durations in self._pieces_s(ledger, device).items():
+                seconds.update({(piece, kind): duration for kind, duration in durations.items()})
+        one = next(iter(ledgers.values()))
+        assert one.stage is not None
+        travel = one.stage.hidden.at(one.micro_batch) / one.stage.bytes_per_s
+
+        def lasts(action: Action) -> float:
+            return seconds[action.chunk, action.kind]
+
+        slots = play(table, lasts, lambda action: travel)
+        busy = [sum(map(lasts, actions)) for actions in table]
+        slowest = max((known for known in ledgers), key=lambda known: busy[known])
+        time = self.step_time(ledgers[slowest])
+        waiting = max(slot.end for slot in slots) - busy[slowest]
+        return (time if one.stage.continuous else replace(time, bubble_s=waiting)), slots
+
+    def _pieces_s(self, ledger: Ledger, device: int) -> dict[int, dict[str, float]]:
+        """Seconds of a forward, a backward and weights' part of it, by piece of a device."""
+        assert ledger.stage is not None
+        found = {}
+        for place, (forward, backward) in enumerate(ledger.stage.programs.values()):
+            piece = place * len(ledger.stage.table) + device
+            whole = self.passages_s(backward, ledger.micro_batch)
+            weights = min(self._linear_s(forward, ledger.micro_batch), whole) if ledger.stage.left else 0.0
+            found[piece] = {
+                FORWARD: self.passages_s(forward, ledger.micro_batch),
+                BACKWARD: whole - weights,
+                WEIGHTS: weights,
+            }
+        return found
+
+    def _linear_s(self, passages: Iterable[Passage], samples: int) -> float:
+        """Seconds of products with weights: their gradients take as long again."""
+        return sum(
+            self.operation_s(operation, samples) * operation.count.at(samples)
+            for passage in passages
+            for operation in passage.timeline.operations
+            if KIND.get(operation.name) == PRODUCT
+        )
 
     def _summed(self, rows: Rows, allocation_s: float, input_s: float) -> Time:
         sums: dict[str, float] = defaultdict(float)

@@ -12,6 +12,7 @@ METHOD_FIELDS = {
     "data_parallel": ("dp_replicate", "compressed_gradients", "powersgd_rank"),
     "zero": ("dp_shard", "zero"),
     "tensor_parallel": ("tp",),
+    "pipeline": ("pp", "schedule", "virtual_stages", "split", "vertical_sync"),
     "precision": ("precision", "loss_scale", "rounding"),
     "microbatch": ("micro_batch",),
     "attention": ("attention",),

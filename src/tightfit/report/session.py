@@ -36,6 +36,7 @@ from tightfit.report.progress import Bar, Lines, progress
 from tightfit.report.sample import sample_text
 from tightfit.report.trackers import Trackers, check_trackers
 
+ASKED_EVERY = 10  # steps of a pipeline whose devices else do not wait for each other
 OVERFLOWS = 25  # steps in a row: more than a dynamic loss scale needs to come down from 2^16 to 1
 
 
@@ -78,7 +79,7 @@ def train_in_folder(
     record = record.replace(loss=[*((line["step"], line["loss"]) for line in earlier), *record.loss])
     if leads():
         (out / "record.json").write_text(json.dumps(record.content(), indent=1) + "\n")
-    return record, lambda: sample_text(run) if leads() and run.plan.zero < 3 else None
+    return record, lambda: sample_text(run) if leads() and run.plan.zero < 3 and run.stages is None else None
 
 
 def begin_files(job: Job, plan: Plan, predicted: dict[str, Any] | None, out: Path, start: int) -> list[dict[str, Any]]:
@@ -115,7 +116,8 @@ def _train(
                 trackers.log(line)
             _check_loss(result, overflows, out)
             view.show(result, line["items_per_s"], line["peak_bytes"], observer.step_s(result) * (last - done))
-            if not everywhere(run, not stop.asked):  # all stop after the same step
+            asks = run.stages is None or not run.stages.delay or done % ASKED_EVERY == 0
+            if asks and not everywhere(run, not stop.asked):  # all stop after the same step
                 view.say(f"stopped after step {done}; go on with --resume")
                 break
             if settings.checkpoint_every and done % settings.checkpoint_every == 0 and done < last:

@@ -1,0 +1,227 @@
+"""Pipelines: timetables against theory, PipeDream against a serial simulation of its delayed updates, what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tightfit
+from tests.contract import cases
+from tests.pool import together
+from tightfit.errors import InputError
+from tightfit.methods.stages import pieces_of
+from tightfit.models import find_blocks, places_of
+from tightfit.timetable import (
+    BACKWARD,
+    FORWARD,
+    WEIGHTS,
+    Action,
+    in_flight,
+    needs,
+    play,
+    split_balanced,
+    split_evenly,
+    timetable,
+)
+
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
+HERE = "tests.methods.test_pipeline:"
+
+
+def seconds(action: Action) -> float:
+    return {FORWARD: 1.0, BACKWARD: 2.0}[action.kind]
+
+
+@given(st.sampled_from(SCHEDULES), st.integers(2, 6), st.integers(1, 3), st.integers(1, 13))
+def test_a_timetable_does_everything_once_and_nobody_waits_for_ever(
+    schedule: str, devices: int, chunks: int, micro_batches: int
+) -> None:
+    chunks = chunks + 1 if schedule == "interleaved" else 1
+    table = timetable(schedule, devices, chunks, micro_batches)
+    kinds = (FORWARD, BACKWARD, WEIGHTS) if schedule == "zero-bubble" else (FORWARD, BACKWARD)
+    for device, actions in enumerate(table):
+        own = range(device, devices * chunks, devices)
+        wanted = {Action(kind, chunk, number) for kind in kinds for chunk in own for number in range(micro_batches)}
+        assert len(actions) == len(wanted)
+        assert set(actions) == wanted
+    ended = {slot.action: slot for slot in play(table, lambda action: 1.0)}
+    for action, slot in ended.items():
+        assert all(ended[other].end <= slot.start for other in needs(action, devices * chunks))
+    for kind in (FORWARD, BACKWARD):  # what is sent on one line is received in the order in which it is sent
+        for chunk in range(devices * chunks - 1):
+            here, there = (
+                [action.micro_batch for action in table[c % devices] if (action.kind, action.chunk) == (kind, c)]
+                for c in (chunk, chunk + 1)
+            )
+            assert here == there
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("micro_batches", [4, 8, 32])
+def test_bubbles_and_activations_are_the_papers(devices: int, micro_batches: int) -> None:
+    """GPipe and 1F1B wait (p-1)/(m+p-1) of a step; naive (p-1)/p. GPipe holds m micro-batches, 1F1B p - s, naive one."""
+    busy = 3.0 * micro_batches
+    expected = {
+        "naive": busy * devices,
+        "gpipe": busy * (micro_batches + devices - 1) / micro_batches,
+        "1f1b": busy * (micro_batches + devices - 1) / micro_batches,
+    }
+    held = {
+        "naive": [1] * devices,
+        "gpipe": [micro_batches] * devices,
+        "1f1b": [min(devices - device, micro_batches) for device in range(devices)],
+    }
+    for schedule, wanted in expected.items():
+        table = timetable(schedule, devices, 1, micro_batches)
+        assert max(slot.end for slot in play(table, seconds)) == pytest.approx(wanted)
+        assert [in_flight(actions) for actions in table] == held[schedule]
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_interleaving_divides_the_bubble_by_the_pieces_of_a_device(chunks: int) -> None:
+    devices, micro_batches = 4, 8
+    slots = play(timetable("interleaved", devices, chunks, micro_batches), lambda action: seconds(action) / chunks)
+    busy = 3.0 * micro_batches
+    assert max(slot.end for slot in slots) == pytest.approx(busy + 3.0 * (devices - 1) / chunks)
+
+
+@pytest.mark.parametrize(("devices", "micro_batches"), [(2, 4), (4, 4), (4, 8), (4, 16)])
+def test_zero_bubble_waits_a_third_at_most_and_holds_no_more(devices: int, micro_batches: int) -> None:
+    """ZB-H1: (p-1)(F + B - W) where a forward, a backward and weights take as long; as many micro-batches as 1F1B's most."""
+    table = timetable("zero-bubble", devices, 1, micro_batches)
+    whole = max(slot.end for slot in play(table, lambda action: 1.0))
+    assert whole - 3.0 * micro_batches <= devices - 1 + 2.0
+    assert max(in_flight(actions) for actions in table) <= devices
+
+
+def test_blocks_are_split_so_that_the_slowest_piece_is_fast() -> None:
+    assert split_evenly(10, 4) == (2, 3, 3, 2)
+    assert split_balanced([1.0] * 8, 0.3, 1.5, 4) == (2, 2, 3, 1)
+    for blocks in ([1.0, 5.0, 1.0, 1.0, 1.0], [3.0, 1.0, 2.0, 2.0, 4.0, 1.0]):
+        found = split_balanced(blocks, 0.5, 0.0, 3)
+        assert sum(found) == len(blocks)
+        ends = [sum(found[:number]) for number in range(4)]
+        cost = max(sum(blocks[a:b]) + (0.5 if a == 0 else 0.0) for a, b in itertools.pairwise(ends))
+        every = [
+            max(sum(blocks[:i]) + 0.5, sum(blocks[i:j]), sum(blocks[j:]))
+            for i in range(1, len(blocks))
+            for j in range(i + 1, len(blocks))
+        ]
+        assert cost == pytest.approx(min(every))
+
+
+def test_where_parameters_are_used() -> None:
+    def places(name: str) -> dict[str, tuple[int, ...]]:
+        model = tightfit.build(cases.make_case(name).job).model
+        return places_of(model, find_blocks(model))
+
+    llama, gpt2, vit = places("llama"), places("gpt2"), places("vit")
+    assert llama["model.embed_tokens.weight"] == (-1,)
+    assert llama["model.layers.2.mlp.up_proj.weight"] == (2,)
+    assert llama["model.norm.weight"] == llama["lm_head.weight"] == (4,)
+    assert gpt2["transformer.wte.weight"] == (-1, 4)  # tied to the head
+    assert vit["vit.embeddings.cls_token"] == (-1,)
+
+
+# PipeDream ------------------------------------------------------------------------------------------------------------
+
+STEPS = 7
+
+
+def pipedream_job(name: str, **train: Any) -> tightfit.Job:
+    case = cases.make_case(name, steps=STEPS, schedule="linear", **train)
+    return case.job.replace(allow=[*cases.ALLOW, "asynchronous"])
+
+
+def pipedreamed(name: str, fields: dict[str, Any], train: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    run = tightfit.build(pipedream_job(name, **train), tightfit.Plan(**fields))
+    losses = [step.loss for step in tightfit.train(run)]
+    return losses, cases.state_of(run)
+
+
+def simulated(
+    name: str, devices: int, vertical_sync: bool, train: dict[str, Any]
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Serially: the gradient of step t at the weights of update t - d, where d is p - 1 - s on stage s, or p - 1 with
+    vertical sync; applied to the newest weights."""
+    run = tightfit.build(pipedream_job(name, **train))
+    blocks = find_blocks(run.model)
+    pieces = pieces_of(tightfit.Plan(pp=devices), len(blocks))
+    stage = {}
+    for key, (place, *_) in places_of(run.model, blocks).items():
+        stage[key] = next((s for s, piece in enumerate(pieces) if place in piece), 0 if place < 0 else devices - 1)
+    weights = dict(run.model.named_parameters())
+    history = [{key: weight.detach().clone() for key, weight in weights.items()}]
+    losses = []
+    for step, (batch,) in zip(range(STEPS), run.data.steps(0, None), strict=False):
+        for key, weight in weights.items():
+            late = devices - 1 if vertical_sync else devices - 1 - stage[key]
+            weight.data.copy_(history[max(step - late, 0)][key])
+        total = run.loss_sum(batch)
+        items = run.objective.count(batch)
+        (total / items).backward()
+        losses.append(float(total.detach()) / items)
+        for key, weight in weights.items():
+            weight.data.copy_(history[step][key])
+        for group in run.optimizer.param_groups:
+            group["lr"] = run.learning_rate(step)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        history.append({key: weight.detach().clone() for key, weight in weights.items()})
+    return losses, cases.state(run.model)
+
+
+@pytest.mark.xdist_group("distributed")
+@pytest.mark.parametrize("vertical_sync", [False, True])
+@pytest.mark.parametrize(
+    ("name", "fields", "train"),
+    [
+        ("llama", {"pp": 2}, {}),
+        ("llama", {"pp": 4}, {"optimizer": "sgd", "momentum": 0.9}),
+        ("vit", {"pp": 4, "micro_batch": 3}, {}),
+        ("vit", {"pp": 2, "recompute": "full"}, {}),
+        ("llama", {"pp": 2, "dp_replicate": 2}, {}),
+        ("llama", {"pp": 2, "tp": 2}, {}),
+    ],
+)
+def test_pipedream_is_its_serial_simulation(
+    name: str, fields: dict[str, Any], train: dict[str, Any], vertical_sync: bool
+) -> None:
+    expected_losses, expected = simulated(name, fields["pp"], vertical_sync, train)
+    plan = {**fields, "schedule": "pipedream", "vertical_sync": vertical_sync}
+    for losses, weights in together(tightfit.Plan(**plan).devices, HERE + "pipedreamed", name, plan, train):
+        assert losses == pytest.approx(expected_losses, rel=2e-6)
+        assert cases.distance(weights, expected) < 1e-6
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def refused(name: str, fields: dict[str, Any]) -> str:
+    job = cases.make_case(name).job.replace(allow=[*cases.ALLOW, "asynchronous"])
+    try:
+        tightfit.build(job, tightfit.Plan(**fields))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.xdist_group("distributed")
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        ("t5", {"pp": 2}, "an encoder and a decoder are two rows of blocks"),
+        ("gpt2", {"pp": 2, "schedule": "pipedream"}, "transformer.wte.weight is used by the first and the last device"),
+        ("llama", {"pp": 2, "split": (1, 2)}, "the model has 4 blocks, not 3"),
+        ("llama", {"pp": 2, "schedule": "interleaved", "virtual_stages": 4}, "a pipeline of at most 4 pieces"),
+        ("llama", {"pp": 2, "schedule": "zero-bubble", "zero": 2, "dp_shard": 2}, "use schedule: 1f1b"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(name: str, fields: dict[str, Any], said: str) -> None:
+    for error in together(tightfit.Plan(**fields).devices, HERE + "refused", name, fields):
+        assert said in error
