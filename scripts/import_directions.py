@@ -35,6 +35,7 @@ NO_METHODS = (
     "methods.compiler",
     "methods.deferred",
     "methods.stages",
+    "methods.stores",
 )  # what the rooms share, and a part of one that is long enough for a file
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 

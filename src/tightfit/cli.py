@@ -84,13 +84,19 @@ def explain(
     picture: Annotated[
         Path | None, typer.Option("--picture", metavar="FILE.svg", help="write memory over the step as an SVG")
     ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            "--timeline", metavar="FILE.svg", help="write which device of a pipeline does what when as an SVG"
+        ),
+    ] = None,
     changes: Changes = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict where each byte and millisecond of a step will go, and choose the fastest plan that fits."""
     from tightfit.report.commands import explain_command
 
-    explain_command(job, plan, machine, memory, top, analyze, picture, changes or [], as_json)
+    explain_command(job, plan, machine, memory, top, analyze, (picture, timeline), changes or [], as_json)
 
 
 @app.command()

@@ -26,6 +26,7 @@ Permission = Literal[
     "stochastic-rounding",
     "compressed-gradients",
     "asynchronous",
+    "offload",
 ]
 OptimizerName = Literal["adamw", "adafactor", "sgd", "lamb", "lars", "lion", "muon"]
 ScheduleName = Literal["constant", "linear", "cosine", "warmup-stable-decay"]
@@ -242,6 +243,7 @@ class Job(Value):
            bf16-states, 8-bit-states, 4-bit-states   how wide optimizer states are kept
            compressed-gradients                      what devices send each other loses digits
            asynchronous                              gradients are of weights that are some updates old
+           offload                                   no numerics: host memory or disk is used as well
            stochastic-rounding                       updates of bf16 weights, rounded at random
            another-optimizer                         one with smaller states than the job's; no plan asks for it yet
     """

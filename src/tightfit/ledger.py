@@ -247,11 +247,13 @@ class Ledger:
     inference       gives the program of an evaluation's micro-batch: it is traced when it is first asked for
     parameters      the model's, by name; updates: by name, what the optimizer does to each
     batch_bytes     of one sample, as it lies in device memory (or in the host's, on a CPU)
-    keeps_memory    whether freed memory is kept by the process and used again
+    keeps_memory    whether freed memory is kept by the process and used again; mapped_from: else, bytes from which a block is
+                    fetched anew each time
     fixed           bytes that live through the whole step beside the model: by row
     phases          bytes at the largest instant of what comes before the first step, by name, without the fixed rows
     whole_step      operations once for each step that are of no passage and no update, such as clipping
     seconds         once for each step, by what they are for
+    takes_gradients  whether each gradient leaves for other memory when it is complete
     device          of a pipeline, which one this is the ledger of; stage: what it does
     sent            how gradients leave for other devices; gathered: how parameters come from them; messages: all of it,
                     in a step
@@ -270,6 +272,7 @@ class Ledger:
     foreach: bool = False
     host_batch: bool = False
     keeps_memory: bool = False
+    mapped_from: float = 32 * 2**20
     fixed: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -277,6 +280,7 @@ class Ledger:
     sent: Sent | None = None
     gathered: Gathered | None = None
     messages: tuple[Message, ...] = ()
+    takes_gradients: bool = False
     device: int = 0
     stage: Stage | None = None
 
@@ -412,7 +416,11 @@ class Ledger:
         edits: list[Callable[[Timeline], Timeline]] = []
         if self.update_in_backward:
             edits.append(lambda timeline: _updated_at_once(timeline, self.updates))
+        if self.takes_gradients:
+            edits.append(_handed_over)
         first = _edited(training, edits)
+        if self.takes_gradients:
+            return [first] * min(micro_batches, 2)
         if self.gathered is not None:
             return [first] * min(micro_batches, 2)
         if self.sent is not None and (self.sent.always or micro_batches == 1):

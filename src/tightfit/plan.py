@@ -43,6 +43,20 @@ def _chunk(value: Any) -> Any:
     return {True: 1024, False: None}[value] if isinstance(value, bool) else value
 
 
+Offloaded = Literal["states", "gradients", "parameters", "activations"]
+
+
+def _in_order(value: Any) -> Any:
+    """One word or several, each once, in the order of the list; none for nothing."""
+    words = [value] if isinstance(value, str) else value
+    if words == ["none"] or words is None:
+        return ()
+    known = get_args(Offloaded)
+    if isinstance(words, list | tuple) and all(word in known for word in words):
+        return tuple(word for word in known if word in words)
+    return value
+
+
 class Plan(Value):
     """How the job is fitted. Every field's default is the reference; a method is absent until its field leaves it.
 
@@ -59,7 +73,8 @@ class Plan(Value):
     update_in_backward  each weight is updated as soon as its gradient is there, and the gradient freed
     compile             torch.compile of nothing, each block, or the model with its loss
     materialize         where the model is created: host (then moved and cast) or device (there, in its precision)
-    allocator           default, or tuned: freed memory is kept and reused, huge pages, expandable segments
+    allocator           default; tuned: freed memory is kept and reused, huge pages, expandable segments; lean, on a
+                        processor: freed memory goes back to the system at once
     dp_replicate        groups of devices that each hold the whole model; their gradients are summed (data parallelism)
     dp_shard            devices of such a group that divide the samples, and by `zero` the model's states
     zero                what the dp_shard devices divide: 1 optimizer states, 2 gradients too, 3 parameters too
@@ -71,6 +86,9 @@ class Plan(Value):
     split               blocks of each piece of the model, first to last; None makes them as equal as can be
     vertical_sync       pipedream: a micro-batch uses the same version of the weights on all devices
     compressed_gradients  what replicas send each other: none, bf16, or powersgd (products of rank `powersgd_rank`)
+    offload             what lies outside the device's memory: states, gradients, parameters, activations
+    offload_to          host (page-locked memory beside a GPU) or disk (mapped files in `offload_folder`, left out the
+                        system's folder for temporary files)
     loader_workers      processes that prepare data; 0 prepares it in the training process
     prefetch            batches prepared ahead by each worker
     pin_memory          page-locked host buffers
@@ -89,7 +107,7 @@ class Plan(Value):
     update_in_backward: bool = False
     compile: Annotated[Literal["none", "block", "model"], BeforeValidator(_compile)] = "none"
     materialize: Literal["host", "device"] = "host"
-    allocator: Literal["default", "tuned"] = "default"
+    allocator: Literal["default", "tuned", "lean"] = "default"
     dp_replicate: int = Field(1, gt=0)
     dp_shard: int = Field(1, gt=0)
     zero: Literal[0, 1, 2, 3] = 0
@@ -101,6 +119,9 @@ class Plan(Value):
     vertical_sync: bool = False
     compressed_gradients: Literal["none", "bf16", "powersgd"] = "none"
     powersgd_rank: int = Field(4, gt=0)
+    offload: Annotated[tuple[Offloaded, ...], BeforeValidator(_in_order)] = ()
+    offload_to: Literal["host", "disk"] = "host"
+    offload_folder: str | None = None
     loader_workers: int = Field(0, ge=0)
     prefetch: int = Field(2, gt=0)
     pin_memory: bool = False
@@ -260,6 +281,41 @@ RULES = (
         "use compile: block, or zero: 2",
     ),
     Rule(
+        "a lean allocator is glibc's, of a processor's memory",
+        lambda plan, job, device: plan.allocator != "lean" or device == "cpu",
+        "use allocator: tuned",
+    ),
+    Rule(
+        "beside a processor there is no other memory: its host memory is the device's",
+        lambda plan, job, device: not plan.offload or plan.offload_to == "disk" or device == "cuda",
+        "use offload_to: disk",
+    ),
+    Rule(
+        "what is offloaded, and where to, go together",
+        lambda plan, job, device: bool(plan.offload) or (plan.offload_to == "host" and plan.offload_folder is None),
+        "use offload: [states] (or gradients, parameters, activations), or leave out offload_to and offload_folder",
+    ),
+    Rule(
+        "a GPU computes with parameters and gradients in its own memory",
+        lambda plan, job, device: device != "cuda" or not {"parameters", "gradients"} & set(plan.offload),
+        "use offload: [states, activations], and zero: 3 or pp to divide parameters and gradients",
+    ),
+    Rule(
+        "parameters and gradients that devices share are divided, not offloaded",
+        lambda plan, job, device: plan.devices == 1 or not {"parameters", "gradients"} & set(plan.offload),
+        "use zero: 3, or one device",
+    ),
+    Rule(
+        "an update in backward uses a gradient up at once, so there is none to offload",
+        lambda plan, job, device: not (plan.update_in_backward and "gradients" in plan.offload),
+        "leave gradients out of offload, or use update_in_backward: false",
+    ),
+    Rule(
+        "whole parameters are brought together for Adafactor and Muon with states where they are",
+        lambda plan, job, device: not ("states" in plan.offload and job.train.optimizer == "muon"),
+        "leave states out of offload with {train.optimizer}",
+    ),
+    Rule(
         "a schedule, virtual stages and a split are a pipeline's",
         lambda plan, job, device: (
             plan.pp > 1 or (plan.schedule == "1f1b" and plan.virtual_stages == 1 and plan.split is None)
@@ -353,6 +409,8 @@ def needed_permissions(plan: Plan) -> set[str]:
         needed.add("stochastic-rounding")
     if plan.compressed_gradients != "none":
         needed.add("compressed-gradients")
+    if plan.offload:
+        needed.add("offload")
     if plan.schedule == "pipedream":
         needed.add("asynchronous")
     return needed

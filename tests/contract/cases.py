@@ -21,6 +21,7 @@ from tightfit.models import model_factory
 BATCH, STEPS, SAMPLES = 8, 3, 40
 ALLOW = [
     "compressed-gradients",
+    "offload",
     "bf16",
     "fp16",
     "tf32",

@@ -85,6 +85,41 @@ def test_bytes_sent_are_those_of_rings(estimator: Estimator, devices: int) -> No
         assert sum(message.bytes for message in ledger.messages) == pytest.approx(times * once, rel=0.01)
 
 
+@pytest.mark.parametrize("fields", [{}, {"micro_batch": 4}], ids=named)
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("cuda", ("states",)),
+        ("cuda", ("states", "activations")),
+        ("cpu", ("states", "gradients", "parameters")),
+        ("cpu", ("activations",)),
+    ],
+)
+def test_what_is_offloaded_is_no_longer_the_device_s(
+    device: str, words: tuple[str, ...], fields: dict[str, Any]
+) -> None:
+    machine = Machine.named("a100-80gb") if device == "cuda" else Machine.detect()
+    job = JOB.replace(allow=["bf16", "offload"])
+    where = "host" if device == "cuda" else "disk"
+    plan = tightfit.Plan(**fields, offload=words, offload_to=where, fused_optimizer=True)
+    estimator = Estimator(job, machine)
+    found, without = estimator.estimate(plan), estimator.estimate(plan.replace(offload=(), offload_to="host"))
+    folded = found.peak.total - found.peak.rows["runtime"]
+    assert folded == pytest.approx(rehearse(job, plan, device).total, rel=0.06)
+    assert folded < 0.8 * (without.peak.total - without.peak.rows["runtime"])
+    assert found.time.communication_s > without.time.communication_s
+
+
+def test_a_search_offloads_where_nothing_else_fits() -> None:
+    machine = Machine.named("a100-80gb")
+    least = Estimator(JOB, machine).estimate(tightfit.Plan(micro_batch=1, recompute="full", fused_optimizer=True))
+    limit = int(least.peak_bytes - 100e6)
+    job = JOB.replace(limits=tightfit.Limits(memory=limit), allow=["offload"])
+    chosen = search(job, machine, {"compile": "none", "update_in_backward": False})[0]
+    assert "states" in chosen.plan.offload
+    assert chosen.fits
+
+
 def test_links_between_nodes_are_those_of_the_network() -> None:
     machine = Machine.named("a100-80gb:4x2")
     estimator = Estimator(JOB, machine)

@@ -10,6 +10,7 @@ from tightfit.machine import Machine
 from tightfit.methods import METHODS, loader
 from tightfit.methods.mesh import local_device, make_mesh
 from tightfit.methods.run import Data, Run
+from tightfit.methods.stores import Store
 from tightfit.models import load_python, task_of
 from tightfit.models.objective import objective_of
 from tightfit.plan import Plan, check
@@ -41,6 +42,7 @@ def build(job: Job, plan: Plan | None = None, machine: Machine | None = None, da
         optimizer=unset,
         learning_rate=unset,
         mesh=mesh,
+        store=Store(plan, device) if plan.offload else None,
     )
     for method in METHODS:
         if method.wanted(plan) and not (method is loader and data is not None):

@@ -18,6 +18,7 @@ from tightfit.methods import (
     loss,
     materialize,
     microbatch,
+    offload,
     optimizer_states,
     pipeline,
     precision,
@@ -38,6 +39,7 @@ METHODS: tuple[ModuleType, ...] = (
     recompute,         # wraps blocks; before compile, so that the recomputation is compiled too
     compile,           # sees the loss and the recomputation, and is entered under autocast
     precision,         # around the compiled function: autocast and loss scaling
+    offload,           # around the forward, before what divides it
     pipeline,          # divides the blocks that all above has changed
     data_parallel,     # watches the gradients of the final parameters
     zero,              # the same, and divides what the optimizer will hold

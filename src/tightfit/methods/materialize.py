@@ -71,7 +71,9 @@ def wanted(plan: Plan) -> bool:
 def apply(run: Run, plan: Plan) -> Run:
     if plan.materialize == "device":
         divided = run.mesh if plan.zero == 3 else None
-        model = create_on_device(run.job.model, run.device, weights_dtype(plan), divided, own_parameters(run, plan))
+        put = run.store.put if run.store is not None and "parameters" in plan.offload else None
+        own = own_parameters(run, plan)
+        model = create_on_device(run.job.model, run.device, weights_dtype(plan), divided, own, put)
     else:
         model = create_on_host(run.job.model, run.device, weights_dtype(plan))
     return replace(run, model=model, loss_sum=functools.partial(run.objective.total, model))
@@ -143,17 +145,19 @@ def create_on_device(
     dtype: torch.dtype,
     divided: Mesh | None = None,
     own: frozenset[int] | None = None,
+    put: Callable[[Tensor], Tensor] | None = None,
 ) -> nn.Module:
     """The model on `device` in `dtype` from the start; host memory holds about one fp32 parameter at any time.
 
     own      by the order of creation, the parameters of which values are kept; of others only the shape (None: all)
+    put      where values are kept: in another memory
     divided  keep only this device's rows of each parameter, as ZeRO's third stage does: no device ever holds the model
 
     Under torch.device("meta") tensors stay there and are only cast; so they are under FakeTensorMode, except where
     torch itself mixes modes (a deepcopy in the constructor).
     """
     factory = model_factory(model, sequential=True)
-    with _Staging(device, dtype, divided, own):
+    with _Staging(device, dtype, divided, own, put):
         created = factory()
     if divided is not None:
         onto_meta(created)
@@ -210,9 +214,12 @@ class _Staging(TorchFunctionMode):
         dtype: torch.dtype,
         divided: Mesh | None = None,
         own: frozenset[int] | None = None,
+        put: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.own, self.count = own, 0
+        self.put = put
+        self.stored = WeakIdKeyDictionary()  # parameter -> what it was put into
         self.foreign: set[int] = set()
         self.device, self.dtype, self.divided = device, dtype, divided
         self.kept = WeakIdKeyDictionary()  # parameter -> the dtype it is kept in
@@ -263,7 +270,7 @@ class _Staging(TorchFunctionMode):
 
     def _keep(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         elsewhere = parameter.device != self.device or parameter.dtype != dtype
-        if elsewhere or self.divided is not None or self.own is not None:
+        if elsewhere or self.divided is not None or self.own is not None or self.put is not None:
             self.kept[parameter] = dtype
             self.staged[id(parameter)] = parameter
 
@@ -287,7 +294,12 @@ class _Staging(TorchFunctionMode):
             parameter.data = nothing.expand(parameter.shape)
             return
         values = parameter.data.to(self.device, self.kept[parameter])
-        if self.divided is None:
+        if self.put is not None:
+            there = self.stored.get(parameter)
+            self.stored[parameter] = self.put(values) if there is None else there.copy_(values)
+            parameter.data = self.stored[parameter]
+            parameter.stored = True  # type: ignore[attr-defined]
+        elif self.divided is None:
             parameter.data = values
         else:
             shrink(parameter, self.divided, values)

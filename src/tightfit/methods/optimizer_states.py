@@ -27,7 +27,7 @@ from tightfit.machine import Machine
 from tightfit.methods.run import Run, part, parts_of, whole
 from tightfit.optim import make_optimizer
 from tightfit.optim.norms import mark_part
-from tightfit.optim.per_parameter import PerParameter
+from tightfit.optim.per_parameter import Elsewhere, PerParameter
 from tightfit.optim.schedule import learning_rate, total_steps
 from tightfit.optim.whole import WholeParameters
 from tightfit.plan import BY_MATRIX, Plan
@@ -61,24 +61,36 @@ def takes_all_at_once(plan: Plan, device: str) -> bool:
 
 def _one_by_one(plan: Plan) -> bool:
     return (
-        plan.precision == "fp16-true" or plan.states != "fp32" or plan.rounding != "nearest" or plan.update_in_backward
+        "states" in plan.offload
+        or plan.precision == "fp16-true"
+        or plan.states != "fp32"
+        or plan.rounding != "nearest"
+        or plan.update_in_backward
     )
 
 
 def optimizer_of(
-    model: nn.Module, train: Train, plan: Plan, weights: dict[nn.Parameter, nn.Parameter] | None = None
+    model: nn.Module,
+    train: Train,
+    plan: Plan,
+    weights: dict[nn.Parameter, nn.Parameter] | None = None,
+    keep: Elsewhere | None = None,
 ) -> Optimizer:
-    """The job's optimizer with the plan's kernels, width of states and rounding, over `weights` in place of parameters."""
+    """The job's optimizer with the plan's kernels, width of states and rounding, over `weights` in place of parameters.
+
+    keep  another memory than the device's, for states
+    """
     optimizer: Optimizer = make_optimizer(model, train, plan.fused_optimizer, weights)
     wide = plan.precision == "fp16-true"  # squares of gradients vanish in fp16, so its states are fp32
     if _one_by_one(plan):
-        return PerParameter(optimizer, plan.states, plan.rounding, train.seed, wide)
+        return PerParameter(optimizer, plan.states, plan.rounding, train.seed, wide, keep)
     return optimizer
 
 
 def apply(run: Run, plan: Plan) -> Run:
     train = run.job.train
-    optimizer = optimizer_of(run.model, train, plan, run.weights)
+    keep = run.store if "states" in plan.offload else None
+    optimizer = optimizer_of(run.model, train, plan, run.weights, keep)
     if plan.zero or run.slices:
         assert run.mesh is not None
         for weight in [weight for group in optimizer.param_groups for weight in group["params"]]:

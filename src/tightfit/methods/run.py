@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,10 +12,9 @@ from torch import Tensor, nn
 
 from tightfit.job import Job
 from tightfit.methods.mesh import Mesh, Slice
+from tightfit.methods.stores import TARGET, Store
 from tightfit.models.objective import Batch, Objective, map_tensors
 from tightfit.plan import Plan
-
-TARGET: ContextVar[str | None] = ContextVar("target", default=None)
 
 
 def kind_of(device: torch.device) -> str:
@@ -142,6 +140,7 @@ class Run:
     slices         set by `tensor_parallel`: by name, how a parameter is cut among the devices of the tp axis
     weights        what the optimizer updates in place of a parameter: a view of this device's part of it
     stages         set by `pipeline`: then `loss_sum` runs this device's piece of the model only
+    store          memory beside the device's, where the plan offloads
     blocks         set by `pipeline`: those of the model's blocks that this device has
     """
 
@@ -160,6 +159,7 @@ class Run:
     slices: dict[str, Slice] = field(default_factory=dict)
     weights: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     stages: Stages | None = None
+    store: Store | None = None
     blocks: tuple[nn.Module, ...] | None = None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,14 @@ _CARRIED = {"kahan": "compensation", "stochastic": "roundings"}  # the state tha
 _KERNEL = ("fused", "foreach", "capturable")  # options that choose a kernel, and no mathematics
 
 
+class Elsewhere(Protocol):
+    """A memory beside the device's: puts a parameter's state there, always in the same place, and fetches it back."""
+
+    def put_state(self, parameter: Tensor, name: str, value: Tensor) -> Tensor: ...
+
+    def fetch(self, value: Tensor) -> Tensor: ...
+
+
 class PerParameter(Optimizer):
     """Wraps a fresh optimizer and updates one parameter at a time.
 
@@ -35,6 +43,7 @@ class PerParameter(Optimizer):
     rounding  how an update of a 16-bit weight is rounded: nearest, kahan (a second 16-bit tensor carries what was
               lost), or stochastic (bf16: up or down, with the probability that keeps the mean)
     seed      of the stochastic rounding
+    keep      another memory than the parameters', in which states are kept
     wide      the states and updates of 16-bit weights are in fp32 whatever `states` and `rounding` say
 
     Learning rates and the other options are read from `param_groups` at each update. The memory needed beyond what is
@@ -48,6 +57,7 @@ class PerParameter(Optimizer):
         rounding: Rounding = "nearest",
         seed: int = 0,
         wide: bool = False,
+        keep: Elsewhere | None = None,
     ) -> None:
         assert not optimizer.state, "wrap an optimizer before its first step"
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
@@ -55,6 +65,7 @@ class PerParameter(Optimizer):
         self._inner.param_groups = []
         device = self.param_groups[0]["params"][0].device
         self._states, self._rounding = states, rounding
+        self._keep = keep
         self._wide = wide or states != "fp32" or rounding != "nearest"
         self._blocks = Blocks(cast(Bits, int(states[0])), device) if states in ("8-bit", "4-bit") else None
         self._generator, self._seed = torch.Generator(device) if rounding == "stochastic" else None, seed
@@ -105,7 +116,9 @@ class PerParameter(Optimizer):
         inner.step()
         states = inner.state[weight]
         inner.param_groups, inner.state = [], defaultdict(dict)
-        self.state[parameter] = {name: self._narrow(name, states.pop(name)) for name in list(states)}
+        self.state[parameter] = {
+            name: self._put(parameter, name, self._narrow(name, states.pop(name))) for name in list(states)
+        }
         if weight is not parameter:
             self._round(parameter, weight, carried)
 
@@ -142,12 +155,24 @@ class PerParameter(Optimizer):
             return value.to(torch.bfloat16)
         return self._blocks.pack(name, value) if self._blocks.divide(value) else value
 
+    def _put(self, parameter: Tensor, name: str, value: Any) -> Any:
+        """A narrowed state where it is kept."""
+        if self._keep is None:
+            return value
+        if isinstance(value, dict):
+            return {part: self._keep.put_state(parameter, f"{name}.{part}", tensor) for part, tensor in value.items()}
+        return self._keep.put_state(parameter, name, value) if isinstance(value, Tensor) and value.dim() > 0 else value
+
     def _widen(self, name: str, value: Any, weight: Tensor) -> Any:
-        """A kept state as the wrapped optimizer wants it: in the type of the weight."""
+        """A kept state as the wrapped optimizer wants it: on the device and in the type of the weight."""
         if isinstance(value, dict):
             assert self._blocks is not None
+            if self._keep is not None:
+                value = {part: self._keep.fetch(tensor) for part, tensor in value.items()}
             return self._blocks.unpack(name, value, weight)
-        return value.to(weight.dtype) if isinstance(value, Tensor) and value.dim() > 0 else value
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        return (value if self._keep is None else self._keep.fetch(value)).to(weight.dtype)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -163,7 +188,9 @@ class PerParameter(Optimizer):
         for number, states in state_dict["state"].items():
             parameter, group = parameters[number], groups[number]
             self.state[parameter] = {
-                name: self._load(name, value, parameter, group) for name, value in states.items() if name not in others
+                name: self._put(parameter, name, self._load(name, value, parameter, group))
+                for name, value in states.items()
+                if name not in others
             }
 
     def _load(self, name: str, value: Any, parameter: Tensor, group: dict[str, Any]) -> Any:

@@ -184,8 +184,12 @@ class Estimator:
         updates, parameters = self.profiler.updates(plan), self.profiler.parameters(plan)
         gradients = [parameter.bytes for parameter in parameters if parameter.trainable]
         states = sum(update.state_bytes for update in updates.values()) / (plan.dp_shard if plan.zero >= 1 else 1)
-        there = max(gradients, default=0) if plan.update_in_backward else sum(gradients)
+        there = float(max(gradients, default=0) if plan.update_in_backward else sum(gradients))
         weights = sum(parameter.bytes for parameter in parameters) / (plan.dp_shard if plan.zero >= 3 else 1)
+        states, weights, there = (
+            0.0 if row in plan.offload else size
+            for row, size in (("states", states), ("parameters", weights), ("gradients", there))
+        )
         whole = weights + states + there / (plan.dp_shard if plan.zero >= 2 else 1)
         return self.runtime_bytes + whole / plan.pp
 

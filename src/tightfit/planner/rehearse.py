@@ -71,7 +71,9 @@ class Shapes:
 def _here(plan: Plan) -> Plan:
     """The plan without what is only for a real device, or would leave its mark on this process."""
     single = plan.replace(precision="fp32") if plan.precision == "tf32" else plan
-    return single.replace(pin_memory=False, non_blocking=False, allocator="default", materialize="host")
+    return single.replace(pin_memory=False, non_blocking=False, allocator="default", materialize="host").replace(
+        **({"offload_to": "disk"} if plan.offload else {})
+    )
 
 
 HERE = Machine(

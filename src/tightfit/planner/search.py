@@ -24,6 +24,10 @@ from tightfit.units import format_bytes, format_seconds
 
 KEPT = 12  # estimates that are returned: the chosen one, and those that came nearest
 REHEARSED_BLOCKS = 24  # of a model on several devices, at most
+OFFLOADED = {  # what is tried where nothing else fits, what costs least first
+    "cuda": (("states",), ("states", "activations")),
+    "cpu": (("states",), ("states", "gradients", "parameters"), ("states", "gradients", "parameters", "activations")),
+}
 WAITS = 0.1  # share of a step spent on links from which on a pipeline between nodes is tried
 REHEARSED = 3  # of those that an allocator may leave too little room for, at most
 
@@ -53,6 +57,14 @@ def search(
             if not _waits_for_links(found, among_nodes=tp == 1 and machine.nodes > 1):
                 break
             found += _cut(estimator, start, pins, tp, pp)
+        if not any(one.fits for one in found) and "offload" in job.allowed and "offload" not in pins:
+            for words in OFFLOADED[machine.device]:
+                where: dict[str, Any] = {"offload": words, "offload_to": "disk" if machine.device == "cpu" else "host"}
+                if machine.device == "cpu" and "allocator" not in pins:
+                    where["allocator"] = "lean"
+                found += _worth_knowing(estimator, start.replace(**where), {**pins, **where})
+                if any(one.fits for one in found):
+                    break
     else:
         found = [estimator.estimate(plan) for plan in among if _is_legal(plan, job, machine.device)]
     fitting = sorted((one for one in found if one.fits), key=lambda one: (one.total_s, one.peak_bytes))
@@ -284,7 +296,7 @@ def does_not_fit(least: Estimate, found: list[Estimate], job: Job) -> DoesNotFit
         f"  leanest plan: {least.plan}",
         f"  largest: {largest} (in {least.peak_phase})",
     ]
-    missing = [word for word in ("bf16", "8-bit-states", "4-bit-states") if word not in job.allowed]
+    missing = [word for word in ("bf16", "8-bit-states", "4-bit-states", "offload") if word not in job.allowed]
     if missing:
         lines.append(f"  to allow: {', '.join(missing)}")
     fixed = sum(size for row, size in least.peak.rows.items() if row in ("parameters", "optimizer", "runtime"))

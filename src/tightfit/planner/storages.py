@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from tightfit.methods.run import Run
 from tightfit.models.objective import Batch
 
+ELSEWHERE = "elsewhere"  # of what lies in another memory, and is no row
 ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 
 Arguments = ParamSpec("Arguments")
@@ -88,7 +89,8 @@ class StorageTracker(TorchDispatchMode):
         """Count the storages behind `tensors` under `row`."""
         for tensor in tensors:
             for storage in storages_of(tensor):
-                self._see(storage).row = row
+                seen = self._see(storage)
+                seen.row = row if seen.row != ELSEWHERE else ELSEWHERE
 
     def forward(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         """`function` as the forward of a micro-batch: what it takes, and what it leaves alive, are activations."""
@@ -102,7 +104,7 @@ class StorageTracker(TorchDispatchMode):
                 return function(*args, **kwargs)
             finally:  # a pipeline leaves a forward behind its last block
                 for seen in self._made:
-                    if seen.reference() is not None:
+                    if seen.reference() is not None and seen.row != ELSEWHERE:
                         seen.row = "activations"
                 self._made.clear()
 
@@ -112,6 +114,8 @@ class StorageTracker(TorchDispatchMode):
         """The instant of the largest total. What was assigned last is where a storage counts."""
         rows, total, best, timeline = dict.fromkeys(ROWS, 0), 0, Peak(), []
         for seen, change, phase in self._events:
+            if seen.row == ELSEWHERE:
+                continue
             rows[seen.row] += change
             total += change
             if phase:
@@ -210,13 +214,19 @@ def track(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Res
 
     micro_batches   those of the step that are in the device's memory before it begins
     """
+    store = run.store
     tracker = StorageTracker([*run.model.parameters(), *run.weights.values()])
+    if store is not None:
+        tracker.assign(store.there(run.model), ELSEWHERE)
+        store.note = lambda tensor: tracker.assign([tensor], ELSEWHERE)
     tracker.assign(run.model.buffers(), "parameters")
     tracker.assign(tensors_in(micro_batches), "activations")
     tracker.assign(state_tensors(run.optimizer), "optimizer")
     with tracker:
         result = take(replace(run, loss_sum=tracker.forward(run.loss_sum)))
         tracker.assign(state_tensors(run.optimizer), "optimizer")
+    if store is not None:
+        store.note = None
     return result, tracker.peak()
 
 

@@ -284,7 +284,7 @@ def _fetched_bytes(ledger: Ledger) -> float:
     for passage in ledger.training:
         for buffer, sign in passage.timeline.events:
             size = buffer.size.at(ledger.micro_batch)
-            if size >= LARGE_BLOCK:
+            if size >= ledger.mapped_from:
                 mapped += size if sign > 0 else 0.0
             else:
                 heap += sign * size

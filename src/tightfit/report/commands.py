@@ -194,25 +194,27 @@ def explain_command(
     memory: str | None,
     top: int,
     analyze: bool,
-    picture: Path | None,
+    pictures: tuple[Path | None, Path | None],
     changes: list[str],
     as_json: bool,
 ) -> None:
+    """pictures: where memory over the step is drawn, and the timeline of a pipeline."""
     quiet_libraries()
+    picture, timeline = pictures
     machine = Machine.detect() if machine_name is None else Machine.named(machine_name)
     job, pins = read_job(path, plan, [*changes, *([f"limits.memory={memory}"] if memory else [])])
     if analyze and machine_name is not None:
         raise InputError("--analyze", f"runs here, and --machine asks of {machine_name}", "leave one of them out")
-    if picture is not None and picture.suffix != ".svg":
-        raise InputError(
-            f"--picture {picture}", "is no SVG file's name", f"use --picture {picture.with_suffix('.svg')}"
-        )
+    for option, file in (("--picture", picture), ("--timeline", timeline)):
+        if file is not None and file.suffix != ".svg":
+            raise InputError(f"{option} {file}", "is no SVG file's name", f"use {option} {file.with_suffix('.svg')}")
     quiet_transformers(job)
     from tightfit.planner.estimate import Estimator
     from tightfit.planner.search import search
     from tightfit.planner.waterfall import waterfall
     from tightfit.report.explain import explained, show, show_analysis
     from tightfit.report.picture import memory_svg
+    from tightfit.report.timeline import timeline_svg
 
     estimator = Estimator(job, machine)
     pinned = set(pins) >= set(Plan.field_names())
@@ -224,6 +226,10 @@ def explain_command(
     estimates = estimates[:top]
     if picture is not None:
         picture.write_text(memory_svg(estimates[0]), encoding="utf-8")
+    if timeline is not None:
+        if not estimates[0].slots:
+            raise InputError(f"--timeline {timeline}", "the plan is no pipeline", "set plan.pp: --set plan.pp=4")
+        timeline.write_text(timeline_svg(estimates[0].slots, str(estimates[0].plan)), encoding="utf-8")
     console = Console(stderr=as_json, soft_wrap=True) if as_json else Console()
     if as_json:
         print(json.dumps(explained(estimates)))

@@ -16,6 +16,7 @@ from tightfit.planner.estimate import MARGIN, Estimate, Estimator
 from tightfit.planner.search import search
 from tightfit.planner.waterfall import Stage, waterfall
 from tightfit.record import Record
+from tightfit.report.timeline import timeline_text
 from tightfit.units import format_bytes, format_count, format_seconds
 
 WIDTH = 72  # columns of the picture in the terminal
@@ -65,6 +66,10 @@ def show(console: Console, estimates: list[Estimate], stages: list[Stage]) -> No
     say("")
     for line in picture(chosen):
         say(line)
+    if chosen.slots:
+        say("")
+        for line in timeline_text(chosen.slots, WIDTH):
+            say(line)
     if len(estimates) > 1:
         say("")
         console.print(others_table(estimates[1:], chosen), highlight=False)

@@ -1,0 +1,185 @@
+"""Offload: optimizer states, gradients, parameters or saved activations lie outside the device's memory.
+
+Saves   what is named: of an fp32 parameter with Adam, states 8 bytes, gradients 4, parameters 4; activations all that is saved.
+        host: page-locked memory beside a GPU. disk: files that are mapped, and take no memory that cannot be taken back.
+Costs   copies: states once to the device and once back for each step, activations once out and once in for each micro-batch,
+        at the link's rate or the disk's.
+When    nothing else fits on one device. Large batches hide it: what moves with states does not grow with them.
+Order   around the forward as the precision runs it; before a pipeline or zero divide what it holds.
+Source  Ren et al. 2021 (ZeRO-Offload), arXiv:2101.06840; Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv:2104.07857.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from tightfit.ledger import Buffer, Ledger, Message, Passage
+from tightfit.machine import Machine
+from tightfit.methods.run import Run
+from tightfit.methods.stores import SMALL, Store
+from tightfit.models.objective import Batch
+from tightfit.plan import Plan
+
+VARIANTS = (
+    {"offload": ("states",), "offload_to": "disk"},
+    {"offload": ("states", "gradients", "parameters"), "offload_to": "disk"},
+    {"offload": ("activations",), "offload_to": "disk"},
+)
+DISK_BYTES_PER_S = 5e8  # until somebody measures it: what a plain SSD writes
+HOST_BYTES_PER_S = 1e10
+
+
+def wanted(plan: Plan) -> bool:
+    return bool(plan.offload)
+
+
+def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
+    """What is named counts no more where the device's memory is counted; what moves instead is a message."""
+    host = machine.host_to_device_bytes_per_s.value if machine.host_to_device_bytes_per_s else HOST_BYTES_PER_S
+    rate = DISK_BYTES_PER_S if plan.offload_to == "disk" else host
+    moved: dict[str, float] = {}
+    updates, parameters, training = ledger.updates, ledger.parameters, ledger.training
+    if "states" in plan.offload:
+        moved["states"] = 2.0 * sum(update.state_bytes for update in updates.values())
+        fetched = machine.device == "cuda"  # a processor updates them where they are mapped
+        updates = {
+            name: replace(
+                update,
+                state_bytes=0,
+                transient_bytes=update.transient_bytes + (update.state_bytes if fetched else 0),
+            )
+            for name, update in updates.items()
+        }
+    if "gradients" in plan.offload:
+        moved["gradients"] = 2.0 * ledger.gradient_bytes() * ledger.micro_batches
+    if "parameters" in plan.offload:
+        moved["parameters"] = 2.0 * sum(parameter.bytes for parameter in parameters if parameter.trainable)
+        parameters = tuple(replace(p, bytes=0) if p.trainable else p for p in parameters)
+    if "activations" in plan.offload:
+        training, size = _left_out(training, ledger.micro_batch, mapped=machine.device == "cpu")
+        moved["activations"] = 2.0 * size * ledger.micro_batches
+    messages = tuple(
+        Message(name, size, rate, hides=name == "activations" and machine.device == "cuda")
+        for name, size in moved.items()
+    )
+    return replace(
+        ledger,
+        updates=updates,
+        parameters=parameters,
+        training=training,
+        messages=(*ledger.messages, *messages),
+        takes_gradients="gradients" in plan.offload,
+    )
+
+
+def _left_out(training: tuple[Passage, ...], samples: int, mapped: bool) -> tuple[tuple[Passage, ...], float]:
+    """The program in which what forward saves goes at the end of its passage, and comes back where backward frees it (where it
+    is not used as it is mapped); and how many bytes that is."""
+    saved = {
+        buffer
+        for passage in training
+        if passage.phase == "backward"
+        for buffer, sign in passage.timeline.events
+        if sign < 0 and buffer.row == "activations" and buffer.size.at(samples) > SMALL
+    }
+    size, edited = 0.0, []
+    for passage in training:
+        timeline = passage.timeline
+        if passage.phase == "forward":
+            gone = timeline.gone
+            leaving = [buffer for buffer in timeline.born if buffer in saved and buffer not in gone]
+            size += sum(buffer.size.at(samples) for buffer in leaving)
+            edited.append(replace(timeline, events=(*timeline.events, *((buffer, -1) for buffer in leaving))))
+        else:
+            left = [event for event in timeline.events if not mapped or event[0] not in saved]
+            edited.append(replace(timeline, events=tuple(_coming_back(left, saved))))
+    return tuple(replace(p, timeline=timeline) for p, timeline in zip(training, edited, strict=True)), size
+
+
+def _coming_back(events: list[tuple[Buffer, int]], saved: set[Buffer]) -> list[tuple[Buffer, int]]:
+    """What backward frees one after another it has used together."""
+    found: list[tuple[Buffer, int]] = []
+    for frees, group in itertools.groupby(events, key=lambda event: event[1] < 0):
+        stretch = list(group)
+        if frees:
+            found += [(buffer, 1) for buffer, _ in stretch if buffer in saved]
+        found += stretch
+    return found
+
+
+def apply(run: Run, plan: Plan) -> Run:
+    store = run.store
+    assert store is not None
+    if "activations" in plan.offload:
+        stays = {parameter.untyped_storage()._cdata for parameter in run.model.parameters()}
+        run = replace(run, loss_sum=saving(run.loss_sum, store, stays))
+    if "parameters" in plan.offload:
+        for parameter in run.model.parameters():
+            if parameter.requires_grad and not _is_stored(parameter):
+                parameter.data = store.put(parameter.data)
+                parameter.stored = True  # type: ignore[attr-defined]
+    if "gradients" in plan.offload:
+        run = replace(run, reduction=Gradients(run.model, store))
+    return run
+
+
+def _is_stored(parameter: Tensor) -> bool:
+    return getattr(parameter, "stored", False)
+
+
+def saving(loss_sum: Callable[[Batch], Tensor], store: Store, stays: set[int]) -> Callable[[Batch], Tensor]:
+    def loss_sum_with_activations_elsewhere(batch: Batch) -> Tensor:
+        with store.saving(stays):
+            return loss_sum(batch)
+
+    return loss_sum_with_activations_elsewhere
+
+
+class Gradients:
+    """The `Reduction` of a device whose gradients are summed in the store."""
+
+    parts: tuple[str, ...] = ()
+
+    def __init__(self, model: nn.Module, store: Store) -> None:
+        self.store = store
+        self.kept = store.gradients
+        self.there: set[Tensor] = set()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._take)
+
+    @torch.no_grad()
+    def _take(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if parameter not in self.kept:
+            self.kept[parameter] = self.store.empty(parameter.shape, gradient.dtype)
+        if parameter in self.there:
+            self.kept[parameter].add_(gradient)
+        else:
+            self.kept[parameter].copy_(gradient)
+            self.there.add(parameter)
+        parameter.grad = None
+
+    def begin(self, last: bool) -> None:
+        pass
+
+    def end(self, last: bool) -> None:
+        if last:
+            for parameter in self.there:
+                parameter.grad = self.kept[parameter]
+            self.there.clear()
+
+    def updated(self) -> None:
+        pass
+
+    def whole(self, weight: Tensor, value: Tensor) -> Tensor:
+        return value
+
+    def part(self, weight: Tensor, value: Tensor) -> Tensor:
+        return value
