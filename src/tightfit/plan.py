@@ -85,6 +85,8 @@ class Plan(Value):
     virtual_stages      interleaved: how many pieces of the model each pp device has
     split               blocks of each piece of the model, first to last; None makes them as equal as can be
     vertical_sync       pipedream: a micro-batch uses the same version of the weights on all devices
+    parameter_server    none; sync or async: the dp_replicate workers send gradients to one more process, which updates
+    staleness           async: how many steps a worker may be ahead of the slowest; None for any
     compressed_gradients  what replicas send each other: none, bf16, or powersgd (products of rank `powersgd_rank`)
     offload             what lies outside the device's memory: states, gradients, parameters, activations
     offload_to          host (page-locked memory beside a GPU) or disk (mapped files in `offload_folder`, left out the
@@ -117,6 +119,8 @@ class Plan(Value):
     virtual_stages: int = Field(1, gt=0)
     split: tuple[int, ...] | None = None
     vertical_sync: bool = False
+    parameter_server: Literal["none", "sync", "async"] = "none"
+    staleness: int | None = Field(None, ge=0)
     compressed_gradients: Literal["none", "bf16", "powersgd"] = "none"
     powersgd_rank: int = Field(4, gt=0)
     offload: Annotated[tuple[Offloaded, ...], BeforeValidator(_in_order)] = ()
@@ -158,7 +162,12 @@ class Plan(Value):
 
     @property
     def devices(self) -> int:
-        return self.data_parallel * self.tp * self.pp
+        return self.data_parallel * self.tp * self.pp + self.servers
+
+    @property
+    def servers(self) -> int:
+        """Processes beside the workers."""
+        return 0 if self.parameter_server == "none" else 1
 
     @property
     def stages(self) -> int:
@@ -279,6 +288,26 @@ RULES = (
         "parameters that come and go cannot be compiled into one region",
         lambda plan, job, device: not (plan.zero == 3 and plan.compile == "model"),
         "use compile: block, or zero: 2",
+    ),
+    Rule(
+        "a parameter server has workers that are whole replicas",
+        lambda plan, job, device: (
+            plan.parameter_server == "none"
+            or (plan.dp_replicate > 1 and plan.devices == plan.dp_replicate + 1 and plan.compressed_gradients == "none")
+        ),
+        "use dp_replicate: 2 (or more) with zero: 0, tp: 1, pp: 1 and compressed_gradients: none",
+    ),
+    Rule(
+        "a gradient that is applied when it arrives is not clipped with others, nor skipped with them in fp16",
+        lambda plan, job, device: (
+            plan.parameter_server != "async" or (job.train.clip is None and not plan.precision.startswith("fp16"))
+        ),
+        "leave out train.clip and fp16, or use parameter_server: sync",
+    ),
+    Rule(
+        "staleness is what an asynchronous server bounds",
+        lambda plan, job, device: plan.staleness is None or plan.parameter_server == "async",
+        "use parameter_server: async, or leave out staleness",
     ),
     Rule(
         "a lean allocator is glibc's, of a processor's memory",
@@ -412,6 +441,8 @@ def needed_permissions(plan: Plan) -> set[str]:
     if plan.offload:
         needed.add("offload")
     if plan.schedule == "pipedream":
+        needed.add("asynchronous")
+    if plan.parameter_server == "async":
         needed.add("asynchronous")
     return needed
 

@@ -23,6 +23,7 @@ class Step:
     processed      token positions (or samples) that went through the model: what throughput counts
     skipped        whether fp16 overflowed and the update was left out
     seconds        wall-clock time, waiting for data included
+    staleness      the most updates that came between a gradient's weights and its own (an asynchronous server's)
     """
 
     step: int
@@ -34,6 +35,7 @@ class Step:
     processed: int
     skipped: bool
     seconds: float = 0.0
+    staleness: int | None = None
 
 
 def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
@@ -46,14 +48,24 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
         group["lr"] = learning_rate
     loss = accumulate(run, micro_batches, items)
     norm, finite = update(run)
-    return Step(step, float(loss) / max(items, 1), learning_rate, norm, samples, items, processed, not finite)
+    if run.stages is not None and run.stages.counted is not None:
+        items, samples, processed = run.stages.counted
+    late = max(run.stages.staleness, default=None) if run.stages is not None else None
+    return Step(
+        step, float(loss) / max(items, 1), learning_rate, norm, samples, items, processed, not finite, staleness=late
+    )
 
 
 def over_data(run: Run, counts: list[int]) -> list[int]:
     """Whole numbers, summed over the devices that divide the samples."""
-    if run.mesh is None:
+    if run.mesh is None or is_free(run):
         return counts
     return [int(count) for count in run.mesh.sum(torch.tensor(counts, device=run.device), DATA)]
+
+
+def is_free(run: Run) -> bool:
+    """Whether each device trains on its own samples without waiting for the others at each step."""
+    return run.stages is not None and run.stages.free and not run.stages.delay
 
 
 def accumulate(run: Run, micro_batches: list[Batch], items: int) -> torch.Tensor:
@@ -65,7 +77,7 @@ def accumulate(run: Run, micro_batches: list[Batch], items: int) -> torch.Tensor
     if run.stages is not None:
         assert run.mesh is not None
         total = run.stages.accumulate(run, micro_batches, scale)
-        return total if run.stages.delay else run.mesh.sum(total, (*DATA, "pp"))
+        return total if run.stages.free else run.mesh.sum(total, (*DATA, "pp"))
     total = torch.zeros((), device=run.device)
     for number, batch in enumerate(micro_batches):
         last = number == len(micro_batches) - 1

@@ -34,7 +34,7 @@ class Observer:
 
     def take(self, run: Run, micro_batches: list[Batch], step: int) -> Step:
         """Take a step, and look into it if it is the one that is sampled."""
-        if step - self.start != SAMPLED:
+        if step - self.start != SAMPLED or not micro_batches:
             return take_step(run, micro_batches, step)
         result, self.peak = sample_step(run, micro_batches, step)
         flops = None if isinstance(micro_batches[0], Filler) else forward_flops(run, micro_batches[0])

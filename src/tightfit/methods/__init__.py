@@ -20,6 +20,7 @@ from tightfit.methods import (
     microbatch,
     offload,
     optimizer_states,
+    parameter_server,
     pipeline,
     precision,
     recompute,
@@ -42,6 +43,7 @@ METHODS: tuple[ModuleType, ...] = (
     offload,           # around the forward, before what divides it
     pipeline,          # divides the blocks that all above has changed
     data_parallel,     # watches the gradients of the final parameters
+    parameter_server,  # in its place
     zero,              # the same, and divides what the optimizer will hold
     optimizer_states,  # last: needs the final parameters, and the data's length for its schedule
 )

@@ -29,7 +29,7 @@ VARIANTS = ({"dp_replicate": 2}, {"dp_replicate": 2, "compressed_gradients": "bf
 
 
 def wanted(plan: Plan) -> bool:
-    return plan.dp_replicate > 1 and plan.zero == 0
+    return plan.dp_replicate > 1 and plan.zero == 0 and plan.parameter_server == "none"
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:

@@ -34,11 +34,13 @@ class Mesh:
 
     axes   the mesh along one axis, or several, by name
     lines  groups of their own of the devices in a pipeline, for what travels through it: "forward" and "backward", each also
-           "around" from the last to the first; and of its two "ends"
+           "around" from the last to the first; and of its two "ends". Of a parameter server and its workers: "server"
+    servers  processes along dp_replicate, the first ones, that have no samples
     """
 
     axes: dict[str | tuple[str, ...], DeviceMesh]
     lines: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    servers: int = 0
 
     def size(self, axis: str) -> int:
         return self.axes[axis].size()
@@ -52,9 +54,8 @@ class Mesh:
     @property
     def part(self) -> tuple[int, int]:
         """Which part of a step's samples is this device's, and of how many."""
-        return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard"), self.size(
-            "dp_replicate"
-        ) * self.size("dp_shard")
+        replica, replicas = self.rank("dp_replicate") - self.servers, self.size("dp_replicate") - self.servers
+        return max(replica, 0) * self.size("dp_shard") + self.rank("dp_shard"), replicas * self.size("dp_shard")
 
     def sum(self, values: Tensor, axes: tuple[str, ...], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """`values`, in place, summed over the devices along `axes`."""
@@ -178,6 +179,7 @@ def check_world(plan: Plan) -> None:
     there = world_size()
     if plan.devices != there:
         sizes = " x ".join(f"{axis}={getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) > 1)
+        sizes += " + a server" if plan.servers else ""
         asked = f"plan: {plan.devices} devices ({sizes})" if sizes else "plan: one device"
         raise InputError(
             asked,
@@ -196,28 +198,32 @@ def make_mesh(plan: Plan, device: torch.device) -> Mesh | None:
     if plan.devices == 1:
         return None
     join(device.type)
-    return _mesh(device.type, tuple(getattr(plan, axis) for axis in AXES))
+    sizes = tuple(getattr(plan, axis) + (plan.servers if axis == "dp_replicate" else 0) for axis in AXES)
+    return _mesh(device.type, sizes, plan.servers)
 
 
-_known: dict[tuple[str, tuple[int, ...]], Mesh] = {}
+_known: dict[tuple[str, tuple[int, ...], int], Mesh] = {}
 _world: dist.ProcessGroup | None = None  # whose meshes are known
 
 
-def _mesh(kind: str, sizes: tuple[int, ...]) -> Mesh:
+def _mesh(kind: str, sizes: tuple[int, ...], servers: int) -> Mesh:
     """The mesh of these sizes; one for all runs of this process, as the groups of a mesh keep threads and connections."""
     global _world
     if dist.group.WORLD is not _world:
         _known.clear()
         _world = dist.group.WORLD
-    if (kind, sizes) not in _known:
+    if (kind, sizes, servers) not in _known:
         with _disable_current_modes():  # which process is where is real, also where tensors are fake
             devices = init_device_mesh(kind, sizes, mesh_dim_names=AXES)
             axes: dict[str | tuple[str, ...], DeviceMesh] = {
                 **{axis: devices[axis] for axis in AXES},
                 DATA: devices[DATA],
             }
-            _known[kind, sizes] = Mesh(axes, _lines(devices) if sizes[0] > 1 else {})
-    return _known[kind, sizes]
+            lines = _lines(devices) if sizes[0] > 1 else {}
+            if servers:  # what travels lies in host memory, and comes from whoever is first
+                lines["server"] = dist.new_group(backend=None if dist.get_backend() == "fake" else "gloo")
+            _known[kind, sizes, servers] = Mesh(axes, lines, servers)
+    return _known[kind, sizes, servers]
 
 
 LINES = ("forward", "backward", "forward around", "backward around", "ends")

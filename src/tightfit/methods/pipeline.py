@@ -221,9 +221,12 @@ class Pipeline:
         self.sending: list[tuple[Any, Tensor]] = []
         self.shapes: dict[Any, tuple[int, torch.dtype, tuple[int, ...]]] = {}
         self.losses: deque[float] = deque()
+        self.staleness: list[int] = []
         self.deferred = Deferred() if plan.schedule == "zero-bubble" else None
 
     delay = 0
+    free = False
+    counted: tuple[int, int, int] | None = None
 
     def drain(self, run: Run) -> Iterator[None]:
         """Nothing is left of a step when the next begins."""
@@ -411,6 +414,8 @@ class PipeDream(Pipeline):
 
     losses  of the steps whose backward was done here, in order
     """
+
+    free = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

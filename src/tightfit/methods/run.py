@@ -110,10 +110,16 @@ class Stages(Protocol):
     evaluate    (run, micro-batch) -> its loss, on the last device; 0 on the others
     delay       how many steps later than taken a step's loss is known; then accumulate returns NaN
     losses      those that became known, in order
+    free        whether devices go on without waiting for each other at each step
+    counted     items, samples and positions of the last step, where the micro-batches do not say; staleness: how many
+                updates its gradients were behind
     drain       does what is left of earlier steps, and yields before each update that has to follow
     """
 
     delay: int
+    free: bool
+    counted: tuple[int, int, int] | None
+    staleness: list[int]
     losses: deque[float]
 
     copies: frozenset[str]

@@ -10,6 +10,7 @@ from tightfit.planner.estimate import Estimator
 # which fields of a plan are whose, in the order in which people decide them
 METHOD_FIELDS = {
     "data_parallel": ("dp_replicate", "compressed_gradients", "powersgd_rank"),
+    "parameter_server": ("parameter_server", "staleness"),
     "zero": ("dp_shard", "zero"),
     "tensor_parallel": ("tp",),
     "precision": ("precision", "loss_scale", "rounding"),

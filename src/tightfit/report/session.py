@@ -116,7 +116,7 @@ def _train(
                 trackers.log(line)
             _check_loss(result, overflows, out)
             view.show(result, line["items_per_s"], line["peak_bytes"], observer.step_s(result) * (last - done))
-            asks = run.stages is None or not run.stages.delay or done % ASKED_EVERY == 0
+            asks = run.stages is None or not run.stages.free or done % ASKED_EVERY == 0
             if asks and not everywhere(run, not stop.asked):  # all stop after the same step
                 view.say(f"stopped after step {done}; go on with --resume")
                 break
@@ -139,6 +139,7 @@ def metrics_line(result: Step, observer: Observer) -> dict[str, Any]:
         "peak_bytes": observer.peak_bytes(),
         "process_bytes": process_peak_bytes(),
         "skipped": result.skipped,
+        **({} if result.staleness is None else {"staleness": result.staleness}),
     }
 
 

@@ -1,0 +1,324 @@
+"""Parameter server: one process has the weights and their states; workers send it gradients and get weights back.
+
+Saves   workers the optimizer's states. sync: nothing else. async: nobody waits for the slowest worker.
+Costs   everything goes through the server's link: N workers' gradients in and N times the weights out, where a ring sends
+        each device twice the gradients whatever N is: the server is the bottleneck. async: a gradient is of weights that
+        other workers' updates have come to since (staleness), at most `staleness` steps of the slowest.
+When    workers of very different speed (async); else data parallelism does the same and waits less.
+Order   with data parallelism, whose place it takes; before the optimizer, which the server alone has a use for.
+Source  Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server", OSDI; bounded staleness: Ho et al.
+        2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS.
+
+The server is process 0, the workers those after it. sync: gradients are summed in the workers' order, then one update: what
+data parallelism does. async: each worker's mean gradient is an update of its own when it arrives.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._guards import active_fake_mode
+
+from tightfit.errors import InputError
+from tightfit.ledger import Ledger
+from tightfit.machine import Machine
+from tightfit.methods.mesh import Mesh, Statistics, message, same_everywhere
+from tightfit.methods.run import Data, Filler, Run, to_device
+from tightfit.models.objective import Batch, processed_count, sample_count
+from tightfit.plan import Plan
+
+VARIANTS = ({"parameter_server": "sync", "dp_replicate": 2},)
+SERVER = 0
+
+
+def wanted(plan: Plan) -> bool:
+    return plan.parameter_server != "none"
+
+
+def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
+    """A worker: it has no states. Beside it stands the server, which has them, and no activations; all wait for its link."""
+    size, states = ledger.gradient_bytes(), sum(update.state_bytes for update in ledger.updates.values())
+    parameters = sum(parameter.bytes for parameter in ledger.parameters)
+    updates = {name: replace(update, state_bytes=0) for name, update in ledger.updates.items()}
+    through = replace(
+        message("through the server", 2 * plan.dp_replicate * size, plan, machine, ("dp_replicate",)), hides=False
+    )
+    return replace(
+        ledger,
+        updates=updates,
+        phases={**ledger.phases, "server": float(parameters + 2 * size + states)},
+        messages=(*ledger.messages, through),
+    )
+
+
+def apply(run: Run, plan: Plan) -> Run:
+    assert run.mesh is not None
+    same_everywhere(run.model, run.mesh)
+    rank, statistics = run.mesh.rank("dp_replicate"), Statistics(run.model, run.mesh)
+    asynchronous = plan.parameter_server == "async"
+    if asynchronous and statistics.buffers:
+        raise InputError(
+            "plan: parameter_server=async",
+            "the model has BatchNorm, whose running statistics each worker would have of its own",
+            "use parameter_server: sync, or a model with other norms",
+        )
+    box = _Box([parameter for parameter in run.model.parameters() if parameter.requires_grad], run.mesh)
+    if rank == SERVER:
+        server = (AsyncServer if asynchronous else Server)(box, plan, statistics)
+        return replace(run, stages=server, reduction=server, data=Unserved(run.data))
+    worker = (AsyncWorker if asynchronous else Worker)(box, plan, statistics)
+    return replace(run, stages=worker, reduction=worker)
+
+
+@dataclass(frozen=True)
+class Unserved:
+    """The server's `Data`: as many steps as the workers', without micro-batches."""
+
+    of: Data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.of, name)
+
+    @property
+    def samples(self) -> int | None:
+        return self.of.samples
+
+    @property
+    def sample_items(self) -> int:
+        return self.of.sample_items
+
+    @property
+    def ragged(self) -> bool:
+        return self.of.ragged
+
+    @property
+    def damaged(self) -> int:
+        return 0
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.of.tokenizer
+
+    def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
+        batch = getattr(self.of, "batch", 1)
+        while until is None or consumed < until:
+            yield []
+            consumed += batch
+
+    def held_out(self, samples: int) -> Iterator[Batch]:
+        return iter(())
+
+
+class _Box:
+    """What travels between a worker and the server: all gradients in one tensor, and whether each is there; all weights."""
+
+    def __init__(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
+        self.parameters, self.group = parameters, mesh.lines["server"]
+        self.sizes = [parameter.numel() for parameter in parameters]
+        self.workers = range(1, mesh.size("dp_replicate"))
+
+    def empty(self) -> Tensor:
+        return torch.empty(sum(self.sizes) + len(self.sizes))
+
+    @torch.no_grad()
+    def gradients(self) -> Tensor:
+        """This worker's gradients, which it then has no more; behind them a number for each that is there."""
+        parts = [torch.zeros(p.numel()) if p.grad is None else p.grad.float().cpu().flatten() for p in self.parameters]
+        there = torch.tensor([float(parameter.grad is not None) for parameter in self.parameters])
+        for parameter in self.parameters:
+            parameter.grad = None
+        return torch.cat([*parts, there])
+
+    @torch.no_grad()
+    def put_gradients(self, flat: Tensor) -> None:
+        for parameter, part, there in zip(
+            self.parameters, flat.split([*self.sizes, len(self.sizes)]), flat[-len(self.sizes) :].tolist(), strict=False
+        ):
+            parameter.grad = part.view(parameter.shape).to(parameter) if there else None
+
+    @torch.no_grad()
+    def weights(self) -> Tensor:
+        return torch.cat([parameter.detach().float().cpu().flatten() for parameter in self.parameters])
+
+    @torch.no_grad()
+    def put_weights(self, flat: Tensor) -> None:
+        for parameter, part in zip(self.parameters, flat.split(self.sizes), strict=True):
+            parameter.copy_(part.view(parameter.shape))
+
+
+class _Process:
+    """What server and workers share, as `Stages` and as `Reduction`."""
+
+    copies: frozenset[str] = frozenset()
+    parts: tuple[str, ...] = ()
+    delay = 0
+    free = False
+    counted: tuple[int, int, int] | None = None
+
+    def __init__(self, box: _Box, plan: Plan, statistics: Statistics) -> None:
+        self.box, self.plan, self.statistics = box, plan, statistics
+        self.losses: deque[float] = deque()
+        self.staleness: list[int] = []
+
+    def evaluate(self, run: Run, batch: Batch) -> Tensor:
+        if isinstance(batch, Filler):
+            return torch.zeros((), device=run.device)
+        return run.loss_sum(to_device(batch, run))
+
+    def drain(self, run: Run) -> Iterator[None]:
+        """Everybody has the server's weights."""
+        if self.free:
+            flat = self.box.weights()
+            dist.broadcast(flat, SERVER, group=self.box.group)
+            self.box.put_weights(flat)
+        return iter(())
+
+    def begin(self, last: bool) -> None:
+        pass
+
+    def end(self, last: bool) -> None:
+        pass
+
+    def updated(self) -> None:
+        pass
+
+    def whole(self, weight: Tensor, value: Tensor) -> Tensor:
+        return value
+
+    def part(self, weight: Tensor, value: Tensor) -> Tensor:
+        return value
+
+
+class Worker(_Process):
+    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float) -> Tensor:
+        """Gradients of this worker's samples, sent to the server; returns the sum of its losses."""
+        total = self._backward(run, micro_batches, scale)
+        flat = self.box.gradients()
+        if active_fake_mode() is None:
+            dist.send(flat, SERVER, group=self.box.group)
+        self.statistics.average()
+        return total
+
+    def _backward(self, run: Run, micro_batches: list[Batch], scale: float) -> Tensor:
+        total = torch.zeros((), device=run.device)
+        for batch in micro_batches:
+            if not isinstance(batch, Filler):
+                loss = run.loss_sum(to_device(batch, run))
+                (loss * scale).backward()
+                total += loss.detach()
+        return total
+
+    def updated(self) -> None:
+        flat = torch.empty(sum(self.box.sizes))
+        if active_fake_mode() is None:
+            dist.broadcast(flat, SERVER, group=self.box.group)
+            self.box.put_weights(flat)
+
+
+class Server(_Process):
+    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float) -> Tensor:
+        """All workers' gradients, summed in their order."""
+        total = torch.zeros_like(self.box.empty())
+        for worker in self.box.workers:
+            flat = self.box.empty()
+            if active_fake_mode() is None:
+                dist.recv(flat, worker, group=self.box.group)
+            total += flat
+        self.box.put_gradients(total)
+        for buffer in self.statistics.buffers:
+            buffer.zero_()
+        self.statistics.average()
+        return torch.zeros((), device=run.device)
+
+    def updated(self) -> None:
+        if active_fake_mode() is None:
+            dist.broadcast(self.box.weights(), SERVER, group=self.box.group)
+
+
+_HEAD = 7  # worker, its step, the version its weights were, items, samples, processed, sum of losses
+
+
+class AsyncWorker(Worker):
+    """Sends the mean gradient of its own samples, and goes on with the weights that come back."""
+
+    free = True
+
+    def __init__(self, box: _Box, plan: Plan, statistics: Statistics) -> None:
+        super().__init__(box, plan, statistics)
+        self.step = self.version = 0
+
+    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float) -> Tensor:
+        real = [batch for batch in micro_batches if not isinstance(batch, Filler)]
+        items = sum(map(run.objective.count, real))
+        total = self._backward(run, micro_batches, scale)
+        counts = [items, sum(map(sample_count, real)), sum(map(processed_count, real))]
+        head = torch.tensor([dist.get_rank(), self.step, self.version, *counts, float(total)], dtype=torch.float64)
+        dist.send(head, SERVER, group=self.box.group)
+        dist.send(self.box.gradients(), SERVER, group=self.box.group)
+        self.step += 1
+        return total
+
+    def updated(self) -> None:
+        version, flat = torch.zeros(1, dtype=torch.int64), torch.empty(sum(self.box.sizes))
+        dist.recv(version, SERVER, group=self.box.group)
+        dist.recv(flat, SERVER, group=self.box.group)
+        self.version = int(version)
+        self.box.put_weights(flat)
+
+
+class AsyncServer(_Process):
+    """Applies each worker's gradient when it arrives, and sends the weights back.
+
+    A worker that is `staleness` steps ahead of the slowest gets them when that one has come closer.
+    log  (worker, its step, the version that its gradient is of) of each update, in order: all that chance decided
+    """
+
+    free = True
+
+    def __init__(self, box: _Box, plan: Plan, statistics: Statistics) -> None:
+        super().__init__(box, plan, statistics)
+        self.version = 0
+        self.done = dict.fromkeys(box.workers, 0)
+        self.waiting: list[int] = []
+        self.log: list[tuple[int, int, int]] = []
+
+    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float) -> Tensor:
+        """As many arrivals as there are workers; the update of the last one follows."""
+        counts, total = [0, 0, 0], 0.0
+        self.staleness = []
+        for left in reversed(self.box.workers):
+            head = torch.zeros(_HEAD, dtype=torch.float64)
+            dist.recv(head, group=self.box.group)
+            worker, step, version, *numbers, loss = head.tolist()
+            flat = self.box.empty()
+            dist.recv(flat, int(worker), group=self.box.group)
+            counts = [count + int(number) for count, number in zip(counts, numbers, strict=True)]
+            total += loss
+            self.staleness.append(self.version - int(version))
+            self.log.append((int(worker), int(step), int(version)))
+            self.done[int(worker)] += 1
+            self.waiting.append(int(worker))
+            if numbers[0]:
+                self.box.put_gradients(flat)
+            if left > 1:
+                run.optimizer.step()
+                run.optimizer.zero_grad(set_to_none=True)
+                self.updated()
+        self.counted = counts[0], counts[1], counts[2]
+        return torch.tensor(total)
+
+    def updated(self) -> None:
+        """An update was done: whoever waits and may go on gets the weights."""
+        self.version += 1
+        slowest, bound = min(self.done.values()), self.plan.staleness
+        due = [worker for worker in self.waiting if bound is None or self.done[worker] - slowest <= bound]
+        for worker in due:
+            dist.send(torch.tensor([self.version]), worker, group=self.box.group)
+            dist.send(self.box.weights(), worker, group=self.box.group)
+            self.waiting.remove(worker)

@@ -1,0 +1,92 @@
+"""The asynchronous parameter server against a serial replay of what it did, in the order in which chance had it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tightfit
+from tests.contract import cases
+from tests.pool import together
+from tightfit.methods.mesh import rank
+
+pytestmark = pytest.mark.xdist_group("distributed")
+HERE = "tests.methods.test_parameter_server:"
+STEPS = 6
+
+
+def job(**train: Any) -> tightfit.Job:
+    settings = {"steps": STEPS, "optimizer": "sgd", "momentum": 0.9, "learning_rate": 0.05, **train}
+    return cases.make_case("llama", **settings).job.replace(allow=[*cases.ALLOW, "asynchronous"])
+
+
+def trained(fields: dict[str, Any], slow: int) -> tuple[list[Any], list[int | None], dict[str, Tensor]]:
+    """The server's log, the staleness of its steps, and this process's weights; process `slow` takes its time."""
+    run = tightfit.build(job(), tightfit.Plan(**fields))
+    late = []
+    for step in tightfit.train(run):
+        late.append(step.staleness)
+        if rank() == slow:
+            time.sleep(0.05)
+    return getattr(run.stages, "log", []), late, cases.state_of(run)
+
+
+def replayed(log: list[tuple[int, int, int]], workers: int) -> dict[str, Tensor]:
+    """One process: each update's gradient is that of its worker's samples at the version that the log names."""
+    run = tightfit.build(job())
+    batches = [batch for _, (batch,) in zip(range(STEPS), run.data.steps(0, None), strict=False)]
+    weights = list(run.model.parameters())
+    versions = [[weight.detach().clone() for weight in weights]]
+    for worker, step, version in log:
+        size = cases.BATCH
+        first, last = size * (worker - 1) // workers, size * worker // workers
+        share = {name: value[first:last] for name, value in batches[step].items()}
+        put(weights, versions[version])
+        (run.loss_sum(share) / run.objective.count(share)).backward()
+        put(weights, versions[-1])
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        versions.append([weight.detach().clone() for weight in weights])
+    return cases.state(run.model)
+
+
+@torch.no_grad()
+def put(weights: list[torch.nn.Parameter], values: list[Tensor]) -> None:
+    for weight, value in zip(weights, values, strict=True):
+        weight.copy_(value)
+
+
+@pytest.mark.parametrize("staleness", [None, 0, 1])
+def test_each_gradient_is_applied_when_it_arrives(staleness: int | None) -> None:
+    plan = {"parameter_server": "async", "dp_replicate": 3, "staleness": staleness}
+    found = together(4, HERE + "trained", plan, 3)
+    log, late, weights = found[0]
+    assert sorted((worker, step) for worker, step, _ in log) == [(w, s) for w in (1, 2, 3) for s in range(STEPS)]
+    assert cases.distance(weights, replayed(log, 3)) < 1e-6
+    for _, _, others in found[1:]:
+        assert cases.distance(others, weights) < 1e-6  # in the end everybody has the server's
+    behind = [number - version for number, (_, _, version) in enumerate(log)]
+    assert max(late) == max(behind)  # what a step says of its staleness is what it was
+    ahead = max(
+        sum(worker == 1 for worker, _, _ in log[:number]) - sum(worker == 3 for worker, _, _ in log[:number])
+        for number in range(len(log) + 1)
+    )
+    assert ahead <= (STEPS if staleness is None else staleness + 1)
+
+
+def evaluated(fields: dict[str, Any]) -> float:
+    data = {"synthetic": "tokens", "sequence_length": 16, "held_out": 0.1, "samples": 64}
+    small = tightfit.Job(model=cases.LLAMA, data=data, train=job().train, allow=["asynchronous"])
+    run = tightfit.build(small, tightfit.Plan(**fields))
+    return tightfit.evaluate(run, 5)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_evaluation_is_that_of_one_process(kind: str) -> None:
+    alone = evaluated({})
+    found = together(3, HERE + "evaluated", {"parameter_server": kind, "dp_replicate": 2})
+    assert found == pytest.approx([alone] * 3, rel=1e-6)
