@@ -13,7 +13,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-TIMEOUT = 120
+TIMEOUT = 240
 _pools: dict[int, Pool] = {}
 
 

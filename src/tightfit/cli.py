@@ -96,7 +96,7 @@ def explain(
     """Predict where each byte and millisecond of a step will go, and choose the fastest plan that fits."""
     from tightfit.report.commands import explain_command
 
-    explain_command(job, plan, machine, memory, top, analyze, (picture, timeline), changes or [], as_json)
+    explain_command(job, plan, machine, memory, top, analyze, picture, changes or [], as_json, timeline)
 
 
 @app.command()

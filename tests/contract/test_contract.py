@@ -51,11 +51,6 @@ def on_several(items: list[Variant]) -> bool:
     return any(fields.get(axis, 1) > 1 for _, fields in items for axis in AXES)
 
 
-def marked(items: list[Variant]) -> Any:
-    """What several processes train runs in one worker of the tests, which keeps those processes."""
-    return pytest.param(items, marks=pytest.mark.xdist_group("distributed")) if on_several(items) else items
-
-
 SINGLES = [[variant] for variant in variants()]
 PAIRS = [list(pair) for pair in itertools.combinations(variants(), 2) if pair[0][0] != pair[1][0]]
 
@@ -110,7 +105,7 @@ def test_reference_plan_is_plain_pytorch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", cases.NAMES)
-@pytest.mark.parametrize("items", [marked(s) for s in SINGLES if not is_compiled(s)], ids=named)
+@pytest.mark.parametrize("items", [s for s in SINGLES if not is_compiled(s)], ids=named)
 def test_single(name: str, items: list[Variant]) -> None:
     hold(name, items)
 
@@ -123,7 +118,7 @@ def test_pair(name: str, items: list[Variant]) -> None:
     hold(name, items)
 
 
-SEVERAL = [marked(p) for p in PAIRS if on_several(p) and not is_compiled(p) and not has_workers(p)]
+SEVERAL = [p for p in PAIRS if on_several(p) and not is_compiled(p) and not has_workers(p)]
 
 
 @pytest.mark.parametrize("items", SEVERAL, ids=named)
@@ -139,7 +134,7 @@ def test_pair_on_several_devices_of_others(name: str, items: list[Variant]) -> N
     hold(name, items)
 
 
-@pytest.mark.parametrize("items", [marked(p) for p in PAIRS if has_workers(p) and not is_compiled(p)], ids=named)
+@pytest.mark.parametrize("items", [p for p in PAIRS if has_workers(p) and not is_compiled(p)], ids=named)
 def test_pair_with_workers(items: list[Variant]) -> None:
     """On one model: each of these starts processes, which takes seconds, and what they prepare is the same batches."""
     hold("batchnorm", items)
@@ -164,12 +159,12 @@ def fresh_compiler() -> Any:
 
 
 @pytest.mark.parametrize("name", cases.NAMES)
-@pytest.mark.parametrize("items", [marked(s) for s in SINGLES if is_compiled(s)], ids=named)
+@pytest.mark.parametrize("items", [s for s in SINGLES if is_compiled(s)], ids=named)
 def test_compiled(name: str, items: list[Variant], fresh_compiler: None) -> None:
     hold(name, items)
 
 
-@pytest.mark.parametrize("items", [marked(p) for p in PAIRS if is_compiled(p)], ids=named)
+@pytest.mark.parametrize("items", [p for p in PAIRS if is_compiled(p)], ids=named)
 def test_compiled_pair_composes(items: list[Variant], fresh_compiler: None) -> None:
     """Traced and differentiated as compiled, but run by eager kernels, which is quick; the slow suite generates code."""
     hold("llama", items, backend="aot_eager")
@@ -177,6 +172,6 @@ def test_compiled_pair_composes(items: list[Variant], fresh_compiler: None) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", cases.NAMES)
-@pytest.mark.parametrize("items", [marked(p) for p in PAIRS if is_compiled(p)], ids=named)
+@pytest.mark.parametrize("items", [p for p in PAIRS if is_compiled(p)], ids=named)
 def test_compiled_pair(name: str, items: list[Variant], fresh_compiler: None) -> None:
     hold(name, items)

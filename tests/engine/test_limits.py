@@ -55,7 +55,6 @@ def in_fresh_processes(count: int, fields: dict[str, Any], more: int | None) -> 
         pool.close()
 
 
-@pytest.mark.xdist_group("distributed")
 def test_what_does_not_fit_a_process_trains_divided_or_from_disk(tmp_path: Path) -> None:
     (expected,) = in_fresh_processes(1, {}, None)
     (said,) = in_fresh_processes(1, {}, MORE)

@@ -13,8 +13,6 @@ from tests.contract import cases
 from tests.pool import together
 from tightfit.engine import checkpoint
 
-pytestmark = pytest.mark.xdist_group("distributed")
-
 PLANS: list[dict[str, Any]] = [
     {"dp_replicate": 2},
     {"zero": 1, "dp_shard": 2},

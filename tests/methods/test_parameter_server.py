@@ -14,7 +14,6 @@ from tests.contract import cases
 from tests.pool import together
 from tightfit.methods.mesh import rank
 
-pytestmark = pytest.mark.xdist_group("distributed")
 HERE = "tests.methods.test_parameter_server:"
 STEPS = 6
 

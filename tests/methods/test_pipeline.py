@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,6 +15,7 @@ import tightfit
 from tests.contract import cases
 from tests.pool import together
 from tightfit.errors import InputError
+from tightfit.methods.mesh import rank
 from tightfit.methods.stages import pieces_of
 from tightfit.models import find_blocks, places_of
 from tightfit.timetable import (
@@ -176,7 +178,6 @@ def simulated(
     return losses, cases.state(run.model)
 
 
-@pytest.mark.xdist_group("distributed")
 @pytest.mark.parametrize("vertical_sync", [False, True])
 @pytest.mark.parametrize(
     ("name", "fields", "train"),
@@ -211,7 +212,39 @@ def refused(name: str, fields: dict[str, Any]) -> str:
     return ""
 
 
-@pytest.mark.xdist_group("distributed")
+class HeadFirst(torch.nn.Module):
+    """Defines its head before its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def head_first() -> str:
+    samples = [(torch.randn(4), 1) for _ in range(16)]
+    job = tightfit.Job(model=HeadFirst, data=samples, train=tightfit.Train(batch=4, steps=1))
+    try:
+        run = tightfit.build(job, tightfit.Plan(pp=2))
+        actions = Action(FORWARD, rank(), 0)
+        if rank() == 1:
+            run.stages._receive = lambda action, key, like: torch.zeros(4, 8)  # type: ignore[union-attr, attr-defined]
+            run.stages.forward(run, actions, next(run.data.steps(0, None))[0], 1.0)  # type: ignore[union-attr, attr-defined]
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_head_that_no_device_would_have_is_refused_not_replaced() -> None:
+    assert "head is used behind the model's blocks, and defined before them" in together(2, HERE + "head_first")[1]
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "said"),
     [

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -86,7 +87,8 @@ def apply(run: Run, plan: Plan) -> Run:
         block.register_forward_hook(passage.note_form)
     parameters = dict(run.model.named_parameters())
     mine = {name for name, where in places.items() if pieces_with(where, pieces) & set(own)}
-    _hollow(run.model, {parameter for name, parameter in parameters.items() if name not in mine}, own[0] == 0)
+    foreign = {parameter for name, parameter in parameters.items() if name not in mine}
+    _hollow(run.model, foreign, own[0] == 0, passage)
     for number, (parent, child) in enumerate(slots):
         if number not in kept:
             parent._modules[child] = stubs[number]
@@ -113,12 +115,13 @@ def _refuse_what_cannot_be_cut(model: nn.Module, places: dict[str, tuple[int, ..
         )
 
 
-def _hollow(model: nn.Module, foreign: set[nn.Parameter], first: bool) -> None:
+def _hollow(model: nn.Module, foreign: set[nn.Parameter], first: bool, passage: _Passage) -> None:
     """In the place of other devices' parameters, zeros of their shape that take no memory and are no parameters: what lies
     before the blocks runs with them, and its output is not used."""
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter in foreign:
+                module.register_forward_pre_hook(partial(passage.refuse, path))
                 del module._parameters[name]
                 empty = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
                 setattr(module, name, empty)
@@ -147,8 +150,23 @@ class _Passage:
         self.piece = range(0)
         self.take: Any = None
         self.form = 0
+        self.left = 0  # blocks of the piece that have not run
+
+    def begin(self, piece: range, take: Any) -> None:
+        self.piece, self.take, self.left = piece, take, len(piece)
+
+    def refuse(self, name: str, module: nn.Module, inputs: Any) -> None:
+        """A module of which this device has no values is called where its output is used. Raises InputError."""
+        if self.left == 0 or self.piece.start == 0:
+            used, defined = ("behind", "before") if self.left == 0 else ("before", "behind")
+            raise InputError(
+                "plan: pp",
+                f"{name} is used {used} the model's blocks, and defined {defined} them",
+                f"define it {used} them in the model's constructor, so that the device that uses it has it",
+            )
 
     def note_form(self, block: nn.Module, inputs: Any, output: Any) -> None:
+        self.left -= 1
         self.form = 0 if isinstance(output, Tensor) else len(output)
         hidden = output if isinstance(output, Tensor) else output[0]
         if not isinstance(hidden, Tensor):
@@ -325,7 +343,7 @@ class Pipeline:
         self.sending.clear()
 
     def _enter(self, piece: int, take: Any) -> None:
-        self.passage.piece, self.passage.take = self.pieces[piece], take
+        self.passage.begin(self.pieces[piece], take)
         for number in self.kept:
             if number not in self.pieces[piece]:
                 parent, child = self.slots[number]

@@ -194,13 +194,12 @@ def explain_command(
     memory: str | None,
     top: int,
     analyze: bool,
-    pictures: tuple[Path | None, Path | None],
+    picture: Path | None,
     changes: list[str],
     as_json: bool,
+    timeline: Path | None = None,
 ) -> None:
-    """pictures: where memory over the step is drawn, and the timeline of a pipeline."""
     quiet_libraries()
-    picture, timeline = pictures
     machine = Machine.detect() if machine_name is None else Machine.named(machine_name)
     job, pins = read_job(path, plan, [*changes, *([f"limits.memory={memory}"] if memory else [])])
     if analyze and machine_name is not None:

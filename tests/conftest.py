@@ -1,0 +1,25 @@
+"""How tests are dealt out to workers: those that start processes of their own run in one, which keeps the processes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+_SEVERAL = re.compile(
+    r"engine/test_several_devices|engine/test_limits|methods/test_pipeline|methods/test_parameter_server"
+    r"|contract/.*[\[,+](dp_replicate|dp_shard|tp|pp|parameter_server)="
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As --dist loadgroup with the mark xdist_group, which pytest-xdist 3.8 does not see under pytest 9."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "distributed" if _SEVERAL.search(nodeid) else nodeid
+
+    return Scheduling(config, log)
