@@ -1,10 +1,11 @@
-"""Several devices: tightfit's data parallelism, ZeRO and tensor parallelism beside the same thing written in PyTorch.
+"""Several devices: tightfit's data parallelism, ZeRO, tensor parallelism and pipeline beside the same written in PyTorch.
 
     .venv/bin/python benchmarks/distributed.py --out records/distributed.json
 
 Processes are gloo's, one thread each, on this machine; each contender is started afresh, in turn, several times over, and
 ratios are medians over the rounds. Bytes that a device sends are counted from the collectives' sizes, as rings send them.
-Then the bytes of model states that a device holds under each stage of ZeRO at 1, 2, 4 and 8 devices, beside the formulas.
+Then the bytes of model states that a device holds under each stage of ZeRO at 1, 2, 4 and 8 devices, beside the formulas; and
+the share of a step that the first device of a pipeline waits, beside theory.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ OURS: dict[str, dict[str, Any]] = {
     "zero 2": {"dp_shard": 0, "zero": 2},
     "zero 3": {"dp_shard": 0, "zero": 3},
     "tensor parallel": {"tp": 0},
+    "pipeline": {"pp": 0, "schedule": "1f1b"},
 }  # 0: as many as there are processes
 PLAIN = {
     "data parallel": "DistributedDataParallel",
@@ -38,7 +40,10 @@ PLAIN = {
     "zero 2": "fully_shard, reshard_after_forward=False",
     "zero 3": "fully_shard",
     "tensor parallel": "parallelize_module",
+    "pipeline": "Schedule1F1B",
 }
+MICRO = {"pipeline": 2}  # samples of a micro-batch, where the batch is cut
+BUBBLES = [(schedule, micro) for schedule in ("naive", "gpipe", "1f1b") for micro in (8, 4, 2)]
 STATES = {0: lambda n: 16.0, 1: lambda n: 8 + 8 / n, 2: lambda n: 4 + 12 / n, 3: lambda n: 16 / n}
 
 
@@ -110,6 +115,7 @@ def run_ours(fields: dict[str, Any], micro_batch: int | None) -> dict[str, Any]:
     run = tightfit.build(job_of(), plan)
     found: dict[str, Any] = {}
     seconds, losses = [], []
+    waited: list[float] = []
     for step, batches in zip(range(STEPS + WARM), run.data.steps(0, None), strict=False):
         begin = time.perf_counter()
         if step == WARM - 1:
@@ -126,6 +132,12 @@ def run_ours(fields: dict[str, Any], micro_batch: int | None) -> dict[str, Any]:
         losses.append(result.loss)
         if step >= WARM:
             seconds.append(time.perf_counter() - begin)
+            if run.stages is not None:
+                waited.append(run.stages.waited_s / seconds[-1])  # type: ignore[attr-defined]
+        if run.stages is not None:
+            run.stages.waited_s = 0.0  # type: ignore[attr-defined]
+    if waited:
+        found["waited"] = statistics.median(waited)
     batches = next(iter(run.data.steps(0, None)))
     accumulate(run, batches, over_data(run, [1])[0])
     weights = [w for group in run.optimizer.param_groups for w in group["params"]]
@@ -155,6 +167,8 @@ def run_plain(kind: str) -> dict[str, Any]:
         LlamaConfig(**{k: v for k, v in MODEL.items() if k != "architecture"}, use_cache=False)
     )
     parallel, parts = model, world
+    if kind == "pipeline":
+        return run_plain_pipeline(model, rank, world)
     if kind in ("data parallel", "zero 1"):
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     elif kind in ("zero 2", "zero 3"):
@@ -214,6 +228,71 @@ def run_plain(kind: str) -> dict[str, Any]:
     return {**found, "step_s": statistics.median(seconds)}
 
 
+def run_plain_pipeline(model: Any, rank: int, world: int) -> dict[str, Any]:
+    """Schedule1F1B over pieces of the model cut by hand."""
+    import torch
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.nn import functional
+
+    from tightfit.planner.storages import StorageTracker, state_tensors
+
+    layers = list(model.model.layers)
+    each = len(layers) // world
+    first, last = rank * each, len(layers) if rank == world - 1 else (rank + 1) * each
+
+    class Piece(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = model.model.embed_tokens if rank == 0 else None
+            self.layers, self.rotary = nn.ModuleList(layers[first:last]), model.model.rotary_emb
+            self.norm, self.head = (model.model.norm, model.lm_head) if rank == world - 1 else (None, None)
+
+        def forward(self, x: Any) -> Any:
+            hidden = x if self.embed is None else self.embed(x)
+            rotary = self.rotary(hidden, torch.arange(hidden.shape[1])[None])
+            for layer in self.layers:
+                hidden = layer(hidden, attention_mask=None, position_embeddings=rotary)
+            return hidden if self.head is None else self.head(self.norm(hidden))
+
+    piece = Piece()
+    optimizer = torch.optim.AdamW(piece.parameters(), weight_decay=0.0, fused=True)
+
+    def loss_fn(logits: Any, tokens: Any) -> Any:
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    stage = PipelineStage(piece, rank, world, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, BATCH // MICRO["pipeline"], loss_fn=loss_fn)
+    generator = torch.Generator().manual_seed(1)
+    batches = torch.randint(0, MODEL["vocab_size"], (STEPS + WARM, BATCH, LENGTH), generator=generator)
+    found: dict[str, Any] = {"sent": {}}
+    seconds = []
+
+    def step(tokens: Any) -> None:
+        if rank == 0:
+            schedule.step(tokens)
+        elif rank == world - 1:
+            schedule.step(target=tokens)
+        else:
+            schedule.step()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for number, tokens in enumerate(batches):
+        begin = time.perf_counter()
+        if number == WARM - 2:
+            tracker = StorageTracker(piece.parameters())
+            tracker.assign(state_tensors(optimizer), "optimizer")
+            with tracker:
+                step(tokens)
+            found["peak_bytes"] = tracker.peak().total
+        else:
+            step(tokens)
+        if number >= WARM:
+            seconds.append(time.perf_counter() - begin)
+    return {**found, "step_s": statistics.median(seconds)}
+
+
 def child(processes: int, what: dict[str, Any]) -> dict[str, Any]:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), __file__, "--child",
@@ -230,7 +309,7 @@ def child(processes: int, what: dict[str, Any]) -> dict[str, Any]:
 def compare(kind: str, processes: int, rounds: int) -> dict[str, Any]:
     pairs = []
     for number in range(rounds):
-        contenders = [("ours", {"ours": OURS[kind]}), ("plain", {"plain": kind})]
+        contenders = [("ours", {"ours": OURS[kind], "micro_batch": MICRO.get(kind)}), ("plain", {"plain": kind})]
         pair = {name: child(processes, what) for name, what in (contenders if number % 2 == 0 else contenders[::-1])}
         pairs.append((pair["ours"], pair["plain"]))
     ours, plain = pairs[0]
@@ -287,11 +366,27 @@ def main() -> None:
             expected = STATES[stage](processes) * PARAMETERS()
             states.append({"stage": stage, "processes": processes, "bytes": seen["state_bytes"], "formula": expected})
             print(f"zero {stage} on {processes}: {seen['state_bytes'] / expected - 1:+.1%} of the formula", flush=True)
+    bubbles = []
+    for schedule, micro in BUBBLES:
+        seen = child(2, {"ours": {"pp": 0, "schedule": schedule}, "micro_batch": micro})
+        count = BATCH // micro
+        expected = 0.5 if schedule == "naive" else 1 / (count + 1)
+        bubbles.append({"schedule": schedule, "micro_batches": count, "waited": seen["waited"], "theory": expected})
+        print(
+            f"{schedule} of {count} micro-batches on 2: waits {seen['waited']:.1%} of a step, theory {expected:.1%}",
+            flush=True,
+        )
     if arguments.out:
         from tightfit.machine import Machine
         from tightfit.record import code_version
 
-        what = {"code": code_version(), "machine": Machine.detect().name, "compared": rows, "states": states}
+        what = {
+            "code": code_version(),
+            "machine": Machine.detect().name,
+            "compared": rows,
+            "states": states,
+            "bubbles": bubbles,
+        }
         arguments.out.write_text(json.dumps(what, indent=1) + "\n")
 
 

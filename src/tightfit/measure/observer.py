@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from tightfit.engine.step import Step, take_step
 from tightfit.machine import Machine
@@ -71,8 +73,17 @@ class Observer:
             return torch.cuda.max_memory_allocated(self.run.device)
         return self.peak.total if self.peak else process_peak_bytes()
 
+    def _largest_peak(self) -> Peak | None:
+        """Of all devices, that of the one that holds the most: what is predicted is that one's. All of them take part."""
+        if self.run.mesh is None:
+            return self.peak
+        everyones: list[Peak | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, self.peak and replace(self.peak, timeline=[]))
+        return max((peak for peak in everyones if peak is not None), key=lambda peak: peak.total, default=None)
+
     def record(self, machine: Machine) -> Record:
-        run, timed = self.run, self.timed
+        """What was seen. On several devices all of them call it."""
+        run, timed, peak = self.run, self.timed, self._largest_peak()
         seconds = [step.seconds for step in timed]
         median = statistics.median(seconds) if seconds else None
         per_s = statistics.median(self.items(step) / step.seconds for step in timed) if timed else None
@@ -89,10 +100,10 @@ class Observer:
             tokens_per_s=per_s if self.unit == "tokens" else None,
             samples_per_s=samples,
             peak_bytes=PeakBytes(
-                measured=self.peak.total if self.peak else None,
+                measured=peak.total if peak else None,
                 reserved=reserved,
                 process=process_peak_bytes(),
-                rows=self.peak.rows if self.peak else {},
+                rows=peak.rows if peak else {},
             ),
             mfu=mfu(self.flops_per_step, median, machine, run.plan.precision, run.plan.devices),
             compile_s=max(first - median, 0.0) if compiled and first is not None and median is not None else None,

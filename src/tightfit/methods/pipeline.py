@@ -18,6 +18,7 @@ the last one; a weight that both use is on both, and its gradients are summed.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -214,6 +215,7 @@ class _Alive:
 class Pipeline:
     """A device's part of the timetable: the `Stages` of a Run.
 
+    waited_s  seconds spent until now on waiting for other devices (on a processor; a GPU's queue waits by itself)
     delay   how many steps later than taken a step's loss is known
     copies  names of the weights that an earlier device has too: in a norm over all devices they count once
     """
@@ -240,6 +242,7 @@ class Pipeline:
         self.shapes: dict[Any, tuple[int, torch.dtype, tuple[int, ...]]] = {}
         self.losses: deque[float] = deque()
         self.staleness: list[int] = []
+        self.waited_s = 0.0
         self.deferred = Deferred() if plan.schedule == "zero-bubble" else None
 
     delay = 0
@@ -388,20 +391,25 @@ class Pipeline:
             return torch.empty_like(like, memory_format=torch.contiguous_format)
         if (known := (action.chunk, "in", key)) not in self.shapes:
             words = torch.zeros(3 + _DIMS, dtype=torch.int64, device=like.device)
-            dist.recv(words, group=group, group_src=device)
+            self._wait_for(words, group, device)
             form, kind, dims, *sizes = words.tolist()
             self.shapes[known] = form, _TYPES[kind], tuple(sizes[:dims])
         self.passage.form, dtype, shape = self.shapes[known]
         received = torch.empty(shape, dtype=dtype, device=like.device)
-        dist.recv(received, group=group, group_src=device)
+        self._wait_for(received, group, device)
         return received
+
+    def _wait_for(self, tensor: Tensor, group: dist.ProcessGroup, device: int) -> None:
+        began = time.perf_counter()
+        dist.recv(tensor, group=group, group_src=device)
+        self.waited_s += time.perf_counter() - began
 
     def _receive_gradient(self, action: Action) -> Tensor:
         group, device = self._line(action.chunk, action.chunk + 1, "backward")
         _, dtype, shape = self.shapes.pop((action.chunk, "gradient", action.micro_batch))
         gradient = torch.empty(shape, dtype=dtype, device=group_device(self.kept))
         if active_fake_mode() is None:
-            dist.recv(gradient, group=group, group_src=device)
+            self._wait_for(gradient, group, device)
         return gradient
 
     @torch.no_grad()
@@ -503,7 +511,7 @@ class PipeDream(Pipeline):
         if self.rank < self.devices - 1:
             loss = torch.zeros((), device=run.device)
             group, device = self._line(self.rank, self.rank + 1, "backward")
-            dist.recv(loss, group=group, group_src=device)
+            self._wait_for(loss, group, device)
         else:
             loss = self.seen.pop(step.number).to(torch.float32)
         if self.rank:

@@ -1,0 +1,72 @@
+"""Compressed gradients: what PowerSGD leaves out of one step comes with later ones, and what has low rank is sent whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import tightfit
+from tests.contract import cases
+from tests.pool import together
+from tightfit.methods.data_parallel import LowRank
+from tightfit.methods.mesh import make_mesh, rank
+
+HERE = "tests.methods.test_data_parallel:"
+STEPS = 5
+
+
+def sent(low: bool) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """(what this process gave, what came back, what is left here) of a matrix's gradients in some steps."""
+    mesh = make_mesh(tightfit.Plan(dp_replicate=2), torch.device("cpu"))
+    assert mesh is not None
+    matrix, vector = nn.Parameter(torch.zeros(24, 16)), nn.Parameter(torch.zeros(7))
+    reducer = LowRank([matrix, vector], mesh.group("dp_replicate"), rank=2)
+    generator = torch.Generator().manual_seed(rank())
+    left, right = (
+        torch.randn(24, 1, generator=torch.Generator().manual_seed(9)),
+        torch.randn(1, 16, generator=generator),
+    )
+    given, got = [], []
+    for step in range(STEPS):
+        gradient = left @ right * (step + 1) if low else torch.randn(24, 16, generator=generator)
+        matrix.grad, vector.grad = gradient.clone(), torch.full((7,), float(rank() + 1))
+        reducer.begin(True)
+        reducer.finish()
+        assert torch.equal(vector.grad, torch.full((7,), 3.0))  # vectors travel whole
+        given.append(gradient)
+        got.append(matrix.grad.clone())
+    return given, got, reducer.errors[matrix]
+
+
+def test_what_is_left_out_waits() -> None:
+    (mine, got, left), (others, same, waiting) = together(2, HERE + "sent", False)
+    for one, other in zip(got, same, strict=True):
+        assert torch.equal(one, other)
+    whole = torch.stack([*mine, *others]).sum(0)
+    assert torch.allclose(torch.stack(got).sum(0) + left + waiting, whole, atol=1e-4)
+    assert left.norm() > 0.1 * whole.norm()
+
+
+def test_what_has_low_rank_arrives_whole() -> None:
+    (mine, got, _), (others, _, _) = together(2, HERE + "sent", True)
+    for one, other, sum_of_both in zip(mine, others, got, strict=True):
+        assert torch.allclose(sum_of_both, one + other, atol=1e-4)
+
+
+def trained(compressed: str) -> list[float]:
+    case = cases.make_case("llama", steps=12)
+    run = tightfit.build(case.job, tightfit.Plan(dp_replicate=2, compressed_gradients=compressed, powersgd_rank=8))
+    losses = [step.loss for step in tightfit.train(run)]
+    assert dist.is_initialized()
+    return losses
+
+
+@pytest.mark.parametrize("compressed", ["bf16", "powersgd"])
+def test_compressed_training_learns_as_whole_gradients_do(compressed: str) -> None:
+    """What is sent in bf16, or as 8 of 32 columns, comes to the same loss within a tenth."""
+    whole, found = together(2, HERE + "trained", "none")[0], together(2, HERE + "trained", compressed)[0]
+    assert found[0] == pytest.approx(whole[0], rel=1e-6)
+    assert found[-1] == pytest.approx(whole[-1], rel=0.1)
+    assert found[-1] < found[0]
