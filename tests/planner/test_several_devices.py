@@ -48,6 +48,7 @@ PLANS: list[dict[str, Any]] = [
     {"pp": 2, "dp_shard": 2, "zero": 1, "micro_batch": 1},
     {"pp": 2, "dp_shard": 2, "zero": 3, "micro_batch": 1},
     {"pp": 2, "dp_replicate": 2, "micro_batch": 1},
+    {"parameter_server": "sync", "dp_replicate": 2},
     {"pp": 2, "schedule": "pipedream"},
     {"pp": 2, "schedule": "pipedream", "vertical_sync": True},
 ]
@@ -118,6 +119,21 @@ def test_a_search_offloads_where_nothing_else_fits() -> None:
     chosen = search(job, machine, {"compile": "none", "update_in_backward": False})[0]
     assert "states" in chosen.plan.offload
     assert chosen.fits
+
+
+def test_a_server_s_link_carries_all_workers_gradients_and_weights(estimator: Estimator) -> None:
+    """Twice as many workers, twice as many bytes, where a ring sends each device at most twice the gradients."""
+    seconds = []
+    for workers in (2, 4):
+        plan = tightfit.Plan(parameter_server="sync", dp_replicate=workers, micro_batch=2)
+        found = estimator.estimate(plan)
+        (message,) = found.ledger.messages
+        assert message.bytes == pytest.approx(2 * workers * found.ledger.gradient_bytes())
+        assert found.peak_phase == "server"  # which has the states, and all gradients at once
+        seconds.append(found.time.communication_s)
+    ring = estimator.estimate(tightfit.Plan(dp_replicate=4, micro_batch=2)).time.communication_s
+    assert seconds[1] == pytest.approx(2 * seconds[0])
+    assert seconds[1] > 4 * ring
 
 
 def test_links_between_nodes_are_those_of_the_network() -> None:

@@ -97,7 +97,8 @@ def rehearse(job: Job, plan: Plan, device: str = "cpu", stage: int = 0) -> Peak:
         torch._dynamo.reset()  # or what an earlier rehearsal compiled would count against the limit of recompilations
     shapes = Shapes(example(job), job, plan)
     values = FakeValues(is_padded(shapes.batch))
-    with processes(plan.devices, stage * plan.devices // plan.pp), FakeTensorMode(), values, as_on(device):
+    first = stage * plan.devices // plan.pp + plan.servers  # of those that have this piece; a worker, not its server
+    with processes(plan.devices, first), FakeTensorMode(), values, as_on(device):
         run = build(job, plan, HERE, shapes)
         if optimizer_states.takes_all_at_once(plan, device):
             take_all_at_once(run.optimizer)
