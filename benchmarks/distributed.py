@@ -139,12 +139,17 @@ def run_ours(fields: dict[str, Any], micro_batch: int | None) -> dict[str, Any]:
     if waited:
         found["waited"] = statistics.median(waited)
     batches = next(iter(run.data.steps(0, None)))
-    accumulate(run, batches, over_data(run, [1])[0])
+    if plan.zero == 1 and run.reduction is not None:  # before the last micro-batch, when gradients are still whole
+        run.reduction.begin(False)
+        run.loss_sum(batches[0]).backward()
+    else:
+        accumulate(run, batches, over_data(run, [1])[0])
     weights = [w for group in run.optimizer.param_groups for w in group["params"]]
     own = [*run.model.parameters()]
     gradients = [t.grad for t in (*weights, *own) if t.grad is not None]
     found["state_bytes"] = states_of(own) + states_of(gradients) + states_of(state_tensors(run.optimizer))
-    update(run)
+    if plan.zero != 1:
+        update(run)
     whole = sum(p.numel() for p in own)
     return {**found, "step_s": statistics.median(seconds), "losses": losses, "parameters": whole}
 
@@ -347,7 +352,20 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             print("RESULT " + json.dumps(answer), flush=True)
         return
-    rows = []
+    rows: list[dict[str, Any]] = []
+    states: list[dict[str, Any]] = []
+    bubbles: list[dict[str, Any]] = []
+
+    def write() -> None:
+        """After each measurement, so that a run that is cut short leaves what it has."""
+        if arguments.out:
+            from tightfit.machine import Machine
+            from tightfit.record import code_version
+
+            what = {"code": code_version(), "machine": Machine.detect().name, "rounds": arguments.rounds}
+            what |= {"compared": rows, "states": states, "bubbles": bubbles}
+            arguments.out.write_text(json.dumps(what, indent=1) + "\n")
+
     for processes in arguments.processes:
         for kind in OURS:
             rows.append(compare(kind, processes, arguments.rounds))
@@ -358,7 +376,7 @@ def main() -> None:
                 f"sends, in parameters: {', '.join(f'{name} {share:.2f}' for name, share in sent.items())}",
                 flush=True,
             )
-    states = []
+            write()
     for stage in (1, 2, 3):
         for processes in (1, 2, 4, 8):
             fields = {"dp_shard": 0, "zero": stage} if processes > 1 else {}
@@ -366,7 +384,7 @@ def main() -> None:
             expected = STATES[stage](processes) * PARAMETERS()
             states.append({"stage": stage, "processes": processes, "bytes": seen["state_bytes"], "formula": expected})
             print(f"zero {stage} on {processes}: {seen['state_bytes'] / expected - 1:+.1%} of the formula", flush=True)
-    bubbles = []
+            write()
     for schedule, micro in BUBBLES:
         seen = child(2, {"ours": {"pp": 0, "schedule": schedule}, "micro_batch": micro})
         count = BATCH // micro
@@ -376,18 +394,7 @@ def main() -> None:
             f"{schedule} of {count} micro-batches on 2: waits {seen['waited']:.1%} of a step, theory {expected:.1%}",
             flush=True,
         )
-    if arguments.out:
-        from tightfit.machine import Machine
-        from tightfit.record import code_version
-
-        what = {
-            "code": code_version(),
-            "machine": Machine.detect().name,
-            "compared": rows,
-            "states": states,
-            "bubbles": bubbles,
-        }
-        arguments.out.write_text(json.dumps(what, indent=1) + "\n")
+        write()
 
 
 if __name__ == "__main__":

@@ -130,7 +130,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """' Did you mean X?' material: the closest known word, or the whole list."""
+    """' Did you mean X?' material: those that begin so, the closest known word, or the whole list."""
+    longer = [one for one in known if word and one.startswith(word.lower())]
+    if 0 < len(longer) <= 4:
+        return "did you mean " + " or ".join(map(repr, longer)) + "?"
     near = difflib.get_close_matches(word.lower(), known, 1, 0.5)
     return f"did you mean {near[0]!r}?" if near else "use one of: " + ", ".join(known)
 
