@@ -136,6 +136,12 @@ def test_a_server_s_link_carries_all_workers_gradients_and_weights(estimator: Es
     assert seconds[1] > 4 * ring
 
 
+def test_a_server_is_one_of_the_processes_that_are_there() -> None:
+    chosen = search(JOB, Machine.named("a100-80gb:3"), {"compile": "none", "parameter_server": "async"})[0]
+    assert chosen.plan.dp_replicate == 2
+    assert chosen.plan.devices == 3
+
+
 def test_links_between_nodes_are_those_of_the_network() -> None:
     machine = Machine.named("a100-80gb:4x2")
     estimator = Estimator(JOB, machine)

@@ -3,7 +3,7 @@ at once (lean), so that the process takes no more than its tensors.
 
 Saves   time: on CPU glibc hands large blocks back to the kernel and fetches (and zeroes) them anew at every step;
         on CUDA it saves memory, as expandable segments leave fewer holes.
-Costs   on CPU the process keeps its largest size until it ends, and the holes that other sizes leave (some half of it where
+Costs   on CPU the process keeps its largest size until it ends, and the holes that other sizes leave (many where
         parameters come and go). lean leaves none, and fetches every block anew.
 When    tuned always, lean where memory is what is short; whatever the user's environment says of the allocator wins.
 Order   first: it decides how every later byte is allocated.

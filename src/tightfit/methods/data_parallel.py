@@ -22,7 +22,7 @@ from tightfit.ledger import Ledger, Sent
 from tightfit.machine import Machine
 from tightfit.methods.buckets import BUCKET_BYTES, Summed
 from tightfit.methods.mesh import Mesh, Statistics, message, same_everywhere
-from tightfit.methods.run import Run
+from tightfit.methods.run import Run, Undivided
 from tightfit.plan import Plan
 
 VARIANTS = ({"dp_replicate": 2}, {"dp_replicate": 2, "compressed_gradients": "bf16"})
@@ -68,10 +68,8 @@ def apply(run: Run, plan: Plan) -> Run:
     return replace(run, reduction=Replicas(run.model, run.mesh, plan))
 
 
-class Replicas:
+class Replicas(Undivided):
     """The `Reduction` of whole replicas."""
-
-    parts: tuple[str, ...] = ()
 
     def __init__(self, model: nn.Module, mesh: Mesh, plan: Plan) -> None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -90,15 +88,6 @@ class Replicas:
         if last:
             self._sent.finish()
             self._statistics.average()
-
-    def updated(self) -> None:
-        pass
-
-    def whole(self, weight: Tensor, value: Tensor) -> Tensor:
-        return value
-
-    def part(self, weight: Tensor, value: Tensor) -> Tensor:
-        return value
 
 
 class LowRank:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tightfit.ledger import Buffer, Ledger, Message, Passage
 from tightfit.machine import Machine
-from tightfit.methods.run import Run
+from tightfit.methods.run import Run, Undivided
 from tightfit.methods.stores import SMALL, Store
 from tightfit.models.objective import Batch
 from tightfit.plan import Plan
@@ -140,10 +140,8 @@ def saving(loss_sum: Callable[[Batch], Tensor], store: Store, stays: set[int]) -
     return loss_sum_with_activations_elsewhere
 
 
-class Gradients:
+class Gradients(Undivided):
     """The `Reduction` of a device whose gradients are summed in the store."""
-
-    parts: tuple[str, ...] = ()
 
     def __init__(self, model: nn.Module, store: Store) -> None:
         self.store = store
@@ -166,20 +164,8 @@ class Gradients:
             self.there.add(parameter)
         parameter.grad = None
 
-    def begin(self, last: bool) -> None:
-        pass
-
     def end(self, last: bool) -> None:
         if last:
             for parameter in self.there:
                 parameter.grad = self.kept[parameter]
             self.there.clear()
-
-    def updated(self) -> None:
-        pass
-
-    def whole(self, weight: Tensor, value: Tensor) -> Tensor:
-        return value
-
-    def part(self, weight: Tensor, value: Tensor) -> Tensor:
-        return value

@@ -29,7 +29,7 @@ from tightfit.errors import InputError
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.mesh import Mesh, Statistics, message, same_everywhere
-from tightfit.methods.run import Data, Filler, Run, to_device
+from tightfit.methods.run import Data, Filler, Run, Undivided, to_device
 from tightfit.models.objective import Batch, processed_count, sample_count
 from tightfit.plan import Plan
 
@@ -81,9 +81,6 @@ class Unserved:
     """The server's `Data`: as many steps as the workers', without micro-batches."""
 
     of: Data
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.of, name)
 
     @property
     def samples(self) -> int | None:
@@ -152,11 +149,10 @@ class _Box:
             parameter.copy_(part.view(parameter.shape))
 
 
-class _Process:
+class _Process(Undivided):
     """What server and workers share, as `Stages` and as `Reduction`."""
 
     copies: frozenset[str] = frozenset()
-    parts: tuple[str, ...] = ()
     delay = 0
     free = False
     counted: tuple[int, int, int] | None = None
@@ -178,21 +174,6 @@ class _Process:
             dist.broadcast(flat, SERVER, group=self.box.group)
             self.box.put_weights(flat)
         return iter(())
-
-    def begin(self, last: bool) -> None:
-        pass
-
-    def end(self, last: bool) -> None:
-        pass
-
-    def updated(self) -> None:
-        pass
-
-    def whole(self, weight: Tensor, value: Tensor) -> Tensor:
-        return value
-
-    def part(self, weight: Tensor, value: Tensor) -> Tensor:
-        return value
 
 
 class Worker(_Process):

@@ -102,6 +102,27 @@ class Reduction(Protocol):
     def part(self, weight: Tensor, value: Tensor) -> Tensor: ...
 
 
+class Undivided:
+    """What a `Reduction` does, unless it says otherwise, where each device's optimizer holds whole parameters."""
+
+    parts: tuple[str, ...] = ()
+
+    def begin(self, last: bool) -> None:
+        pass
+
+    def end(self, last: bool) -> None:
+        pass
+
+    def updated(self) -> None:
+        pass
+
+    def whole(self, weight: Tensor, value: Tensor) -> Tensor:
+        return value
+
+    def part(self, weight: Tensor, value: Tensor) -> Tensor:
+        return value
+
+
 class Stages(Protocol):
     """How a device that has a piece of the model does its part of a step. All devices of the row take part in each.
 

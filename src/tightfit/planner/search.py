@@ -173,7 +173,7 @@ def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Itera
 
 def _spreads(machine: Machine, start: Plan, pins: dict[str, Any]) -> list[dict[str, int]]:
     """How the devices may share the work: as replicas, or dividing states by ZeRO over all of them or over those of a node."""
-    count = machine.devices_per_node * machine.nodes // (start.tp * start.pp)
+    count = machine.devices_per_node * machine.nodes // (start.tp * start.pp) - start.servers
     node = max(machine.devices_per_node // start.tp, 1)
     found = [{"dp_replicate": start.dp_replicate, "dp_shard": start.dp_shard, "zero": start.zero}]
     if count > 1:
