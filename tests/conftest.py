@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 _SEVERAL = re.compile(
-    r"engine/test_several_devices|engine/test_limits|methods/test_pipeline|methods/test_parameter_server|methods/test_data_parallel"
-    r"|contract/.*[\[,+](dp_replicate|dp_shard|tp|pp|parameter_server)="
+    r"engine/test_several_devices|engine/test_limits"
+    r"|methods/test_(pipeline|parameter_server|data_parallel|context_parallel)"
+    r"|contract/.*[\[,+](dp_replicate|dp_shard|cp|tp|pp|parameter_server)="
 )
 
 

@@ -77,7 +77,9 @@ class Plan(Value):
                         processor: freed memory goes back to the system at once
     dp_replicate        groups of devices that each hold the whole model; their gradients are summed (data parallelism)
     dp_shard            devices of such a group that divide the samples, and by `zero` the model's states
-    zero                what the dp_shard devices divide: 1 optimizer states, 2 gradients too, 3 parameters too
+    cp                  devices that divide each sample's sequence (context parallelism); they share the model as replicas, or
+                        with `zero` divide its states with the dp_shard devices
+    zero                what the dp_shard x cp devices divide: 1 optimizer states, 2 gradients too, 3 parameters too
     tp                  devices that divide attention, MLP and vocabulary by columns and rows
     pp                  devices in a row, each with some of the blocks (pipeline)
     schedule            in which order those run forwards and backwards of micro-batches; pipedream does not wait for a step's
@@ -112,6 +114,7 @@ class Plan(Value):
     allocator: Literal["default", "tuned", "lean"] = "default"
     dp_replicate: int = Field(1, gt=0)
     dp_shard: int = Field(1, gt=0)
+    cp: int = Field(1, gt=0)
     zero: Literal[0, 1, 2, 3] = 0
     tp: int = Field(1, gt=0)
     pp: int = Field(1, gt=0)
@@ -161,8 +164,18 @@ class Plan(Value):
         return self.dp_replicate * self.dp_shard
 
     @property
+    def replicas(self) -> int:
+        """How many times all devices together hold the model's states."""
+        return self.dp_replicate * (1 if self.zero else self.cp)
+
+    @property
+    def shards(self) -> int:
+        """How many devices divide what `zero` says."""
+        return self.dp_shard * (self.cp if self.zero else 1)
+
+    @property
     def devices(self) -> int:
-        return self.data_parallel * self.tp * self.pp + self.servers
+        return self.data_parallel * self.cp * self.tp * self.pp + self.servers
 
     @property
     def servers(self) -> int:
@@ -244,8 +257,8 @@ RULES = (
         "use update_in_backward: false; zero: 2 or 3 divide the gradients instead",
     ),
     Rule(
-        "zero says what the dp_shard devices divide: one does not go without the other",
-        lambda plan, job, device: (plan.zero > 0) == (plan.dp_shard > 1),
+        "zero says what the dp_shard devices (and cp's) divide: one does not go without the other",
+        lambda plan, job, device: (plan.zero > 0) == (plan.shards > 1),
         "use dp_shard: 2 (or more) with zero: 1, 2 or 3; dp_shard: 1 with zero: 0",
     ),
     Rule(
@@ -270,13 +283,28 @@ RULES = (
         "leave out chunked_loss, or use tp: 1",
     ),
     Rule(
+        "a sequence that is divided goes through attention in a ring, which is one kernel of its own",
+        lambda plan, job, device: plan.cp == 1 or plan.attention == "sdpa",
+        "use attention: sdpa",
+    ),
+    Rule(
+        "what travels around a ring is no part of one compiled region",
+        lambda plan, job, device: plan.cp == 1 or plan.compile != "model",
+        "use compile: block",
+    ),
+    Rule(
+        "a loss of the job's own cannot be divided along a sequence",
+        lambda plan, job, device: plan.cp == 1 or job.loss is None,
+        "use cp: 1, or leave the job's loss to its task",
+    ),
+    Rule(
         "a model cut among devices runs with its collectives, which one compiled region does not hold",
         lambda plan, job, device: plan.tp == 1 or plan.compile != "model",
         "use compile: block",
     ),
     Rule(
         "compressed gradients are what replicas send each other",
-        lambda plan, job, device: plan.compressed_gradients == "none" or (plan.dp_replicate > 1 and plan.zero == 0),
+        lambda plan, job, device: plan.compressed_gradients == "none" or (plan.replicas > 1 and plan.zero == 0),
         "use dp_replicate: 2 (or more) with zero: 0, or compressed_gradients: none",
     ),
     Rule(

@@ -44,7 +44,7 @@ def named(items: list[Variant]) -> str:
     return "+".join(",".join(f"{key}={value}" for key, value in fields.items()) for _, fields in items)
 
 
-AXES = ("dp_replicate", "dp_shard", "tp", "pp")
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 
 def on_several(items: list[Variant]) -> bool:
@@ -87,6 +87,8 @@ def admitted(plan: tightfit.Plan, case: cases.Case) -> bool:
     except InputError:
         return False
     if (plan.attention == "blocked" or plan.tp > 1) and case.name == "batchnorm":
+        return False
+    if plan.cp > 1 and case.name in ("vit", "batchnorm"):
         return False
     return plan.chunked_loss is None or case.name in ("llama", "bert")
 

@@ -38,6 +38,14 @@ PIPED: list[dict[str, Any]] = [
     {"pp": 2, "micro_batch": 1, "dp_shard": 2, "zero": 3},
     {"pp": 2, "micro_batch": 2, "tp": 2},
 ]
+RINGED: list[dict[str, Any]] = [
+    {"cp": 2, "zero": 3, "recompute": "full"},
+    {"cp": 2, "dp_replicate": 2, "micro_batch": 2},
+    {"cp": 2, "dp_shard": 2, "zero": 2},
+    {"cp": 2, "tp": 2},
+    {"cp": 2, "pp": 2, "micro_batch": 2},
+]
+RINGED_CUBE = {"pp": 2, "tp": 2, "cp": 2, "zero": 3, "micro_batch": 2, "recompute": "full"}
 CUBE = {"pp": 2, "tp": 2, "dp_shard": 2, "zero": 3, "micro_batch": 2, "recompute": "full"}
 HERE = "tests.engine.test_several_devices:"
 
@@ -85,6 +93,12 @@ def test_a_pipeline_is_the_whole_model(fields: dict[str, Any], name: str) -> Non
     hold(name, fields)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("fields", [*RINGED, RINGED_CUBE], ids=named)
+def test_a_divided_sequence_is_the_whole_one(fields: dict[str, Any], name: str) -> None:
+    hold(name, fields, clip=0.1 if name == "llama" else None)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
 def test_two_by_two_by_two(name: str) -> None:
     """Pipeline, tensor parallelism and ZeRO's third stage with recomputation, clipped: eight processes."""
@@ -103,7 +117,7 @@ def test_clipping_takes_the_norm_of_all(fields: dict[str, Any]) -> None:
     hold("gpt2" if "pp" in fields else "llama", fields, clip=0.1)
 
 
-@pytest.mark.parametrize("fields", [*PLANS, *HYBRID, PIPED[0], PIPED[2], PIPED[5]], ids=named)
+@pytest.mark.parametrize("fields", [*PLANS, *HYBRID, PIPED[0], PIPED[2], PIPED[5], RINGED[1]], ids=named)
 def test_shares_may_be_uneven_and_the_last_step_short(fields: dict[str, Any]) -> None:
     """40 samples in steps of 7: shares of 4 and 3, and a last step of 5; 41 would leave one device without any."""
     hold("llama", fields, batch=7, steps=None, epochs=1)
@@ -123,7 +137,9 @@ def saved_and_resumed(folder: str, first: dict[str, Any], then: dict[str, Any] |
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])
-@pytest.mark.parametrize("fields", [*PLANS, {**PLANS[1], "states": "8-bit"}, SLICED[0], SLICED[4], PIPED[5]], ids=named)
+@pytest.mark.parametrize(
+    "fields", [*PLANS, {**PLANS[1], "states": "8-bit"}, SLICED[0], SLICED[4], PIPED[5], RINGED[0]], ids=named
+)
 def test_a_checkpoint_is_gone_on_with_by_any_number_of_devices(
     fields: dict[str, Any], optimizer: str, tmp_path: Path
 ) -> None:
@@ -157,7 +173,7 @@ HELD_OUT = tightfit.Job(
 ).data
 
 
-@pytest.mark.parametrize("fields", [*PLANS, SLICED[0], PIPED[0]], ids=named)
+@pytest.mark.parametrize("fields", [*PLANS, SLICED[0], PIPED[0], RINGED[0]], ids=named)
 def test_evaluation_is_that_of_one_device(fields: dict[str, Any]) -> None:
     alone = evaluated({})
     assert together(2, HERE + "evaluated", fields) == pytest.approx([alone] * 2, rel=1e-6)

@@ -38,6 +38,11 @@ PLANS: list[dict[str, Any]] = [
     {"tp": 4, "recompute": "full"},
     {"tp": 2, "dp_shard": 2, "zero": 1},
     {"tp": 2, "dp_shard": 2, "zero": 3, "micro_batch": 2},
+    {"cp": 2},
+    {"cp": 4, "zero": 3, "micro_batch": 2, "recompute": "full"},
+    {"cp": 2, "dp_shard": 2, "zero": 2},
+    {"cp": 2, "tp": 2, "dp_replicate": 2},
+    {"cp": 2, "pp": 2, "micro_batch": 2},
     {"pp": 2, "micro_batch": 2},
     {"pp": 3, "micro_batch": 1, "recompute": "full"},
     {"pp": 2, "micro_batch": 2, "schedule": "gpipe"},
@@ -164,3 +169,20 @@ def test_a_search_divides_what_replicas_cannot_hold() -> None:
     )[0]
     assert tight.plan.zero > 0
     assert tight.fits
+
+
+def test_a_search_divides_a_sequence_that_no_device_holds() -> None:
+    """One long sample for each pair of devices: nothing else makes a sample's activations smaller on a cut of the model's rows."""
+    job = JOB.replace(
+        model={**LLAMA, "max_position_embeddings": 4096},
+        data={"synthetic": "tokens", "sequence_length": 4096},
+        train=tightfit.Train(batch=4, steps=1000),
+    )
+    machine, pins = Machine.named("a100-80gb:2"), {"compile": "none", "tp": 1, "pp": 1, "precision": "bf16-mixed"}
+    alone = Estimator(job, machine).estimate(
+        tightfit.Plan(dp_shard=2, zero=3, micro_batch=1, recompute="full", chunked_loss=1024, precision="bf16-mixed")
+    )
+    job = job.replace(limits=tightfit.Limits(memory=int(alone.peak_bytes - 30e6)))
+    chosen = search(job, machine, pins)[0]
+    assert chosen.plan.cp == 2
+    assert chosen.fits

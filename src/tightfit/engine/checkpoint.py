@@ -93,7 +93,7 @@ def _shares_model(run: Run) -> bool:
 
 def _speaks(run: Run) -> bool:
     """Whether this device is the first of those that have its piece of the model."""
-    return run.mesh is None or (run.mesh.part[0] == 0 and run.mesh.rank("tp") == 0)
+    return run.mesh is None or (run.mesh.part[0] == run.mesh.piece == run.mesh.rank("tp") == 0)
 
 
 def _of_all_stages(run: Run, found: dict[str, Any]) -> dict[str, Any]:

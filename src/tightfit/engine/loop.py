@@ -44,8 +44,8 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step) -> Iterator[Step
     if run.job.train.steps is None and run.data.samples is not None:
         until = math.ceil((run.job.train.epochs or 1) * run.data.samples)
     if start == 0:
-        part = run.mesh.part[0] * run.mesh.size("pp") + run.mesh.rank("pp") if run.mesh is not None else 0
-        seed_all(run.job.train.seed + 1 + 7919 * part)  # dropout draws the same numbers however the model was created
+        place = run.mesh.draws if run.mesh is not None else 0
+        seed_all(run.job.train.seed + 1 + 7919 * place)  # dropout draws the same numbers however the model was created
     waiting: deque[Step] = deque()
     began = time.perf_counter()
     for step, micro_batches in zip(range(start, total_steps(run)), run.data.steps(start * batch, until), strict=False):

@@ -43,6 +43,8 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
     real = [batch for batch in micro_batches if not isinstance(batch, Filler)]
     counts = [sum(map(count, real)) for count in (run.objective.count, sample_count, processed_count)]
     items, samples, processed = over_data(run, counts)
+    if run.mesh is not None:
+        samples //= run.mesh.cp  # each of which they all have a piece of
     learning_rate = run.learning_rate(step)
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate

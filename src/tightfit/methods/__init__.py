@@ -13,6 +13,7 @@ from tightfit.methods import (
     allocator,
     attention,
     compile,
+    context_parallel,
     data_parallel,
     loader,
     loss,
@@ -35,6 +36,7 @@ METHODS: tuple[ModuleType, ...] = (
     loader,            # the data; its length and shapes are asked for below
     microbatch,        # corrects BatchNorm on plain modules
     attention,         # chosen by the model's configuration, before anything wraps a block
+    context_parallel,  # in its place; after the data and before the loss, which it cuts by positions
     tensor_parallel,   # cuts modules, before anything wraps or replaces them
     loss,              # swaps the head's product before anything wraps it
     recompute,         # wraps blocks; before compile, so that the recomputation is compiled too

@@ -29,14 +29,14 @@ VARIANTS = ({"dp_replicate": 2}, {"dp_replicate": 2, "compressed_gradients": "bf
 
 
 def wanted(plan: Plan) -> bool:
-    return plan.dp_replicate > 1 and plan.zero == 0 and plan.parameter_server == "none"
+    return plan.replicas > 1 and plan.zero == 0 and plan.parameter_server == "none"
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """Whole model states on every device; its share of the samples is in the ledger already."""
     size = ledger.gradient_bytes()
     shrunk = size * _share_sent(ledger, plan)
-    ring = 2 * (plan.dp_replicate - 1) / plan.dp_replicate * shrunk
+    ring = 2 * (plan.replicas - 1) / plan.replicas * shrunk
     return replace(
         ledger,
         sent=Sent(1, min(BUCKET_BYTES, size), always=False),

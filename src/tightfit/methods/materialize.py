@@ -50,7 +50,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     cast, staged = max((size for size, _ in narrow), default=0), max((whole for _, whole in narrow), default=0)
     held = sum(kept)
     if plan.zero == 3 and plan.materialize == "device":  # rows, and one parameter whole
-        held = math.ceil(held / plan.dp_shard) + max(kept, default=0)
+        held = math.ceil(held / plan.shards) + max(kept, default=0)
     if plan.pp > 1 and plan.materialize == "device":
         pieces = pieces_of(plan, ledger.blocks)
         own = [

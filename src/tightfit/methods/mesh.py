@@ -1,7 +1,8 @@
 """Mesh: where this process stands among those that train together, one for each device.
 
 The axes, outermost first, so that what talks most lies closest: pp (the stages of `pipeline`), dp_replicate (replicas of
-everything), dp_shard (what `zero` divides), tp (what `tensor_parallel` divides).
+everything), dp_shard (what `zero` divides), tp (what `tensor_parallel` divides). Those of `context_parallel`, which share
+samples, are neighbours within dp_shard, or without `zero` within dp_replicate.
 Source  PyTorch's DeviceMesh; the order is that of Narayanan et al. 2021, arXiv:2104.04473.
 """
 
@@ -34,13 +35,16 @@ class Mesh:
 
     axes   the mesh along one axis, or several, by name
     lines  groups of their own of the devices in a pipeline, for what travels through it: "forward" and "backward", each also
-           "around" from the last to the first; and of its two "ends". Of a parameter server and its workers: "server"
+           "around" from the last to the first; and of its two "ends". Of a parameter server and its workers: "server".
+           Of those that divide sequences: "context"
     servers  processes along dp_replicate, the first ones, that have no samples
+    cp       how many devices share the same samples, and divide their sequences
     """
 
     axes: dict[str | tuple[str, ...], DeviceMesh]
     lines: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     servers: int = 0
+    cp: int = 1
 
     def size(self, axis: str) -> int:
         return self.axes[axis].size()
@@ -54,6 +58,22 @@ class Mesh:
     @property
     def part(self) -> tuple[int, int]:
         """Which part of a step's samples is this device's, and of how many."""
+        number, count = self._place
+        return number // self.cp, count // self.cp
+
+    @property
+    def piece(self) -> int:
+        """Which piece of its samples' sequences is this device's, of `cp`."""
+        return self._place[0] % self.cp
+
+    @property
+    def draws(self) -> int:
+        """A number of the devices that have the same dropout: the tp devices, which share their activations."""
+        return self._place[0] * self.size("pp") + self.rank("pp")
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """Which of the devices along DATA this is, servers apart, and of how many."""
         replica, replicas = self.rank("dp_replicate") - self.servers, self.size("dp_replicate") - self.servers
         return max(replica, 0) * self.size("dp_shard") + self.rank("dp_shard"), replicas * self.size("dp_shard")
 
@@ -178,7 +198,8 @@ def check_world(plan: Plan) -> None:
     """Refuse a plan that has not as many devices as processes train. Raises InputError."""
     there = world_size()
     if plan.devices != there:
-        sizes = " x ".join(f"{axis}={getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) > 1)
+        named = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        sizes = " x ".join(f"{axis}={getattr(plan, axis)}" for axis in named if getattr(plan, axis) > 1)
         sizes += " + a server" if plan.servers else ""
         asked = f"plan: {plan.devices} devices ({sizes})" if sizes else "plan: one device"
         raise InputError(
@@ -198,21 +219,21 @@ def make_mesh(plan: Plan, device: torch.device) -> Mesh | None:
     if plan.devices == 1:
         return None
     join(device.type)
-    sizes = tuple(getattr(plan, axis) + (plan.servers if axis == "dp_replicate" else 0) for axis in AXES)
-    return _mesh(device.type, sizes, plan.servers)
+    return _mesh(device.type, (plan.pp, plan.replicas + plan.servers, plan.shards, plan.tp), plan.servers, plan.cp)
 
 
-_known: dict[tuple[str, tuple[int, ...], int], Mesh] = {}
+_known: dict[tuple[str, tuple[int, ...], int, int], Mesh] = {}
 _world: dist.ProcessGroup | None = None  # whose meshes are known
 
 
-def _mesh(kind: str, sizes: tuple[int, ...], servers: int) -> Mesh:
+def _mesh(kind: str, sizes: tuple[int, ...], servers: int, cp: int) -> Mesh:
     """The mesh of these sizes; one for all runs of this process, as the groups of a mesh keep threads and connections."""
     global _world
     if dist.group.WORLD is not _world:
         _known.clear()
         _world = dist.group.WORLD
-    if (kind, sizes, servers) not in _known:
+    known = kind, sizes, servers, cp
+    if known not in _known:
         with _disable_current_modes():  # which process is where is real, also where tensors are fake
             devices = init_device_mesh(kind, sizes, mesh_dim_names=AXES)
             axes: dict[str | tuple[str, ...], DeviceMesh] = {
@@ -222,8 +243,10 @@ def _mesh(kind: str, sizes: tuple[int, ...], servers: int) -> Mesh:
             lines = _lines(devices) if sizes[0] > 1 else {}
             if servers:  # what travels lies in host memory, and comes from whoever is first
                 lines["server"] = dist.new_group(backend=None if dist.get_backend() == "fake" else "gloo")
-            _known[kind, sizes, servers] = Mesh(axes, lines, servers)
-    return _known[kind, sizes, servers]
+            if cp > 1:
+                lines["context"] = _neighbours(devices, cp)
+            _known[known] = Mesh(axes, lines, servers, cp)
+    return _known[known]
 
 
 LINES = ("forward", "backward", "forward around", "backward around", "ends")
@@ -239,6 +262,14 @@ def _lines(devices: DeviceMesh) -> dict[str, dist.ProcessGroup]:
             if dist.get_rank() in members:
                 found[name] = group
     return found
+
+
+def _neighbours(devices: DeviceMesh, cp: int) -> dist.ProcessGroup:
+    """The group of the `cp` devices, next to each other along the data's axes, that this one shares samples with."""
+    rows = devices.mesh.flatten(1, 2).transpose(1, 2).reshape(-1, cp).tolist()
+    groups = [(members, dist.new_group(members)) for members in rows]  # every process makes all, in the same order
+    (mine,) = [group for members, group in groups if dist.get_rank() in members]
+    return mine
 
 
 def local_device(kind: str) -> torch.device:
@@ -273,16 +304,20 @@ class Statistics:
         if not self.buffers:
             return
         flat = torch.cat([buffer.reshape(-1) for buffer in self.buffers])
-        self.mesh.sum(flat, DATA).div_(self.mesh.part[1])
+        self.mesh.sum(flat, DATA).div_(self.mesh.part[1] * self.mesh.cp)
         for buffer, mean in zip(self.buffers, flat.split([b.numel() for b in self.buffers]), strict=True):
             buffer.copy_(mean.view(buffer.shape))
 
 
 def link(plan: Plan, machine: Machine, axes: tuple[str, ...]) -> float:
-    """Bytes/s at which a device sends along `axes`: inside a node where all of them lie in one, else between nodes."""
+    """Bytes/s at which a device sends along `axes` (of AXES, or cp): inside a node where all of them lie in one, else between
+    nodes."""
+    sizes = {"tp": plan.tp, "dp_shard": plan.shards, "dp_replicate": plan.replicas, "pp": plan.pp}
+    if axes == ("cp",):
+        sizes = {"tp": plan.tp, "cp": plan.cp}
     inside = 1
-    for axis in reversed(AXES):
-        inside *= getattr(plan, axis)
+    for axis, size in sizes.items():
+        inside *= size
         if axis == axes[0]:
             break
     figure = machine.process_bytes_per_s if inside <= machine.devices_per_node else machine.network_bytes_per_s

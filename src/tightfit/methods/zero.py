@@ -48,8 +48,8 @@ def wanted(plan: Plan) -> bool:
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """Of each row that is divided, the share of the first device, which has the most."""
-    shares = {p.name: _share(p.shape, plan.dp_shard) for p in ledger.parameters}
-    size, pieces = ledger.gradient_bytes(), plan.dp_shard
+    shares = {p.name: _share(p.shape, plan.shards) for p in ledger.parameters}
+    size, pieces = ledger.gradient_bytes(), plan.shards
     moved = (pieces - 1) / pieces * size
     held = size / pieces
     messages = []
@@ -63,8 +63,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         messages.append(message("parameters", moved * gathers, plan, machine, ("dp_shard",)))
         messages.append(message("gradients", moved * ledger.micro_batches, plan, machine, ("dp_shard",)))
         ledger = replace(ledger, gathered=_gathered(ledger, pieces))
-    if plan.dp_replicate > 1:
-        across = 2 * (plan.dp_replicate - 1) / plan.dp_replicate * held
+    if plan.replicas > 1:
+        across = 2 * (plan.replicas - 1) / plan.replicas * held
         messages.append(message("gradients", across, plan, machine, ("dp_replicate",)))
     updates = {name: _scaled(update, shares.get(name, 1 / pieces)) for name, update in ledger.updates.items()}
     parameters = ledger.parameters

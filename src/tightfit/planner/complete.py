@@ -50,7 +50,7 @@ def over_devices(machine: Machine, pins: dict[str, Any]) -> dict[str, Any]:
     if count == 1:
         return {}
     count = count if pins.get("parameter_server", "none") == "none" else count - 1
-    count = max(count // (pins.get("tp", 1) * pins.get("pp", 1)), 1)
+    count = max(count // (pins.get("tp", 1) * pins.get("pp", 1) * pins.get("cp", 1)), 1)
     fields: dict[str, Any] = {name: pins[name] for name in ("dp_replicate", "dp_shard", "zero") if name in pins}
     if fields.get("dp_shard", 1) > 1:
         fields.setdefault("zero", 3)

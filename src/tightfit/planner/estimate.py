@@ -183,14 +183,14 @@ class Estimator:
         """Bytes that any micro-batch and any recomputation needs: the weights, their states, and gradients."""
         updates, parameters = self.profiler.updates(plan), self.profiler.parameters(plan)
         gradients = [parameter.bytes for parameter in parameters if parameter.trainable]
-        states = sum(update.state_bytes for update in updates.values()) / (plan.dp_shard if plan.zero >= 1 else 1)
+        states = sum(update.state_bytes for update in updates.values()) / (plan.shards if plan.zero >= 1 else 1)
         there = float(max(gradients, default=0) if plan.update_in_backward else sum(gradients))
-        weights = sum(parameter.bytes for parameter in parameters) / (plan.dp_shard if plan.zero >= 3 else 1)
+        weights = sum(parameter.bytes for parameter in parameters) / (plan.shards if plan.zero >= 3 else 1)
         states, weights, there = (
             0.0 if row in plan.offload else size
             for row, size in (("states", states), ("parameters", weights), ("gradients", there))
         )
-        whole = weights + states + there / (plan.dp_shard if plan.zero >= 2 else 1)
+        whole = weights + states + there / (plan.shards if plan.zero >= 2 else 1)
         return self.runtime_bytes + whole / plan.pp
 
     def settle(self, estimate: Estimate) -> Estimate:

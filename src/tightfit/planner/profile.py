@@ -17,7 +17,16 @@ from torch.utils._pytree import tree_map_only
 
 from tightfit.job import Job, LossSpec, ModelSpec
 from tightfit.ledger import Ledger, Operation, Parameter, Passage, Update
-from tightfit.methods import attention, compile, loss, materialize, optimizer_states, precision, tensor_parallel
+from tightfit.methods import (
+    attention,
+    compile,
+    context_parallel,
+    loss,
+    materialize,
+    optimizer_states,
+    precision,
+    tensor_parallel,
+)
 from tightfit.methods.mesh import make_mesh
 from tightfit.methods.run import Run
 from tightfit.models import find_blocks, load_python, places_of, task_of
@@ -80,16 +89,23 @@ class Profiler:
             blocks=programs.blocks,
             updates=self.updates(plan),
             whole_step=self.clipping(plan),
-            batch_bytes=tensor_bytes(tensors_in(self.batch)) / self.samples,
+            batch_bytes=self._batch_bytes(plan),
             host_batch=self.device == "cpu",
         )
+
+    def _batch_bytes(self, plan: Plan) -> float:
+        """Of one sample, as it lies on one device."""
+        if plan.cp == 1:
+            return tensor_bytes(tensors_in(self.batch)) / self.samples
+        with FakeTensorMode():
+            return tensor_bytes(tensors_in(self._sized(plan, 1)))
 
     def programs(self, plan: Plan, micro_batch: int, training: bool = True) -> Programs:
         """The model's program under the plan's precision, attention and loss: traced at this size, or a line through two
         sizes that were traced before."""
         kind = plan.precision.replace("fp16", "bf16").replace("tf32", "fp32")
         whole = self._whole_chunk(plan)
-        key = kind, plan.attention, plan.chunked_loss, plan.compile, training, micro_batch < whole, plan.tp
+        key = kind, plan.attention, plan.chunked_loss, plan.compile, training, micro_batch < whole, plan.tp, plan.cp
         traced = self._traced.setdefault(key, {})
         plan = plan.replace(precision=kind)
         if micro_batch not in traced and micro_batch > MOST_CHUNKS * whole > 0:
@@ -128,13 +144,13 @@ class Profiler:
         return kept(what, lambda: self._trace(plan, samples, training))
 
     def _trace(self, plan: Plan, samples: int, training: bool) -> Programs:
-        with processes(plan.tp), FakeTensorMode(), FakeValues(self.padded), as_on(self.device):
+        with processes(plan.tp * plan.cp), FakeTensorMode(), FakeValues(self.padded), as_on(self.device):
             run = self._run(plan)
             name = self._blocks_name
             # a compiled model is one region, whose blocks nobody sees from outside
             blocks = [block for _, block in find_blocks(run.model, name)] if plan.compile != "model" else []
             with traceable(run.model):
-                passages = trace(run.model, run.loss_sum, sized(self.batch, samples), blocks, training)
+                passages = trace(run.model, run.loss_sum, self._sized(plan, samples), blocks, training)
             return Programs(passages, _parameters(run.model, name), len(blocks))
 
     def _run(self, plan: Plan) -> Run:
@@ -164,9 +180,19 @@ class Profiler:
             unset,
             unset,
         )
-        if plan.tp > 1:
-            run = tensor_parallel.apply(replace(run, mesh=make_mesh(Plan(tp=plan.tp), processor)), plan)
+        if plan.tp * plan.cp > 1:
+            run = replace(run, mesh=make_mesh(Plan(tp=plan.tp, cp=plan.cp), processor))
+        for room in (context_parallel, tensor_parallel):
+            if room.wanted(plan):
+                run = room.apply(run, plan)
         return run
+
+    def _sized(self, plan: Plan, samples: int) -> Batch:
+        """Zeros like a micro-batch on one device."""
+        batch = sized(self.batch, samples)
+        if plan.cp == 1:
+            return batch
+        return context_parallel.cut(batch, task_of(self.job.model) == "causal-lm", 0, plan.cp)
 
     def _objective(self) -> Objective:
         given = self.job.loss
@@ -179,7 +205,7 @@ class Profiler:
         key = materialize.weights_dtype(plan), plan.tp
         if key not in self._parameters:
             with processes(plan.tp), FakeTensorMode(), FakeValues():
-                self._parameters[key] = _parameters(self._created(plan).model, self._blocks_name)
+                self._parameters[key] = _parameters(self._created(plan.replace(cp=1)).model, self._blocks_name)
         return self._parameters[key]
 
     def updates(self, plan: Plan) -> dict[str, Update]:
@@ -188,7 +214,7 @@ class Profiler:
         key = (plan.is_true, plan.precision == "fp16-true", *fields)
         if key not in self._updates:
             with processes(plan.tp), FakeTensorMode(), FakeValues():
-                model = self._created(plan).model
+                model = self._created(plan.replace(cp=1)).model
                 optimizer = optimizer_states.optimizer_of(model, self.job.train, plan)
                 together = optimizer_states.takes_all_at_once(plan, self.device)
                 self._updates[key] = trace_updates(model, optimizer, together)
@@ -200,7 +226,7 @@ class Profiler:
         if key not in self._clippings:
             _, scaled, clip, _ = key
             with processes(plan.tp), FakeTensorMode(), FakeValues():
-                self._clippings[key] = trace_clipping(self._created(plan).model, scaled, clip)
+                self._clippings[key] = trace_clipping(self._created(plan.replace(cp=1)).model, scaled, clip)
         return self._clippings[key]
 
 

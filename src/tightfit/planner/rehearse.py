@@ -102,7 +102,7 @@ def rehearse(job: Job, plan: Plan, device: str = "cpu", stage: int = 0) -> Peak:
         run = build(job, plan, HERE, shapes)
         if optimizer_states.takes_all_at_once(plan, device):
             take_all_at_once(run.optimizer)
-        steps = shapes.steps(0, None)
+        steps = run.data.steps(0, None)
         with traceable(run.model):
             take_step(run, next(steps)[:1], 0)
             if run.stages is not None:
@@ -127,7 +127,7 @@ def _with_other_batches(peak: Peak, shapes: Shapes, device: str) -> Peak:
     there = whole if device == "cpu" else micro
     more = (
         tensor_bytes(tensors_in(shapes.batch))
-        // sample_count(shapes.batch)
+        // (sample_count(shapes.batch) * shapes.plan.cp)
         * (there - min(micro * (_rehearsed(shapes.plan) or whole), whole))
     )
     return replace(peak, total=peak.total + more, rows={**peak.rows, "activations": peak.rows["activations"] + more})

@@ -8,6 +8,7 @@ rehearsed through the very engine before it is returned.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -53,10 +54,10 @@ def search(
         start, _ = complete(job, machine, pins)
         start = _with_best_kernels(estimator, start, pins)
         found = _worth_knowing(estimator, start, pins)
-        for tp, pp in _cuts(machine, pins):
-            if not _waits_for_links(found, among_nodes=tp == 1 and machine.nodes > 1):
+        for sizes in _cuts(machine, pins):
+            if not _waits_for_links(found, among_nodes=set(sizes) == {"pp"} and machine.nodes > 1):
                 break
-            found += _cut(estimator, start, pins, tp, pp)
+            found += _cut(estimator, start, pins, sizes)
         if not any(one.fits for one in found) and "offload" in job.allowed and "offload" not in pins:
             for words in OFFLOADED[machine.device]:
                 where: dict[str, Any] = {"offload": words, "offload_to": "disk" if machine.device == "cpu" else "host"}
@@ -105,29 +106,32 @@ def _waits_for_links(found: list[Estimate], among_nodes: bool) -> bool:
     return among_nodes and best.time.communication_s > WAITS * best.time.step_s
 
 
-def _cuts(machine: Machine, pins: dict[str, Any]) -> list[tuple[int, int]]:
-    """(tp, pp) that a model may be cut by, those that cost least first: pipelines, whose nodes send each other little; then
-    tp, within a node only, for nothing hides its sums; then both."""
+def _cuts(machine: Machine, pins: dict[str, Any]) -> list[dict[str, int]]:
+    """Sizes of tp, pp and cp that a job may be cut by, those that cost least first: pipelines, whose nodes send each other
+    little; then tp, within a node only, for nothing hides its sums; then sequences; then two of them."""
     count = machine.devices_per_node * machine.nodes
-    tps = [size for size in (2, 4, 8) if machine.devices_per_node % size == 0] if "tp" not in pins else []
-    pps = [size for size in (2, 4, 8, 16, 32) if count % size == 0 and size <= count] if "pp" not in pins else []
-    both = [(tp, pp) for tp in reversed(tps) for pp in pps if tp * pp <= count]
-    return [*((1, pp) for pp in pps), *((tp, 1) for tp in tps), *both]
+    tps = [{"tp": size} for size in (2, 4, 8) if machine.devices_per_node % size == 0 and "tp" not in pins]
+    pps = [{"pp": size} for size in (2, 4, 8, 16, 32) if count % size == 0 and "pp" not in pins]
+    cps = [{"cp": size} for size in (2, 4, 8) if count % size == 0 and "cp" not in pins]
+    both = [
+        tp | other for tp in reversed(tps) for other in (*pps, *cps) if count % math.prod((tp | other).values()) == 0
+    ]
+    return [*pps, *tps, *cps, *both]
 
 
-def _cut(estimator: Estimator, start: Plan, pins: dict[str, Any], tp: int, pp: int) -> list[Estimate]:
-    """Estimates of plans that cut the model so; none where it cannot be."""
-    fields: dict[str, Any] = {}
-    if tp > 1:
-        fields["tp"] = tp
-        if "chunked_loss" not in pins:
-            fields["chunked_loss"] = None
+def _cut(estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int]) -> list[Estimate]:
+    """Estimates of plans that cut the job so; none where it cannot be."""
+    fields: dict[str, Any] = {name: size for name, size in sizes.items() if name != "pp"}
+    if "tp" in sizes and "chunked_loss" not in pins:
+        fields["chunked_loss"] = None
+    if "cp" in sizes and "attention" not in pins:
+        fields["attention"] = "sdpa"
     if "compile" not in pins and start.compile == "model":
         fields["compile"] = "block"
     try:
-        if pp > 1:
-            fields |= {"pp": pp} | _balanced(estimator, start.replace(**fields), pins, pp)
-        pins = {**pins, **{name: fields[name] for name in ("tp", "pp", "split") if name in fields}}
+        if "pp" in sizes:
+            fields |= {"pp": sizes["pp"]} | _balanced(estimator, start.replace(**fields), pins, sizes["pp"])
+        pins = {**pins, **{name: fields[name] for name in ("tp", "cp", "pp", "split") if name in fields}}
         spread = over_devices(estimator.machine, pins)
         return _worth_knowing(estimator, start.replace(**{**fields, **spread}), pins)
     except InputError:
@@ -173,10 +177,10 @@ def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Itera
 
 def _spreads(machine: Machine, start: Plan, pins: dict[str, Any]) -> list[dict[str, int]]:
     """How the devices may share the work: as replicas, or dividing states by ZeRO over all of them or over those of a node."""
-    count = machine.devices_per_node * machine.nodes // (start.tp * start.pp) - start.servers
-    node = max(machine.devices_per_node // start.tp, 1)
+    count = machine.devices_per_node * machine.nodes // (start.tp * start.pp * start.cp) - start.servers
+    node = max(machine.devices_per_node // (start.tp * start.cp), 1)
     found = [{"dp_replicate": start.dp_replicate, "dp_shard": start.dp_shard, "zero": start.zero}]
-    if count > 1:
+    if count * start.cp > 1:
         groups = [count] if machine.nodes == 1 or node in (1, count) or count % node else [count, node]
         found += [{"dp_replicate": count, "dp_shard": 1, "zero": 0}]
         found += [

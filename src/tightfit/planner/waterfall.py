@@ -13,6 +13,7 @@ METHOD_FIELDS = {
     "parameter_server": ("parameter_server", "staleness"),
     "zero": ("dp_shard", "zero"),
     "tensor_parallel": ("tp",),
+    "context_parallel": ("cp",),
     "precision": ("precision", "loss_scale", "rounding"),
     "microbatch": ("micro_batch",),
     "attention": ("attention",),

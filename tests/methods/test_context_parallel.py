@@ -1,0 +1,169 @@
+"""Sequences divided among devices: the same training as whole ones, also where they are padded, uneven or of grouped heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tightfit
+from tests.contract import cases
+from tests.pool import together
+from tightfit.errors import InputError
+from tightfit.machine import Machine
+from tightfit.methods import context_parallel
+from tightfit.models.objective import IGNORED
+from tightfit.planner.estimate import Estimator
+
+HERE = "tests.methods.test_context_parallel:"
+
+
+def samples(length: int, padding: str) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    found = []
+    for index in range(cases.SAMPLES):
+        tokens = torch.randint(1, 160, (length,), generator=generator)
+        labels, mask = tokens.clone(), torch.ones(length, dtype=torch.int64)
+        hidden = slice(length - index % 7, None) if padding == "right" else slice(0, index % 7)
+        labels[hidden], mask[hidden] = IGNORED, 0
+        labels[index % 7] = IGNORED  # what padding would predict
+        found.append({"input_ids": tokens, "labels": labels} | ({"attention_mask": mask} if padding != "none" else {}))
+    return found
+
+
+def trained(
+    model: dict[str, Any], length: int, padding: str, fields: dict[str, Any]
+) -> tuple[list[float], dict[str, Tensor]]:
+    settings = tightfit.Train(batch=4, steps=3, learning_rate=1e-2, epsilon=cases.EPSILON)
+    job = tightfit.Job(model=model, data=samples(length, padding), train=settings, allow=["bf16"])
+    run = tightfit.build(job, tightfit.Plan(**fields))
+    return [step.loss for step in tightfit.train(run)], cases.state_of(run)
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "padding", "fields"),
+    [
+        (cases.LLAMA, 16, "right", {"cp": 2}),
+        (cases.LLAMA, 15, "left", {"cp": 2}),
+        (cases.LLAMA, 13, "none", {"cp": 4}),
+        ({**cases.LLAMA, "num_key_value_heads": 1}, 16, "none", {"cp": 3}),
+        (cases.BERT, 16, "right", {"cp": 2}),
+        (cases.BERT, 13, "none", {"cp": 2}),
+        (cases.BERT, 14, "right", {"cp": 4, "recompute": "full"}),
+        (cases.GPT2, 14, "right", {"cp": 2, "pp": 2, "micro_batch": 2}),
+    ],
+)
+def test_a_divided_sequence_is_the_whole_one(
+    model: dict[str, Any], length: int, padding: str, fields: dict[str, Any]
+) -> None:
+    losses, expected = trained(model, length, padding, {})
+    for found, weights in together(tightfit.Plan(**fields).devices, HERE + "trained", model, length, padding, fields):
+        assert found == pytest.approx(losses, rel=2e-6)
+        assert cases.distance(weights, expected) < 1e-6
+
+
+def test_low_precision_is_as_near_to_fp32_as_on_one_device() -> None:
+    _, expected = trained(cases.LLAMA, 16, "none", {})
+    _, alone = trained(cases.LLAMA, 16, "none", {"precision": "bf16-mixed"})
+    fields = {"cp": 2, "precision": "bf16-mixed"}
+    for _, weights in together(2, HERE + "trained", cases.LLAMA, 16, "none", fields):
+        assert cases.distance(weights, expected) < 1.5 * cases.distance(alone, expected)
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 4])
+def test_pieces_are_all_of_a_sequence_and_labels_stand_where_they_are_predicted(pieces: int) -> None:
+    tokens = torch.arange(2 * 25).view(2, 25)
+    cuts = [
+        context_parallel.cut({"input_ids": tokens, "labels": tokens}, True, piece, pieces) for piece in range(pieces)
+    ]
+    positions = torch.cat([cut["position_ids"] for cut in cuts], 1)
+    assert sorted(positions[0].tolist()) == list(range(-(-25 // (2 * pieces)) * 2 * pieces))
+    for cut in cuts:
+        for row in range(2):
+            counted = cut["labels"][row] != IGNORED
+            assert torch.equal(cut["labels"][row][counted], cut["input_ids"][row][counted] + 1)
+    assert sum(int((cut["labels"] != IGNORED).sum()) for cut in cuts) == 2 * 24
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_under_a_causal_mask_all_devices_have_as_much_to_do(size: int) -> None:
+    work = []
+    for rank in range(size):
+        ring = context_parallel._Place.__new__(context_parallel._Place)
+        ring.rank, ring.size = rank, size
+        parts = [context_parallel._parts(step, ring, True, 64) for step in range(1, size)]
+        work.append([len(range(64)[rows]) * len(range(64)[columns]) for rows, columns in parts])
+    assert all(area == 64 * 32 for areas in work for area in areas)
+
+
+def test_what_goes_around_is_keys_and_values_and_their_gradients() -> None:
+    """Keys and values: n-1 hand on in forward and in backward; their gradients, in fp32: n."""
+    job = tightfit.Job(
+        model=cases.LLAMA, data={"synthetic": "tokens", "sequence_length": 32}, train=tightfit.Train(batch=4, steps=9)
+    )
+    for size in (2, 4):
+        plan = tightfit.Plan(cp=size)
+        ledger = Estimator(job, Machine.named("a100-80gb:4")).estimate(plan).ledger
+        (sent,) = [message.bytes for message in ledger.messages if message.name == "keys and values"]
+        pair = 4 * 2 * 4 * (32 / size) * 2 * 8  # samples x (key, value) x bytes x positions x heads x width
+        assert sent == pytest.approx(4 * pair * (3 * size - 2))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (cases.VIT, "no loss of each position"),
+        (cases.T5, "no loss of each position"),
+        ({**cases.GPT2, "attn_pdrop": 0.1}, "attn_pdrop: 0.0"),
+        ({**cases.LLAMA, "architecture": "mistral", "sliding_window": 8}, "window"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(model: dict[str, Any], words: str) -> None:
+    for result in together(2, HERE + "refusal", model):
+        assert words in result
+
+
+def refusal(model: dict[str, Any]) -> str:
+    vit = model["architecture"] == "vit"
+    data = {"synthetic": "images"} if vit else {"synthetic": "tokens", "sequence_length": 16}
+    job = tightfit.Job(model=model, data=data, train=tightfit.Train(batch=4, steps=1))
+    with pytest.raises(InputError) as refused:
+        tightfit.build(job, tightfit.Plan(cp=2))
+    return str(refused.value)
+
+
+def test_positions_of_the_data_s_own_are_refused() -> None:
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    with pytest.raises(InputError, match="position_ids of their own"):
+        context_parallel.cut({"input_ids": tokens, "labels": tokens, "position_ids": tokens}, True, 0, 2)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_part_s_attention_is_plain_attention(causal: bool, masked: bool, device: str) -> None:
+    """Output, sums and gradients of what one device does with another's keys; on a GPU by its own kernel."""
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (
+        torch.randn(2, heads, 40, 16, generator=generator).to(device).requires_grad_() for heads in (4, 2, 2)
+    )
+    seen = (torch.rand(2, 1, 1, 40, generator=generator) > 0.3).to(device)
+    seen[..., 0] = True
+    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.25
+    if masked:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    if causal:
+        scores = scores + torch.full((40, 40), float("-inf"), device=device).triu(1)
+    expected = scores.softmax(-1) @ value.repeat_interleave(2, 1)
+    bias = seen if masked else None
+    found, sums = context_parallel._attention(query, key, value, bias, causal, 0.25)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    gradient = torch.randn(expected.shape, generator=generator).to(device)
+    wanted = torch.autograd.grad(expected, (query, key, value), gradient)
+    with torch.no_grad():
+        gradients = context_parallel._attention_backward(gradient, query, key, value, bias, found, sums, causal, 0.25)
+    for one, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
