@@ -33,9 +33,11 @@ NO_METHODS = (
     "methods.mesh",
     "methods.buckets",
     "methods.compiler",
+    "methods.cutter",
     "methods.deferred",
     "methods.stages",
     "methods.stores",
+    "methods.vocabulary",
 )  # what the rooms share, and a part of one that is long enough for a file
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 

@@ -1,0 +1,222 @@
+"""Cutter: takes one device's part of a model's modules for tensor parallelism, and puts in what the devices say to each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tightfit.errors import InputError
+from tightfit.methods.mesh import Mesh, Slice, grown, shrink
+from tightfit.methods.vocabulary import divided_cross_entropy
+from tightfit.models.objective import Batch, Objective
+
+
+class Cutter:
+    """Cuts a model's modules down to one device's part of them, and notes what was cut."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self.model, self.mesh = model, mesh
+        self.group, self.size, self.rank = mesh.group("tp"), mesh.size("tp"), mesh.rank("tp")
+        self.cut: dict[nn.Parameter, tuple[nn.Parameter, Slice]] = {}
+        self.draws = Draws(model, self.rank)
+
+    def divide(self, name: str, module: nn.Module, style: str) -> None:
+        if style == "heads" and isinstance(module, nn.Embedding):
+            self._take(module, "weight", 1)
+            module.embedding_dim = module.weight.shape[1]
+            return
+        weight = getattr(module, "weight", None)
+        is_linear, is_transposed = isinstance(module, nn.Linear), type(module).__name__ == "Conv1D"
+        if style == "heads" or not isinstance(weight, nn.Parameter) or not (is_linear or is_transposed):
+            raise InputError(
+                f"plan: tp, table: {name}: {style}",
+                f"is a {type(module).__name__}, which cannot be divided so",
+                "name nn.Linear modules in the table",
+            )
+        columns, rows = (0, 1) if is_linear else (1, 0)
+        pieces = 3 if style == "qkv" else 1
+        dim = rows if style == "rowwise" else columns
+        if weight.shape[dim] % (self.size * pieces):
+            raise InputError(
+                f"plan: tp={self.size}", f"{name} has {weight.shape[dim]} rows or columns to divide", "use a smaller tp"
+            )
+        self._take(module, "weight", dim, pieces)
+        if style == "rowwise":
+            self._sum_after(module)
+        else:
+            if module.bias is not None:
+                self._take(module, "bias", 0, pieces)
+            self._copy_before(module)
+        self._set_sizes(name, module, style, is_transposed)
+
+    def _set_sizes(self, name: str, module: Any, style: str, is_transposed: bool) -> None:
+        """What modules remember of their own sizes."""
+        if is_transposed:
+            module.nf = module.weight.shape[1]
+        else:
+            module.out_features, module.in_features = module.weight.shape
+        parent: Any = self.model.get_submodule(name.rpartition(".")[0])
+        if style == "qkv":
+            parent.split_size //= self.size
+        if style == "rowwise" and hasattr(parent, "relative_attention_num_buckets"):
+            parent.n_heads //= self.size
+
+    def _take(self, module: nn.Module, name: str, dim: int, pieces: int = 1) -> None:
+        """Put this device's part of a parameter in its place; of one that several modules share, in all of them."""
+        whole = getattr(module, name)
+        if any(whole is mine for mine, _ in self.cut.values()):
+            return  # it is another module's too, and was cut there
+        if whole not in self.cut:
+            part = Slice(self.mesh, whole.shape, dim, pieces)
+            values = part.part(grown(whole, self.mesh))
+            shrunk = hasattr(whole, "rows")
+            if shrunk:
+                kept = torch.empty(values.shape, dtype=values.dtype, device="meta")
+            else:  # of a parameter that another device of a pipeline has there are no values
+                kept = values if whole.untyped_storage().nbytes() < whole.nbytes else values.clone()
+            mine = nn.Parameter(kept, requires_grad=whole.requires_grad)
+            if shrunk:
+                shrink(mine, self.mesh, values)
+            self.cut[whole] = mine, part
+        mine, _ = self.cut[whole]
+        for other in self.model.modules():
+            for key, parameter in list(other._parameters.items()):
+                if parameter is whole:
+                    other._parameters[key] = mine
+
+    def _copy_before(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(lambda module, inputs: (_Copied.apply(inputs[0], self.group), *inputs[1:]))
+        module.register_forward_hook(self.draws.enter)
+
+    def _sum_after(self, module: Any) -> None:
+        bias, product = module.bias, module.forward
+
+        def forward(input: Tensor) -> Tensor:
+            self.draws.leave()
+            held = module._parameters.get("bias")
+            if bias is None or held is None:
+                return _Summed.apply(product(input), self.group)
+            module._parameters["bias"] = None if isinstance(module, nn.Linear) else torch.zeros_like(held)
+            try:
+                summed = _Summed.apply(product(input), self.group)
+            finally:
+                module._parameters["bias"] = held
+            return summed + held.to(summed.dtype)
+
+        module.forward = forward
+
+    def divide_vocabulary(self, model: Any, head: nn.Linear, objective: Objective) -> Objective:
+        """Embedding and head by vocabulary: logits are never whole, and only numbers of each token travel."""
+        part = Slice(self.mesh, head.weight.shape, 0)
+        first, last = part.range()
+        vocabulary = head.weight.shape[0]
+        self._take(head, "weight", 0)
+        if head.bias is not None:
+            self._take(head, "bias", 0)
+        head.out_features = last - first
+        head.register_forward_pre_hook(lambda module, inputs: (_Copied.apply(inputs[0], self.group), *inputs[1:]))
+        embedding = model.get_input_embeddings()
+        if isinstance(embedding, nn.Embedding) and embedding.num_embeddings == vocabulary:
+            self._take(embedding, "weight", 0)
+            for module in model.modules():  # an encoder and a decoder have one each, of one weight
+                if isinstance(module, nn.Embedding) and module.weight is embedding.weight:
+                    self._look_up(module, first, last)
+        assert objective.logits is not None
+        assert objective.targets is not None
+        logits, targets, group = objective.logits, objective.targets, self.group
+
+        def total(model: nn.Module, batch: Batch) -> Tensor:
+            return divided_cross_entropy(logits(model, batch).flatten(0, -2), targets(batch).flatten(), first, group)
+
+        return replace(objective, total=total)
+
+    def _look_up(self, embedding: nn.Embedding, first: int, last: int) -> None:
+        """Rows that are another device's are zero here, and the sum over devices has them all."""
+        embedding.num_embeddings = last - first
+        padding, lookup = embedding.padding_idx, embedding.forward
+        embedding.padding_idx = padding - first if padding is not None and first <= padding < last else None
+
+        def forward(input: Tensor) -> Tensor:
+            here = (input >= first) & (input < last)
+            found = lookup(torch.where(here, input - first, 0))
+            return _Summed.apply(found * here.unsqueeze(-1).to(found.dtype), self.group)
+
+        embedding.forward = forward  # type: ignore[method-assign]
+
+    def slices(self) -> dict[str, Slice]:
+        parts = dict(self.cut.values())
+        return {name: parts[p] for name, p in self.model.named_parameters() if p in parts}
+
+
+class Draws:
+    """Dropout between a division by columns and the one by rows draws other numbers on each device, elsewhere the same.
+
+    What is drawn inside begins from a number that the common generator draws, so a recomputation draws it again.
+    """
+
+    def __init__(self, model: nn.Module, rank: int) -> None:
+        self.rank = rank
+        self.outside: tuple[Tensor, Tensor | None] | None = None
+        self.model = model
+        self.needed = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()) or _has_dropout(model)
+
+    def enter(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if self.needed and module.training and self.outside is None:
+            seed = int(torch.randint(2**31, ()))
+            self.outside = _states(output.device)
+            torch.manual_seed(seed * 1009 + self.rank)
+
+    def leave(self) -> None:
+        if self.outside is not None:
+            _restore(self.outside)
+            self.outside = None
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    config: Any = getattr(model, "config", None)
+    return any(
+        "drop" in name and isinstance(value, float) and value > 0 for name, value in vars(config or object).items()
+    )
+
+
+def _states(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _restore(states: tuple[Tensor, Tensor | None]) -> None:
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1])
+
+
+class _Copied(torch.autograd.Function):
+    """Forward the same tensor everywhere; backward the sum of everyone's gradients (Megatron's f)."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = gradients[0].contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _Summed(torch.autograd.Function):
+    """Forward the sum of everyone's tensors; backward the same gradient everywhere (Megatron's g)."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
+        summed = input.contiguous().clone()
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None
