@@ -35,6 +35,7 @@ NO_METHODS = (
     "methods.compiler",
     "methods.cutter",
     "methods.deferred",
+    "methods.sequences",
     "methods.stages",
     "methods.stores",
     "methods.vocabulary",

@@ -9,7 +9,7 @@ import pytest
 
 _SEVERAL = re.compile(
     r"engine/test_several_devices|engine/test_limits"
-    r"|methods/test_(pipeline|parameter_server|data_parallel|context_parallel)"
+    r"|methods/test_(pipeline|tensor_parallel|parameter_server|data_parallel|context_parallel)"
     r"|contract/.*[\[,+](dp_replicate|dp_shard|cp|tp|pp|parameter_server)="
 )
 

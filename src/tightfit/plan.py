@@ -81,6 +81,7 @@ class Plan(Value):
                         with `zero` divide its states with the dp_shard devices
     zero                what the dp_shard x cp devices divide: 1 optimizer states, 2 gradients too, 3 parameters too
     tp                  devices that divide attention, MLP and vocabulary by columns and rows
+    sequence_parallel   whether the tp devices also divide what lies between those, norms and dropout, by positions
     pp                  devices in a row, each with some of the blocks (pipeline)
     schedule            in which order those run forwards and backwards of micro-batches; pipedream does not wait for a step's
                         last backward before the next step's first forward, so weights are updated late
@@ -117,6 +118,7 @@ class Plan(Value):
     cp: int = Field(1, gt=0)
     zero: Literal[0, 1, 2, 3] = 0
     tp: int = Field(1, gt=0)
+    sequence_parallel: bool = False
     pp: int = Field(1, gt=0)
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"] = "1f1b"
     virtual_stages: int = Field(1, gt=0)
@@ -278,11 +280,6 @@ RULES = (
         "use rounding: nearest and not fp16-true with {train.optimizer}, or zero: 0",
     ),
     Rule(
-        "logits that are divided by vocabulary are never whole, and in chunks only where they are not divided",
-        lambda plan, job, device: plan.tp == 1 or plan.chunked_loss is None,
-        "leave out chunked_loss, or use tp: 1",
-    ),
-    Rule(
         "a sequence that is divided goes through attention in a ring, which is one kernel of its own",
         lambda plan, job, device: plan.cp == 1 or plan.attention == "sdpa",
         "use attention: sdpa",
@@ -296,6 +293,11 @@ RULES = (
         "a loss of the job's own cannot be divided along a sequence",
         lambda plan, job, device: plan.cp == 1 or job.loss is None,
         "use cp: 1, or leave the job's loss to its task",
+    ),
+    Rule(
+        "sequence_parallel divides what tensor parallelism leaves whole",
+        lambda plan, job, device: not plan.sequence_parallel or plan.tp > 1,
+        "use tp: 2 (or more), or sequence_parallel: false",
     ),
     Rule(
         "a model cut among devices runs with its collectives, which one compiled region does not hold",

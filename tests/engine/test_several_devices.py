@@ -45,7 +45,11 @@ RINGED: list[dict[str, Any]] = [
     {"cp": 2, "tp": 2},
     {"cp": 2, "pp": 2, "micro_batch": 2},
 ]
-RINGED_CUBE = {"pp": 2, "tp": 2, "cp": 2, "zero": 3, "micro_batch": 2, "recompute": "full"}
+RINGED_CUBE = {"pp": 2, "tp": 2, "sequence_parallel": True, "cp": 2, "zero": 3, "micro_batch": 2, "recompute": "full"}
+POSITIONS: list[dict[str, Any]] = [
+    {"tp": 2, "sequence_parallel": True, "micro_batch": 2},
+    {"tp": 2, "sequence_parallel": True, "dp_shard": 2, "zero": 3, "recompute": "full"},
+]
 CUBE = {"pp": 2, "tp": 2, "dp_shard": 2, "zero": 3, "micro_batch": 2, "recompute": "full"}
 HERE = "tests.engine.test_several_devices:"
 
@@ -85,6 +89,12 @@ def test_a_divided_model_is_the_whole_one(fields: dict[str, Any], name: str) -> 
 @pytest.mark.parametrize("fields", SLICED, ids=named)
 def test_a_cut_model_is_the_whole_one(fields: dict[str, Any], name: str) -> None:
     hold(name, fields)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit"])
+@pytest.mark.parametrize("fields", POSITIONS, ids=named)
+def test_divided_positions_are_whole_ones(fields: dict[str, Any], name: str) -> None:
+    hold(name, fields, clip=0.1)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])

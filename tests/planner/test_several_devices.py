@@ -38,6 +38,9 @@ PLANS: list[dict[str, Any]] = [
     {"tp": 4, "recompute": "full"},
     {"tp": 2, "dp_shard": 2, "zero": 1},
     {"tp": 2, "dp_shard": 2, "zero": 3, "micro_batch": 2},
+    {"tp": 2, "sequence_parallel": True},
+    {"tp": 4, "sequence_parallel": True, "recompute": "full"},
+    {"tp": 2, "sequence_parallel": True, "precision": "bf16-mixed", "chunked_loss": 512},
     {"cp": 2},
     {"cp": 4, "zero": 3, "micro_batch": 2, "recompute": "full"},
     {"cp": 2, "dp_shard": 2, "zero": 2},
@@ -169,6 +172,32 @@ def test_a_search_divides_what_replicas_cannot_hold() -> None:
     )[0]
     assert tight.plan.zero > 0
     assert tight.fits
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_positions_that_are_divided_too_take_less(estimator: Estimator, recompute: str) -> None:
+    """Norms, residual stream and inputs of products: all but what attention and MLP hold between their two products."""
+    plan = tightfit.Plan(tp=4, recompute=recompute, chunked_loss=512, fused_optimizer=True)
+    held = [
+        estimator.estimate(plan.replace(sequence_parallel=divided)).peak.rows["activations"]
+        for divided in (False, True)
+    ]
+    assert held[1] < 0.6 * held[0]
+
+
+def test_what_divided_positions_send(estimator: Estimator) -> None:
+    """Of a block's 2 regions: a gather and a scatter in forward and in backward, and a gather more there; a sum is both."""
+    whole = 16 * 128 * 512 * 4  # samples, positions, width, bytes
+    sent = {}
+    for divided in (False, True):
+        plan = tightfit.Plan(tp=2, sequence_parallel=divided)
+        (message,) = estimator.estimate(plan).ledger.messages
+        sent[divided] = message.bytes / (whole / 2)
+    beside = sent[False] - 6 * 2 * 2 * 2  # embedding and head, and what each token's loss sends
+    assert 3.9 < beside < 4.1
+    assert sent[True] == pytest.approx(
+        6 * 2 * 5 + 2 + beside, rel=1e-3
+    )  # joined after the last block, divided before the first
 
 
 def test_a_search_divides_a_sequence_that_no_device_holds() -> None:

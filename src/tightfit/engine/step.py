@@ -98,6 +98,7 @@ def accumulate(run: Run, micro_batches: list[Batch], items: int) -> torch.Tensor
 def update(run: Run) -> tuple[float | None, bool]:
     """Unscale, clip, step. Returns the gradient norm (where the job clips) and whether the gradients were finite."""
     finite, norm = True, None
+    _sum_shared(run)
     if run.loss_scale is not None:
         finite = everywhere(run, run.loss_scale.unscale(run.optimizer))
         run.loss_scale.update(finite)
@@ -109,6 +110,18 @@ def update(run: Run) -> tuple[float | None, bool]:
             run.reduction.updated()
     run.optimizer.zero_grad(set_to_none=True)
     return norm, finite
+
+
+def _sum_shared(run: Run) -> None:
+    """Gradients that each tp device has of its part of the sequences, summed over them."""
+    gradients = [local(weight.grad) for weight in weights_named(run, run.shared) if weight.grad is not None]
+    if not gradients:
+        return
+    assert run.mesh is not None
+    flat = torch.cat([gradient.reshape(-1).float() for gradient in gradients])
+    run.mesh.sum(flat, ("tp",))
+    for gradient, whole in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+        gradient.copy_(whole.view(gradient.shape))
 
 
 def drain(run: Run) -> None:

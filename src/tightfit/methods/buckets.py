@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 BUCKET_BYTES = 25 * 2**20
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
@@ -252,7 +252,7 @@ class Scattered:
         assert bucket.buffer is not None
         part = torch.empty(bucket.buffer.shape[1], dtype=bucket.buffer.dtype, device=bucket.buffer.device)
         self._parts[id(bucket)] = part
-        bucket.work = _reduce_scatter(part, bucket.buffer.view(-1), group=self.group, async_op=True)
+        bucket.work = reduce_scatter(part, bucket.buffer.view(-1), group=self.group, async_op=True)
 
     @torch.no_grad()
     def _arrived(self, bucket: Bucket) -> None:
@@ -288,7 +288,7 @@ class Scattered:
             for place, parameter in enumerate(bucket.parameters):
                 share = self.shares[parameter]
                 mine[offsets[place] : offsets[place] + share.numel()].copy_(share.detach().reshape(-1))
-            _all_gather(there.view(-1), mine.clone(), group=self.group)
+            all_gather(there.view(-1), mine.clone(), group=self.group)
             for place, parameter in enumerate(bucket.parameters):
                 slots = there[:, offsets[place] : offsets[place + 1]]
                 if slots.numel() == parameter.numel():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tightfit.errors import InputError
 from tightfit.methods.mesh import Mesh, Slice, grown, shrink
+from tightfit.methods.sequences import Sequences
 from tightfit.methods.vocabulary import divided_cross_entropy
 from tightfit.models.objective import Batch, Objective
 
@@ -18,11 +19,16 @@ from tightfit.models.objective import Batch, Objective
 class Cutter:
     """Cuts a model's modules down to one device's part of them, and notes what was cut."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self.model, self.mesh = model, mesh
+    def __init__(self, model: nn.Module, mesh: Mesh, sequences: Sequences | None = None) -> None:
+        self.model, self.mesh, self.sequences = model, mesh, sequences
         self.group, self.size, self.rank = mesh.group("tp"), mesh.size("tp"), mesh.rank("tp")
         self.cut: dict[nn.Parameter, tuple[nn.Parameter, Slice]] = {}
         self.draws = Draws(model, self.rank)
+        self.copied: tuple[Tensor, Tensor] | None = None  # what the last products by columns were given, and its copy
+        if sequences is not None:  # each device has other positions: all that a block draws is its own
+            for _, block in sequences.blocks:
+                block.register_forward_pre_hook(self.draws.enter)
+                block.register_forward_hook(self.draws.leave)
 
     def divide(self, name: str, module: nn.Module, style: str) -> None:
         if style == "heads" and isinstance(module, nn.Embedding):
@@ -50,7 +56,7 @@ class Cutter:
         else:
             if module.bias is not None:
                 self._take(module, "bias", 0, pieces)
-            self._copy_before(module)
+            self._copy_before(name, module)
         self._set_sizes(name, module, style, is_transposed)
 
     def _set_sizes(self, name: str, module: Any, style: str, is_transposed: bool) -> None:
@@ -88,26 +94,43 @@ class Cutter:
                 if parameter is whole:
                     other._parameters[key] = mine
 
-    def _copy_before(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(lambda module, inputs: (_Copied.apply(inputs[0], self.group), *inputs[1:]))
-        module.register_forward_hook(self.draws.enter)
+    def _copy_before(self, name: str, module: nn.Module) -> None:
+        if self.sequences is not None:
+            self.sequences.enter(self.model.get_submodule(name.rpartition(".")[0]), module)
+            return
+        module.register_forward_pre_hook(lambda module, inputs: (self._copy(inputs[0]), *inputs[1:]))
+        module.register_forward_pre_hook(self.draws.enter)
+
+    def _copy(self, input: Tensor) -> Tensor:
+        """One copy for all products of the same input, so that their gradients are summed here before they are everywhere."""
+        if torch.compiler.is_compiling():
+            return _Copied.apply(input, self.group)
+        if self.copied is None or self.copied[0] is not input:
+            self.copied = input, _Copied.apply(input, self.group)
+        return self.copied[1]
 
     def _sum_after(self, module: Any) -> None:
         bias, product = module.bias, module.forward
+        module.sums = True
 
         def forward(input: Tensor) -> Tensor:
-            self.draws.leave()
+            self.copied = None
+            if self.sequences is None:
+                self.draws.leave()
             held = module._parameters.get("bias")
             if bias is None or held is None:
-                return _Summed.apply(product(input), self.group)
+                return self._sum(product(input))
             module._parameters["bias"] = None if isinstance(module, nn.Linear) else torch.zeros_like(held)
             try:
-                summed = _Summed.apply(product(input), self.group)
+                summed = self._sum(product(input))
             finally:
                 module._parameters["bias"] = held
             return summed + held.to(summed.dtype)
 
         module.forward = forward
+
+    def _sum(self, product: Tensor) -> Tensor:
+        return self.sequences.leave(product) if self.sequences is not None else _Summed.apply(product, self.group)
 
     def divide_vocabulary(self, model: Any, head: nn.Linear, objective: Objective) -> Objective:
         """Embedding and head by vocabulary: logits are never whole, and only numbers of each token travel."""
@@ -153,7 +176,8 @@ class Cutter:
 
 
 class Draws:
-    """Dropout between a division by columns and the one by rows draws other numbers on each device, elsewhere the same.
+    """Dropout between a division by columns and the one by rows draws other numbers on each device, elsewhere the same. Where
+    sequences are divided too, so does all of a block.
 
     What is drawn inside begins from a number that the common generator draws, so a recomputation draws it again.
     """
@@ -164,13 +188,13 @@ class Draws:
         self.model = model
         self.needed = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()) or _has_dropout(model)
 
-    def enter(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+    def enter(self, module: nn.Module, inputs: Any) -> None:
         if self.needed and module.training and self.outside is None:
             seed = int(torch.randint(2**31, ()))
-            self.outside = _states(output.device)
+            self.outside = _states(next(module.parameters()).device)
             torch.manual_seed(seed * 1009 + self.rank)
 
-    def leave(self) -> None:
+    def leave(self, *ignored: Any) -> None:
         if self.outside is not None:
             _restore(self.outside)
             self.outside = None

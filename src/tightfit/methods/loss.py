@@ -16,16 +16,19 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tightfit.errors import InputError
 from tightfit.ledger import traced
 from tightfit.methods.run import Run, kind_of
+from tightfit.methods.vocabulary import divided_cross_entropy_with_gradient
 from tightfit.models.objective import IGNORED, Batch, Objective
 from tightfit.plan import Plan
 
 ROWS_IN_CACHE = 64
+Divided = tuple[int, dist.ProcessGroup]  # the first class that is here, and the devices that have the others
 cost = traced
 VARIANTS = ({"chunked_loss": 5},)
 
@@ -37,8 +40,15 @@ def wanted(plan: Plan) -> bool:
 def apply(run: Run, plan: Plan) -> Run:
     assert plan.chunked_loss is not None
     rows = ROWS_IN_CACHE if kind_of(run.device) == "cpu" else plan.chunked_loss
-    objective = chunked(run.objective, run.model, plan.chunked_loss, rows)
+    objective = chunked(run.objective, run.model, plan.chunked_loss, rows, _divided(run))
     return replace(run, objective=objective, loss_sum=partial(objective.total, run.model))
+
+
+def _divided(run: Run) -> Divided | None:
+    """How the head's classes are divided among devices."""
+    head = find_head(run.objective, run.model).weight
+    cuts = [run.slices[name] for name, weight in run.model.named_parameters() if weight is head and name in run.slices]
+    return (cuts[0].range()[0], cuts[0].mesh.group("tp")) if cuts else None
 
 
 @dataclass
@@ -57,7 +67,9 @@ class Head:
         self.layer.forward = forward  # type: ignore[method-assign, assignment]
 
 
-def chunked(objective: Objective, model: nn.Module, chunk: int, rows: int = ROWS_IN_CACHE) -> Objective:
+def chunked(
+    objective: Objective, model: nn.Module, chunk: int, rows: int = ROWS_IN_CACHE, divided: Divided | None = None
+) -> Objective:
     """`objective` with its logits never whole: see linear_cross_entropy.
 
     Raises InputError where the logits are not the head's own output.
@@ -79,7 +91,7 @@ def chunked(objective: Objective, model: nn.Module, chunk: int, rows: int = ROWS
                 "plan: chunked_loss", "the model changes the logits after its head", "leave out chunked_loss"
             )
         return linear_cross_entropy(
-            hidden.flatten(0, -2), head.layer.weight, head.layer.bias, targets(batch).flatten(), chunk, rows
+            hidden.flatten(0, -2), head.layer.weight, head.layer.bias, targets(batch).flatten(), chunk, rows, divided
         )
 
     return replace(objective, total=total)
@@ -106,18 +118,27 @@ def find_head(objective: Objective, model: nn.Module) -> nn.Linear:
 
 @torch.compiler.disable  # a loop over chunks is no gain compiled: it is unrolled, and its chunks then live together
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, rows: int = ROWS_IN_CACHE
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    chunk: int,
+    rows: int = ROWS_IN_CACHE,
+    divided: Divided | None = None,
 ) -> Tensor:
     """Sum over the targets that count of the cross entropy of `hidden @ weight.T + bias`, `chunk` rows at a time.
 
     The softmax goes over `rows` of them at a time: on a processor few, so that their fp32 copy stays in its cache.
     hidden (tokens, width), weight (vocabulary, width), bias (vocabulary) or None, targets (tokens) with IGNORED.
+    divided: weight and bias have a part of the vocabulary, and other devices the rest; of which hidden's gradients are sums.
     Products run in the type of autocast, or of `hidden`; the softmax and the sum in fp32. Returns an fp32 scalar.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     # within a Function's forward gradients look disabled, and its inputs look as if they needed one: asked here
-    return LinearCrossEntropy.apply(hidden, weight, bias, targets, (chunk, rows), dtype, torch.is_grad_enabled())
+    return LinearCrossEntropy.apply(
+        hidden, weight, bias, targets, (chunk, rows), divided, dtype, torch.is_grad_enabled()
+    )
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -131,12 +152,13 @@ class LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         pieces: tuple[int, int],
+        divided: Divided | None,
         dtype: torch.dtype,
         learning: bool,
     ) -> Tensor:
         wanted = [learning and needed for needed in ctx.needs_input_grad[:3]]
         with torch.autocast(hidden.device.type, enabled=False):
-            loss, gradients = _sum_and_gradients(hidden, weight, bias, targets, pieces, dtype, wanted)
+            loss, gradients = _sum_and_gradients(hidden, weight, bias, targets, pieces, divided, dtype, wanted)
         ctx.scaled = False
         ctx.types = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.save_for_backward(*gradients)
@@ -150,7 +172,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             None if gradient is None else gradient.mul_(gradients[0]).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.types, strict=True)
         ]
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None, None, None
 
 
 def _sum_and_gradients(
@@ -159,6 +181,7 @@ def _sum_and_gradients(
     bias: Tensor | None,
     targets: Tensor,
     pieces: tuple[int, int],
+    divided: Divided | None,
     dtype: torch.dtype,
     wanted: list[bool],
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
@@ -172,9 +195,11 @@ def _sum_and_gradients(
     loss = torch.zeros((), device=hidden.device)
     for start in range(0, len(hidden), chunk):
         rows, labels = hidden[start : start + chunk].to(dtype), targets[start : start + chunk]
-        part, gradient = cross_entropy_with_gradient(
-            functional.linear(rows, narrow_weight, narrow_bias), labels, at_a_time
-        )
+        logits = functional.linear(rows, narrow_weight, narrow_bias)
+        if divided is None:
+            part, gradient = cross_entropy_with_gradient(logits, labels, at_a_time)
+        else:
+            part, gradient = divided_cross_entropy_with_gradient(logits, labels, *divided)
         loss += part
         counts = (labels != IGNORED).to(dtype).unsqueeze(1)
         if for_hidden is not None:

@@ -165,6 +165,7 @@ class Run:
     mesh           the devices of the run; None for one
     reduction      set by `data_parallel` or `zero`
     slices         set by `tensor_parallel`: by name, how a parameter is cut among the devices of the tp axis
+    shared         set by `tensor_parallel`: names of parameters whose gradients are sums over the tp axis too
     weights        what the optimizer updates in place of a parameter: a view of this device's part of it
     stages         set by `pipeline`: then `loss_sum` runs this device's piece of the model only
     store          memory beside the device's, where the plan offloads
@@ -184,6 +185,7 @@ class Run:
     mesh: Mesh | None = None
     reduction: Reduction | None = None
     slices: dict[str, Slice] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
     weights: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     stages: Stages | None = None
     store: Store | None = None

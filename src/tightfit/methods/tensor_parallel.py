@@ -3,7 +3,8 @@
 Saves   parameters, their states and the activations between the two products, all by the number of devices; a language
         model's embedding and logits as well, by vocabulary.
 Costs   for each pair of products one sum over the devices in forward and one in backward, of the hidden states, which
-        nothing hides: inside a node only, where links are fast. Norms, dropout and the residual stream are everyone's.
+        nothing hides: inside a node only, where links are fast. Norms, dropout and the residual stream are everyone's,
+        or with `sequence_parallel` divided by positions, which sends as much, and once more what backward needs again.
 When    one layer's activations or weights are too large for a device, or more data parallelism would leave it too few
         samples. As many devices as divide the number of attention heads.
 Order   after attention, which the model's configuration chooses; before what wraps blocks.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -30,9 +32,11 @@ from tightfit.machine import Machine
 from tightfit.methods.cutter import Cutter
 from tightfit.methods.mesh import message
 from tightfit.methods.run import Run
+from tightfit.methods.sequences import Sequences
+from tightfit.models import find_blocks
 from tightfit.plan import Plan
 
-VARIANTS = ({"tp": 2},)
+VARIANTS = ({"tp": 2}, {"tp": 2, "sequence_parallel": True})
 
 TABLES: dict[str, dict[str, str]] = {
     "gpt2": {"*.attn.c_attn": "qkv", "*.attn.c_proj": "rowwise", "*.mlp.c_fc": "colwise", "*.mlp.c_proj": "rowwise"},
@@ -74,22 +78,27 @@ def wanted(plan: Plan) -> bool:
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """The profile traces one device's part of the model, with what it says to the others, which they wait for."""
-    sums = sum(
-        operation.moved.at(ledger.micro_batch) / 2 * operation.count.at(ledger.micro_batch)  # read, and written
+    n = plan.tp
+    ring = {  # of what an operation touches (what it writes to counts as given and as returned), what a device sends
+        "c10d.allreduce_": 2 * (n - 1) / (2 * n),
+        "c10d._allgather_base_": (n - 1) / (2 * n + 1),
+        "c10d._reduce_scatter_base_": (n - 1) / (n + 2),
+    }
+    sent = ledger.micro_batches * sum(
+        ring.get(operation.name, 0.0) * operation.moved.at(ledger.micro_batch) * operation.count.at(ledger.micro_batch)
         for passage in ledger.training
         for operation in passage.timeline.operations
-        if operation.name == "c10d.allreduce_"
     )
-    ring = 2 * (plan.tp - 1) / plan.tp * sums * ledger.micro_batches
-    sent = replace(message("activations", ring, plan, machine, ("tp",)), hides=False)
-    return replace(ledger, messages=(*ledger.messages, sent))
+    sums = replace(message("activations", sent, plan, machine, ("tp",)), hides=False)
+    return replace(ledger, messages=(*ledger.messages, sums))
 
 
 def apply(run: Run, plan: Plan) -> Run:
     assert run.mesh is not None
     table = table_of(run)
     _check_heads(run.model, plan.tp)
-    cutter = Cutter(run.model, run.mesh)
+    sequences = _sequences(run, plan) if plan.sequence_parallel else None
+    cutter = Cutter(run.model, run.mesh, sequences)
     found = 0
     for name, module in list(run.model.named_modules()):
         style = next((style for pattern, style in table.items() if fnmatch.fnmatchcase(name, pattern)), None)
@@ -105,10 +114,21 @@ def apply(run: Run, plan: Plan) -> Run:
     head = get() if get is not None else None
     if isinstance(head, nn.Linear) and objective.logits is not None and run.job.loss is None:
         objective = cutter.divide_vocabulary(run.model, head, objective)
-    model = run.model
-    return replace(
-        run, objective=objective, loss_sum=lambda batch: objective.total(model, batch), slices=cutter.slices()
-    )
+    slices = cutter.slices()
+    shared = sequences.parameters(run.model, set(slices)) if sequences is not None else frozenset()
+    return replace(run, objective=objective, loss_sum=partial(objective.total, run.model), slices=slices, shared=shared)
+
+
+def _sequences(run: Run, plan: Plan) -> Sequences:
+    if getattr(getattr(run.model, "config", None), "is_encoder_decoder", False):
+        raise InputError(
+            "plan: sequence_parallel",
+            "an encoder and a decoder have sequences of their own",
+            "use sequence_parallel: false",
+        )
+    assert run.mesh is not None
+    name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
+    return Sequences(find_blocks(run.model, name), plan, run.mesh.group("tp"))
 
 
 def table_of(run: Run) -> dict[str, str]:

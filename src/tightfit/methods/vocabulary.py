@@ -23,26 +23,46 @@ def divided_cross_entropy(logits: Tensor, targets: Tensor, first: int, group: di
 class _DividedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-        values = logits.float()
-        largest = values.amax(-1)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-        exponentials = (values - largest.unsqueeze(-1)).exp_()
-        counts = targets != IGNORED
-        here = counts & (targets >= first) & (targets < first + logits.shape[-1])
-        local = torch.where(here, targets - first, 0)
-        chosen = torch.where(here, values.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0)
-        sums = torch.stack([exponentials.sum(-1), chosen])
-        dist.all_reduce(sums, group=group)
-        losses = sums[0].log() + largest - sums[1]
-        exponentials.div_(sums[0].unsqueeze(-1))
-        ctx.save_for_backward(exponentials, local, here, counts)
+        losses, probabilities, local, here = _over_classes(logits, targets, first, group)
+        ctx.save_for_backward(probabilities, local, here, targets != IGNORED)
         ctx.dtype = logits.dtype
-        return torch.where(counts, losses, 0.0).sum()
+        return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         probabilities, local, here, counts = ctx.saved_tensors
-        gradient = probabilities.clone()
-        gradient.scatter_add_(-1, local.unsqueeze(-1), -here.to(gradient.dtype).unsqueeze(-1))
+        gradient = _gradient(probabilities.clone(), local, here)
         gradient *= (counts.to(gradient.dtype) * gradients[0]).unsqueeze(-1)
         return gradient.to(ctx.dtype), None, None, None
+
+
+def divided_cross_entropy_with_gradient(
+    logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """As divided_cross_entropy, and the gradient of each token's logits here, in their type; of targets that are IGNORED it
+    means nothing."""
+    losses, probabilities, local, here = _over_classes(logits, targets, first, group)
+    return losses.sum(), _gradient(probabilities, local, here).to(logits.dtype)
+
+
+def _over_classes(
+    logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each token its loss, the probabilities of the classes here, its target's place among them, and whether it is here."""
+    values = logits.float()
+    largest = values.amax(-1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    exponentials = (values - largest.unsqueeze(-1)).exp_()
+    counts = targets != IGNORED
+    here = counts & (targets >= first) & (targets < first + logits.shape[-1])
+    local = torch.where(here, targets - first, 0)
+    chosen = torch.where(here, values.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0)
+    sums = torch.stack([exponentials.sum(-1), chosen])
+    dist.all_reduce(sums, group=group)
+    losses = torch.where(counts, sums[0].log() + largest - sums[1], 0.0)
+    return losses, exponentials.div_(sums[0].unsqueeze(-1)), local, here
+
+
+def _gradient(probabilities: Tensor, local: Tensor, here: Tensor) -> Tensor:
+    """Less one at each target that is here, in place."""
+    return probabilities.scatter_add_(-1, local.unsqueeze(-1), -here.to(probabilities.dtype).unsqueeze(-1))

@@ -105,7 +105,8 @@ class Profiler:
         sizes that were traced before."""
         kind = plan.precision.replace("fp16", "bf16").replace("tf32", "fp32")
         whole = self._whole_chunk(plan)
-        key = kind, plan.attention, plan.chunked_loss, plan.compile, training, micro_batch < whole, plan.tp, plan.cp
+        cut = plan.tp, plan.cp, plan.sequence_parallel and (plan.recompute, plan.offload)  # which say what it keeps
+        key = kind, plan.attention, plan.chunked_loss, plan.compile, training, micro_batch < whole, cut
         traced = self._traced.setdefault(key, {})
         plan = plan.replace(precision=kind)
         if micro_batch not in traced and micro_batch > MOST_CHUNKS * whole > 0:

@@ -52,6 +52,7 @@ def search(
     if among is None:
         pins = dict(pins or {})
         start, _ = complete(job, machine, pins)
+        start = _with_sequences(estimator, start, pins)
         start = _with_best_kernels(estimator, start, pins)
         found = _worth_knowing(estimator, start, pins)
         for sizes in _cuts(machine, pins):
@@ -122,8 +123,6 @@ def _cuts(machine: Machine, pins: dict[str, Any]) -> list[dict[str, int]]:
 def _cut(estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int]) -> list[Estimate]:
     """Estimates of plans that cut the job so; none where it cannot be."""
     fields: dict[str, Any] = {name: size for name, size in sizes.items() if name != "pp"}
-    if "tp" in sizes and "chunked_loss" not in pins:
-        fields["chunked_loss"] = None
     if "cp" in sizes and "attention" not in pins:
         fields["attention"] = "sdpa"
     if "compile" not in pins and start.compile == "model":
@@ -133,9 +132,22 @@ def _cut(estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[st
             fields |= {"pp": sizes["pp"]} | _balanced(estimator, start.replace(**fields), pins, sizes["pp"])
         pins = {**pins, **{name: fields[name] for name in ("tp", "cp", "pp", "split") if name in fields}}
         spread = over_devices(estimator.machine, pins)
-        return _worth_knowing(estimator, start.replace(**{**fields, **spread}), pins)
+        start = _with_sequences(estimator, start.replace(**{**fields, **spread}), pins)
+        return _worth_knowing(estimator, start, pins)
     except InputError:
         return []
+
+
+def _with_sequences(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Plan:
+    """`start`, under tensor parallelism with sequences divided too where it does not fit without and the model can be."""
+    if start.tp == 1 or "sequence_parallel" in pins or estimator.estimate(start).fits:
+        return start
+    divided = start.replace(sequence_parallel=True)
+    try:
+        estimator.estimate(divided)
+    except InputError:
+        return start
+    return divided
 
 
 def _balanced(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: int) -> dict[str, Any]:

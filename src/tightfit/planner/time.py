@@ -70,7 +70,8 @@ _KINDS = {
     "compiled random": ("compiled random",),
     "batch norm": ("aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update"),
     "nothing": ("aten.nll_loss_forward", "aten.empty_strided", "aten.empty", "aten.empty_like", "aten.new_empty",
-        "c10d.allreduce_", "c10d.send", "c10d.recv_"),  # what is sent stands among the messages
+        "c10d.allreduce_", "c10d.send", "c10d.recv_", "c10d._allgather_base_",
+        "c10d._reduce_scatter_base_"),  # what is sent stands among the messages
 }  # fmt: skip
 KIND = {name: kind for kind, names in _KINDS.items() for name in names}
 EFFICIENCIES = ("compute", "memory", "launch")  # of a machine: see planner/calibrate.py

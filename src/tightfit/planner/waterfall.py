@@ -12,7 +12,7 @@ METHOD_FIELDS = {
     "data_parallel": ("dp_replicate", "compressed_gradients", "powersgd_rank"),
     "parameter_server": ("parameter_server", "staleness"),
     "zero": ("dp_shard", "zero"),
-    "tensor_parallel": ("tp",),
+    "tensor_parallel": ("tp", "sequence_parallel"),
     "context_parallel": ("cp",),
     "precision": ("precision", "loss_scale", "rounding"),
     "microbatch": ("micro_batch",),

@@ -1,0 +1,188 @@
+"""Tensor parallelism beyond what the contract sees: dropout, what is sent, positions that do not divide, wrong tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tightfit
+from tests.contract import cases
+from tests.pool import together
+from tightfit.errors import InputError
+from tightfit.methods.run import to_device
+
+HERE = "tests.methods.test_tensor_parallel:"
+DROPPING = {**cases.GPT2, "resid_pdrop": 0.5, "attn_pdrop": 0.5}
+
+
+class Sent(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("c10d."):
+            name = name.split(".")[1]
+            self.found[name] = self.found.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def built(model: Any, fields: dict[str, Any], length: int = 16, **more: Any) -> Any:
+    job = tightfit.Job(
+        model=model,
+        data=cases.language_samples(False) if length == 16 else {"synthetic": "tokens", "sequence_length": length},
+        train=tightfit.Train(batch=4, steps=2, learning_rate=1e-2, epsilon=cases.EPSILON),
+        **more,
+    )
+    return tightfit.build(job, tightfit.Plan(**fields))
+
+
+def collectives(fields: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    run = built(cases.LLAMA, fields)
+    batch = to_device(next(iter(run.data.steps(0, None)))[0], run)
+    with Sent() as forward:
+        loss = run.loss_sum(batch)
+    with Sent() as backward:
+        loss.backward()
+    return forward.found, backward.found
+
+
+def test_a_block_s_two_regions_send_one_sum_each_way() -> None:
+    """However many products share an input: one sum after each region in forward, one before it in backward."""
+    for forward, backward in together(2, HERE + "collectives", {"tp": 2}):
+        assert forward == {"allreduce_": 2 * 4 + 3}  # with the embedding, and two for the loss
+        assert backward == {"allreduce_": 2 * 4 + 1}  # with the head
+
+
+def test_divided_positions_send_a_gather_and_a_scatter_for_each_sum() -> None:
+    for forward, backward in together(2, HERE + "collectives", {"tp": 2, "sequence_parallel": True}):
+        assert forward == {"allreduce_": 3, "_allgather_base_": 2 * 4 + 1, "_reduce_scatter_base_": 2 * 4}
+        assert backward == {"allreduce_": 1, "_allgather_base_": 2 * 8 + 1, "_reduce_scatter_base_": 2 * 4}
+
+
+def dropped(fields: dict[str, Any], name: str) -> Tensor:
+    """Which of a dropout's outputs are zero in one forward."""
+    run = built(DROPPING, fields)
+    found: list[Tensor] = []
+    run.model.get_submodule(name).register_forward_hook(lambda module, inputs, output: found.append(output == 0))
+    torch.manual_seed(11)
+    run.loss_sum(to_device(next(iter(run.data.steps(0, None)))[0], run))
+    return found[0]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_dropout_is_the_same_where_activations_are_and_of_each_device_where_they_are_not(recompute: str) -> None:
+    name = "transformer.h.1.mlp.dropout"
+    one, other = together(2, HERE + "dropped", {"tp": 2, "recompute": recompute}, name)
+    assert torch.equal(one, other)  # of the residual stream, which both have
+    one, other = together(2, HERE + "dropped", {"tp": 2, "sequence_parallel": True, "recompute": recompute}, name)
+    assert one.shape == (4, 8, 32)  # half of the positions
+    assert 0.3 < float((one != other).float().mean()) < 0.7
+
+
+def trained(model: Any, fields: dict[str, Any], length: int = 16, **more: Any) -> tuple[list[float], dict[str, Tensor]]:
+    run = built(model, fields, length, **more)
+    return [step.loss for step in tightfit.train(run)], cases.state_of(run)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_dropout_is_drawn_again_as_it_was(recompute: str) -> None:
+    """With recomputation a step's losses and updates are those without."""
+    for sequences in (False, True):
+        fields = {"tp": 2, "sequence_parallel": sequences}
+        kept = together(2, HERE + "trained", DROPPING, fields)[0]
+        again = together(2, HERE + "trained", DROPPING, {**fields, "recompute": recompute})[0]
+        assert again[0] == pytest.approx(kept[0], rel=1e-6)
+        assert cases.distance(again[1], kept[1]) < 1e-6
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("recompute", ["none", "every-2"])
+def test_positions_that_do_not_divide_are_padded(size: int, recompute: str) -> None:
+    expected = trained(cases.LLAMA, {}, 13)
+    fields = {"tp": size, "sequence_parallel": True, "recompute": recompute}
+    model = {**cases.LLAMA, "num_key_value_heads": 4} if size == 4 else cases.LLAMA
+    if size == 4:
+        expected = trained(model, {}, 13)
+    for losses, weights in together(size, HERE + "trained", model, fields, 13):
+        assert losses == pytest.approx(expected[0], rel=2e-6)
+        assert cases.distance(weights, expected[1]) < 1e-6
+
+
+class Layer(nn.Module):
+    """A user's block, whose products are its own children."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Own(nn.Module):
+    tensor_parallel = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 4, stride=4)
+        self.blocks = nn.ModuleList(Layer(16) for _ in range(3))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.stem(pixels).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+def own_trained(fields: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    train = tightfit.Train(batch=4, steps=3, learning_rate=1e-2, epsilon=cases.EPSILON)
+    run = tightfit.build(tightfit.Job(model=Own, data=cases.image_samples(False), train=train), tightfit.Plan(**fields))
+    return [step.loss for step in tightfit.train(run)], cases.state_of(run)
+
+
+@pytest.mark.parametrize("sequences", [False, True])
+def test_a_user_s_model_is_divided_by_its_own_table(sequences: bool) -> None:
+    expected = own_trained({})
+    for losses, weights in together(2, HERE + "own_trained", {"tp": 2, "sequence_parallel": sequences}):
+        assert losses == pytest.approx(expected[0], rel=2e-6)
+        assert cases.distance(weights, expected[1]) < 1e-6
+
+
+def refusal(model: Any, fields: dict[str, Any]) -> str:
+    with pytest.raises(InputError) as refused:
+        train = tightfit.Train(batch=4, steps=1)
+        data = cases.language_samples(True)
+        run = tightfit.build(tightfit.Job(model=model, data=data, train=train), tightfit.Plan(**fields))
+        next(tightfit.train(run))
+    assert dist.is_initialized()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "words"),
+    [
+        (cases.T5, {"tp": 2, "sequence_parallel": True}, "sequences of their own"),
+        ({**cases.LLAMA, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}, {"tp": 2}, "cannot share"),
+        ({**cases.LLAMA, "tensor_parallel": {"*.mlp.up": "sideways"}}, {"tp": 2}, "unknown way"),
+        ({**cases.LLAMA, "tensor_parallel": {"*.mlp.sideways": "colwise"}}, {"tp": 2}, "no module of the model"),
+        (
+            {**cases.LLAMA, "tensor_parallel": {"*.mlp.up_proj": "colwise", "*.mlp.down_proj": "rowwise"}},
+            {"tp": 2, "sequence_parallel": True},
+            "is whole within a module that is divided",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(model: Any, fields: dict[str, Any], words: str) -> None:
+    for said in together(2, HERE + "refusal", model, fields):
+        assert words in said
