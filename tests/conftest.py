@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 _SEVERAL = re.compile(
-    r"engine/test_several_devices|engine/test_limits"
+    r"engine/test_(several_devices|limits|hosts)"
     r"|methods/test_(pipeline|tensor_parallel|parameter_server|data_parallel|context_parallel)"
     r"|contract/.*[\[,+](dp_replicate|dp_shard|cp|tp|pp|parameter_server)="
 )
