@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -130,7 +130,7 @@ class Layer(nn.Module):
 
 
 class Own(nn.Module):
-    tensor_parallel = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    tensor_parallel: ClassVar = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,11 +160,9 @@ def test_a_user_s_model_is_divided_by_its_own_table(sequences: bool) -> None:
 
 
 def refusal(model: Any, fields: dict[str, Any]) -> str:
+    job = tightfit.Job(model=model, data=cases.language_samples(True), train=tightfit.Train(batch=4, steps=1))
     with pytest.raises(InputError) as refused:
-        train = tightfit.Train(batch=4, steps=1)
-        data = cases.language_samples(True)
-        run = tightfit.build(tightfit.Job(model=model, data=data, train=train), tightfit.Plan(**fields))
-        next(tightfit.train(run))
+        tightfit.build(job, tightfit.Plan(**fields))
     assert dist.is_initialized()
     return str(refused.value)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tightfit.errors import InputError
 from tightfit.methods.mesh import Mesh, Slice, grown, shrink
-from tightfit.methods.sequences import Sequences
+from tightfit.methods.sequences import Sequences, before
 from tightfit.methods.vocabulary import divided_cross_entropy
 from tightfit.models.objective import Batch, Objective
 
@@ -19,11 +19,20 @@ from tightfit.models.objective import Batch, Objective
 class Cutter:
     """Cuts a model's modules down to one device's part of them, and notes what was cut."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, sequences: Sequences | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        sequences: Sequences | None = None,
+        blocks: list[tuple[str, nn.Module]] | None = None,
+    ) -> None:
+        """sequences: where those are divided too. blocks: the model's, where they are compiled."""
         self.model, self.mesh, self.sequences = model, mesh, sequences
         self.group, self.size, self.rank = mesh.group("tp"), mesh.size("tp"), mesh.rank("tp")
         self.cut: dict[nn.Parameter, tuple[nn.Parameter, Slice]] = {}
         self.draws = Draws(model, self.rank)
+        self.compiled = None if blocks is None else [block for _, block in blocks]
+        self.regions: set[nn.Module] = set()
         self.copied: tuple[Tensor, Tensor] | None = None  # what the last products by columns were given, and its copy
         if sequences is not None:  # each device has other positions: all that a block draws is its own
             for _, block in sequences.blocks:
@@ -98,8 +107,20 @@ class Cutter:
         if self.sequences is not None:
             self.sequences.enter(self.model.get_submodule(name.rpartition(".")[0]), module)
             return
-        module.register_forward_pre_hook(lambda module, inputs: (self._copy(inputs[0]), *inputs[1:]))
         module.register_forward_pre_hook(self.draws.enter)
+        parent = self.model.get_submodule(name.rpartition(".")[0])
+        if self.compiled is not None and self._feeds_all(parent):
+            if parent not in self.regions:
+                self.regions.add(parent)
+                before(parent, lambda hidden: _Copied.apply(hidden, self.group))
+            return
+        module.register_forward_pre_hook(lambda module, inputs: (self._copy(inputs[0]), *inputs[1:]))
+
+    def _feeds_all(self, parent: nn.Module) -> bool:
+        """Whether all products of a module have its own input: not those of a block, nor of attention to an encoder."""
+        assert self.compiled is not None
+        config: Any = getattr(self.model, "config", None)
+        return all(parent is not block for block in self.compiled) and not getattr(config, "is_encoder_decoder", False)
 
     def _copy(self, input: Tensor) -> Tensor:
         """One copy for all products of the same input, so that their gradients are summed here before they are everywhere."""

@@ -37,7 +37,7 @@ class Sequences:
             raise InputError(
                 "plan: sequence_parallel", "the model has no repeated blocks", "use sequence_parallel: false"
             )
-        _before(blocks[0][1], self._divide)
+        before(blocks[0][1], self._divide)
         blocks[-1][1].register_forward_hook(self._join)
 
     def enter(self, parent: nn.Module, module: nn.Module) -> None:
@@ -48,7 +48,7 @@ class Sequences:
         inner = parent if all(parent is not block for _, block in self.blocks) else module
         if inner not in self.regions:
             self.regions.add(inner)
-            _before(inner, self._gather)
+            before(inner, self._gather)
         product = module.forward
 
         def forward(input: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class Sequences:
         return whole
 
 
-def _before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+def before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Change the first argument of a module's forward, however it is given."""
     name = next(iter(inspect.signature(module.forward).parameters))
 

@@ -83,6 +83,9 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         "c10d.allreduce_": 2 * (n - 1) / (2 * n),
         "c10d._allgather_base_": (n - 1) / (2 * n + 1),
         "c10d._reduce_scatter_base_": (n - 1) / (n + 2),
+        "_c10d_functional.all_reduce": 2 * (n - 1) / (2 * n),  # in compiled blocks
+        "_c10d_functional.all_gather_into_tensor": (n - 1) / (n + 1),
+        "_c10d_functional.reduce_scatter_tensor": (n - 1) / (n + 1),
     }
     sent = ledger.micro_batches * sum(
         ring.get(operation.name, 0.0) * operation.moved.at(ledger.micro_batch) * operation.count.at(ledger.micro_batch)
@@ -98,7 +101,7 @@ def apply(run: Run, plan: Plan) -> Run:
     table = table_of(run)
     _check_heads(run.model, plan.tp)
     sequences = _sequences(run, plan) if plan.sequence_parallel else None
-    cutter = Cutter(run.model, run.mesh, sequences)
+    cutter = Cutter(run.model, run.mesh, sequences, blocks=None if plan.compile == "none" else _blocks(run))
     found = 0
     for name, module in list(run.model.named_modules()):
         style = next((style for pattern, style in table.items() if fnmatch.fnmatchcase(name, pattern)), None)
@@ -127,8 +130,11 @@ def _sequences(run: Run, plan: Plan) -> Sequences:
             "use sequence_parallel: false",
         )
     assert run.mesh is not None
-    name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
-    return Sequences(find_blocks(run.model, name), plan, run.mesh.group("tp"))
+    return Sequences(_blocks(run), plan, run.mesh.group("tp"))
+
+
+def _blocks(run: Run) -> list[tuple[str, nn.Module]]:
+    return find_blocks(run.model, run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None)
 
 
 def table_of(run: Run) -> dict[str, str]:

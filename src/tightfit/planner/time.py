@@ -71,7 +71,8 @@ _KINDS = {
     "batch norm": ("aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update"),
     "nothing": ("aten.nll_loss_forward", "aten.empty_strided", "aten.empty", "aten.empty_like", "aten.new_empty",
         "c10d.allreduce_", "c10d.send", "c10d.recv_", "c10d._allgather_base_",
-        "c10d._reduce_scatter_base_"),  # what is sent stands among the messages
+        "c10d._reduce_scatter_base_", "_c10d_functional.all_reduce", "_c10d_functional.wait_tensor",
+        "_c10d_functional.all_gather_into_tensor", "_c10d_functional.reduce_scatter_tensor"),  # they stand among the messages
 }  # fmt: skip
 KIND = {name: kind for kind, names in _KINDS.items() for name in names}
 EFFICIENCIES = ("compute", "memory", "launch")  # of a machine: see planner/calibrate.py
