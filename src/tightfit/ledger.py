@@ -179,12 +179,20 @@ class Gathered:
     """Parameters that are there whole only while their block is at work.
 
     devices  among which they are divided
-    block    bytes of the largest block's; rest: of what belongs to no block, which stays from forward to backward
+    block    bytes of the largest block's, in the type that they are gathered in; rest: of what belongs to no block, which
+             stays from forward to backward
+    reduced  bytes of the largest block's gradients, as they are summed
     """
 
     devices: int
     block: float
     rest: float
+    reduced: float
+
+    @property
+    def widened(self) -> float:
+        """How much larger gradients are summed than made."""
+        return self.reduced / self.block if self.block else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +332,9 @@ class Ledger:
                 if sends and self.sent is not None:
                     travelling = self._travelling(done + then, whole, arrived)
                 if self.gathered is not None:
-                    travelling = self._gathered(passage, max(arrived, done / self.gathered.devices))
+                    travelling = self._gathered(
+                        passage, max(arrived, done * self.gathered.widened / self.gathered.devices)
+                    )
                 yield passage.phase, passage.part, _sum(_sum(rows, played.largest), travelling)
                 rows = _sum(rows, played.net)
                 if sends and self.sent is not None and made:
@@ -343,7 +353,13 @@ class Ledger:
                 yield (
                     "backward",
                     "reduce",
-                    _sum_all(rows, {"gradients": max(arrived, done / self.gathered.devices), "communication": rest}),
+                    _sum_all(
+                        rows,
+                        {
+                            "gradients": max(arrived, done * self.gathered.widened / self.gathered.devices),
+                            "communication": rest,
+                        },
+                    ),
                 )
                 rows = _sum(rows, {"gradients": -rest})
                 arrived = whole
@@ -369,8 +385,12 @@ class Ledger:
         """What is there beside a passage's own buffers: its parameters, and in backward those that come next, the gradients
         on their way, and the parts that arrived."""
         assert self.gathered is not None
-        pieces = 0 if passage.block is None else 3 if passage.phase == "backward" else 1
-        return {"communication": pieces * self.gathered.block, "gradients": arrived}
+        there = 0.0
+        if passage.block is not None:
+            there = self.gathered.block
+            if passage.phase == "backward":
+                there += self.gathered.block + self.gathered.reduced
+        return {"communication": there, "gradients": arrived}
 
     def model_flops(self) -> float:
         """FLOPs of a step as throughput is compared by: a forward of all samples and twice as much for its gradients,

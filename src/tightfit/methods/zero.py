@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from tightfit.job import ModelSpec
-from tightfit.ledger import Gathered, Ledger, Sent, Update
+from tightfit.ledger import Gathered, Ledger, Parameter, Sent, Update
 from tightfit.machine import Machine
 from tightfit.methods.buckets import BUCKET_BYTES, Scattered
 from tightfit.methods.mesh import DATA, Mesh, Statistics, message, same_everywhere
@@ -59,10 +59,12 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         messages.append(replace(message("parameters", moved, plan, machine, ("dp_shard",)), hides=False))
         ledger = replace(ledger, sent=Sent(pieces, min(BUCKET_BYTES, size), always=plan.zero == 2))
     else:
-        gathers = 2 * ledger.micro_batches
-        messages.append(message("parameters", moved * gathers, plan, machine, ("dp_shard",)))
+        narrow = _narrow(ledger)
+        gathered = sum(_gathered_bytes(p, narrow) for p in ledger.parameters if p.trainable)
+        gathers = 2 * ledger.micro_batches * (pieces - 1) / pieces * gathered
+        messages.append(message("parameters", gathers, plan, machine, ("dp_shard",)))
         messages.append(message("gradients", moved * ledger.micro_batches, plan, machine, ("dp_shard",)))
-        ledger = replace(ledger, gathered=_gathered(ledger, pieces))
+        ledger = replace(ledger, gathered=_gathered(ledger, pieces, narrow))
     if plan.replicas > 1:
         across = 2 * (plan.replicas - 1) / plan.replicas * held
         messages.append(message("gradients", across, plan, machine, ("dp_replicate",)))
@@ -95,17 +97,39 @@ def _scaled(update: Update, share: float) -> Update:
     )
 
 
-def _gathered(ledger: Ledger, pieces: int) -> Gathered:
+def _narrow(ledger: Ledger) -> set[str]:
+    """Names, with * for numbers, of the parameters whose gradients are made in a narrower type than they are kept in: those
+    that are gathered in it."""
+    kept = {parameter.name: parameter.bytes for parameter in ledger.parameters}
+    return {
+        _alike(buffer.parameter)
+        for passage in ledger.training
+        for buffer in passage.timeline.born
+        if buffer.row == "gradients" and buffer.size.fixed < kept.get(buffer.parameter, 0)
+    }
+
+
+def _alike(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def _gathered_bytes(parameter: Parameter, narrow: set[str]) -> float:
+    return parameter.bytes / 2 if _alike(parameter.name) in narrow else parameter.bytes
+
+
+def _gathered(ledger: Ledger, pieces: int, narrow: set[str]) -> Gathered:
     """Bytes of the largest block and of what is in none: blocks are told by the numbers in parameters' names."""
     blocks: Counter[str] = Counter()
+    reduced: Counter[str] = Counter()
     rest = 0.0
     for parameter in ledger.parameters:
         found = re.match(r"(.*?\.\d+)\.", parameter.name)
         if found is None:
             rest += parameter.bytes
         else:
-            blocks[found.group(1)] += parameter.bytes
-    return Gathered(pieces, float(max(blocks.values(), default=0)), rest)
+            blocks[found.group(1)] += math.ceil(_gathered_bytes(parameter, narrow))
+            reduced[found.group(1)] += parameter.bytes
+    return Gathered(pieces, float(max(blocks.values(), default=0)), rest, float(max(reduced.values(), default=0)))
 
 
 def apply(run: Run, plan: Plan) -> Run:
@@ -117,7 +141,7 @@ def apply(run: Run, plan: Plan) -> Run:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # of logits, which nothing writes to
     name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
     blocks = run.blocks or [block for _, block in find_blocks(run.model, name)]
-    shards = Shards(run.model, list(blocks), run.mesh)
+    shards = Shards(run.model, list(blocks), run.mesh, narrow_type(plan))
     return replace(run, reduction=shards, weights=shards.weights)
 
 
@@ -165,6 +189,19 @@ class Rows:
         return (value if value.dim() else value.view(1))[first:last]
 
 
+def narrow_type(plan: Plan) -> torch.dtype | None:
+    """The type in which weights of products travel and are held whole: in mixed precision that of the products."""
+    return {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(plan.precision)
+
+
+def products_of(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Of a block's modules with parameters of their own, those that autocast gives narrow weights to, and the others."""
+    own = [module for module in block.modules() if next(module.parameters(recurse=False), None) is not None]
+    kinds = (nn.Linear, nn.modules.conv._ConvNd)
+    products = [module for module in own if isinstance(module, kinds) or type(module).__name__ == "Conv1D"]
+    return products, [module for module in own if module not in products]
+
+
 def _of_another_type(model: nn.Module) -> list[nn.Module]:
     """Modules whose own parameters are not of the type that most are, for what is gathered together has one type: norms
     that keep fp32 among 16-bit weights."""
@@ -198,14 +235,23 @@ class Shards:
 
     parts: tuple[str, ...] = ("dp_shard",)
 
-    def __init__(self, model: nn.Module, blocks: list[nn.Module], mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, blocks: list[nn.Module], mesh: Mesh, narrow_type: torch.dtype | None) -> None:
         self.mesh, self.model = mesh, model
         devices = mesh.axes[DATA if mesh.size("dp_replicate") > 1 else "dp_shard"]
         narrow = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False)
         rows = {name: p.rows for name, p in model.named_parameters() if hasattr(p, "rows")}
-        for module in (*_of_another_type(model), *blocks):
+        for module in _of_another_type(model):
             fully_shard(module, mesh=devices, reshard_after_forward=True, mp_policy=policy)
+        for block in blocks:
+            products, others = products_of(block)
+            if narrow_type is None or not products or block in others:
+                fully_shard(block, mesh=devices, reshard_after_forward=True, mp_policy=policy)
+                continue
+            if others:  # such as norms: what is gathered together has one type
+                fully_shard(others, mesh=devices, reshard_after_forward=True, mp_policy=policy)
+            halved = replace(policy, param_dtype=narrow_type, reduce_dtype=torch.float32)
+            fully_shard(block, mesh=devices, reshard_after_forward=True, mp_policy=halved)
         fully_shard(model, mesh=devices, mp_policy=policy)
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -26,6 +26,7 @@ from tightfit.methods import (
     optimizer_states,
     precision,
     tensor_parallel,
+    zero,
 )
 from tightfit.methods.mesh import make_mesh
 from tightfit.methods.run import Run
@@ -106,7 +107,8 @@ class Profiler:
         kind = plan.precision.replace("fp16", "bf16").replace("tf32", "fp32")
         whole = self._whole_chunk(plan)
         cut = plan.tp, plan.cp, plan.sequence_parallel and (plan.recompute, plan.offload)  # which say what it keeps
-        key = kind, plan.attention, plan.chunked_loss, plan.compile, training, micro_batch < whole, cut
+        narrow = plan.zero == 3 and zero.narrow_type(plan) is not None
+        key = kind, plan.attention, plan.chunked_loss, plan.compile, training, micro_batch < whole, cut, narrow
         traced = self._traced.setdefault(key, {})
         plan = plan.replace(precision=kind)
         if micro_batch not in traced and micro_batch > MOST_CHUNKS * whole > 0:
@@ -150,9 +152,17 @@ class Profiler:
             name = self._blocks_name
             # a compiled model is one region, whose blocks nobody sees from outside
             blocks = [block for _, block in find_blocks(run.model, name)] if plan.compile != "model" else []
+            parameters, count = _parameters(run.model, name), len(blocks)
+            dtype = zero.narrow_type(plan)
+            if plan.zero == 3 and dtype is not None:  # as blocks find them, gathered
+                for _, block in find_blocks(run.model, name):
+                    for module in zero.products_of(block)[0]:
+                        for key, weight in module.named_parameters(recurse=False):
+                            narrow = nn.Parameter(weight.detach().to(dtype), requires_grad=weight.requires_grad)
+                            module.register_parameter(key, narrow)
             with traceable(run.model):
                 passages = trace(run.model, run.loss_sum, self._sized(plan, samples), blocks, training)
-            return Programs(passages, _parameters(run.model, name), len(blocks))
+            return Programs(passages, parameters, count)
 
     def _run(self, plan: Plan) -> Run:
         """The job's model under the rooms that decide which operations run. Call it inside FakeTensorMode."""
