@@ -311,18 +311,28 @@ class Statistics:
 
 def link(plan: Plan, machine: Machine, axes: tuple[str, ...]) -> float:
     """Bytes/s at which a device sends along `axes` (of AXES, or cp): inside a node where all of them lie in one, else between
-    nodes."""
+    nodes.
+
+    A collective's rings leave a node by the links of all its devices that take part, each with a part of what is sent; what
+    goes from one device to the next (pp, cp), or to a server, by its own alone.
+    """
+    inside = machine.process_bytes_per_s
+    between = machine.network_bytes_per_s or inside
+    if inside is None or between is None:
+        return UNKNOWN_LINK
     sizes = {"tp": plan.tp, "dp_shard": plan.shards, "dp_replicate": plan.replicas, "pp": plan.pp}
     if axes == ("cp",):
         sizes = {"tp": plan.tp, "cp": plan.cp}
-    inside = 1
+    stride = 1  # between neighbours along the axis
     for axis, size in sizes.items():
-        inside *= size
         if axis == axes[0]:
             break
-    figure = machine.process_bytes_per_s if inside <= machine.devices_per_node else machine.network_bytes_per_s
-    figure = figure or machine.process_bytes_per_s
-    return figure.value if figure is not None else UNKNOWN_LINK
+        stride *= size
+    if stride * sizes[axes[0]] <= machine.devices_per_node:
+        return inside.value
+    alone = axes[0] in ("pp", "cp") or plan.servers
+    taking_part = 1 if alone else max(machine.devices_per_node // stride, 1)
+    return min(between.value * taking_part, max(inside.value, between.value))
 
 
 def message(name: str, size: float, plan: Plan, machine: Machine, axes: tuple[str, ...]) -> Message:
