@@ -2,9 +2,10 @@
 
     .venv/bin/python benchmarks/published.py --out records/published.json
 
-The runs are facts in published.yaml. Nothing is fitted to a row. Speed is compared in two ways: as predicted from the
-device's published figures, and after one calibration for each (machine, framework) of its efficiencies in products, memory
-and launches (planner/calibrate.py).
+The runs are facts in published.yaml (one device) and published_devices.yaml (several, up to thousands). Nothing is fitted to a
+row. Speed is compared in two ways: as predicted from the device's published figures, and after one calibration for each
+(machine, framework) of its efficiencies in products, memory and launches (planner/calibrate.py), of its runs without a
+pipeline where it has any.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ from tightfit.record import code_version
 from tightfit.units import parse_bytes
 
 ALLOW = ["bf16", "fp16", "tf32", "8-bit-states", "4-bit-states", "bf16-states"]
+FILES = ("published.yaml", "published_devices.yaml")
+LIVING = ("ledger", "estimator", "plan")  # of a comparison, what is no figure
 ANY_MACHINE = "a100-80gb"  # for rows that state none, whose memory alone is compared
 
 
@@ -39,8 +43,27 @@ def compare(row: dict[str, Any]) -> dict[str, Any]:
     train = Train(optimizer=row["optimizer"], batch=row["batch"], steps=1000, **given)
     job = Job(model=row["model"], data=row["data"], allow=ALLOW, train=train)
     machine = Machine.named(row.get("machine", ANY_MACHINE))
-    estimate = Estimator(job, machine).estimate(Plan(**row["plan"]))
+    estimator = Estimator(job, machine)
+    estimate = estimator.estimate(Plan(**row["plan"]))
     ledger = as_their_loop(estimate.ledger, row.get("loop", {}))
+    amount = row["batch"] * (row["data"]["sequence_length"] if row["data"].get("sequence_length", 0) > 1000 else 1)
+    return {
+        "id": row["id"],
+        "framework": row["framework"],
+        "machine": row.get("machine"),
+        "devices": estimate.plan.devices,
+        **(compare_memory(row, ledger) if "memory" in row else {}),
+        "published_speed": row.get("speed"),
+        "predicted_speed": amount / estimate.time.step_s if "speed" in row else None,
+        "amount": amount,
+        "ledger": ledger,
+        "estimator": estimator,
+        "plan": estimate.plan,
+    }
+
+
+def compare_memory(row: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
+    """Published and predicted bytes of a device, by the source's own metric."""
     late = row.get("loop", {}).get("zeroes_before_backward", False)
     ((metric, size),) = row["memory"].items()
     peak = max(
@@ -52,20 +75,7 @@ def compare(row: dict[str, Any]) -> dict[str, Any]:
         predicted = max(reserved_bytes(ledger, expandable=False, late=late) + WORKSPACE_BYTES, predicted)
     if metric == "device":
         predicted += parse_bytes(row["context"])
-    in_tokens = row["data"].get("sequence_length", 0) > 1000
-    amount = row["batch"] * (row["data"]["sequence_length"] if in_tokens else 1)
-    return {
-        "id": row["id"],
-        "framework": row["framework"],
-        "machine": row.get("machine"),
-        "metric": metric,
-        "published_bytes": parse_bytes(size),
-        "predicted_bytes": round(predicted),
-        "published_speed": row.get("speed"),
-        "predicted_speed": amount / estimate.time.step_s if "speed" in row else None,
-        "amount": amount,
-        "ledger": ledger,
-    }
+    return {"metric": metric, "published_bytes": parse_bytes(size), "predicted_bytes": round(predicted)}
 
 
 def as_their_loop(ledger: Ledger, loop: dict[str, Any]) -> Ledger:
@@ -80,26 +90,58 @@ def as_their_loop(ledger: Ledger, loop: dict[str, Any]) -> Ledger:
 def calibrate(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """One calibration for each (machine, framework): its efficiencies by name. Rows are given their calibrated speed."""
     shares = {}
-    for machine, framework in dict.fromkeys(
-        (row["machine"], row["framework"]) for row in rows if row["published_speed"]
-    ):
-        same = [
-            row for row in rows if (row["machine"], row["framework"]) == (machine, framework) and row["published_speed"]
-        ]
-        known = Machine.named(machine)
-        refined = refine(known, [(row["ledger"], row["amount"] / row["published_speed"]) for row in same])
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row["published_speed"]:
+            groups[row["machine"].partition(":")[0], row["framework"]].append(row)
+    for (device, framework), same in groups.items():
+        straight = [row for row in same if row["plan"].pp == 1] or same
+        seen = [(row["ledger"], row["amount"] / row["published_speed"]) for row in straight]
+        refined = refine(Machine.named(device), seen)
         for row in same:
-            row["calibrated_speed"] = row["amount"] / Clock(refined).step_time(row["ledger"]).step_s
-        shares[f"{framework} on {machine}"] = {name: figure.value for name, figure in refined.efficiency.items()}
+            row["calibrated_speed"] = row["amount"] / _seconds(row, refined)
+        shares[f"{framework} on {device}"] = {name: figure.value for name, figure in refined.efficiency.items()}
     return shares
 
 
+def _seconds(row: dict[str, Any], refined: Machine) -> float:
+    """A step's, with the efficiencies of `refined`."""
+    clock = Clock(refined)
+    if row["plan"].pp == 1:
+        return clock.step_time(row["ledger"]).step_s
+    estimator: Estimator = row["estimator"]
+    estimator.clock = clock
+    return estimator.estimate(row["plan"]).time.step_s
+
+
 def line_of(row: dict[str, Any]) -> str:
-    predicted, published = row["predicted_bytes"], row["published_bytes"]
-    line = f"{row['id']:32s} {predicted / 1e9:7.2f} GB of {published / 1e9:7.2f} GB {predicted / published - 1:+6.1%} {row['metric']}"
+    line = f"{row['id']:50s}"
+    if "metric" in row:
+        predicted, published = row["predicted_bytes"], row["published_bytes"]
+        line += f" {predicted / 1e9:7.2f} GB of {published / 1e9:7.2f} GB {predicted / published - 1:+6.1%} {row['metric']:9s}"
     if row["published_speed"]:
-        line += f"   {row['predicted_speed']:8.4g}/s of {row['published_speed']:8.4g}/s"
+        predicted, published = row["predicted_speed"], row["published_speed"]
+        line += f" {predicted:8.4g}/s of {published:8.4g}/s {predicted / published - 1:+6.1%}"
     return line
+
+
+def summed_up(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Median and worst error, of one device and of several."""
+    found = {}
+    for several in (False, True):
+        those = [row for row in rows if (row["devices"] > 1) == several]
+        of = "several devices" if several else "one device"
+        timed = [row for row in those if row["published_speed"]]
+        errors = {
+            f"memory, {of}": [row["predicted_bytes"] / row["published_bytes"] for row in those if "metric" in row],
+            f"speed, {of}": [row["predicted_speed"] / row["published_speed"] for row in timed],
+            f"speed, calibrated, {of}": [row["calibrated_speed"] / row["published_speed"] for row in timed],
+        }
+        for name, ratios in errors.items():
+            away = [abs(ratio - 1) for ratio in ratios]
+            if away:
+                found[name] = {"rows": len(away), "median": statistics.median(away), "worst": max(away)}
+    return found
 
 
 def main() -> None:
@@ -107,34 +149,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="rows whose id begins so")
     arguments = parser.parse_args()
-    runs = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    runs = [run for name in FILES for run in yaml.safe_load((Path(__file__).parent / name).read_text())]
     rows = []
     for run in runs:
         if run["id"].startswith(arguments.only):
             rows.append(compare(run))
             print(line_of(rows[-1]), flush=True)
     shares = calibrate(rows)
-    memory = [abs(row["predicted_bytes"] / row["published_bytes"] - 1) for row in rows]
-    timed = [row for row in rows if row["published_speed"]]
-    as_published, after = (
-        [abs(row[f"{kind}_speed"] / row["published_speed"] - 1) for row in timed]
-        for kind in ("predicted", "calibrated")
-    )
-    summary = {
-        name: {"rows": len(errors), "median": statistics.median(errors), "worst": max(errors)}
-        for name, errors in (("memory", memory), ("speed", as_published), ("speed, calibrated", after))
-        if errors
-    }
+    summary = summed_up(rows)
     for name, errors in summary.items():
-        print(f"{name:18s} {errors['rows']:3d} rows: median error {errors['median']:.1%}, worst {errors['worst']:.1%}")
+        print(
+            f"{name:34s} {errors['rows']:3.0f} rows: median error {errors['median']:.1%}, worst {errors['worst']:.1%}"
+        )
     for name, efficiencies in shares.items():
         print(f"{name}: " + ", ".join(f"{kind} {share:.2f}" for kind, share in efficiencies.items()))
     if arguments.out:
         what = {
             "code": code_version(),
             "summary": summary,
-            "shares": {" on ".join(reversed(key)): share for key, share in shares.items()},
-            "rows": [{name: value for name, value in row.items() if name != "ledger"} for row in rows],
+            "shares": shares,
+            "rows": [{name: value for name, value in row.items() if name not in LIVING} for row in rows],
         }
         arguments.out.write_text(json.dumps(what, indent=1) + "\n")
 
