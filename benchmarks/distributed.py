@@ -2,15 +2,17 @@
 
     .venv/bin/python benchmarks/distributed.py --out records/distributed.json
 
-Processes are gloo's, one thread each, on this machine; each contender is started afresh, in turn, several times over, and
-ratios are medians over the rounds. Bytes that a device sends are counted from the collectives' sizes, as rings send them.
-Then the bytes of model states that a device holds under each stage of ZeRO at 1, 2, 4 and 8 devices, beside the formulas; and
-the share of a step that the first device of a pipeline waits, beside theory.
+Processes are gloo's, one thread each, on this machine, started afresh in each round; the two of a pair run one after the other,
+and ratios are medians over the rounds. DeepSpeed's ZeRO takes part where it is installed (pip install deepspeed). Bytes that a device sends
+are counted from the collectives' sizes, as rings send them. Then the bytes of model states that a device holds under each
+stage of ZeRO at 1, 2, 4 and 8 devices, beside the formulas; and the share of a step that the first device of a pipeline
+waits, beside theory, of a model whose pieces have equal work (its head is small).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -42,17 +44,19 @@ PLAIN = {
     "tensor parallel": "parallelize_module",
     "pipeline": "Schedule1F1B",
 }
+DEEPSPEED = {"zero 1": 1, "zero 2": 2, "zero 3": 3}
 MICRO = {"pipeline": 2}  # samples of a micro-batch, where the batch is cut
 BUBBLES = [(schedule, micro) for schedule in ("naive", "gpipe", "1f1b") for micro in (8, 4, 2)]
 STATES = {0: lambda n: 16.0, 1: lambda n: 8 + 8 / n, 2: lambda n: 4 + 12 / n, 3: lambda n: 16 / n}
 
 
-def job_of() -> Any:
+def job_of(vocabulary: int | None = None) -> Any:
     import tightfit
 
     data = {"synthetic": "tokens", "sequence_length": LENGTH}
+    model = MODEL if vocabulary is None else {**MODEL, "vocab_size": vocabulary}
     return tightfit.Job(
-        model=MODEL, data=data, allow=[], train=tightfit.Train(batch=BATCH, steps=STEPS + WARM, weight_decay=0.0)
+        model=model, data=data, allow=[], train=tightfit.Train(batch=BATCH, steps=STEPS + WARM, weight_decay=0.0)
     )
 
 
@@ -104,7 +108,7 @@ def states_of(tensors: list[Any]) -> int:
     return tensor_bytes(tensors)
 
 
-def run_ours(fields: dict[str, Any], micro_batch: int | None) -> dict[str, Any]:
+def run_ours(fields: dict[str, Any], micro_batch: int | None, vocabulary: int | None = None) -> dict[str, Any]:
     import tightfit
     from tightfit.engine.step import accumulate, over_data, take_step, update
     from tightfit.planner.storages import state_tensors, track
@@ -112,7 +116,7 @@ def run_ours(fields: dict[str, Any], micro_batch: int | None) -> dict[str, Any]:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     fields = {name: value or world if name != "zero" else value for name, value in fields.items()}
     plan = tightfit.Plan(**fields, fused_optimizer=True, micro_batch=micro_batch)
-    run = tightfit.build(job_of(), plan)
+    run = tightfit.build(job_of(vocabulary), plan)
     found: dict[str, Any] = {}
     seconds, losses = [], []
     waited: list[float] = []
@@ -165,7 +169,8 @@ def run_plain(kind: str) -> dict[str, Any]:
 
     from tightfit.planner.storages import StorageTracker, state_tensors
 
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(
@@ -298,7 +303,59 @@ def run_plain_pipeline(model: Any, rank: int, world: int) -> dict[str, Any]:
     return {**found, "step_s": statistics.median(seconds)}
 
 
+def run_deepspeed(stage: int) -> dict[str, Any]:
+    """DeepSpeed's engine, as its own tutorial writes it, on a processor."""
+    import torch
+
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    import torch.distributed as dist
+    from torch.nn import functional
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(
+        LlamaConfig(**{k: v for k, v in MODEL.items() if k != "architecture"}, use_cache=False)
+    )
+    share = BATCH // dist.get_world_size()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True),
+        config={
+            "train_batch_size": BATCH,
+            "train_micro_batch_size_per_gpu": share,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+        },
+    )
+    seconds = []
+    for number in range(STEPS + WARM):
+        tokens = torch.randint(0, MODEL["vocab_size"], (share, LENGTH))
+        begin = time.perf_counter()
+        logits = engine(input_ids=tokens).logits[:, :-1]
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        engine.backward(loss)
+        engine.step()
+        if number >= WARM:
+            seconds.append(time.perf_counter() - begin)
+    return {"step_s": statistics.median(seconds)}
+
+
+def answer(what: dict[str, Any]) -> dict[str, Any]:
+    if "plain" in what:
+        return run_plain(what["plain"])
+    if "deepspeed" in what:
+        return run_deepspeed(what["deepspeed"])
+    return run_ours(what["ours"], what.get("micro_batch"), what.get("vocabulary"))
+
+
 def child(processes: int, what: dict[str, Any]) -> dict[str, Any]:
+    return children(processes, [what])[0]
+
+
+def children(processes: int, what: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each of `what` measures, one after another in the same processes, started for it."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), __file__, "--child",
         json.dumps(what),
@@ -306,23 +363,44 @@ def child(processes: int, what: dict[str, Any]) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     answers = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not answers:
+    if len(answers) < len(what):
         raise SystemExit(f"{what}: {done.stderr[-3000:]}")
-    return json.loads(answers[0])
+    return [json.loads(answer) for answer in answers]
 
 
-def compare(kind: str, processes: int, rounds: int) -> dict[str, Any]:
-    pairs = []
-    for number in range(rounds):
-        contenders = [("ours", {"ours": OURS[kind], "micro_batch": MICRO.get(kind)}), ("plain", {"plain": kind})]
-        pair = {name: child(processes, what) for name, what in (contenders if number % 2 == 0 else contenders[::-1])}
-        pairs.append((pair["ours"], pair["plain"]))
+def one_round(processes: int, number: int) -> dict[str, dict[str, dict[str, Any]]]:
+    """contender -> kind -> what it measured. Both of a pair run one after the other in the same processes; who is first changes
+    from round to round. DeepSpeed, which changes torch, has processes of its own."""
+    names = ["ours", "plain"] if number % 2 == 0 else ["plain", "ours"]
+    what = {
+        "ours": {kind: {"ours": fields, "micro_batch": MICRO.get(kind)} for kind, fields in OURS.items()},
+        "plain": {kind: {"plain": kind} for kind in OURS},
+    }
+    order = [(name, kind) for kind in OURS for name in names]
+    found: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for (name, kind), seen in zip(order, children(processes, [what[name][kind] for name, kind in order]), strict=True):
+        found[name][kind] = seen
+    if importlib.util.find_spec("deepspeed") is not None:
+        stages = [{"deepspeed": stage} for stage in DEEPSPEED.values()]
+        found["deepspeed"] = dict(zip(DEEPSPEED, children(processes, stages), strict=True))
+    return found
+
+
+def compare(kind: str, processes: int, rounds: list[dict[str, dict[str, dict[str, Any]]]]) -> dict[str, Any]:
+    pairs = [(one["ours"][kind], one["plain"][kind]) for one in rounds]
     ours, plain = pairs[0]
+    theirs = [
+        one["deepspeed"][kind]["step_s"] / one["ours"][kind]["step_s"]
+        for one in rounds
+        if kind in one.get("deepspeed", {})
+    ]
     return {
         "kind": kind,
         "processes": processes,
         "beside": PLAIN[kind],
         "speed_ratio": statistics.median(plain["step_s"] / ours["step_s"] for ours, plain in pairs),
+        "speed_ratios": [plain["step_s"] / ours["step_s"] for ours, plain in pairs],
+        "deepspeed_speed_ratio": statistics.median(theirs) if theirs else None,
         "peak_ratio": ours["peak_bytes"] / plain["peak_bytes"],
         "tokens_per_s": statistics.median(BATCH * LENGTH / ours["step_s"] for ours, _ in pairs),
         "peak_bytes": ours["peak_bytes"],
@@ -347,10 +425,10 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        what = json.loads(arguments.child)
-        answer = run_plain(what["plain"]) if "plain" in what else run_ours(what["ours"], what.get("micro_batch"))
-        if os.environ.get("RANK", "0") == "0":
-            print("RESULT " + json.dumps(answer), flush=True)
+        for what in json.loads(arguments.child):
+            found = answer(what)
+            if os.environ.get("RANK", "0") == "0":
+                print("RESULT " + json.dumps(found), flush=True)
         return
     rows: list[dict[str, Any]] = []
     states: list[dict[str, Any]] = []
@@ -367,13 +445,22 @@ def main() -> None:
             arguments.out.write_text(json.dumps(what, indent=1) + "\n")
 
     for processes in arguments.processes:
+        rounds = []
+        for number in range(arguments.rounds):
+            rounds.append(one_round(processes, number))
+            print(f"round {number + 1} of {arguments.rounds} on {processes} processes", flush=True)
         for kind in OURS:
-            rows.append(compare(kind, processes, arguments.rounds))
+            rows.append(compare(kind, processes, rounds))
             row = rows[-1]
             sent = {name: size / row["parameter_bytes"] for name, size in row["sent_bytes"].items()}
             print(
                 f"{processes} {kind:16s} {row['speed_ratio']:.2f} x the speed, {row['peak_ratio']:.2f} x the peak of {row['beside']}; "
-                f"sends, in parameters: {', '.join(f'{name} {share:.2f}' for name, share in sent.items())}",
+                + (
+                    f"{row['deepspeed_speed_ratio']:.2f} x the speed of DeepSpeed; "
+                    if row["deepspeed_speed_ratio"]
+                    else ""
+                )
+                + f"sends, in parameters: {', '.join(f'{name} {share:.2f}' for name, share in sent.items())}",
                 flush=True,
             )
             write()
@@ -386,7 +473,7 @@ def main() -> None:
             print(f"zero {stage} on {processes}: {seen['state_bytes'] / expected - 1:+.1%} of the formula", flush=True)
             write()
     for schedule, micro in BUBBLES:
-        seen = child(2, {"ours": {"pp": 0, "schedule": schedule}, "micro_batch": micro})
+        seen = child(2, {"ours": {"pp": 0, "schedule": schedule}, "micro_batch": micro, "vocabulary": 64})
         count = BATCH // micro
         expected = 0.5 if schedule == "naive" else 1 / (count + 1)
         bubbles.append({"schedule": schedule, "micro_batches": count, "waited": seen["waited"], "theory": expected})
