@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/distributed.py --out records/distributed.json
 
 Processes are gloo's, one thread each, on this machine, started afresh in each round; the two of a pair run one after the other,
-and ratios are medians over the rounds. DeepSpeed's ZeRO takes part where it is installed (pip install deepspeed). Bytes that a device sends
-are counted from the collectives' sizes, as rings send them. Then the bytes of model states that a device holds under each
+and ratios are medians over the rounds. DeepSpeed's ZeRO takes part where it is installed (pip install deepspeed). Bytes that a
+device sends are counted from the collectives' sizes, as rings send them. Then the bytes of model states that a device holds under each
 stage of ZeRO at 1, 2, 4 and 8 devices, beside the formulas; and the share of a step that the first device of a pipeline
 waits, beside theory, of a model whose pieces have equal work (its head is small).
 """

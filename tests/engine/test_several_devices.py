@@ -12,6 +12,7 @@ import tightfit
 from tests.contract import cases
 from tests.pool import together
 from tightfit.engine import checkpoint
+from tightfit.methods.run import parameter_count
 
 PLANS: list[dict[str, Any]] = [
     {"dp_replicate": 2},
@@ -132,6 +133,15 @@ def test_shares_may_be_uneven_and_the_last_step_short(fields: dict[str, Any]) ->
     """40 samples in steps of 7: shares of 4 and 3, and a last step of 5; 41 would leave one device without any."""
     hold("llama", fields, batch=7, steps=None, epochs=1)
     hold("bert", fields, batch=13, steps=None, epochs=1)  # the last step has one sample
+
+
+def counted(fields: dict[str, Any]) -> int:
+    return parameter_count(tightfit.build(job_of("gpt2"), tightfit.Plan(**fields)))
+
+
+@pytest.mark.parametrize("fields", [PLANS[0], PLANS[3], SLICED[0], PIPED[0]], ids=named)
+def test_parameters_are_counted_of_the_whole_model(fields: dict[str, Any]) -> None:
+    assert together(2, HERE + "counted", fields) == [counted({})] * 2
 
 
 def saved_and_resumed(folder: str, first: dict[str, Any], then: dict[str, Any] | None, **settings: Any) -> list[float]:

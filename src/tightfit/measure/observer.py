@@ -14,7 +14,7 @@ from tightfit.engine.step import Step, take_step
 from tightfit.machine import Machine
 from tightfit.measure.flops import forward_flops, mfu
 from tightfit.measure.memory import process_peak_bytes, sample_step
-from tightfit.methods.run import Filler, Run
+from tightfit.methods.run import Filler, Run, parameter_count
 from tightfit.models.objective import Batch, sample_count
 from tightfit.planner.storages import Peak
 from tightfit.record import PeakBytes, Record, code_version
@@ -110,5 +110,5 @@ class Observer:
             loss=[(step.step + 1, step.loss if math.isfinite(step.loss) else None) for step in self.steps],
             skipped_steps=sum(step.skipped for step in self.steps),
             damaged_samples=run.data.damaged,
-            parameters=sum(parameter.numel() for parameter in run.model.parameters()),
+            parameters=parameter_count(run),
         )

@@ -231,3 +231,13 @@ def parts_of(run: Run, weight: Tensor) -> tuple[str, ...]:
     """The axes along which devices hold other parts of a parameter."""
     divided = run.reduction.parts if run.reduction is not None else ()
     return (*divided, "tp") if weight in slices_of(run) else divided  # type: ignore[operator]
+
+
+def parameter_count(run: Run) -> int:
+    """Of the whole model, whatever part this device has. On several devices all of them call it."""
+    copies = run.stages.copies if run.stages is not None else frozenset()
+    own = [(name, parameter) for name, parameter in run.model.named_parameters() if name not in copies]
+    count = sum(run.slices[name].shape.numel() if name in run.slices else p.numel() for name, p in own)
+    if run.mesh is None:
+        return count
+    return int(run.mesh.sum(torch.tensor(count, device=run.device), ("pp",)))
