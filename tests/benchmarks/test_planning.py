@@ -9,6 +9,7 @@ import yaml
 
 import tightfit
 from benchmarks import choice, prediction, published
+from tightfit.machine import Machine
 from tightfit.plan import check
 
 
@@ -48,3 +49,26 @@ def test_published_runs_come_out(begins: str) -> None:
     (run,) = [run for run in runs if run["id"] == begins]
     found = published.compare(run)
     assert abs(found["predicted_bytes"] / found["published_bytes"] - 1) < 0.1
+
+
+def test_published_runs_on_several_devices_are_legal_plans_of_their_machines() -> None:
+    runs = yaml.safe_load((Path(published.__file__).parent / published.FILES[1]).read_text())
+    assert len(runs) == len({run["id"] for run in runs}) >= 50
+    for run in runs:
+        job = tightfit.Job(
+            model=run["model"],
+            data=run["data"],
+            allow=published.ALLOW,
+            train=tightfit.Train(batch=run["batch"], steps=1, clip=run["clip"]),
+        )
+        plan, machine = tightfit.Plan(**run["plan"]), Machine.named(run["machine"])
+        check(plan, job, machine.device)
+        assert plan.devices == machine.devices_per_node * machine.nodes > 1
+
+
+@pytest.mark.parametrize("begins", ["mpt-125m-a100_40gb", "mpt-350m-a100_40gb"])
+def test_published_speeds_on_several_devices_come_out(begins: str) -> None:
+    runs = yaml.safe_load((Path(published.__file__).parent / published.FILES[1]).read_text())
+    (run,) = [run for run in runs if run["id"].startswith(begins)]
+    found = published.compare(run)
+    assert abs(found["predicted_speed"] / found["published_speed"] - 1) < 0.1
