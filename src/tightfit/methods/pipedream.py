@@ -1,0 +1,156 @@
+"""PipeDream: a pipeline that never drains, with versions of the weights."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tightfit.errors import InputError
+from tightfit.methods.mesh import DATA
+from tightfit.methods.row import Pipeline
+from tightfit.methods.run import Run
+from tightfit.models.objective import Batch
+from tightfit.timetable import BACKWARD, FORWARD, Action
+
+
+@dataclass
+class _Minibatch:
+    """A step under way: its number since the pipeline was empty, micro-batches, learning rate, version of the weights."""
+
+    number: int
+    micro_batches: int
+    rate: float
+    version: int
+
+
+class PipeDream(Pipeline):
+    """1F1B that never drains: each device does a step's forward, and the backward of the step that its successors have left
+    it, and updates its weights by itself. A step's backward uses the weights of its forward (weight stashing).
+
+    On device s of p a step's gradients are of weights that p-1-s updates are still to come to: with vertical sync p-1
+    everywhere. Source: Harlap et al. 2018, arXiv:1806.03377.
+
+    losses  of the steps whose backward was done here, in order
+    """
+
+    free = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if self.shared:
+            raise InputError(
+                "plan: schedule=pipedream",
+                f"{min(self.shared)} is used by the first and the last device, which update it at different times",
+                "use schedule: 1f1b, or a model whose embeddings are not tied",
+            )
+        self.behind = self.devices - 1 - self.rank
+        self.delay = self.devices - 1
+        self.under_way: deque[_Minibatch] = deque()
+        self.versions: dict[int, dict[nn.Parameter, nn.Parameter]] = {}
+        self.started = self.updated = 0
+        self.seen: dict[int, Tensor] = {}
+
+    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float) -> Tensor:
+        """This step's forward, and the backward of the one that is due. Its loss is known later: see `losses`."""
+        assert run.mesh is not None
+        version = max(self.started - self.delay, 0) if self.plan.vertical_sync else self.updated
+        step = _Minibatch(self.started, len(micro_batches), run.optimizer.param_groups[0]["lr"], version)
+        total = torch.zeros((), device=run.device)
+        with self._version(run, version):
+            for number, batch in enumerate(micro_batches):
+                self._forget_sent()
+                total += self.forward(run, Action(FORWARD, self.rank, self._place(step, number)), batch, scale)
+        if self.rank == self.devices - 1:
+            self.seen[step.number] = run.mesh.sum(total, DATA) * scale
+        self.under_way.append(step)
+        self.started += 1
+        if len(self.under_way) > self.behind:
+            self._do_backward(run)
+        return torch.full((), float("nan"), device=run.device)
+
+    def drain(self, run: Run) -> Iterator[None]:
+        """Do the backwards that are left, one after another: an update has to follow each. Then the pipeline is empty."""
+        while self.under_way:
+            self._do_backward(run)
+            yield
+        self.finish()
+        self.started = self.updated = 0
+        self.versions.clear()
+
+    def _place(self, step: _Minibatch, number: int) -> int:
+        return step.number * 2**20 + number
+
+    def _do_backward(self, run: Run) -> None:
+        """Backward of the oldest step under way; its gradients are then those of the newest weights."""
+        step = self.under_way.popleft()
+        for group in run.optimizer.param_groups:
+            group["lr"] = step.rate
+        self._pass_on_loss(run, step)
+        with self._version(run, step.version):
+            for number in range(step.micro_batches):
+                self.backward(run, Action(BACKWARD, self.rank, self._place(step, number)), False)
+        if run.reduction is not None:
+            run.reduction.begin(True)
+        for parameter, used in self.versions[step.version].items():
+            parameter.grad, used.grad = used.grad, None
+        if run.reduction is not None:
+            run.reduction.end(True)
+        self._keep_versions(run)
+        self.updated += 1
+
+    def _pass_on_loss(self, run: Run, step: _Minibatch) -> None:
+        """From the last device to the first, before the gradients."""
+        if self.rank < self.devices - 1:
+            loss = torch.zeros((), device=run.device)
+            group, device = self._line(self.rank, self.rank + 1, "backward")
+            self._wait_for(loss, group, device)
+        else:
+            loss = self.seen.pop(step.number).to(torch.float32)
+        if self.rank:
+            self._send(loss, self.rank - 1, "backward")
+        self.losses.append(float(loss))
+
+    @torch.no_grad()
+    def _keep_versions(self, run: Run) -> None:
+        """Before the update that follows: where a step under way, or one to come, needs the weights as they are, it is done on
+        a copy."""
+        needed = {step.version for step in self.under_way}
+        if self.plan.vertical_sync:
+            needed |= set(range(max(self.started - self.delay, 0), self.updated + 1))
+        for version in list(self.versions):
+            if version not in needed:
+                del self.versions[version]
+        if self.updated in needed:
+            for parameter in self._newest(run):  # which moves: a graph may hold views of where it was
+                parameter.data = parameter.data.clone()
+
+    def _newest(self, run: Run) -> dict[nn.Parameter, nn.Parameter]:
+        """By parameter, what shares its memory until it is kept."""
+        if self.updated not in self.versions:
+            trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+            self.versions[self.updated] = {parameter: nn.Parameter(parameter.data) for parameter in trained}
+        return self.versions[self.updated]
+
+    @contextmanager
+    def _version(self, run: Run, version: int) -> Iterator[None]:
+        """Within, the model computes with a version of its weights."""
+        used = self._newest(run) if version == self.updated else self.versions[version]
+        places = [
+            (module, name, parameter)
+            for module in run.model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter in used
+        ]
+        for module, name, parameter in places:
+            module._parameters[name] = used[parameter]
+        try:
+            yield
+        finally:
+            for module, name, parameter in places:
+                module._parameters[name] = parameter

@@ -1,0 +1,255 @@
+"""Row: one device's part of a pipeline's step, as the timetable has it: forwards, backwards, and what goes to its neighbours."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._guards import active_fake_mode
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+
+from tightfit.errors import InputError
+from tightfit.methods.deferred import Deferred
+from tightfit.methods.hollow import Elsewhere, Leaves, Passage
+from tightfit.methods.mesh import Mesh
+from tightfit.methods.run import Filler, Run, to_device, weights_named
+from tightfit.models.objective import Batch
+from tightfit.plan import Plan
+from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, timetable
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+DIMS = 8
+
+
+@dataclass
+class _Alive:
+    """What a micro-batch's forward leaves for its backward: the piece's input, and what its gradient begins from."""
+
+    input: Tensor | None
+    root: Tensor | GradientEdge | None
+    scale: float
+
+
+class Pipeline:
+    """A device's part of the timetable: the `Stages` of a Run.
+
+    waited_s  seconds spent until now on waiting for other devices (on a processor; a GPU's queue waits by itself)
+    delay   how many steps later than taken a step's loss is known
+    copies  names of the weights that an earlier device has too: in a norm over all devices they count once
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        plan: Plan,
+        pieces: list[range],
+        own: list[int],
+        passage: Passage,
+        slots: list[tuple[nn.Module, str]],
+        kept: dict[int, nn.Module],
+        stubs: list[Elsewhere],
+        shared: frozenset[str],
+    ) -> None:
+        self.mesh, self.plan, self.pieces, self.own, self.passage = mesh, plan, pieces, own, passage
+        self.slots, self.kept, self.stubs, self.shared = slots, kept, stubs, shared
+        self.rank, self.devices = mesh.rank("pp"), mesh.size("pp")
+        self.last = len(pieces) - 1
+        self.copies = shared if self.rank else frozenset()
+        self.alive: dict[tuple[int, int], _Alive] = {}
+        self.sending: list[tuple[Any, Tensor]] = []
+        self.shapes: dict[Any, tuple[int, torch.dtype, tuple[int, ...]]] = {}
+        self.losses: deque[float] = deque()
+        self.staleness: list[int] = []
+        self.waited_s = 0.0
+        self.deferred = Deferred() if plan.schedule == "zero-bubble" else None
+
+    delay = 0
+    free = False
+    counted: tuple[int, int, int] | None = None
+
+    def drain(self, run: Run) -> Iterator[None]:
+        """Nothing is left of a step when the next begins."""
+        return iter(())
+
+    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float) -> Tensor:
+        """Forward and backward of a step's micro-batches, as the timetable has it; returns the sum of the losses that this
+        device saw: the last one's."""
+        actions = timetable(self.plan.schedule, self.devices, self.plan.virtual_stages, len(micro_batches))[self.rank]
+        total = torch.zeros((), device=run.device)
+        completing = WEIGHTS if self.deferred is not None else BACKWARD
+        final = max(place for place, action in enumerate(actions) if action.kind == completing)
+        for place, action in enumerate(actions):
+            self._forget_sent()
+            batch = micro_batches[action.micro_batch]
+            last = action.micro_batch == len(micro_batches) - 1
+            if action.kind == FORWARD:
+                total += self.forward(run, action, batch, scale)
+                continue
+            if action.kind == BACKWARD and self.deferred is not None:
+                with self.deferred.group(action.micro_batch):
+                    self.backward(run, action, place == final)
+                continue
+            if run.reduction is not None:
+                run.reduction.begin(last)
+            if action.kind == BACKWARD:
+                self.backward(run, action, place == final)
+            else:
+                assert self.deferred is not None
+                self.deferred.run(action.micro_batch)
+            if run.reduction is not None:
+                run.reduction.end(place == final)
+        self.finish()
+        self._sum_ends(run)
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, run: Run, batch: Batch) -> Tensor:
+        """The loss of a micro-batch, on the last device; 0 on the others."""
+        total = torch.zeros((), device=run.device)
+        for piece in self.own:
+            total = total + self.forward(run, Action(FORWARD, piece, 0), batch, 1.0)
+            self.alive.clear()
+        self.finish()
+        return total
+
+    def forward(self, run: Run, action: Action, batch: Batch, scale: float) -> Tensor:
+        """Returns the loss, where this is the last piece and the micro-batch counts; else 0."""
+        counts = not isinstance(batch, Filler)
+        there = to_device(batch if counts else batch.batch, run)
+        key = tuple(tuple(leaf.shape) for leaf in tree_leaves(there) if isinstance(leaf, Tensor))
+        taken: list[Tensor] = []
+
+        def take(like: Tensor) -> Tensor:
+            taken.append(self._receive(action, key, like).requires_grad_(torch.is_grad_enabled()))
+            return taken[0]
+
+        self._enter(action.chunk, take)
+        try:
+            loss = run.loss_sum(there)
+        except Leaves as left:
+            left.__traceback__ = None
+            hidden = left.hidden
+            self._send_hidden(action, key, hidden)
+            root = get_gradient_edge(hidden) if hidden.requires_grad else None
+            self.alive[action.chunk, action.micro_batch] = _Alive(_first(taken), root, 1.0)
+            return torch.zeros((), device=run.device)
+        finally:
+            self._leave(action.chunk)
+        if action.chunk != self.last:
+            raise InputError("plan: pp", "the model does not call its blocks in a row", "use pp: 1")
+        self.alive[action.chunk, action.micro_batch] = _Alive(_first(taken), loss, scale if counts else 0.0)
+        return loss.detach() if counts else torch.zeros((), device=run.device)
+
+    def backward(self, run: Run, action: Action, final: bool) -> None:
+        alive = self.alive.pop((action.chunk, action.micro_batch))
+        if isinstance(run.model, FSDPModule):  # the forward ended before the model's own hooks
+            run.model.unshard()
+            run.model.set_is_last_backward(final)
+        if action.chunk == self.last:
+            assert isinstance(alive.root, Tensor)
+            (alive.root * alive.scale).backward()
+        else:
+            gradient = self._receive_gradient(action)
+            if alive.root is not None:
+                torch.autograd.backward([cast(Any, alive.root)], [gradient])
+        if action.chunk:
+            assert alive.input is not None
+            given = alive.input.grad
+            self._send(torch.zeros_like(alive.input) if given is None else given, action.chunk - 1, "backward")
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived."""
+        for work, _ in self.sending:
+            work.wait()
+        self.sending.clear()
+
+    def _enter(self, piece: int, take: Any) -> None:
+        self.passage.begin(self.pieces[piece], take)
+        for number in self.kept:
+            if number not in self.pieces[piece]:
+                parent, child = self.slots[number]
+                parent._modules[child] = self.stubs[number]
+
+    def _leave(self, piece: int) -> None:
+        for number, block in self.kept.items():
+            if number not in self.pieces[piece]:
+                parent, child = self.slots[number]
+                parent._modules[child] = block
+
+    def _line(self, piece: int, other: int, direction: str) -> tuple[dist.ProcessGroup, int]:
+        """The group in which two neighbouring pieces talk, and the other one's device."""
+        around = " around" if max(piece, other) % self.devices == 0 else ""
+        return self.mesh.lines[direction + around], other % self.devices
+
+    def _send(self, tensor: Tensor, piece: int, direction: str) -> None:
+        """To the device of `piece`: hidden states forward, their gradients backward."""
+        group, device = self._line(piece + (1 if direction == "backward" else -1), piece, direction)
+        sent = tensor.detach().contiguous()
+        if active_fake_mode() is None:  # who predicts takes it as sent
+            self.sending.append((dist.isend(sent, group=group, group_dst=device), sent))
+
+    def _forget_sent(self) -> None:
+        self.sending = [(work, tensor) for work, tensor in self.sending if not work.is_completed()]
+
+    def _send_hidden(self, action: Action, key: Any, hidden: Tensor) -> None:
+        """The first time that a batch has these shapes, what the hidden states look like goes before them."""
+        look = self.passage.form, hidden.dtype, tuple(hidden.shape)
+        if (known := (action.chunk, "out", key)) not in self.shapes:
+            self.shapes[known] = look
+            header = [look[0], TYPES.index(look[1]), len(look[2]), *look[2]]
+            words = torch.tensor(header + [0] * (3 + DIMS - len(header)), device=hidden.device)
+            self._send(words, action.chunk + 1, "forward")
+        self.shapes[action.chunk, "gradient", action.micro_batch] = look
+        self._send(hidden, action.chunk + 1, "forward")
+
+    def _receive(self, action: Action, key: Any, like: Tensor) -> Tensor:
+        """The hidden states from the device before. like: what the model hands to its blocks."""
+        group, device = self._line(action.chunk, action.chunk - 1, "forward")
+        if active_fake_mode() is not None:  # who predicts has nobody to ask
+            return torch.empty_like(like, memory_format=torch.contiguous_format)
+        if (known := (action.chunk, "in", key)) not in self.shapes:
+            words = torch.zeros(3 + DIMS, dtype=torch.int64, device=like.device)
+            self._wait_for(words, group, device)
+            form, kind, dims, *sizes = words.tolist()
+            self.shapes[known] = form, TYPES[kind], tuple(sizes[:dims])
+        self.passage.form, dtype, shape = self.shapes[known]
+        received = torch.empty(shape, dtype=dtype, device=like.device)
+        self._wait_for(received, group, device)
+        return received
+
+    def _wait_for(self, tensor: Tensor, group: dist.ProcessGroup, device: int) -> None:
+        began = time.perf_counter()
+        dist.recv(tensor, group=group, group_src=device)
+        self.waited_s += time.perf_counter() - began
+
+    def _receive_gradient(self, action: Action) -> Tensor:
+        group, device = self._line(action.chunk, action.chunk + 1, "backward")
+        _, dtype, shape = self.shapes.pop((action.chunk, "gradient", action.micro_batch))
+        gradient = torch.empty(shape, dtype=dtype, device=group_device(self.kept))
+        if active_fake_mode() is None:
+            self._wait_for(gradient, group, device)
+        return gradient
+
+    @torch.no_grad()
+    def _sum_ends(self, run: Run) -> None:
+        """Gradients of weights that the first and the last device both use."""
+        for weight in weights_named(run, self.shared):
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            dist.all_reduce(weight.grad, group=self.mesh.lines["ends"])
+
+
+def group_device(blocks: dict[int, nn.Module]) -> torch.device:
+    return next(parameter.device for block in blocks.values() for parameter in block.parameters())
+
+
+def _first(tensors: list[Tensor]) -> Tensor | None:
+    return tensors[0] if tensors else None
