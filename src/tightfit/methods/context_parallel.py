@@ -31,11 +31,12 @@ from tightfit.machine import Machine
 from tightfit.methods.mesh import message
 from tightfit.methods.run import Data, Filler, Run
 from tightfit.models import task_of
-from tightfit.models.objective import IGNORED, TASKS, Batch, next_token_targets
+from tightfit.models.objective import IGNORED, TASKS, Batch, map_tensors, next_token_targets
 from tightfit.plan import Plan
 
 VARIANTS = ({"cp": 2}, {"cp": 2, "zero": 3})
 NAME = "tightfit_ring"
+_BEYOND = ("softcap", "s_aux", "position_bias", "sliding_window")  # what some models' attention has besides
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
@@ -63,7 +64,7 @@ def apply(run: Run, plan: Plan) -> Run:
     run.model.set_attn_implementation(_register(ring))  # type: ignore[operator]
     causal = task == "causal-lm"
     objective = TASKS["masked-lm"]  # whose labels stand where they count: `cut` moves the others' there
-    data = None if run.data is None else Pieces(run.data, causal, run.mesh.piece, plan.cp)
+    data = None if run.data is None else Pieces(run.data, causal, run.mesh.piece, plan.cp, plan.pin_memory)
     return replace(run, objective=objective, loss_sum=partial(objective.total, run.model), data=data or run.data)
 
 
@@ -135,6 +136,7 @@ class Pieces:
     causal: bool
     piece: int
     pieces: int
+    pinned: bool
 
     @property
     def samples(self) -> int | None:
@@ -165,8 +167,9 @@ class Pieces:
 
     def _cut(self, batch: Batch) -> Batch:
         if isinstance(batch, Filler):
-            return Filler(cut(batch.batch, self.causal, self.piece, self.pieces))
-        return cut(batch, self.causal, self.piece, self.pieces)
+            return Filler(self._cut(batch.batch))
+        mine = cut(batch, self.causal, self.piece, self.pieces)
+        return map_tensors(lambda tensor: tensor.pin_memory(), mine) if self.pinned else mine
 
 
 class _Place:
@@ -232,6 +235,9 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: (batch, heads, length, width) in, (batch, length, heads, width) out, where length is
     this device's of the sequence."""
+    asked = [name for name in _BEYOND if others.get(name) is not None] + (["dropout"] if dropout else [])
+    if asked:
+        raise InputError("plan: cp", f"the model's attention wants {asked[0]}, which the ring does not have", "use cp: 1")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
