@@ -237,7 +237,9 @@ def attend(
     this device's of the sequence."""
     asked = [name for name in _BEYOND if others.get(name) is not None] + (["dropout"] if dropout else [])
     if asked:
-        raise InputError("plan: cp", f"the model's attention wants {asked[0]}, which the ring does not have", "use cp: 1")
+        raise InputError(
+            "plan: cp", f"the model's attention wants {asked[0]}, which the ring does not have", "use cp: 1"
+        )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
