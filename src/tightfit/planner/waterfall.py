@@ -11,9 +11,9 @@ from tightfit.planner.estimate import Estimator
 METHOD_FIELDS = {
     "data_parallel": ("dp_replicate", "compressed_gradients", "powersgd_rank"),
     "parameter_server": ("parameter_server", "staleness"),
+    "context_parallel": ("cp",),
     "zero": ("dp_shard", "zero"),
     "tensor_parallel": ("tp", "sequence_parallel"),
-    "context_parallel": ("cp",),
     "precision": ("precision", "loss_scale", "rounding"),
     "microbatch": ("micro_batch",),
     "attention": ("attention",),
