@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit
 from tests.contract import cases
@@ -215,3 +218,32 @@ def test_a_divided_model_is_created_as_the_whole_one(fields: dict[str, Any], nam
 
 def created(name: str, fields: dict[str, Any]) -> dict[str, Tensor]:
     return cases.state_of(tightfit.build(job_of(name), tightfit.Plan(**fields)))
+
+
+class Gathered(TorchDispatchMode):
+    """Bytes that are gathered, by type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[torch.dtype] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith("c10d._allgather_base_"):
+            self.found[args[0].dtype] += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def gathered(precision: str) -> Counter[torch.dtype]:
+    run = tightfit.build(job_of("llama"), tightfit.Plan(zero=3, dp_shard=2, precision=precision))
+    with Gathered() as seen:
+        next(tightfit.train(run))
+    return seen.found
+
+
+def test_mixed_precision_gathers_products_weights_in_16_bits() -> None:
+    """Of blocks, whose products are nearly all; norms, embedding and head stay in fp32."""
+    wide, mixed = together(2, HERE + "gathered", "fp32")[0], together(2, HERE + "gathered", "bf16-mixed")[0]
+    assert set(wide) == {torch.float32}
+    saved = wide[torch.float32] - mixed[torch.float32]
+    assert mixed[torch.bfloat16] == saved // 2
+    assert saved > 0.5 * wide[torch.float32]
