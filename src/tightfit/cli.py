@@ -82,12 +82,12 @@ def explain(
         bool, typer.Option("--analyze", help="run a few steps and set measured beside predicted")
     ] = False,
     picture: Annotated[
-        Path | None, typer.Option("--picture", metavar="FILE.svg", help="write memory over the step as an SVG")
+        Path | None, typer.Option("--picture", metavar="FILE", help="draw memory over the step: FILE.svg, .png or .pdf")
     ] = None,
     timeline: Annotated[
         Path | None,
         typer.Option(
-            "--timeline", metavar="FILE.svg", help="write which device of a pipeline does what when as an SVG"
+            "--timeline", metavar="FILE", help="draw which device of a pipeline does what when: FILE.svg, .png or .pdf"
         ),
     ] = None,
     changes: Changes = None,

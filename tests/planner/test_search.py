@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import tightfit
 from tests.planner import cases
@@ -16,7 +17,7 @@ from tightfit.planner.search import search
 from tightfit.planner.time import Clock
 from tightfit.planner.waterfall import waterfall
 from tightfit.report.commands import explain_command
-from tightfit.report.picture import memory_svg
+from tightfit.report.picture import draw_memory
 
 GPU = Machine.named("a100-80gb")
 
@@ -77,12 +78,15 @@ def test_a_step_takes_longer_with_recomputation_and_on_a_slower_machine() -> Non
     assert isinstance(Clock(GPU).step_time(slower.ledger).step_s, float)
 
 
-def test_the_picture_is_an_svg_with_a_polygon_for_each_row() -> None:
+def test_the_picture_has_a_layer_for_each_row(tmp_path: Path) -> None:
     estimate = Estimator(cases.job("llama"), GPU).estimate(tightfit.Plan())
-    svg = memory_svg(estimate)
-    assert svg.startswith("<svg")
+    draw_memory(estimate, tmp_path / "memory.svg")
     shown = {row for _, _, rows in estimate.ledger.instants() for row, size in rows.items() if size}
-    assert svg.count("<polygon") == len(shown)
+    assert (tmp_path / "memory.svg").read_text().count('id="FillBetweenPolyCollection_') == len(shown)
+    draw_memory(estimate, tmp_path / "memory.png")
+    with Image.open(tmp_path / "memory.png") as picture:
+        assert picture.format == "PNG"
+        assert picture.width > 900
 
 
 def test_named_machines() -> None:
@@ -131,8 +135,8 @@ def test_explain_of_a_whole_plan_that_does_not_fit_says_so(job_file: Path, capsy
     assert "does not fit" in capsys.readouterr().out
 
 
-def test_a_picture_has_to_be_an_svg_and_analysis_happens_here(job_file: Path, tmp_path: Path) -> None:
+def test_a_picture_has_a_picture_s_name_and_analysis_happens_here(job_file: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"mem\.svg"):
-        explain_command(job_file, None, None, None, 1, False, tmp_path / "mem.png", [], False)
+        explain_command(job_file, None, None, None, 1, False, tmp_path / "mem.gif", [], False)
     with pytest.raises(InputError, match="runs here"):
         explain_command(job_file, None, "t4", None, 1, True, None, [], False)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import tightfit
+from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.planner.estimate import Estimator
 from tightfit.planner.rehearse import rehearse
-from tightfit.planner.search import search
+from tightfit.planner.search import candidates, search, worth_knowing
 
 LLAMA = {
     "architecture": "llama",
@@ -222,3 +225,39 @@ def test_a_search_divides_a_sequence_that_no_device_holds() -> None:
     chosen = search(job, machine, pins)[0]
     assert chosen.plan.cp == 2
     assert chosen.fits
+
+
+def test_more_devices_than_samples_cut_the_model() -> None:
+    job = JOB.replace(train=tightfit.Train(batch=2, steps=1000))
+    chosen = search(job, Machine.named("a100-80gb:8"), {"compile": "none"})[0].plan
+    assert chosen.devices == 8
+    assert chosen.data_parallel <= 2
+    with pytest.raises(InputError, match="each device needs a sample"):
+        search(job, Machine.named("a100-80gb:8"), {"compile": "none", "dp_replicate": 8})
+
+
+def test_a_pipeline_that_is_asked_for_is_split_by_what_its_parts_take() -> None:
+    wide = {**LLAMA, "vocab_size": 60000, "hidden_size": 2048, "max_position_embeddings": 1024}
+    job = JOB.replace(model=wide, data={"synthetic": "tokens", "sequence_length": 1024})
+    pins = {"compile": "none", "pp": 2, "precision": "fp32", "chunked_loss": None}
+    chosen = search(job, Machine.named("a100-80gb:2"), pins)[0].plan
+    assert chosen.split is not None
+    assert chosen.split[0] > chosen.split[1]  # the head is on the second device
+    assert chosen.micro_batch_of(16) < 16
+
+
+@pytest.mark.parametrize("fields", [{"dp_replicate": 8}, {"dp_replicate": 4, "pp": 2, "split": (3, 3)}])
+def test_what_a_search_passes_over_is_no_better(estimator: Estimator, fields: dict[str, Any]) -> None:
+    """Bounds rule out most plans unseen: the best of those that are looked at is the best of all, whatever the limit."""
+    start = tightfit.Plan(**fields)
+    pins = {"precision": "fp32", **{name: fields[name] for name in fields if name != "dp_replicate"}}
+    everything = [estimator.estimate(plan) for plans in candidates(estimator, start, pins) for plan in plans]
+    peaks = sorted(one.peak_bytes for one in everything)
+    for share in (0.02, 0.1, 0.3, 0.5, 0.7, 1.0):
+        limit = peaks[int(share * (len(peaks) - 1))] * 1.1
+        tight = copy.copy(estimator)
+        tight.limit_bytes = limit
+        looked_at = worth_knowing(tight, start, pins)
+        assert len(looked_at) < len(everything)
+        best = min((replace(one, limit_bytes=limit) for one in everything), key=lambda one: (not one.fits, one.total_s))
+        assert min(one.total_s for one in looked_at if one.fits) <= 1.01 * best.total_s

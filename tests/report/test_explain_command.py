@@ -40,7 +40,7 @@ def test_what_people_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     shown = capsys.readouterr().out
     for words in ("one device, fp32, keep everything", "at the peak", "f forward", "why not", "numerics"):
         assert words in shown
-    assert picture.read_text().startswith("<svg")
+    assert "<svg" in picture.read_text()
 
 
 def test_predicted_stands_beside_measured(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import xml.etree.ElementTree
 from pathlib import Path
 
 from typer.testing import CliRunner
 
 from tightfit.cli import app
 from tightfit.errors import InputError
-from tightfit.report.timeline import timeline_svg, timeline_text
-from tightfit.timetable import play, timetable
+from tightfit.report.picture import draw_timeline
+from tightfit.report.timeline import timeline_text
+from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, play, timetable
 
 SECONDS = {"F": 1.0, "B": 2.0, "W": 1.0}
 JOB = """
@@ -28,12 +28,15 @@ def test_each_device_has_a_line_of_what_it_does() -> None:
     assert "9 s from end to end" in note
 
 
-def test_a_picture_has_every_action() -> None:
+def test_a_picture_has_every_action(tmp_path: Path) -> None:
     for schedule, chunks in (("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1)):
         slots = play(timetable(schedule, 4, chunks, 8), lambda action: SECONDS[action.kind])
-        root = xml.etree.ElementTree.fromstring(timeline_svg(slots, schedule))
-        boxes = [one for one in root.iter() if one.get("stroke-width") == "0.7"]
-        assert len(boxes) == len(slots)
+        draw_timeline(slots, schedule, tmp_path / "timeline.svg")
+        drawn = (tmp_path / "timeline.svg").read_text()
+        colours = {FORWARD: "#bee3f8", BACKWARD: "#c6f6d5", WEIGHTS: "#fefcbf"}
+        for kind, colour in colours.items():
+            actions = sum(slot.action.kind == kind for slot in slots)
+            assert drawn.count(f"fill: {colour}") == actions + bool(actions)  # and once in the legend
 
 
 def test_explain_draws_the_pipeline_and_refuses_where_there_is_none(tmp_path: Path) -> None:

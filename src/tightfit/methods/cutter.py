@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,12 @@ class Cutter:
         self.model, self.mesh, self.sequences = model, mesh, sequences
         self.group, self.size, self.rank = mesh.group("tp"), mesh.size("tp"), mesh.rank("tp")
         self.cut: dict[nn.Parameter, tuple[nn.Parameter, Slice]] = {}
+        self.made: set[nn.Parameter] = set()
+        self.owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+        for module in model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.owners[parameter].append((module, key))
         self.draws = Draws(model, self.rank)
         self.compiled = None if blocks is None else [block for _, block in blocks]
         self.regions: set[nn.Module] = set()
@@ -83,7 +90,7 @@ class Cutter:
     def _take(self, module: nn.Module, name: str, dim: int, pieces: int = 1) -> None:
         """Put this device's part of a parameter in its place; of one that several modules share, in all of them."""
         whole = getattr(module, name)
-        if any(whole is mine for mine, _ in self.cut.values()):
+        if whole in self.made:
             return  # it is another module's too, and was cut there
         if whole not in self.cut:
             part = Slice(self.mesh, whole.shape, dim, pieces)
@@ -97,11 +104,9 @@ class Cutter:
             if shrunk:
                 shrink(mine, self.mesh, values)
             self.cut[whole] = mine, part
-        mine, _ = self.cut[whole]
-        for other in self.model.modules():
-            for key, parameter in list(other._parameters.items()):
-                if parameter is whole:
-                    other._parameters[key] = mine
+            self.made.add(mine)
+        for owner, key in self.owners[whole]:
+            owner._parameters[key] = self.cut[whole][0]
 
     def _copy_before(self, name: str, module: nn.Module) -> None:
         if self.sequences is not None:
@@ -209,12 +214,14 @@ class Draws:
         self.model = model
         self.needed = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()) or _has_dropout(model)
 
+    @torch.compiler.disable  # it reads a number that was drawn
     def enter(self, module: nn.Module, inputs: Any) -> None:
         if self.needed and module.training and self.outside is None:
             seed = int(torch.randint(2**31, ()))
             self.outside = _states(next(module.parameters()).device)
             torch.manual_seed(seed * 1009 + self.rank)
 
+    @torch.compiler.disable
     def leave(self, *ignored: Any) -> None:
         if self.outside is not None:
             _restore(self.outside)

@@ -29,9 +29,7 @@ class Sequences:
     def __init__(self, blocks: list[tuple[str, nn.Module]], plan: Plan, group: dist.ProcessGroup) -> None:
         self.blocks, self.plan, self.group, self.size = blocks, plan, group, dist.get_world_size(group)
         self.length: int | None = None  # of the sequences that are under way, where it does not divide
-        self.again = (
-            plan.recompute == "none" and "activations" not in plan.offload
-        )  # else backward has the inputs anyway
+        self.again = gathers_again(plan)
         self.regions: set[nn.Module] = set()
         if not blocks:
             raise InputError(
@@ -102,13 +100,19 @@ class Sequences:
     def _gather(self, hidden: Tensor) -> Tensor:
         if torch.is_autocast_enabled(hidden.device.type):  # as the products would, and half as much travels
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        if not self.again or not hidden.requires_grad or torch.compiler.is_compiling():
+        if not self.again or not hidden.requires_grad:
             return _Gathered.apply(hidden, self.length, self.group, None)
         kept = _Kept(hidden.detach(), self.length, self.group)
         whole = _Gathered.apply(hidden, self.length, self.group, kept)
         whole.kept = kept
         kept.storage = whole.untyped_storage()._cdata
         return whole
+
+
+def gathers_again(plan: Plan) -> bool:
+    """Whether a device keeps its part of the inputs of products, and gathers them again in backward: not where that has them
+    anyway, nor in compiled blocks."""
+    return plan.recompute == "none" and "activations" not in plan.offload and plan.compile == "none"
 
 
 def before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

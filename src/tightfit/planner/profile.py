@@ -6,6 +6,7 @@ trace, so nothing is described twice. Everything else is a method's `cost`, whic
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -25,6 +26,7 @@ from tightfit.methods import (
     materialize,
     optimizer_states,
     precision,
+    sequences,
     tensor_parallel,
     zero,
 )
@@ -64,6 +66,9 @@ class Profiler:
         self.samples, self.tokens = sample_count(self.batch), processed_count(self.batch)
         self.padded = is_padded(self.batch)
         self.unit = self._objective().unit
+        self._mode = FakeTensorMode()  # of all traces, so that they may share a model's tensors
+        self._models: dict[torch.dtype, nn.Module] = {}
+        self._parts: dict[Any, nn.Module] = {}
         self._traced: dict[Any, dict[int, Programs]] = {}  # by what decides the program, then by samples
         self._fits: dict[Any, Programs | None] = {}  # None: not linear in the batch, so traced at each size
         self._updates: dict[Any, dict[str, Update]] = {}
@@ -98,7 +103,7 @@ class Profiler:
         """Of one sample, as it lies on one device."""
         if plan.cp == 1:
             return tensor_bytes(tensors_in(self.batch)) / self.samples
-        with FakeTensorMode():
+        with self._mode:
             return tensor_bytes(tensors_in(self._sized(plan, 1)))
 
     def programs(self, plan: Plan, micro_batch: int, training: bool = True) -> Programs:
@@ -106,7 +111,7 @@ class Profiler:
         sizes that were traced before."""
         kind = plan.precision.replace("fp16", "bf16").replace("tf32", "fp32")
         whole = self._whole_chunk(plan)
-        cut = plan.tp, plan.cp, plan.sequence_parallel and (plan.recompute, plan.offload)  # which say what it keeps
+        cut = plan.tp, plan.cp, plan.sequence_parallel, plan.sequence_parallel and sequences.gathers_again(plan)
         narrow = plan.zero == 3 and zero.narrow_type(plan) is not None
         key = kind, plan.attention, plan.chunked_loss, plan.compile, training, micro_batch < whole, cut, narrow
         traced = self._traced.setdefault(key, {})
@@ -147,7 +152,7 @@ class Profiler:
         return kept(what, lambda: self._trace(plan, samples, training))
 
     def _trace(self, plan: Plan, samples: int, training: bool) -> Programs:
-        with processes(plan.tp * plan.cp), FakeTensorMode(), FakeValues(self.padded), as_on(self.device):
+        with processes(plan.tp * plan.cp), self._mode, FakeValues(self.padded), as_on(self.device):
             run = self._run(plan)
             name = self._blocks_name
             # a compiled model is one region, whose blocks nobody sees from outside
@@ -165,7 +170,7 @@ class Profiler:
             return Programs(passages, parameters, count)
 
     def _run(self, plan: Plan) -> Run:
-        """The job's model under the rooms that decide which operations run. Call it inside FakeTensorMode."""
+        """The job's model under the rooms that decide which operations run. Call it inside `_mode`."""
         if plan.compile != "none":
             torch._dynamo.reset()  # or what an earlier trace compiled would count against the limit of recompilations
         run = self._created(plan)
@@ -176,10 +181,10 @@ class Profiler:
         return run
 
     def _created(self, plan: Plan) -> Run:
-        """The job's model, and of one that is cut among devices the first one's part. Call it inside FakeTensorMode."""
+        """The job's model, and of one that is cut among devices the first one's part. Call it inside `_mode`."""
         objective = self._objective()
         unset, processor = cast(Any, None), torch.device("cpu")
-        model = materialize.create_on_host(self.job.model, processor, materialize.weights_dtype(plan))
+        model = self._model(materialize.weights_dtype(plan))
         run = Run(
             self.job,
             plan,
@@ -198,6 +203,32 @@ class Profiler:
                 run = room.apply(run, plan)
         return run
 
+    def _model(self, dtype: torch.dtype) -> nn.Module:
+        """The job's model, for a room to edit. One of transformers is created once for each type of its weights, and then copied
+        but for its tensors: a deep one takes a second to create."""
+
+        def create() -> nn.Module:
+            return materialize.create_on_host(self.job.model, torch.device("cpu"), dtype)
+
+        if not isinstance(self.job.model, ModelSpec) or self.job.model.python is not None:
+            return create()  # a user's module may hold what a copy would share, or lose
+        if dtype not in self._models:
+            self._models[dtype] = create()
+        model = self._models[dtype]
+        held = [
+            *model.parameters(),
+            *model.buffers(),
+            *(value for part in model.modules() for value in vars(part).values()),
+        ]
+        return copy.deepcopy(model, {id(value): value for value in held if isinstance(value, Tensor)})
+
+    def _part(self, plan: Plan) -> nn.Module:
+        """One device's part of the model, to look at: its parameters are as they will be, and nothing else is."""
+        key = materialize.weights_dtype(plan), plan.tp
+        if key not in self._parts:
+            self._parts[key] = self._created(plan.replace(cp=1, sequence_parallel=False)).model
+        return self._parts[key]
+
     def _sized(self, plan: Plan, samples: int) -> Batch:
         """Zeros like a micro-batch on one device."""
         batch = sized(self.batch, samples)
@@ -215,8 +246,8 @@ class Profiler:
         """The model's parameters and buffers, in the types that the plan keeps them in."""
         key = materialize.weights_dtype(plan), plan.tp
         if key not in self._parameters:
-            with processes(plan.tp), FakeTensorMode(), FakeValues():
-                self._parameters[key] = _parameters(self._created(plan.replace(cp=1)).model, self._blocks_name)
+            with processes(plan.tp), self._mode, FakeValues():
+                self._parameters[key] = _parameters(self._part(plan), self._blocks_name)
         return self._parameters[key]
 
     def updates(self, plan: Plan) -> dict[str, Update]:
@@ -224,8 +255,8 @@ class Profiler:
         fields = plan.states, plan.rounding, plan.fused_optimizer, plan.update_in_backward, plan.tp
         key = (plan.is_true, plan.precision == "fp16-true", *fields)
         if key not in self._updates:
-            with processes(plan.tp), FakeTensorMode(), FakeValues():
-                model = self._created(plan.replace(cp=1)).model
+            with processes(plan.tp), self._mode, FakeValues():
+                model = self._part(plan)
                 optimizer = optimizer_states.optimizer_of(model, self.job.train, plan)
                 together = optimizer_states.takes_all_at_once(plan, self.device)
                 self._updates[key] = trace_updates(model, optimizer, together)
@@ -236,8 +267,8 @@ class Profiler:
         key = plan.is_true, plan.precision.startswith("fp16"), self.job.train.clip, plan.tp
         if key not in self._clippings:
             _, scaled, clip, _ = key
-            with processes(plan.tp), FakeTensorMode(), FakeValues():
-                self._clippings[key] = trace_clipping(self._created(plan.replace(cp=1)).model, scaled, clip)
+            with processes(plan.tp), self._mode, FakeValues():
+                self._clippings[key] = trace_clipping(self._part(plan), scaled, clip)
         return self._clippings[key]
 
 

@@ -17,10 +17,10 @@ from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.plan import RULES, Plan, needed_permissions
-from tightfit.planner.complete import complete, over_devices
+from tightfit.planner.complete import complete
+from tightfit.planner.cuts import balanced, by_promise, cut_fields, with_samples, with_sequences
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.rehearse import rehearse
-from tightfit.timetable import split_balanced
 from tightfit.units import format_bytes, format_seconds
 
 KEPT = 12  # estimates that are returned: the chosen one, and those that came nearest
@@ -29,7 +29,9 @@ OFFLOADED = {  # what is tried where nothing else fits, what costs least first
     "cuda": (("states",), ("states", "activations")),
     "cpu": (("states",), ("states", "gradients", "parameters"), ("states", "gradients", "parameters", "activations")),
 }
-WAITS = 0.1  # share of a step spent on links from which on a pipeline between nodes is tried
+WORTH = 0.1  # of a step's time that cutting the model must promise to save
+RESERVED = 1.15  # times its tensors a CUDA device's allocator may take
+MAKES_NO_ROOM: dict[str, Any] = {"recompute": "none", "update_in_backward": False}
 REHEARSED = 3  # of those that an allocator may leave too little room for, at most
 
 
@@ -51,20 +53,23 @@ def search(
     estimator = estimator or Estimator(job, machine)
     if among is None:
         pins = dict(pins or {})
-        start, _ = complete(job, machine, pins)
-        start = _with_sequences(estimator, start, pins)
+        supplied = with_samples(machine, job, pins)
+        start, _ = complete(job, supplied, pins)
+        start = with_sequences(estimator, start, pins)
         start = _with_best_kernels(estimator, start, pins)
-        found = _worth_knowing(estimator, start, pins)
-        for sizes in _cuts(machine, pins):
-            if not _waits_for_links(found, among_nodes=set(sizes) == {"pp"} and machine.nodes > 1):
-                break
-            found += _cut(estimator, start, pins, sizes)
+        if start.pp > 1:
+            start = start.replace(**balanced(estimator, start, pins, start.pp))
+        found = worth_knowing(estimator, start, pins) if supplied is machine else []
+        if machine.devices_per_node * machine.nodes > 1:
+            found += _cuts_worth_knowing(estimator, start, pins, found)
+        if not found:
+            complete(job, machine, pins)  # which says what is wrong
         if not any(one.fits for one in found) and "offload" in job.allowed and "offload" not in pins:
             for words in OFFLOADED[machine.device]:
                 where: dict[str, Any] = {"offload": words, "offload_to": "disk" if machine.device == "cpu" else "host"}
                 if machine.device == "cpu" and "allocator" not in pins:
                     where["allocator"] = "lean"
-                found += _worth_knowing(estimator, start.replace(**where), {**pins, **where})
+                found += worth_knowing(estimator, start.replace(**where), {**pins, **where})
                 if any(one.fits for one in found):
                     break
     else:
@@ -79,11 +84,13 @@ def search(
     return [chosen, *(replace(one, rejected_because=_why(one, chosen)) for one in others[: KEPT - 1])]
 
 
-def _worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Estimate]:
+def worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Estimate]:
     """Estimates of the legal plans, but for those that a bound rules out: smaller micro-batches than the largest that
-    fits are no faster; and where the model and its states alone do not fit, one plan stands for all."""
+    fits are no faster, but in a pipeline; what makes room is of use where it allows larger ones; and where the model and its
+    states alone do not fit, one plan stands for all."""
     found: list[Estimate] = []
     ruled_out = set()
+    reached: dict[Any, int] = {}  # the largest micro-batch that fits, or is of use, with nothing that makes room
     for plans in candidates(estimator, start, pins):
         if estimator.least_bytes(plans[0]) > estimator.limit_bytes:
             what = plans[0].precision, plans[0].states
@@ -91,85 +98,95 @@ def _worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> l
                 found.append(estimator.estimate(plans[-1]))
             ruled_out.add(what)
             continue
-        for plan in plans:
-            found.append(estimator.estimate(plan))
-            if found[-1].fits:
-                break
+        batch, least = estimator.job.train.batch, plans[0].replace(micro_batch=None, **MAKES_NO_ROOM)
+        larger = [plan for plan in plans if plan.micro_batch_of(batch) > reached.get(least, 0)]
+        if larger:
+            seen = _growing(estimator, larger) if start.pp > 1 else _largest(estimator, larger)
+            found += seen
+            if plans[0].replace(micro_batch=None) == least:
+                reached[least] = _reached(seen, batch)
     return found
 
 
-def _waits_for_links(found: list[Estimate], among_nodes: bool) -> bool:
-    """Whether cutting the model may help: nothing fits, or the best that does waits for what nodes send each other."""
-    fitting = [one for one in found if one.fits]
-    if not fitting:
-        return True
-    best = min(fitting, key=lambda one: one.total_s)
-    return among_nodes and best.time.communication_s > WAITS * best.time.step_s
-
-
-def _cuts(machine: Machine, pins: dict[str, Any]) -> list[dict[str, int]]:
-    """Sizes of tp, pp and cp that a job may be cut by, those that cost least first: pipelines, whose nodes send each other
-    little; then tp, within a node only, for nothing hides its sums; then sequences; then two of them."""
-    count = machine.devices_per_node * machine.nodes
-    tps = [{"tp": size} for size in (2, 4, 8) if machine.devices_per_node % size == 0 and "tp" not in pins]
-    pps = [{"pp": size} for size in (2, 4, 8, 16, 32) if count % size == 0 and "pp" not in pins]
-    cps = [{"cp": size} for size in (2, 4, 8) if count % size == 0 and "cp" not in pins]
-    both = [
-        tp | other for tp in reversed(tps) for other in (*pps, *cps) if count % math.prod((tp | other).values()) == 0
+def _reached(seen: list[Estimate], batch: int) -> int:
+    """The largest micro-batch that fits for sure; all of the batch where larger ones fit and are slower."""
+    fitting = [
+        one for one in seen if one.peak_bytes * (RESERVED if one.machine.device == "cuda" else 1) <= one.limit_bytes
     ]
-    return [*pps, *tps, *cps, *both]
+    if not fitting:
+        return 0
+    last = max(fitting, key=lambda one: one.plan.micro_batch_of(batch))
+    return last.plan.micro_batch_of(batch) if last is min(fitting, key=lambda one: one.total_s) else batch
 
 
-def _cut(estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int]) -> list[Estimate]:
-    """Estimates of plans that cut the job so; none where it cannot be."""
-    fields: dict[str, Any] = {name: size for name, size in sizes.items() if name != "pp"}
-    if "cp" in sizes and "attention" not in pins:
-        fields["attention"] = "sdpa"
-    if "compile" not in pins and start.compile == "model":
-        fields["compile"] = "block"
+def _largest(estimator: Estimator, plans: list[Plan]) -> list[Estimate]:
+    """Estimates of equal plans with ever smaller micro-batches, as many as it takes to find the largest that fits."""
+    found = [estimator.estimate(plans[0])]
+    if found[0].fits or len(plans) == 1:
+        return found
+    found.append(estimator.estimate(plans[-1]))
+    too_large, fitting = 0, len(plans) - 1
+    while found[1].fits and fitting - too_large > 1:
+        middle = (too_large + fitting) // 2
+        found.append(estimator.estimate(plans[middle]))
+        too_large, fitting = (too_large, middle) if found[-1].fits else (middle, fitting)
+    return found
+
+
+def _growing(estimator: Estimator, plans: list[Plan]) -> list[Estimate]:
+    """Estimates of equal plans of a pipeline from the smallest micro-batch on, while larger ones fit and are faster."""
+    found: list[Estimate] = []
+    for plan in reversed(plans):
+        found.append(estimator.estimate(plan))
+        if not found[-1].fits or (len(found) > 1 and found[-1].total_s >= found[-2].total_s):
+            break
+    return found
+
+
+def _cuts_worth_knowing(
+    estimator: Estimator, start: Plan, pins: dict[str, Any], known: list[Estimate]
+) -> list[Estimate]:
+    """Estimates of plans that cut the model, those that promise most first, while one may be faster than what is known. A cut
+    that cannot be stands for all that cut further: their devices wait for more."""
+    found: list[Estimate] = []
+    hopeless: list[dict[str, int]] = []
+    for promised_s, sizes in by_promise(estimator, start, pins):
+        best_s = (1 - WORTH) * min((one.time.step_s for one in (*known, *found) if one.fits), default=math.inf)
+        if promised_s > best_s or ("cp" in sizes and math.isfinite(best_s)):
+            break
+        if any(all(sizes.get(name, 1) >= size for name, size in one.items()) for one in hopeless):
+            continue
+        seen = _cut(estimator, start, pins, sizes, best_s)
+        if not seen and math.isfinite(best_s):
+            hopeless.append(sizes)
+        found += seen
+    return found
+
+
+def _cut(
+    estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int], best_s: float
+) -> list[Estimate]:
+    """Estimates of plans that cut the job so; none where it cannot be, or where not even one with room for everything
+    would take less than `best_s` a step."""
     try:
-        if "pp" in sizes:
-            fields |= {"pp": sizes["pp"]} | _balanced(estimator, start.replace(**fields), pins, sizes["pp"])
+        fields = cut_fields(estimator, start, pins, sizes)
+        start = start.replace(**fields)
         pins = {**pins, **{name: fields[name] for name in ("tp", "cp", "pp", "split") if name in fields}}
-        spread = over_devices(estimator.machine, pins)
-        start = _with_sequences(estimator, start.replace(**{**fields, **spread}), pins)
-        return _worth_knowing(estimator, start, pins)
+        if math.isfinite(best_s):
+            share = start.share_of(estimator.job.train.batch)
+            roomy = start.replace(micro_batch=1 if start.pp > 1 and share > 1 else None)
+            if estimator.estimate(roomy).time.step_s > best_s:
+                return []
+        start = with_sequences(estimator, start, pins)
+        if "precision" in pins:
+            return worth_knowing(estimator, start, pins)
+        found = worth_knowing(estimator, start, {**pins, "precision": start.precision})
+        if start.precision == "bf16-mixed" and not any(one.fits for one in found):
+            start = start.replace(precision="bf16-true")
+            found += worth_knowing(estimator, start, {**pins, "precision": "bf16-true"})
+        return found
     except InputError:
         return []
-
-
-def _with_sequences(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Plan:
-    """`start`, under tensor parallelism with sequences divided too where it does not fit without and the model can be."""
-    if start.tp == 1 or "sequence_parallel" in pins or estimator.estimate(start).fits:
-        return start
-    divided = start.replace(sequence_parallel=True)
-    try:
-        estimator.estimate(divided)
-    except InputError:
-        return start
-    return divided
-
-
-def _balanced(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: int) -> dict[str, Any]:
-    """The split by which the slowest piece is as fast as can be, by the ledger. Raises InputError for a model that has too few
-    blocks."""
-    plan = start.replace(micro_batch=1)
-    ledger, pieces = estimator.profiler.ledger(plan), pp * pins.get("virtual_stages", 1)
-    if ledger.blocks < pieces:
-        raise InputError(f"plan: pp={pp}", f"the model has {ledger.blocks} blocks", "use fewer")
-    seconds = [0.0] * (ledger.blocks + 2)  # before the blocks, of each of them, after them
-    here = 0
-    for passage in ledger.training:
-        if passage.block is not None:
-            here = passage.block + 1
-        elif passage.phase == "forward" and here == ledger.blocks:
-            here = ledger.blocks + 1
-        elif passage.phase == "backward" and here == 1:
-            here = 0
-        seconds[here] += estimator.clock.passages_s([passage], 1)
-    if "split" in pins:
-        return {}
-    return {"split": split_balanced(seconds[1:-1], seconds[0], seconds[-1], pieces)}
 
 
 def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Iterator[list[Plan]]:

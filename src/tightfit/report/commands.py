@@ -205,15 +205,15 @@ def explain_command(
     if analyze and machine_name is not None:
         raise InputError("--analyze", f"runs here, and --machine asks of {machine_name}", "leave one of them out")
     for option, file in (("--picture", picture), ("--timeline", timeline)):
-        if file is not None and file.suffix != ".svg":
-            raise InputError(f"{option} {file}", "is no SVG file's name", f"use {option} {file.with_suffix('.svg')}")
+        if file is not None:
+            from tightfit.report.picture import check_picture
+
+            check_picture(option, file)
     quiet_transformers(job)
     from tightfit.planner.estimate import Estimator
     from tightfit.planner.search import search
     from tightfit.planner.waterfall import waterfall
     from tightfit.report.explain import explained, show, show_analysis
-    from tightfit.report.picture import memory_svg
-    from tightfit.report.timeline import timeline_svg
 
     estimator = Estimator(job, machine)
     pinned = set(pins) >= set(Plan.field_names())
@@ -224,11 +224,15 @@ def explain_command(
     )
     estimates = estimates[:top]
     if picture is not None:
-        picture.write_text(memory_svg(estimates[0]), encoding="utf-8")
+        from tightfit.report.picture import draw_memory
+
+        draw_memory(estimates[0], picture)
     if timeline is not None:
         if not estimates[0].slots:
             raise InputError(f"--timeline {timeline}", "the plan is no pipeline", "set plan.pp: --set plan.pp=4")
-        timeline.write_text(timeline_svg(estimates[0].slots, str(estimates[0].plan)), encoding="utf-8")
+        from tightfit.report.picture import draw_timeline
+
+        draw_timeline(estimates[0].slots, str(estimates[0].plan), timeline)
     console = Console(stderr=as_json, soft_wrap=True) if as_json else Console()
     if as_json:
         print(json.dumps(explained(estimates)))

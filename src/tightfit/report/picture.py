@@ -1,14 +1,23 @@
-"""Memory over a step as an SVG: rows stacked, phases along the axis. No library draws it, so none is needed to see it."""
+"""Pictures: memory over a step, and which device of a pipeline does what when. SVG, PNG or PDF, as the file's name says."""
 
 from __future__ import annotations
 
-from html import escape
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from tightfit.errors import InputError
 from tightfit.ledger import ROWS
 from tightfit.planner.estimate import Estimate
-from tightfit.units import format_bytes
+from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Slot
+from tightfit.units import format_bytes, format_seconds
 
-_COLOURS = {
+FORMATS = (".svg", ".png", ".pdf")
+_COLOURS = {  # from the bottom up
     "allocator": "#c9c9c9",
     "runtime": "#8d99ae",
     "parameters": "#2b6cb0",
@@ -18,65 +27,106 @@ _COLOURS = {
     "temporaries": "#d69e2e",
     "communication": "#b83280",
 }
-_WIDTH, _HEIGHT, _LEFT, _TOP = 760, 300, 70, 46
+assert set(_COLOURS) == set(ROWS)
+_ACTIONS = {
+    FORWARD: ("forward", "#bee3f8", "#2b6cb0"),
+    BACKWARD: ("backward", "#c6f6d5", "#2f855a"),
+    WEIGHTS: ("weights' gradients", "#fefcbf", "#b7791f"),
+}
+_SHADES = (0.0, 0.16, 0.32, 0.48)  # of a device's first, second, ... piece
 
 
-def memory_svg(estimate: Estimate) -> str:
-    """An SVG of what is in memory through one step, by row, with the limit where it is near."""
+def check_picture(option: str, file: Path) -> None:
+    """Raises InputError for a file whose name is no picture's."""
+    if file.suffix not in FORMATS:
+        asked = f"use {option} {file.with_suffix('.svg')} (or {' or '.join(FORMATS[1:])})"
+        raise InputError(f"{option} {file}", "is no picture's name", asked)
+
+
+def draw_memory(estimate: Estimate, file: Path) -> None:
+    """What is in memory through one step, by row, with the limit where it is near."""
     instants = list(estimate.ledger.instants())
-    most = max(sum(rows.values()) for _, _, rows in instants)
-    top = min(estimate.limit_bytes, 1.25 * most) if estimate.limit_bytes < 1.6 * most else 1.08 * most
-    top = max(top, most) * 1.04
-    across = _WIDTH / max(len(instants) - 1, 1)
-
-    def point(place: int, size: float) -> str:
-        return f"{_LEFT + place * across:.1f},{_TOP + _HEIGHT * (1 - size / top):.1f}"
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 150} {_TOP + _HEIGHT + 44}" '
-        'font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{_LEFT}" y="22" font-size="14">{escape(str(estimate.plan)[:110])}</text>',
-    ]
-    below = [0.0] * len(instants)
     shown = [row for row in _COLOURS if any(rows.get(row) for _, _, rows in instants)]
-    assert set(_COLOURS) == set(ROWS)
-    for number, row in enumerate(shown):
-        above = [low + max(rows.get(row, 0.0), 0.0) for low, (_, _, rows) in zip(below, instants, strict=True)]
-        outline = [point(place, size) for place, size in enumerate(above)]
-        outline += [point(place, size) for place, size in reversed(list(enumerate(below)))]
-        parts.append(f'<polygon points="{" ".join(outline)}" fill="{_COLOURS[row]}" fill-opacity="0.85"/>')
-        line = _TOP + 14 + 20 * number
-        parts.append(f'<rect x="{_LEFT + _WIDTH + 14}" y="{line - 10}" width="12" height="12" fill="{_COLOURS[row]}"/>')
-        parts.append(f'<text x="{_LEFT + _WIDTH + 32}" y="{line}">{row}</text>')
-        below = above
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        y = _TOP + _HEIGHT * (1 - share)
-        parts.append(f'<line x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{y}" y2="{y}" stroke="#ddd" stroke-width="0.7"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{format_bytes(share * top)}</text>')
-    if estimate.limit_bytes <= top:
-        y = _TOP + _HEIGHT * (1 - estimate.limit_bytes / top)
-        parts.append(
-            f'<line x1="{_LEFT}" x2="{_LEFT + _WIDTH}" y1="{y}" y2="{y}" stroke="#c53030" stroke-dasharray="6 3"/>'
-        )
-        parts.append(f'<text x="{_LEFT + _WIDTH + 4}" y="{y + 4}" fill="#c53030">limit</text>')
-    parts += _phases(instants, across)
-    return "\n".join([*parts, "</svg>\n"])
+    bytes_of = [[max(rows.get(row, 0.0), 0.0) for _, _, rows in instants] for row in shown]
+    most = max(map(sum, zip(*bytes_of, strict=True)))
+    axes = _axes(9.5, 4.2, str(estimate.plan))
+    axes.stackplot(range(len(instants)), bytes_of, labels=shown, colors=[_COLOURS[row] for row in shown], alpha=0.88)
+    axes.set_xlim(0, max(len(instants) - 1, 1))
+    axes.set_ylim(0, most * 1.08)
+    if estimate.limit_bytes < 1.6 * most:
+        axes.set_ylim(0, max(estimate.limit_bytes, most) * 1.08)
+        axes.axhline(estimate.limit_bytes, color="#c53030", linestyle="--", linewidth=1.2)
+        at_the_right = axes.get_yaxis_transform()  # across in shares of the axes, up in bytes
+        axes.text(1.01, estimate.limit_bytes, "limit", color="#c53030", va="center", transform=at_the_right)
+    most = axes.get_ylim()[1]
+    step = next(2.0**power for power in range(64) if most / 2.0**power <= 9)  # whole KiB, MiB, GiB
+    axes.set_yticks([step * number for number in range(int(most / step) + 1)])
+    axes.yaxis.set_major_formatter(lambda size, place: format_bytes(size) if size else "0")
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(False)
+    _name_phases(axes, [phase for phase, _, _ in instants])
+    handles, names = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.01, 0.93), frameon=False)
+    _write(axes, file)
 
 
-def _phases(instants: list[tuple[str, str, dict[str, float]]], across: float) -> list[str]:
+def _name_phases(axes: Axes, phases: Sequence[str]) -> None:
     """The names of the phases below the axis, each under its stretch, and a line where one begins."""
-    parts, start = [], 0
-    for place in range(1, len(instants) + 1):
-        if place == len(instants) or instants[place][0] != instants[start][0]:
-            x, end = _LEFT + start * across, _LEFT + min(place, len(instants) - 1) * across
-            bottom = _TOP + _HEIGHT
-            parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 6}" stroke="black"/>')
-            if end - x > 40 or place == len(instants):
-                anchor = "end" if place == len(instants) and end - x < 60 else "middle"
-                middle = end if anchor == "end" else (x + end) / 2
-                parts.append(
-                    f'<text x="{middle:.1f}" y="{bottom + 22}" text-anchor="{anchor}">{instants[start][0]}</text>'
-                )
-            start = place
-    return parts
+    starts = [place for place, phase in enumerate(phases) if place == 0 or phases[place - 1] != phase]
+    ends = [*starts[1:], len(phases) - 1]
+    axes.set_xticks(starts, [""] * len(starts))
+    for start, end in zip(starts, ends, strict=True):
+        if end - start > 0.06 * len(phases):
+            axes.annotate(
+                phases[start], ((start + end) / 2, 0), xytext=(0, -8), textcoords="offset points", ha="center", va="top"
+            )
+    last = phases[starts[-1]]
+    if ends[-1] - starts[-1] <= 0.06 * len(phases):
+        axes.annotate(last, (ends[-1], 0), xytext=(0, -22), textcoords="offset points", ha="right", va="top")
+
+
+def draw_timeline(slots: Sequence[Slot], title: str, file: Path) -> None:
+    """Which device of a pipeline does what when: each action with its micro-batch's number, later pieces darker."""
+    end, devices = max(slot.end for slot in slots), 1 + max(slot.device for slot in slots)
+    axes = _axes(11.0, 1.2 + 0.34 * devices, title)
+    for slot in slots:
+        _, fill, line = _ACTIONS[slot.action.kind]
+        length = slot.end - slot.start
+        bar: dict[str, Any] = {"color": fill, "edgecolor": line, "linewidth": 0.6, "height": 0.8}
+        axes.barh(slot.device, length, left=slot.start, **bar)
+        piece = slot.action.chunk // devices
+        if piece:
+            shade = _SHADES[min(piece, len(_SHADES) - 1)]
+            axes.barh(slot.device, length, left=slot.start, height=0.8, color="black", alpha=shade, linewidth=0)
+        if length > 0.014 * end:
+            axes.text(slot.start + length / 2, slot.device, str(slot.action.micro_batch), ha="center", va="center")
+    axes.set_xlim(0, end)
+    axes.set_ylim(devices - 0.5, -0.5)
+    axes.set_yticks(range(devices), [f"device {device}" for device in range(devices)])
+    axes.tick_params(length=0)
+    axes.xaxis.set_major_formatter(lambda seconds, place: format_seconds(seconds) if seconds else "0")
+    kinds = [kind for kind in _ACTIONS if any(slot.action.kind == kind for slot in slots)]
+    legend = [
+        Patch(facecolor=fill, edgecolor=line, label=name) for name, fill, line in map(_ACTIONS.__getitem__, kinds)
+    ]
+    axes.legend(
+        handles=legend, loc="upper right", bbox_to_anchor=(1.0, -0.2 / devices**0.5), ncols=len(legend), frameon=False
+    )
+    _write(axes, file)
+
+
+def _axes(width: float, height: float, title: str) -> Axes:
+    figure = Figure((width, height), dpi=150)
+    axes: Axes = figure.subplots()
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.suptitle(title if len(title) < 110 else f"{title[:107]}...", x=0.01, ha="left", fontsize=9)
+    return axes
+
+
+def _write(axes: Axes, file: Path) -> None:
+    for text in axes.get_legend().get_texts() if axes.get_legend() else ():
+        text.set_fontsize(9)
+    figure = axes.get_figure()
+    assert figure is not None
+    figure.savefig(file, bbox_inches="tight", metadata={"Date": None} if file.suffix == ".svg" else None)  # type: ignore[union-attr]
