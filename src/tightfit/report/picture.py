@@ -58,9 +58,9 @@ def draw_memory(estimate: Estimate, file: Path) -> None:
         axes.axhline(estimate.limit_bytes, color="#c53030", linestyle="--", linewidth=1.2)
         at_the_right = axes.get_yaxis_transform()  # across in shares of the axes, up in bytes
         axes.text(1.01, estimate.limit_bytes, "limit", color="#c53030", va="center", transform=at_the_right)
-    most = axes.get_ylim()[1]
-    step = next(2.0**power for power in range(64) if most / 2.0**power <= 9)  # whole KiB, MiB, GiB
-    axes.set_yticks([step * number for number in range(int(most / step) + 1)])
+    top = axes.get_ylim()[1]
+    step = next(2.0**power for power in range(64) if top / 2.0**power <= 9)  # whole KiB, MiB, GiB
+    axes.set_yticks([step * number for number in range(int(top / step) + 1)])
     axes.yaxis.set_major_formatter(lambda size, place: format_bytes(size) if size else "0")
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(False)
@@ -125,7 +125,8 @@ def _axes(width: float, height: float, title: str) -> Axes:
 
 
 def _write(axes: Axes, file: Path) -> None:
-    for text in axes.get_legend().get_texts() if axes.get_legend() else ():
+    legend = axes.get_legend()
+    for text in legend.get_texts() if legend is not None else ():
         text.set_fontsize(9)
     figure = axes.get_figure()
     assert figure is not None
