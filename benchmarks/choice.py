@@ -64,7 +64,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str, float]] = {
     "gpt2, third": (language("gpt2", 6, 256, 2048, n_positions=128), tokens(128), 16, "adamw", 0.35),
     "bert, half": (language("bert", 6, 256, 2048), tokens(128), 16, "adamw", 0.5),
     "vit, 45 %": (VIT, {"synthetic": "images"}, 16, "adamw", 0.45),
-    "wide llama, half": (language("llama", 4, 512, 4096), tokens(64), 16, "adamw", 0.55),
+    "wide llama, three quarters": (language("llama", 4, 512, 4096), tokens(64), 16, "adamw", 0.75),
     "llama with sgd, third": (language("llama", 6, 256, 2048), tokens(128), 16, "sgd", 0.33),
 }
 
