@@ -260,7 +260,11 @@ class Ledger:
     fixed           bytes that live through the whole step beside the model: by row
     phases          bytes at the largest instant of what comes before the first step, by name, without the fixed rows
     whole_step      operations once for each step that are of no passage and no update, such as clipping
-    seconds         once for each step, by what they are for
+    seconds         once for each step, by what they are for; ahead: those of them that pass beside the step's work
+    sample_s        seconds that it takes to prepare one sample, as far as it was tried
+    host            bytes in the host's memory that are not this device's, by what they are for; passing: what is there
+                    before the first step, or between steps
+    disk            bytes of files, by what they are for
     takes_gradients  whether each gradient leaves for other memory when it is complete
     device          of a pipeline, which one this is the ledger of; stage: what it does
     sent            how gradients leave for other devices; gathered: how parameters come from them; messages: all of it,
@@ -284,6 +288,11 @@ class Ledger:
     fixed: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    ahead: frozenset[str] = frozenset()
+    sample_s: float = 0.0
+    host: dict[str, float] = field(default_factory=dict)
+    passing: dict[str, float] = field(default_factory=dict)
+    disk: dict[str, float] = field(default_factory=dict)
     compile_s: float = 0.0
     sent: Sent | None = None
     gathered: Gathered | None = None

@@ -164,6 +164,16 @@ def open_images(spec: DataSpec, model: ModelInput) -> ImageSamples | DigitSample
     return _samples(spec, model, column, labels, stamps(find_files("dataset", str(folder))))
 
 
+def first_images(spec: DataSpec, model: ModelInput, count: int) -> ImageSamples | None:
+    """The first pictures of a folder, as they are, to see how long one takes to decode; None where there are none."""
+    try:
+        files, labels = class_folders(Path(str(spec.images)).expanduser())
+    except InputError:
+        return None
+    size, channels = _shape(spec, model, _SIZE, 3)
+    return ImageSamples(ImageFiles(files[:count]), np.arange(min(count, len(files))), labels[:count], size, channels)
+
+
 def class_folders(folder: Path) -> tuple[list[Path], Integers]:
     """The images in the sub-folders of `folder`, sorted, and the number of the sub-folder of each."""
     asked = f"data: images={folder}"

@@ -31,17 +31,43 @@ from tightfit.data import Order, Samples, UserStream, open_samples
 from tightfit.data.order import Integers, pieces
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import DataSpec, Job
-from tightfit.ledger import traced
+from tightfit.ledger import Ledger
+from tightfit.machine import Machine
 from tightfit.methods.run import Filler, Run
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.plan import Plan
 
-cost = traced
 VARIANTS = ({"loader_workers": 2},)
+WORKER_BYTES = 135 * 2**20  # of a worker's process, as far as it does not share them; and of the server that forks them
+SERVER_BYTES = 63 * 2**20
+PAGEABLE = 0.5  # share of the rate of pinned copies that others reach
 
 
 def wanted(plan: Plan) -> bool:
     return True  # every run needs data
+
+
+def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
+    """Host memory of the workers and of what they hold ready; what a step waits for samples and for their copies."""
+    samples = ledger.micro_batch * ledger.micro_batches
+    workers, piece = plan.loader_workers, min(plan.micro_batch or samples, samples)
+    ready = piece * workers * plan.prefetch * ledger.batch_bytes
+    host = {"loader": (SERVER_BYTES if workers else 0) + workers * WORKER_BYTES + ready}
+    seconds, ahead = {"prepare": samples * ledger.sample_s / max(workers, 1)}, {"prepare"} if workers else set()
+    if machine.device == "cuda":
+        step = samples * ledger.batch_bytes
+        host["loader"] += step
+        host["pinned batches"] = step + ready if plan.pin_memory else 0.0
+        if machine.host_to_device_bytes_per_s is not None:
+            rate = machine.host_to_device_bytes_per_s.value * (1.0 if plan.pin_memory else PAGEABLE)
+            seconds["copy"] = step / rate
+        ahead |= {"copy"} if plan.non_blocking and plan.pin_memory else set()
+    return replace(
+        ledger,
+        host={**ledger.host, **host},
+        seconds={**ledger.seconds, **seconds},
+        ahead=ledger.ahead | ahead,
+    )
 
 
 def apply(run: Run, plan: Plan) -> Run:

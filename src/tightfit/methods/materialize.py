@@ -61,7 +61,14 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         held = math.ceil(held * sum(own) / max(sum(kept), 1))
     on_device = held + (staged if machine.device == "cpu" else 0)
     most = on_device if plan.materialize == "device" else sum(single) + cast
-    return replace(ledger, phases={**ledger.phases, "materialize": float(most)})
+    on_host = 0.0 if machine.device == "cpu" else float(max(single, default=0) + SLACK_BYTES)
+    if machine.device == "cuda" and plan.materialize == "host":
+        on_host = float(sum(single))
+    return replace(
+        ledger,
+        phases={**ledger.phases, "materialize": float(most)},
+        passing={**ledger.passing, "materialize": on_host},
+    )
 
 
 def wanted(plan: Plan) -> bool:

@@ -12,6 +12,7 @@ Source  Ren et al. 2021 (ZeRO-Offload), arXiv:2101.06840; Rajbhandari et al. 202
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -42,10 +43,18 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """What is named counts no more where the device's memory is counted; what moves instead is a message."""
     host = machine.host_to_device_bytes_per_s.value if machine.host_to_device_bytes_per_s else HOST_BYTES_PER_S
     rate = DISK_BYTES_PER_S if plan.offload_to == "disk" else host
-    moved: dict[str, float] = {}
+    moved: dict[str, float] = {}  # in a step
+    held: dict[str, float] = {}  # where it is put
+    on_disk = plan.offload_to == "disk"
+    room = float if on_disk else _pinned
+    part = 1.0 / (plan.pp * (plan.shards if plan.zero else 1))  # of the states, on this device
     updates, parameters, training = ledger.updates, ledger.parameters, ledger.training
+    trained = [parameter.bytes for parameter in parameters if parameter.trainable]
     if "states" in plan.offload:
-        moved["states"] = 2.0 * sum(update.state_bytes for update in updates.values())
+        moved["states"] = 2.0 * part * sum(update.state_bytes for update in updates.values())
+        held["states"] = sum(
+            2 * room(part * update.state_bytes / 2) for update in updates.values()
+        )  # moments, mostly two
         fetched = machine.device == "cuda"  # a processor updates them where they are mapped
         updates = {
             name: replace(
@@ -57,24 +66,35 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         }
     if "gradients" in plan.offload:
         moved["gradients"] = 2.0 * ledger.gradient_bytes() * ledger.micro_batches
+        held["gradients"] = sum(map(room, trained))
     if "parameters" in plan.offload:
-        moved["parameters"] = 2.0 * sum(parameter.bytes for parameter in parameters if parameter.trainable)
+        moved["parameters"] = 2.0 * sum(trained)
+        held["parameters"] = sum(map(room, trained))
         parameters = tuple(replace(p, bytes=0) if p.trainable else p for p in parameters)
     if "activations" in plan.offload:
         training, size = _left_out(training, ledger.micro_batch, mapped=machine.device == "cpu")
-        moved["activations"] = 2.0 * size * ledger.micro_batches
+        moved["activations"] = 2.0 * size * ledger.micro_batches / plan.pp
+        held["activations"] = size
     messages = tuple(
         Message(name, size, rate, hides=name == "activations" and machine.device == "cuda")
         for name, size in moved.items()
     )
+    elsewhere = {f"offloaded {name}": size for name, size in held.items()}
     return replace(
         ledger,
+        host=ledger.host if on_disk else {**ledger.host, **elsewhere},
+        disk={**ledger.disk, **elsewhere} if on_disk else ledger.disk,
         updates=updates,
         parameters=parameters,
         training=training,
         messages=(*ledger.messages, *messages),
         takes_gradients="gradients" in plan.offload,
     )
+
+
+def _pinned(size: float) -> float:
+    """What a page-locked buffer takes: torch rounds it up to a power of two."""
+    return 2.0 ** math.ceil(math.log2(size)) if size >= 1 else 0.0
 
 
 def _left_out(training: tuple[Passage, ...], samples: int, mapped: bool) -> tuple[tuple[Passage, ...], float]:

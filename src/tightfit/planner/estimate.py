@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,9 @@ from tightfit.units import format_bytes, format_seconds
 CONTEXT_BYTES = 500 * 2**20  # of a CUDA process beside its allocator: the context, and the kernels that torch loads
 WORKSPACE_BYTES = 2 * (2 * 4096 + 8 * 16) * 2**10  # of cuBLAS, for the thread of forward and that of backward
 MARGIN = 0.03  # that is left free for what no row foresees: a share of what is predicted, not of what is there already
+HOST_PROCESS_BYTES = (
+    1.4 * 2**30
+)  # of a CUDA process: Python, torch, transformers 0.4 (measured), libraries of the driver 1 (assumed)
 STEPS = 1000  # of a job that does not say how long it trains
 
 
@@ -32,6 +35,9 @@ class Estimate:
     limit_bytes       what the device may hold
     rehearsed         the peak that a rehearsal on fake tensors found, with the same runtime row; None until then
     settled           whether what a CUDA device's allocator reserves beyond the tensors is in the peak
+    host              bytes in the memory of one host, of all its devices' processes, by what they are for: on a processor, what
+                      is there beside the devices'; disk: bytes of files, offloaded or of checkpoints
+    limits            bytes that may be used, of what is limited: memory, host memory, disk
     slots             of a pipeline, which device does what when; the ledger is of the device that needs the most memory
     rejected_because  why a search passed it over; "" for the one that it chose
     """
@@ -50,6 +56,9 @@ class Estimate:
     settled: bool = False
     rejected_because: str = ""
     slots: tuple[Slot, ...] = ()
+    host: dict[str, float] = field(default_factory=dict)
+    disk: dict[str, float] = field(default_factory=dict)
+    limits: dict[str, float] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> float:
@@ -66,8 +75,23 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        foreseen = self.peak_bytes - self.peak.rows["runtime"]
-        return self.peak_bytes + MARGIN * foreseen <= self.limit_bytes
+        return not self.lacks()
+
+    def lacks(self) -> dict[str, tuple[float, float]]:
+        """Of what is too small, by name, the bytes that are needed and those that are there: memory, host memory, disk."""
+        found = {}
+        if self.peak_bytes + MARGIN * (self.peak_bytes - self.peak.rows["runtime"]) > self.limit_bytes:
+            found["memory"] = self.peak_bytes, self.limit_bytes
+        for name, needed in (("host memory", self.host_bytes), ("disk", sum(self.disk.values()))):
+            if name in self.limits and needed > self.limits[name]:
+                found[name] = needed, self.limits[name]
+        return found
+
+    @property
+    def host_bytes(self) -> float:
+        """In the memory of one host; on a processor that of its devices and what is beside them."""
+        devices = self.machine.devices_per_node * self.peak_bytes if self.machine.device == "cpu" else 0.0
+        return devices + sum(self.host.values())
 
     @property
     def total_s(self) -> float:
@@ -111,6 +135,8 @@ class Estimate:
             "fits": self.fits,
             "changes_math": self.changes_math,
             "memory": {**{row: round(size) for row, size in self.peak.rows.items()}, "peak": round(self.peak_bytes)},
+            "host_memory": {**{row: round(size) for row, size in self.host.items()}, "peak": round(self.host_bytes)},
+            "disk": {**{row: round(size) for row, size in self.disk.items()}, "peak": round(sum(self.disk.values()))},
             "phases": {phase: round(size) for phase, size in self.phases.items()},
             "time": {
                 "compute_s": time.compute_s,
@@ -173,11 +199,42 @@ class Estimator:
             peak=peaks[worst],
             slots=tuple(slots),
             limit_bytes=self.limit_bytes,
+            host=self._host(plan, ledger),
+            disk=self._disk(plan, ledger),
+            limits=self._limits(),
             time=time,
             compile_s=ledger.compile_s,
             samples_per_s=batch / time.step_s,
             tokens_per_s=batch * per_sample / time.step_s if language else None,
         )
+
+    def _limits(self) -> dict[str, float]:
+        limits, known = self.job.limits, self.machine.host_memory_bytes
+        found = {"host memory": limits.host_memory or (known.value if known else None), "disk": limits.disk}
+        return {name: float(size) for name, size in found.items() if size}
+
+    def _host(self, plan: Plan, ledger: Ledger) -> dict[str, float]:
+        """In the memory of a host, of all processes on it: while it trains, and the most of what comes before or between."""
+        processes = min(self.machine.devices_per_node, plan.devices)
+        rows = {name: processes * size for name, size in ledger.host.items() if size}
+        if self.machine.device == "cpu":
+            return rows
+        rows = {"processes": processes * HOST_PROCESS_BYTES, **rows}
+        passing = {name: processes * size for name, size in ledger.passing.items()}
+        passing["checkpoint"] = sum(self._saved(plan)) if plan.devices > 1 else sum(p.bytes for p in ledger.parameters)
+        most = max(passing, key=lambda name: passing[name])
+        return {**rows, most: passing[most]}
+
+    def _disk(self, plan: Plan, ledger: Ledger) -> dict[str, float]:
+        """Of files on a host: what is offloaded, and checkpoints, of which one more than is kept is there while it is written."""
+        processes = min(self.machine.devices_per_node, plan.devices)
+        rows = {name: processes * size for name, size in ledger.disk.items()}
+        return {**rows, "checkpoints": (self.job.train.keep_checkpoints + 1) * sum(self._saved(plan))}
+
+    def _saved(self, plan: Plan) -> tuple[float, float]:
+        """Bytes of the whole model and of its optimizer's states."""
+        parameters = sum(parameter.bytes for parameter in self.profiler.parameters(plan)) * plan.tp
+        return parameters, sum(update.state_bytes for update in self.profiler.updates(plan).values()) * plan.tp
 
     def least_bytes(self, plan: Plan) -> float:
         """Bytes that any micro-batch and any recomputation needs: the weights, their states, and gradients."""

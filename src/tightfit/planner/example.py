@@ -2,31 +2,57 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 
-from tightfit.data import UserStream, model_input, open_samples
+from tightfit.data import Samples, UserStream, model_input, open_samples
+from tightfit.data.images import DIGITS, first_images
 from tightfit.data.sequences import corruption, row_length
+from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
 from tightfit.models.objective import Batch, map_tensors
 
+TRIED = 2  # times that a batch is prepared to see how long it takes
 _SEEN = 8  # samples of a user's dataset that are looked at: batches are as long as their longest
 _VOCABULARY = 32  # where neither job nor model says one: values do not matter
 
 
-def example(job: Job) -> Batch:
-    """A small batch with the fields, types and lengths of the job's. Text need not be there; what is small, or the
-    user's own, is looked at. Raises InputError."""
+def example(job: Job) -> tuple[Batch, float]:
+    """A small batch with the fields, types and lengths of the job's, and the seconds that preparing a sample of it takes (0.0
+    where nothing is prepared). Text need not be there; what is small, or the user's own, is looked at. Raises InputError."""
     spec = job.data
     stands_in = _synthetic(job, spec) if isinstance(spec, DataSpec) and spec.python is None else None
     source = open_samples(job if stands_in is None else job.replace(data=stands_in))
     if isinstance(source, UserStream):
-        return next(iter(source.batches([(0, 1)])))
+        return next(iter(source.batches([(0, 1)]))), 0.0
     count = min(_SEEN, len(source))
     batch = source.batch(np.arange(count), np.zeros(count, dtype=np.int64))
     if isinstance(spec, DataSpec) and _is_padded(job, spec):
         batch = {**batch, "attention_mask": torch.ones_like(batch["input_ids"]).index_fill_(1, torch.tensor(-1), 0)}
-    return batch
+    return batch, _sample_s(
+        job, source if stands_in is None or (isinstance(spec, DataSpec) and spec.synthetic) else None
+    )
+
+
+def _sample_s(job: Job, source: Samples | None) -> float:
+    """Seconds that preparing a sample takes, at best of a few batches: what was opened or imported for the first is there by
+    then. source: the job's own; of text, which is read from mapped tokens, and of what is not there it is 0."""
+    spec = job.data
+    if isinstance(spec, DataSpec) and spec.images not in (None, DIGITS):
+        source = first_images(spec, model_input(job), _SEEN)
+    if source is None:
+        return 0.0
+    places, seconds = np.arange(min(_SEEN, len(source))), []
+    for _ in range(TRIED):
+        began = time.perf_counter()
+        try:
+            source.batch(places, 0 * places)
+        except InputError:  # one that is damaged: a run says so, or leaves it out
+            return 0.0
+        seconds.append((time.perf_counter() - began) / len(places))
+    return min(seconds)
 
 
 def is_padded(batch: Batch) -> bool:

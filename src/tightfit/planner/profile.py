@@ -62,7 +62,7 @@ class Profiler:
 
     def __init__(self, job: Job, device: str) -> None:
         self.job, self.device = job, device
-        self.batch: Batch = example(job)
+        self.batch, self.sample_s = example(job)
         self.samples, self.tokens = sample_count(self.batch), processed_count(self.batch)
         self.padded = is_padded(self.batch)
         self.unit = self._objective().unit
@@ -96,6 +96,7 @@ class Profiler:
             updates=self.updates(plan),
             whole_step=self.clipping(plan),
             batch_bytes=self._batch_bytes(plan),
+            sample_s=self.sample_s,
             host_batch=self.device == "cpu",
         )
 

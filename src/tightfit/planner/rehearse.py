@@ -95,7 +95,7 @@ def rehearse(job: Job, plan: Plan, device: str = "cpu", stage: int = 0) -> Peak:
     plan = _here(plan)
     if plan.compile != "none":
         torch._dynamo.reset()  # or what an earlier rehearsal compiled would count against the limit of recompilations
-    shapes = Shapes(example(job), job, plan)
+    shapes = Shapes(example(job)[0], job, plan)
     values = FakeValues(is_padded(shapes.batch))
     first = stage * plan.devices // plan.pp + plan.servers  # of those that have this piece; a worker, not its server
     with processes(plan.devices, first), FakeTensorMode(), values, as_on(device):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from tightfit.errors import DoesNotFit, InputError
-from tightfit.job import Job
+from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
 from tightfit.plan import RULES, Plan, needed_permissions
 from tightfit.planner.complete import complete
@@ -30,6 +30,8 @@ OFFLOADED = {  # what is tried where nothing else fits, what costs least first
     "cpu": (("states",), ("states", "gradients", "parameters"), ("states", "gradients", "parameters", "activations")),
 }
 WORTH = 0.1  # of a step's time that cutting the model must promise to save
+WAITS = 0.02  # of a step, for samples, from which on other processes prepare them: so many at most
+WORKERS = 8
 RESERVED = 1.15  # times its tensors a CUDA device's allocator may take
 MAKES_NO_ROOM: dict[str, Any] = {"recompute": "none", "update_in_backward": False}
 REHEARSED = 3  # of those that an allocator may leave too little room for, at most
@@ -57,6 +59,7 @@ def search(
         start, _ = complete(job, supplied, pins)
         start = with_sequences(estimator, start, pins)
         start = _with_best_kernels(estimator, start, pins)
+        start = _with_workers(estimator, start, pins)
         if start.pp > 1:
             start = start.replace(**balanced(estimator, start, pins, start.pp))
         found = worth_knowing(estimator, start, pins) if supplied is machine else []
@@ -106,6 +109,19 @@ def worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> li
             if plans[0].replace(micro_batch=None) == least:
                 reached[least] = _reached(seen, batch)
     return found
+
+
+def _with_workers(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Plan:
+    """`start`, on a GPU with as many workers as it takes to prepare samples in half of a step. On a processor they would take
+    the cores that the model works on; a dataset of the user's own may be one that no other process can be given."""
+    job = estimator.job
+    if estimator.machine.device == "cpu" or "loader_workers" in pins or not isinstance(job.data, DataSpec):
+        return start
+    one = estimator.estimate(start)
+    if one.time.input_s < WAITS * one.time.step_s:
+        return start
+    work_s, prepare_s = one.time.step_s - one.time.input_s, one.ledger.seconds.get("prepare", 0.0)
+    return start.replace(loader_workers=min(math.ceil(2 * prepare_s / work_s), WORKERS))
 
 
 def _reached(seen: list[Estimate], batch: int) -> int:
@@ -314,14 +330,17 @@ def _rehearse(estimator: Estimator, one: Estimate, job: Job) -> Estimate | None:
 
 
 def _why(one: Estimate, chosen: Estimate) -> str:
-    if not one.fits:
-        return f"needs {format_bytes(one.peak_bytes)}, {format_bytes(one.limit_bytes)} are there"
+    for name, (needed, there) in one.lacks().items():
+        beside = "" if name == "memory" else f" of {name}"
+        return f"needs {format_bytes(needed)}{beside}, {format_bytes(there)} are there"
     slower = one.total_s / chosen.total_s - 1
     return f"{slower:.0%} slower: {format_seconds(one.time.step_s)} a step"
 
 
 def does_not_fit(least: Estimate, found: list[Estimate], job: Job) -> DoesNotFit:
     """What is said where nothing fits: the leanest plan's largest rows, and what would help."""
+    if "memory" not in least.lacks():
+        return _host_does_not_fit(least)
     rows = sorted(least.peak.rows.items(), key=lambda row: -row[1])[:3]
     largest = ", ".join(f"{row} {format_bytes(size)}" for row, size in rows if size)
     lines = [
@@ -338,3 +357,19 @@ def does_not_fit(least: Estimate, found: list[Estimate], job: Job) -> DoesNotFit
     else:
         lines.append("  or a larger machine, or a smaller model: parameters and their states alone do not fit")
     return DoesNotFit("\n".join(lines))
+
+
+def _host_does_not_fit(least: Estimate) -> DoesNotFit:
+    """What is said where devices have room enough, and their host or its disk does not."""
+    lines = []
+    for name, (needed, there) in least.lacks().items():
+        rows = sorted((least.disk if name == "disk" else least.host).items(), key=lambda row: -row[1])[:3]
+        largest = ", ".join(f"{row} {format_bytes(size)}" for row, size in rows if size)
+        lines.append(f"needs {format_bytes(needed)} of {name} at least, {format_bytes(there)} are there")
+        lines.append(f"  largest: {largest}")
+        lines.append(
+            "  fewer train.keep_checkpoints, or a larger limits.disk"
+            if name == "disk"
+            else "  materialize: device, fewer loader_workers or offload: [], or a host with more memory"
+        )
+    return DoesNotFit("\n".join([*lines, f"  leanest plan: {least.plan}"]))

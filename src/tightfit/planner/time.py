@@ -149,7 +149,8 @@ class Clock:
             kind, count = KIND.get(operation.name, "elementwise"), operation.count.at(1)
             seconds, started = rows["optimizer", kind]
             rows["optimizer", kind] = seconds + self.operation_s(operation, 1) * count, started + count
-        time = self._summed(rows, self._allocation_s(ledger), ledger.seconds.get("input", 0.0))
+        time = self._summed(rows, self._allocation_s(ledger))
+        time = replace(time, input_s=_input_s(ledger, time.step_s))
         if not ledger.messages:
             return time
         sent = [("sent", message.name, message.bytes / message.bytes_per_s, 1.0) for message in ledger.messages]
@@ -211,7 +212,7 @@ class Clock:
             if KIND.get(operation.name) == PRODUCT
         )
 
-    def _summed(self, rows: Rows, allocation_s: float, input_s: float) -> Time:
+    def _summed(self, rows: Rows, allocation_s: float) -> Time:
         sums: dict[str, float] = defaultdict(float)
         table = []
         for (phase, kind), (seconds, count) in rows.items():
@@ -230,7 +231,6 @@ class Clock:
             launch_s=max(sums["launch"] - busy, 0.0) if self.machine.device == "cuda" else sums["launch"],
             optimizer_s=sums["optimizer"],
             allocation_s=allocation_s,
-            input_s=input_s,
             rows=tuple(sorted(table, key=lambda row: -row[2])),
         )
 
@@ -261,6 +261,12 @@ class Clock:
             return 0.0
         fetched = _fetched_bytes(ledger) * ledger.micro_batches
         return fetched / self.machine.achieved("fetch", "float32", LARGE_BLOCK)
+
+
+def _input_s(ledger: Ledger, work_s: float) -> float:
+    """What a step waits for its samples: all that the loop does itself, and of what others do ahead what outlasts the step."""
+    own = sum(seconds for name, seconds in ledger.seconds.items() if name not in ledger.ahead)
+    return own + max([seconds - work_s for name, seconds in ledger.seconds.items() if name in ledger.ahead] + [0.0])
 
 
 def _exposed_s(ledger: Ledger, time: Time) -> float:

@@ -56,6 +56,10 @@ def show(console: Console, estimates: list[Estimate], stages: list[Stage]) -> No
     say = _say(console)
     say(f"plan     {_fields(chosen)}")
     say(f"memory   {format_bytes(chosen.peak_bytes)} of {format_bytes(chosen.limit_bytes)}: {_verdict(chosen)}")
+    if sum(chosen.host.values()):
+        say(f"host     {_beside(chosen.host, chosen.limits.get('host memory'))}")
+    if chosen.ledger.disk or "disk" in chosen.limits:
+        say(f"disk     {_beside(chosen.disk, chosen.limits.get('disk'))}")
     say(f"speed    {_speed(chosen)}")
     math = ", ".join(chosen.changes_math)
     say(f"numerics {math + ': changed, as the job allows' if math else 'unchanged'}")
@@ -89,6 +93,14 @@ def _verdict(estimate: Estimate) -> str:
         where = "" if estimate.peak_phase == estimate.peak.phase else f", the most of it in {estimate.peak_phase}"
         return f"fits, {free:.0%} free{where}"
     return "does not fit" if free < 0 else f"does not fit with the {MARGIN:.0%} that are kept free"
+
+
+def _beside(rows: dict[str, float], limit: float | None) -> str:
+    """What a host holds beside its devices' memory, the largest first."""
+    said = ", ".join(
+        f"{name} {format_bytes(size)}" for name, size in sorted(rows.items(), key=lambda row: -row[1]) if size
+    )
+    return f"{format_bytes(sum(rows.values()))}{f' of {format_bytes(limit)}' if limit else ''}: {said}"
 
 
 def _speed(estimate: Estimate) -> str:

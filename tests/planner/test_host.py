@@ -1,0 +1,123 @@
+"""What lies in the host's memory and on its disk, and what a step waits for its samples."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+import tightfit
+from tests.planner import cases
+from tightfit.errors import DoesNotFit
+from tightfit.machine import Machine
+from tightfit.methods.loader import SERVER_BYTES, WORKER_BYTES
+from tightfit.methods.materialize import SLACK_BYTES
+from tightfit.planner.estimate import HOST_PROCESS_BYTES, Estimator
+from tightfit.planner.search import search
+
+GPU = Machine.named("a100-80gb")
+ADAM, PLAIN = tightfit.Plan(materialize="device"), tightfit.Plan()
+
+
+@pytest.fixture(scope="module")
+def estimator() -> Estimator:
+    return Estimator(cases.job("llama"), GPU)
+
+
+def parameters(estimator: Estimator) -> int:
+    return sum(parameter.bytes for parameter in estimator.profiler.parameters(PLAIN))
+
+
+def test_every_process_of_a_host_counts() -> None:
+    job = cases.job("llama")
+    one = Estimator(job, GPU).estimate(ADAM)
+    four = Estimator(job, Machine.named("a100-80gb:4")).estimate(ADAM.replace(dp_replicate=4))
+    assert one.host["processes"] == HOST_PROCESS_BYTES
+    assert four.host["processes"] == 4 * HOST_PROCESS_BYTES
+
+
+def test_a_model_made_on_the_host_is_there_whole_and_in_fp32(estimator: Estimator) -> None:
+    usual, there = (
+        estimator.estimate(tightfit.Plan(precision="bf16-true", materialize=where)) for where in ("host", "device")
+    )
+    assert usual.ledger.passing["materialize"] == parameters(estimator)  # in fp32, and on the device in half as much
+    assert usual.host["materialize"] == parameters(estimator)
+    assert there.ledger.passing["materialize"] == pytest.approx(SLACK_BYTES, rel=0.2)  # and one parameter
+
+
+def test_workers_and_what_they_hold_ready(estimator: Estimator) -> None:
+    plain = estimator.estimate(ADAM)
+    batch = plain.ledger.batch_bytes * estimator.job.train.batch
+    assert plain.host["loader"] == pytest.approx(batch)
+    busy = estimator.estimate(ADAM.replace(loader_workers=3, prefetch=2, pin_memory=True))
+    assert busy.host["loader"] == pytest.approx(SERVER_BYTES + 3 * WORKER_BYTES + 7 * batch)
+    assert busy.host["pinned batches"] == pytest.approx(7 * batch)
+
+
+def test_a_worker_takes_what_is_foreseen() -> None:
+    """What the system counts as the worker's alone, of a run with two of them."""
+    job = tightfit.Job(
+        model=cases.job("llama").model,
+        data={"synthetic": "tokens", "sequence_length": 16},
+        train=tightfit.Train(batch=4, steps=6),
+    )
+    run = tightfit.build(job, tightfit.Plan(loader_workers=2))
+    seen: list[int] = []
+    for result in tightfit.train(run):
+        if result.step == 4:
+            workers = [process.pid for process in multiprocessing.active_children()]
+            seen = [psutil.Process(pid).memory_full_info().uss for pid in workers]
+    assert len(seen) == 2
+    assert max(seen) == pytest.approx(WORKER_BYTES, rel=0.25)
+
+
+def test_offloaded_states_are_the_host_s_or_the_disk_s(estimator: Estimator) -> None:
+    states = 2 * parameters(estimator)
+    host = estimator.estimate(ADAM.replace(offload=("states",)))
+    assert states <= host.host["offloaded states"] <= 2 * states  # page-locked memory comes in powers of two
+    disk = estimator.estimate(ADAM.replace(offload=("states",), offload_to="disk"))
+    assert disk.disk["offloaded states"] == pytest.approx(states, rel=0.01)
+    assert "offloaded states" not in disk.host
+
+
+def test_checkpoints_take_the_model_and_its_states(estimator: Estimator) -> None:
+    kept = estimator.job.train.keep_checkpoints + 1
+    assert estimator.estimate(ADAM).disk["checkpoints"] == pytest.approx(kept * 3 * parameters(estimator), rel=0.01)
+
+
+@pytest.mark.parametrize(("limit", "said"), [("host_memory", "of host memory at least"), ("disk", "keep_checkpoints")])
+def test_a_host_that_is_too_small_is_refused(limit: str, said: str) -> None:
+    job = cases.job("llama").replace(limits=tightfit.Limits(**{limit: 2**20}))
+    with pytest.raises(DoesNotFit, match=said):
+        search(job, GPU, {"compile": "none"})
+
+
+def test_images_are_decoded_before_a_step_or_beside_it(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0)
+    for label in ("a", "b"):
+        (tmp_path / label).mkdir()
+        for number in range(4):
+            pixels = noise.integers(0, 255, (240, 320, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / label / f"{number}.jpg")
+    job = tightfit.Job(
+        model={
+            "architecture": "vit",
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_labels": 2,
+        },
+        data={"images": str(tmp_path)},
+        train=tightfit.Train(batch=64, steps=1000),
+    )
+    estimator = Estimator(job, GPU)
+    alone, beside = (estimator.estimate(ADAM.replace(loader_workers=workers)) for workers in (0, 4))
+    assert alone.ledger.seconds["prepare"] > 64 * 1e-4
+    assert alone.time.input_s >= alone.ledger.seconds["prepare"]
+    assert beside.time.input_s < 0.5 * alone.time.input_s
+    assert search(job, GPU, {"compile": "none"})[0].plan.loader_workers > 0
+    assert search(job, GPU, {"compile": "none", "loader_workers": 0})[0].plan.loader_workers == 0
