@@ -181,6 +181,7 @@ _ARITHMETIC = (
     "product",
     "batched product",
     "convolution",
+    "convolution backward",
     "attention",
     "attention backward",
     "blocked attention",
@@ -189,10 +190,17 @@ _ARITHMETIC = (
 _NEAREST = {
     "blocked attention": "batched product",
     "blocked attention backward": "batched product",
+    "convolution backward": "convolution",
     "batch norm": "reduction",
     "compiled random": "compiled",
 }
-_SHARE_OF_PRODUCTS = {"attention": 0.6, "attention backward": 0.5, "batched product": 0.7, "convolution": 0.6}
+_SHARE_OF_PRODUCTS = {
+    "attention": 0.6,
+    "attention backward": 0.5,
+    "batched product": 0.7,
+    "convolution": 0.6,
+    "convolution backward": 0.6,
+}
 _UNKNOWN_FLOPS = {"cpu": 5e10, "cuda": 1e13}  # fp32, of a core, or of a whole GPU, until somebody calibrates
 _UNKNOWN_BANDWIDTH = {"cpu": 1e10, "cuda": 5e11}
 

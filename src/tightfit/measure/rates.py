@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -80,16 +81,34 @@ def _batched(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         yield size, 2.0 * 64 * 64 * length**2, _in_turn(torch.bmm, inputs)
 
 
+CHANNELS = ((4, 16), (16, 16), (16, 32), (16, 64), (16, 128))  # (samples, channels) of images of 32 x 32
+
+
+def _convolution_inputs(samples: int, channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    return _random((samples, channels, 32, 32), dtype, device), _random((channels, channels, 3, 3), dtype, device)
+
+
 def _convolutions(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for channels in (16, 32, 64, 128):
-        image = _random((16, channels, 32, 32), dtype, device).requires_grad_()
-        weight = _random((channels, channels, 3, 3), dtype, device).requires_grad_()
-        flops = 3 * 2.0 * 16 * 32 * 32 * channels * channels * 9
+    for samples, channels in CHANNELS:
+        flops = 2.0 * samples * 32 * 32 * channels * channels * 9
+        inputs = partial(_convolution_inputs, samples, channels, dtype, device)
+        yield round(flops), flops, _in_turn(partial(functional.conv2d, padding=1), inputs)
 
-        def work(image: Tensor = image, weight: Tensor = weight) -> None:
-            torch.autograd.grad(functional.conv2d(image, weight, padding=1).sum(), (image, weight))
 
-        yield round(flops / 3), flops, work
+def _convolution_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Gradients of the image and of the weight."""
+    for samples, channels in CHANNELS:
+        flops = 4.0 * samples * 32 * 32 * channels * channels * 9
+
+        def inputs(samples: int = samples, channels: int = channels) -> tuple[Tensor, ...]:
+            image, weight = _convolution_inputs(samples, channels, dtype, device)
+            output = functional.conv2d(image.requires_grad_(), weight.requires_grad_(), padding=1)
+            return image, weight, output, torch.ones_like(output)
+
+        def make(image: Tensor, weight: Tensor, output: Tensor, gradient: Tensor) -> object:
+            return torch.autograd.grad(output, (image, weight), gradient, retain_graph=True)
+
+        yield round(flops), flops, _in_turn(make, inputs)
 
 
 def _attention_inputs(length: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -225,9 +244,14 @@ def _pooling(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """Its output is a quarter as large, and positions of 8 bytes come with it."""
     for moved in BYTES[1:-1]:
         channels = max(moved // (64 * 64) // (dtype.itemsize + 3), 1)
-        image = _random((1, channels, 64, 64), dtype, device)
-        exact = image.nbytes + image.numel() // 4 * (dtype.itemsize + 8)
-        yield moved, float(exact), lambda image=image: functional.max_pool2d(image, 2, return_indices=True)  # type: ignore[misc]
+        elements = channels * 64 * 64
+        exact = elements * dtype.itemsize + elements // 4 * (dtype.itemsize + 8)
+        make = partial(functional.max_pool2d, kernel_size=2, return_indices=True)
+        yield (
+            moved,
+            float(exact),
+            _in_turn(make, lambda channels=channels: (_random((1, channels, 64, 64), dtype, device),)),
+        )  # type: ignore[misc]
 
 
 def _batch_norm(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -275,6 +299,7 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "product": _products,
     "batched product": _batched,
     "convolution": _convolutions,
+    "convolution backward": _convolution_backward,
     "attention": _attention,
     "attention backward": _attention_backward,
     "blocked attention": _blocked,

@@ -16,14 +16,16 @@ from tightfit.machine import Machine
 from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, Slot, play
 
 # Kinds of operations: how fast one is depends on its kind, its type and its size. What is named nowhere is elementwise.
-PRODUCT, BATCHED, CONVOLUTION = "product", "batched product", "convolution"
+PRODUCT, BATCHED = "product", "batched product"
+CONVOLUTION, CONVOLUTION_BACKWARD = "convolution", "convolution backward"
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
 BLOCKED = ("blocked attention", "blocked attention backward")
-ARITHMETIC = (PRODUCT, BATCHED, CONVOLUTION, ATTENTION, ATTENTION_BACKWARD, *BLOCKED)
+ARITHMETIC = (PRODUCT, BATCHED, CONVOLUTION, CONVOLUTION_BACKWARD, ATTENTION, ATTENTION_BACKWARD, *BLOCKED)
 _KINDS = {
     PRODUCT: ("aten.mm", "aten.addmm", "aten.addmm_"),
     BATCHED: ("aten.bmm", "aten.baddbmm", "aten.baddbmm_"),
-    CONVOLUTION: ("aten.convolution", "aten.convolution_backward"),
+    CONVOLUTION: ("aten.convolution",),
+    CONVOLUTION_BACKWARD: ("aten.convolution_backward",),
     ATTENTION: (
         "aten._scaled_dot_product_flash_attention_for_cpu",
         "aten._scaled_dot_product_flash_attention",
@@ -78,7 +80,6 @@ KIND = {name: kind for kind, names in _KINDS.items() for name in names}
 EFFICIENCIES = ("compute", "memory", "launch")  # of a machine: see planner/calibrate.py
 DEFAULT_LAUNCH_S = {"cpu": 5e-6, "cuda": 8e-6}  # of an operation started from Python with autograd
 LARGE_BLOCK = 32 * 2**20  # bytes from which glibc, left as it is, maps each block anew and the kernel zeroes its pages
-KEPT = 2 * LARGE_BLOCK  # free bytes at the end of its heap that it does not give back
 
 
 LAST_TO_LEAVE = 0.05  # share of what is sent that nothing is left to hide: the last bucket, the first block
@@ -286,18 +287,15 @@ def _exposed_s(ledger: Ledger, time: Time) -> float:
 
 
 def _fetched_bytes(ledger: Ledger) -> float:
-    """Bytes that glibc, left as it is, fetches anew in a micro-batch: each block from 32 MiB on, which is mapped by itself;
-    and what the heap of the smaller ones grows by beyond the 64 MiB that it keeps when it shrinks."""
-    mapped, heap, most = 0.0, 0.0, 0.0
-    for passage in ledger.training:
-        for buffer, sign in passage.timeline.events:
-            size = buffer.size.at(ledger.micro_batch)
-            if size >= ledger.mapped_from:
-                mapped += size if sign > 0 else 0.0
-            else:
-                heap += sign * size
-                most = max(most, heap)
-    return mapped + max(most - KEPT, 0.0)
+    """Bytes that glibc, left as it is, fetches anew in a micro-batch: each block from 32 MiB on, which is mapped by itself and
+    given back when it is freed. The heap of the smaller ones seldom shrinks: what a step leaves lies at its end."""
+    sizes = (
+        buffer.size.at(ledger.micro_batch)
+        for passage in ledger.training
+        for buffer, sign in passage.timeline.events
+        if sign > 0
+    )
+    return sum(size for size in sizes if size >= ledger.mapped_from)
 
 
 def _size(operation: Operation, samples: int, flops: float) -> float:
