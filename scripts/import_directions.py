@@ -21,7 +21,7 @@ LAYERS = (
     ("plan",),
     ("job", "machine"),
     ("machines",),
-    ("values", "timetable"),
+    ("values", "timetable", "program"),
     ("units",),
     ("errors",),
 )

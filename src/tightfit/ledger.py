@@ -9,105 +9,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tightfit.machine import Machine
 from tightfit.plan import Plan
+from tightfit.program import (
+    Linear,
+    Operation,
+    Passage,
+    Played,
+    Timeline,
+    accumulated,
+    edited,
+    handed_over,
+    play,
+    updated_at_once,
+)
 from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Timetable
 
 ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "allocator", "runtime")
-TRACED = ("activations", "temporaries", "gradients", "optimizer", "parameters")  # rows that events may be of
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A number that grows with the samples of a micro-batch: fixed + per_sample x samples."""
-
-    fixed: float = 0.0
-    per_sample: float = 0.0
-
-    def at(self, samples: float) -> float:
-        return self.fixed + self.per_sample * samples
-
-    def __add__(self, other: Linear) -> Linear:
-        return Linear(self.fixed + other.fixed, self.per_sample + other.per_sample)
-
-    def times(self, factor: float) -> Linear:
-        return Linear(self.fixed * factor, self.per_sample * factor)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Buffer:
-    """One storage: its bytes, the row it counts under, the operation that made it, and of a gradient the parameter."""
-
-    size: Linear
-    row: str
-    maker: str = ""
-    parameter: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One kernel, or `count` equal ones: FLOPs, bytes read and written, each, and of a product its sizes.
-
-    name   the operation's, such as aten.mm
-    dtype  of what it computes in
-    sizes  of a product: (batches, rows, columns, depth)
-    """
-
-    name: str
-    dtype: str
-    flops: Linear
-    moved: Linear
-    sizes: tuple[Linear, ...] = ()
-    count: Linear = Linear(1.0)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Timeline:
-    """Buffers in the order in which they come (+1) and go (-1), and the operations of the same stretch.
-
-    A gradient has a third event, 0: it is complete, and its parameter's.
-
-    needed  how many of the events, and of the operations, come before the last tensor that backward needs: where a
-            recomputation stops
-    inputs  of a block: the buffers that it was called with
-    """
-
-    events: tuple[tuple[Buffer, int], ...] = ()
-    operations: tuple[Operation, ...] = ()
-    needed: tuple[int, int] = (0, 0)
-    inputs: tuple[Buffer, ...] = ()
-
-    def then(self, other: Timeline) -> Timeline:
-        events, operations = other.needed
-        needed = (len(self.events) + events, len(self.operations) + operations) if events else self.needed
-        return Timeline(
-            self.events + other.events, self.operations + other.operations, needed, self.inputs + other.inputs
-        )
-
-    @property
-    def born(self) -> list[Buffer]:
-        return [buffer for buffer, sign in self.events if sign > 0]
-
-    @property
-    def gone(self) -> set[Buffer]:
-        return {buffer for buffer, sign in self.events if sign < 0}
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """One passage of a micro-batch through a part of the model.
-
-    part      "block" for one of the repeated blocks, else where it lies between them
-    block     its position among the model's blocks, None for what is no block
-    phase     forward, backward, inference (a forward that keeps nothing) or optimizer
-    """
-
-    part: str
-    phase: str
-    timeline: Timeline
-    block: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,18 +364,19 @@ class Ledger:
         """
         edits: list[Callable[[Timeline], Timeline]] = []
         if self.update_in_backward:
-            edits.append(lambda timeline: _updated_at_once(timeline, self.updates))
+            needed = {name: float(update.transient_bytes) for name, update in self.updates.items()}
+            edits.append(lambda timeline: updated_at_once(timeline, needed))
         if self.takes_gradients:
-            edits.append(_handed_over)
-        first = _edited(training, edits)
+            edits.append(handed_over)
+        first = edited(training, edits)
         if self.takes_gradients:
             return [first] * min(micro_batches, 2)
         if self.gathered is not None:
             return [first] * min(micro_batches, 2)
         if self.sent is not None and (self.sent.always or micro_batches == 1):
-            first = _edited(first, [_handed_over])
+            first = edited(first, [handed_over])
             return [first] * min(micro_batches, 2)
-        return [first] if micro_batches == 1 else [first, _edited(first, [_accumulated])]
+        return [first] if micro_batches == 1 else [first, edited(first, [accumulated])]
 
     def evaluation(self) -> Iterator[tuple[str, str, dict[str, float]]]:
         """As `instants`, of one micro-batch of an evaluation."""
@@ -504,35 +425,6 @@ class Ledger:
                 yield "optimizer", "update", operation, operation.count.at(1)
 
 
-@dataclass(frozen=True, slots=True)
-class Played:
-    """A timeline played through: bytes by row that it adds at its largest instant, and at its end.
-
-    made  bytes of the gradients that are complete at either; gradient: of the largest one
-    """
-
-    largest: dict[str, float]
-    net: dict[str, float]
-    made: tuple[float, float] = (0.0, 0.0)
-    gradient: float = 0.0
-
-
-def play(timeline: Timeline, samples: float) -> Played:
-    rows = dict.fromkeys(TRACED, 0.0)
-    total, best, largest = 0.0, 0.0, dict(rows)
-    made, made_then, gradient = 0.0, 0.0, 0.0
-    for buffer, sign in timeline.events:
-        size = buffer.size.at(samples)
-        if sign == 0:
-            made, gradient = made + size, max(gradient, size)
-            continue
-        rows[buffer.row] += sign * size
-        total += sign * size
-        if total > best:
-            best, largest, made_then = total, dict(rows), made
-    return Played(largest, rows, (made_then, made), gradient)
-
-
 def _sum(rows: dict[str, float], more: dict[str, float]) -> dict[str, float]:
     return {**rows, **{row: rows[row] + size for row, size in more.items() if size}}
 
@@ -548,62 +440,6 @@ def _largest(instants: Iterable[tuple[str, str, dict[str, float]]]) -> Peak:
         if total > best.total:
             best = Peak(total, rows, phase, part)
     return best
-
-
-def _edited(program: tuple[Passage, ...], edits: list[Callable[[Timeline], Timeline]]) -> tuple[Passage, ...]:
-    """The program with the timelines of its backward edited, each once."""
-    known: dict[Timeline, Timeline] = {}
-
-    def edited(passage: Passage) -> Passage:
-        if passage.phase != "backward" or not edits:
-            return passage
-        if passage.timeline not in known:
-            timeline = passage.timeline
-            for edit in edits:
-                timeline = edit(timeline)
-            known[passage.timeline] = timeline
-        return replace(passage, timeline=known[passage.timeline])
-
-    return tuple(map(edited, program))
-
-
-def _handed_over(timeline: Timeline) -> Timeline:
-    """Each gradient leaves for its bucket as soon as it is complete."""
-    events: list[tuple[Buffer, int]] = []
-    for buffer, sign in timeline.events:
-        if buffer.row != "gradients" or sign > 0:
-            events.append((buffer, sign))
-        elif sign == 0:
-            events += [(buffer, 0), (buffer, -1)]
-    return replace(timeline, events=tuple(events))
-
-
-def _accumulated(timeline: Timeline) -> Timeline:
-    """Of a later micro-batch: each new gradient is added to the one that is there, and freed."""
-    events: list[tuple[Buffer, int]] = []
-    passing: dict[Buffer, Buffer] = {}
-    for buffer, sign in timeline.events:
-        if buffer.row != "gradients":
-            events.append((buffer, sign))
-        elif sign > 0:
-            passing[buffer] = replace(buffer, row="temporaries")
-            events.append((passing[buffer], 1))
-        elif buffer in passing:
-            events += [(buffer, sign), (passing.pop(buffer), -1)] if sign == 0 else [(passing.pop(buffer), -1)]
-    return replace(timeline, events=(*events, *((buffer, -1) for buffer in passing.values())))
-
-
-def _updated_at_once(timeline: Timeline, updates: dict[str, Update]) -> Timeline:
-    """Each gradient is used up by its own update as soon as it is complete."""
-    events: list[tuple[Buffer, int]] = []
-    for buffer, sign in timeline.events:
-        if buffer.row != "gradients" or sign > 0:
-            events.append((buffer, sign))
-        elif sign == 0:
-            update = updates.get(buffer.parameter)
-            needed = Buffer(Linear(update.transient_bytes if update else 0.0), "temporaries")
-            events += [(needed, 1), (needed, -1), (buffer, -1)]
-    return replace(timeline, events=tuple(events))
 
 
 def traced(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:

@@ -19,12 +19,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from tightfit.ledger import Buffer, Ledger, Message, Passage
+from tightfit.ledger import Ledger, Message
 from tightfit.machine import Machine
 from tightfit.methods.run import Run, Undivided
 from tightfit.methods.stores import SMALL, Store
 from tightfit.models.objective import Batch
 from tightfit.plan import Plan
+from tightfit.program import Buffer, Passage
 
 VARIANTS = (
     {"offload": ("states",), "offload_to": "disk"},

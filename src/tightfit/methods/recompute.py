@@ -22,11 +22,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tightfit.errors import InputError
 from tightfit.job import ModelSpec
-from tightfit.ledger import Buffer, Ledger, Timeline
+from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.run import Run
 from tightfit.models import find_blocks
 from tightfit.plan import Plan
+from tightfit.program import Buffer, Timeline
 
 Forward = Callable[..., Any]
 

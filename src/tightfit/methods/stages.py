@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tightfit.errors import InputError
-from tightfit.ledger import Buffer, Ledger, Linear, Operation, Passage, Stage, Timeline
+from tightfit.ledger import Ledger, Stage
 from tightfit.machine import Machine
 from tightfit.methods.mesh import link
 from tightfit.plan import Plan
+from tightfit.program import Buffer, Linear, Operation, Passage, Timeline
 from tightfit.timetable import split_evenly, timetable
 
 _LINEAR = ("aten.mm", "aten.addmm")  # products whose weights' gradients can wait

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from tightfit.ledger import TRACED, Buffer, Linear, Operation, Passage, Timeline
+from tightfit.program import TRACED, Buffer, Linear, Operation, Passage, Timeline
 
 
 def fitted(

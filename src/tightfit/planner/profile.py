@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from tightfit.job import Job, LossSpec, ModelSpec
-from tightfit.ledger import Ledger, Operation, Parameter, Passage, Update
+from tightfit.ledger import Ledger, Parameter, Update
 from tightfit.methods import (
     attention,
     compile,
@@ -42,6 +42,7 @@ from tightfit.planner.storages import tensor_bytes, tensors_in
 from tightfit.planner.target import as_on, processes
 from tightfit.planner.trace import FakeValues, trace, traceable
 from tightfit.planner.updates import trace_clipping, trace_updates
+from tightfit.program import Operation, Passage
 
 DECIDING = (attention, loss, compile, precision)  # rooms that decide which operations run; in the order of METHODS
 EVERYWHERE = (-1, 10**9)  # of a buffer: before the blocks and after them, and it is small

@@ -11,8 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tightfit.ledger import Ledger, Operation, Passage, Timeline
+from tightfit.ledger import Ledger
 from tightfit.machine import Machine
+from tightfit.program import Operation, Passage, Timeline
 from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, Slot, play
 
 # Kinds of operations: how fast one is depends on its kind, its type and its size. What is named nowhere is elementwise.

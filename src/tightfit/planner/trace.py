@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from tightfit.errors import InputError
-from tightfit.ledger import Buffer, Linear, Operation, Passage, Timeline
 from tightfit.planner.storages import storages_of
+from tightfit.program import Buffer, Linear, Operation, Passage, Timeline
 
 _VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 _LAST = 2**63  # sequence numbers from here on are of nodes that accumulate gradients, and belong to no operation

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tightfit.ledger import Operation, Update, play
+from tightfit.ledger import Update
 from tightfit.methods.precision import LossScaler
 from tightfit.planner.storages import tensor_bytes, tensors_in
 from tightfit.planner.trace import Recorder, recorded
+from tightfit.program import Operation, play
 
 
 def trace_updates(model: nn.Module, optimizer: Optimizer, together: bool = False) -> dict[str, Update]:
