@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tightfit.machine import Machine
 from tightfit.plan import Plan
@@ -117,13 +117,26 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a device sends in a step. bytes_per_s: of the slowest link on its way. hides: whether the device works on
-    meanwhile."""
+    """What a device sends in a step.
+
+    bytes_per_s  of the slowest link on its way
+    hides        whether the device works on meanwhile
+    latency_s    what all its calls take however little is sent
+    """
 
     name: str
     bytes: float
     bytes_per_s: float
     hides: bool
+    latency_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.bytes / self.bytes_per_s + self.latency_s
+
+    def times(self, share: float) -> Message:
+        """A part of it: of the bytes, and of the calls."""
+        return replace(self, bytes=self.bytes * share, latency_s=self.latency_s * share)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +146,7 @@ class Stage:
     programs     by piece of the model that it has: forward and backward of one micro-batch
     table        every device's actions; device: which of them this is
     hidden       bytes that one piece hands to the next, for each micro-batch and direction
-    bytes_per_s  of the link to the next device
+    bytes_per_s  of the link to the next device; latency_s: of one hand-over
     left         by piece, bytes that wait between a backward and its weights' part, where those are two
     versions     of the weights that are kept beside the newest
     continuous   whether steps follow each other without waiting for the last backward
@@ -145,6 +158,7 @@ class Stage:
     hidden: Linear
     bytes_per_s: float
     left: dict[int, Linear]
+    latency_s: float = 0.0
     versions: int = 0
     continuous: bool = False
 

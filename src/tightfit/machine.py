@@ -27,6 +27,11 @@ class Figure(Value):
     detail: str = ""
 
 
+NVLINK = 100  # GB/s of a link, from which on it is no PCIe
+NVLINK_HOP_S, PCIE_HOP_S, NETWORK_HOP_S, CALL_S = 3.4e-6, 5.7e-6, 9.6e-6, 8.4e-6
+LATENCIES = "NCCL's own model of a ring, its protocol for large messages (src/graph/tuning.cc)"
+
+
 class Machine(Value):
     """What a job runs on: device kind, count and memory, and the rates it was measured or published to reach.
 
@@ -36,6 +41,8 @@ class Machine(Value):
     launch_s             time to start one operation
     host_to_device_bytes_per_s, process_bytes_per_s, network_bytes_per_s   copies to the device, between two processes of
                          a node (one way), and between nodes, for each device
+    process_latency_s, network_latency_s   of one hop of a collective from process to process, however little is sent; call_s: of
+                         starting it
     rates                what each kind of operation achieves, measured here: "kind/dtype" -> size -> FLOP/s of products
                          and attention (size: the cube root of rows x columns x depth of one of its products), else bytes moved/s
     efficiency           share of these rates that whole training steps reach, from their records: compute, memory, launch
@@ -56,6 +63,9 @@ class Machine(Value):
     host_to_device_bytes_per_s: Figure | None = None
     process_bytes_per_s: Figure | None = None
     network_bytes_per_s: Figure | None = None
+    process_latency_s: Figure | None = None
+    network_latency_s: Figure | None = None
+    call_s: Figure | None = None
     rates: dict[str, dict[int, float]] = Field(default_factory=dict)
     efficiency: dict[str, Figure] = Field(default_factory=dict)
 
@@ -174,6 +184,9 @@ def _of_table(name: str, row: dict[str, Any], count: int, nodes: int) -> Machine
         host_to_device_bytes_per_s=figure(row["host"] * 1e9, source),
         process_bytes_per_s=figure(row["link"] * 1e9, source),
         network_bytes_per_s=figure(row["network"] * 1e9, "of a usual node of this device"),
+        process_latency_s=figure(NVLINK_HOP_S if row["link"] >= NVLINK else PCIE_HOP_S, LATENCIES),
+        network_latency_s=figure(NETWORK_HOP_S, LATENCIES),
+        call_s=figure(CALL_S, LATENCIES),
     )
 
 

@@ -24,13 +24,13 @@ Precision = Literal["fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp
 
 def _recompute(value: Any) -> Any:
     if isinstance(value, str) and (
-        value in ("none", "full", "selective", "sqrt") or re.fullmatch(r"every-[1-9]\d*", value)
+        value in ("none", "full", "selective", "sqrt") or re.fullmatch(r"(every|selective)-[1-9]\d*", value)
     ):
         return value
     raise InputError(
         f"plan: recompute={value}",
         "unknown choice",
-        "use one of: none, full, selective, sqrt, every-2 (or another number)",
+        "use one of: none, full, selective, selective-2 (or another number), sqrt, every-2 (or another number)",
     )
 
 

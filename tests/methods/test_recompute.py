@@ -100,6 +100,7 @@ def gradients(run: Run) -> list[Tensor]:
         ("none", [1] * 9),
         ("full", [2] * 9),
         ("selective", [2] * 9),
+        ("selective-2", [2] * 9),
         ("every-2", [2, 1] * 4 + [2]),
         ("every-20", [2] + [1] * 8),
         ("sqrt", [2] * 9),
@@ -121,20 +122,24 @@ def activations(recompute: str) -> int:
 
 
 def test_less_is_kept_the_more_is_recomputed() -> None:
-    kept = {recompute: activations(recompute) for recompute in ("none", "selective", "every-2", "full", "sqrt")}
-    assert kept["none"] > kept["selective"] > kept["full"]
+    kept = {
+        recompute: activations(recompute)
+        for recompute in ("none", "selective", "selective-2", "every-2", "full", "sqrt")
+    }
+    assert kept["none"] > kept["selective"] > kept["selective-2"] > kept["full"]
     assert kept["none"] > kept["every-2"] > kept["full"] > kept["sqrt"]
     assert kept["full"] - kept["sqrt"] == (LAYERS - 3) * 4 * BATCH * WIDTH  # inputs of 9 blocks, of 3 segments
 
 
 def test_selective_computes_no_product_again() -> None:
     counts = {}
-    for recompute in ("none", "selective", "full"):
+    for recompute in ("none", "selective", "selective-2", "full"):
         run = build(recompute)
         with Products() as products:
             gradients(run)
         counts[recompute] = products.count
     assert counts["selective"] == counts["none"]
+    assert counts["selective-2"] == counts["none"] + LAYERS  # one of a block's two
     assert counts["full"] == counts["none"] + 2 * LAYERS
 
 

@@ -25,6 +25,7 @@ PLANS: list[dict[str, Any]] = [
     {"precision": "bf16-true", "rounding": "kahan", "micro_batch": 4},
     {"recompute": "full", "precision": "bf16-mixed"},
     {"recompute": "selective"},
+    {"recompute": "selective-2", "precision": "bf16-mixed"},
     {"recompute": "every-2", "precision": "bf16-true"},
     {"update_in_backward": True},
     {"states": "8-bit"},

@@ -11,6 +11,7 @@ import pytest
 import tightfit
 from tightfit.errors import InputError
 from tightfit.machine import Machine
+from tightfit.methods.mesh import latency
 from tightfit.planner.estimate import Estimator
 from tightfit.planner.rehearse import rehearse
 from tightfit.planner.search import candidates, search, worth_knowing
@@ -261,3 +262,29 @@ def test_what_a_search_passes_over_is_no_better(estimator: Estimator, fields: di
         assert len(looked_at) < len(everything)
         best = min((replace(one, limit_bytes=limit) for one in everything), key=lambda one: (not one.fits, one.total_s))
         assert min(one.total_s for one in looked_at if one.fits) <= 1.01 * best.total_s
+
+
+def test_a_call_takes_its_hops_however_little_it_sends() -> None:
+    """NCCL's model: of a ring of 32 on 4 nodes 28 hops are inside one and 3 between them; a sum goes around twice."""
+    machine = Machine.named("h100-sxm:8x4")
+    gather = latency(tightfit.Plan(dp_shard=32, zero=3), machine, ("dp_shard",), 1)
+    assert gather == pytest.approx(8.4e-6 + 28 * 3.4e-6 + 3 * 9.6e-6)
+    summed = latency(tightfit.Plan(dp_replicate=32), machine, ("dp_replicate",), 2)
+    assert summed == pytest.approx(2 * gather - 8.4e-6)
+    assert latency(tightfit.Plan(dp_shard=8, zero=3, dp_replicate=4), machine, ("dp_replicate",), 1) == pytest.approx(
+        8.4e-6 + 3 * 9.6e-6
+    )
+    assert latency(tightfit.Plan(tp=8), machine, ("tp",), 2) == pytest.approx(8.4e-6 + 14 * 3.4e-6)
+    assert latency(tightfit.Plan(tp=8, pp=4), machine, ("pp",), 1) == pytest.approx(8.4e-6 + 9.6e-6)
+
+
+def test_more_calls_wait_longer(estimator: Estimator) -> None:
+    """ZeRO-3 gathers each of 6 blocks and what is outside them twice and scatters once, for each micro-batch."""
+    machine = Machine.named("a100-80gb:8")
+    plan = tightfit.Plan(dp_shard=8, zero=3, micro_batch=1)
+    messages = Estimator(JOB, machine).estimate(plan).ledger.messages
+    calls = sum(message.latency_s for message in messages) / latency(plan, machine, ("dp_shard",), 1)
+    assert calls == pytest.approx(2 * 3 * 7)
+    pipeline = Estimator(JOB, machine).estimate(tightfit.Plan(pp=2, micro_batch=2)).ledger.stage
+    assert pipeline is not None
+    assert pipeline.latency_s == latency(tightfit.Plan(pp=2), machine, ("pp",), 1)

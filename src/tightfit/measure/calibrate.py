@@ -17,6 +17,7 @@ from tightfit.measure.timing import timed
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PATIENCE_S = 2.0  # a size that would take longer than this is not measured, nor are larger ones
+LARGE, SMALL = 2**26, 2**12  # bytes of the sums that two processes are timed by
 
 
 def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) -> Machine:
@@ -33,6 +34,7 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
             size, best = max(by_size[kind].items(), key=lambda item: item[1])
             rates[kind] = Figure(value=best, source="measured", detail=f"square matrices of {size}")
     kinds = measure_rates(device, say)
+    sums_s = _sums_s()
     say("memory bandwidth, launches, copies, processes")
     measured = machine.replace(
         matrix_flops_per_s=rates,
@@ -45,7 +47,10 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
         if device.type == "cuda"
         else None,
         process_bytes_per_s=_figure(
-            _process_bandwidth(), "all-reduce of 64 MiB over two gloo processes, bytes each sends"
+            LARGE / sums_s[LARGE], "all-reduce of 64 MiB over two gloo processes, bytes each sends"
+        ),
+        process_latency_s=_figure(
+            sums_s[SMALL] / 2, "all-reduce of 4 KiB over two gloo processes, of its two rounds one"
         ),
     )
     measured.keep()
@@ -99,31 +104,33 @@ def _copy_bandwidth(device: torch.device) -> float:
     return 2**28 / timed(lambda: target.copy_(source, non_blocking=True), device)
 
 
-def _process_bandwidth() -> float:
-    """Bytes per second that each of two gloo processes sends in an all-reduce (a ring of two sends each byte once)."""
+def _sums_s() -> dict[int, float]:
+    """Seconds of all-reduces of two gloo processes, by bytes (a ring of two sends each byte once)."""
     with tempfile.TemporaryDirectory() as folder:
         context = torch.multiprocessing.get_context("spawn")
         queue = context.SimpleQueue()
         workers = [context.Process(target=_all_reduce, args=(rank, folder, queue)) for rank in range(2)]
         for worker in workers:
             worker.start()
-        seconds = queue.get()
+        seconds: dict[int, float] = queue.get()
         for worker in workers:
             worker.join()
-    return 2**26 / seconds
+    return seconds
 
 
 def _all_reduce(rank: int, folder: str, queue: torch.multiprocessing.SimpleQueue) -> None:
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(str(Path(folder) / "store"), 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    tensor = torch.ones(2**24)
-    times = []
-    for _ in range(6):
-        torch.distributed.barrier()
-        began = time.perf_counter()
-        torch.distributed.all_reduce(tensor)
-        times.append(time.perf_counter() - began)
+    found = {}
+    for size, calls in ((LARGE, 5), (SMALL, 50)):
+        tensor, times = torch.ones(size // 4), []
+        for _ in range(calls + 1):
+            torch.distributed.barrier()
+            began = time.perf_counter()
+            torch.distributed.all_reduce(tensor)
+            times.append(time.perf_counter() - began)
+        found[size] = statistics.median(times[1:])
     if rank == 0:
-        queue.put(statistics.median(times[1:]))
+        queue.put(found)
     torch.distributed.destroy_process_group()

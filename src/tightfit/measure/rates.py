@@ -247,11 +247,11 @@ def _pooling(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         elements = channels * 64 * 64
         exact = elements * dtype.itemsize + elements // 4 * (dtype.itemsize + 8)
         make = partial(functional.max_pool2d, kernel_size=2, return_indices=True)
-        yield (
-            moved,
-            float(exact),
-            _in_turn(make, lambda channels=channels: (_random((1, channels, 64, 64), dtype, device),)),
-        )  # type: ignore[misc]
+
+        def inputs(channels: int = channels) -> tuple[Tensor, ...]:
+            return (_random((1, channels, 64, 64), dtype, device),)
+
+        yield moved, float(exact), _in_turn(make, inputs)
 
 
 def _batch_norm(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:

@@ -46,13 +46,16 @@ def wanted(plan: Plan) -> bool:
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """The profile traces one device's pieces of the sequences, with what it sends around the ring."""
-    sent = sum(
-        operation.moved.at(ledger.micro_batch) * operation.count.at(ledger.micro_batch)
+    sends = [
+        operation
         for passage in ledger.training
         for operation in passage.timeline.operations
         if operation.name == "c10d.send"
-    )
-    around = message("keys and values", sent * ledger.micro_batches, plan, machine, ("cp",))
+    ]
+    samples, times = ledger.micro_batch, ledger.micro_batches
+    sent = sum(operation.moved.at(samples) * operation.count.at(samples) for operation in sends)
+    calls = sum(operation.count.at(samples) for operation in sends)
+    around = message("keys and values", sent * times, plan, machine, ("cp",), calls * times)
     return replace(ledger, messages=(*ledger.messages, around))
 
 

@@ -12,6 +12,7 @@ Source  Li et al. 2020, arXiv:2006.15704; ring all-reduce: Patarasuk & Yuan 2009
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -37,11 +38,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     size = ledger.gradient_bytes()
     shrunk = size * _share_sent(ledger, plan)
     ring = 2 * (plan.replicas - 1) / plan.replicas * shrunk
-    return replace(
-        ledger,
-        sent=Sent(1, min(BUCKET_BYTES, size), always=False),
-        messages=(*ledger.messages, message("gradients", ring, plan, machine, ("dp_replicate",))),
-    )
+    sums = message("gradients", ring, plan, machine, ("dp_replicate",), math.ceil(size / BUCKET_BYTES), rounds=2)
+    return replace(ledger, sent=Sent(1, min(BUCKET_BYTES, size), always=False), messages=(*ledger.messages, sums))
 
 
 def _share_sent(ledger: Ledger, plan: Plan) -> float:

@@ -8,6 +8,7 @@ Source  PyTorch's DeviceMesh; the order is that of Narayanan et al. 2021, arXiv:
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 
@@ -309,6 +310,19 @@ class Statistics:
             buffer.copy_(mean.view(buffer.shape))
 
 
+def _stride(plan: Plan, axes: tuple[str, ...]) -> tuple[int, int]:
+    """Devices between neighbours along `axes` (of AXES, or cp), and how many there are along them."""
+    sizes = {"tp": plan.tp, "dp_shard": plan.shards, "dp_replicate": plan.replicas, "pp": plan.pp}
+    if axes == ("cp",):
+        sizes = {"tp": plan.tp, "cp": plan.cp}
+    stride = 1
+    for axis, size in sizes.items():
+        if axis == axes[0]:
+            break
+        stride *= size
+    return stride, sizes[axes[0]]
+
+
 def link(plan: Plan, machine: Machine, axes: tuple[str, ...]) -> float:
     """Bytes/s at which a device sends along `axes` (of AXES, or cp): inside a node where all of them lie in one, else between
     nodes.
@@ -320,21 +334,32 @@ def link(plan: Plan, machine: Machine, axes: tuple[str, ...]) -> float:
     between = machine.network_bytes_per_s or inside
     if inside is None or between is None:
         return UNKNOWN_LINK
-    sizes = {"tp": plan.tp, "dp_shard": plan.shards, "dp_replicate": plan.replicas, "pp": plan.pp}
-    if axes == ("cp",):
-        sizes = {"tp": plan.tp, "cp": plan.cp}
-    stride = 1  # between neighbours along the axis
-    for axis, size in sizes.items():
-        if axis == axes[0]:
-            break
-        stride *= size
-    if stride * sizes[axes[0]] <= machine.devices_per_node:
+    stride, size = _stride(plan, axes)
+    if stride * size <= machine.devices_per_node:
         return inside.value
     alone = axes[0] in ("pp", "cp") or plan.servers
     taking_part = 1 if alone else max(machine.devices_per_node // stride, 1)
     return min(between.value * taking_part, max(inside.value, between.value))
 
 
-def message(name: str, size: float, plan: Plan, machine: Machine, axes: tuple[str, ...]) -> Message:
-    """`size` bytes that each device sends along `axes` in a step. Beside a GPU's work; a processor has to do it itself."""
-    return Message(name, size, link(plan, machine, axes), hides=machine.device == "cuda")
+def latency(plan: Plan, machine: Machine, axes: tuple[str, ...], rounds: int) -> float:
+    """Seconds of one call along `axes` however little is sent: it goes around the ring `rounds` times (a gather or a scatter
+    once, a sum twice), or from one device to the next (pp, cp)."""
+    inside = machine.process_latency_s.value if machine.process_latency_s else 0.0
+    between = machine.network_latency_s.value if machine.network_latency_s else inside
+    start = machine.call_s.value if machine.call_s else 0.0
+    stride, size = _stride(plan, axes)
+    within = max(machine.devices_per_node // stride, 1)  # neighbours along the axis that share a node
+    if axes[0] in ("pp", "cp"):
+        return start + (inside if stride * size <= machine.devices_per_node else between)
+    nodes = math.ceil(size / within)
+    return start + rounds * ((size - nodes) * inside + (nodes - 1) * between)
+
+
+def message(
+    name: str, size: float, plan: Plan, machine: Machine, axes: tuple[str, ...], calls: float = 1, rounds: int = 1
+) -> Message:
+    """`size` bytes that each device sends along `axes` in a step, in so many calls. Beside a GPU's work; a processor has to do
+    it itself."""
+    waits = calls * latency(plan, machine, axes, rounds)
+    return Message(name, size, link(plan, machine, axes), hides=machine.device == "cuda", latency_s=waits)

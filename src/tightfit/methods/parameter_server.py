@@ -47,7 +47,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     parameters = sum(parameter.bytes for parameter in ledger.parameters)
     updates = {name: replace(update, state_bytes=0) for name, update in ledger.updates.items()}
     through = replace(
-        message("through the server", 2 * plan.dp_replicate * size, plan, machine, ("dp_replicate",)), hides=False
+        message("through the server", 2 * plan.dp_replicate * size, plan, machine, ("dp_replicate",), calls=0),
+        hides=False,
     )
     return replace(
         ledger,

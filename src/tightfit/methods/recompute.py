@@ -1,8 +1,9 @@
 """Recompute activations in backward instead of keeping them.
 
 Saves   the activations inside each recomputed block; keeps its input (sqrt: the input of each segment).
-Costs   one more forward of each recomputed block, 20 to 30 % of the time; selective: of its cheap operations only.
-When    activations are what does not fit. selective first, then every-2, full; sqrt for very many thin blocks.
+Costs   one more forward of each recomputed block, 20 to 30 % of the time; selective: of its cheap operations only;
+        selective-2: of these and of every second of its products with weights (torchtitan's default).
+When    activations are what does not fit. selective first, then selective-2, every-2, full; sqrt for very many thin blocks.
 Order   wraps blocks; before compile, so that the recomputation is compiled too.
 Source  Chen et al. 2016, arXiv:1604.06174 (sqrt); selective: Korthikanti et al. 2022, arXiv:2205.05198.
 """
@@ -46,8 +47,18 @@ _PRODUCTS = frozenset(
         torch.ops.aten._scaled_dot_product_attention_math_for_mps.default,
     }
 )
+_COUNTED = frozenset(  # products with weights, of which selective-2 keeps every second
+    (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.convolution.default)
+)
 _PRODUCT_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in _PRODUCTS)
-VARIANTS = ({"recompute": "full"}, {"recompute": "selective"}, {"recompute": "every-2"}, {"recompute": "sqrt"})
+_COUNTED_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in _COUNTED)
+VARIANTS = (
+    {"recompute": "full"},
+    {"recompute": "selective"},
+    {"recompute": "selective-2"},
+    {"recompute": "every-2"},
+    {"recompute": "sqrt"},
+)
 
 
 def wanted(plan: Plan) -> bool:
@@ -69,12 +80,19 @@ def apply(run: Run, plan: Plan) -> Run:
             recompute_segment(blocks[start : start + length])
         return run
     for block in blocks[:: _every(plan)]:
-        block.forward = recomputed(block.forward, [block], selective=plan.recompute == "selective")
+        block.forward = recomputed(block.forward, [block], _selective(plan))
     return run
 
 
 def _every(plan: Plan) -> int:
     return int(plan.recompute.removeprefix("every-")) if plan.recompute.startswith("every-") else 1
+
+
+def _selective(plan: Plan) -> int:
+    """Of so many products with weights one is kept; 0 where none is."""
+    if not plan.recompute.startswith("selective"):
+        return 0
+    return int(plan.recompute.removeprefix("selective").removeprefix("-") or 1)
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
@@ -84,7 +102,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         segments = [range(start, min(start + length, ledger.blocks)) for start in range(0, ledger.blocks, length)]
     else:
         segments = [range(block, block + 1) for block in range(0, ledger.blocks, _every(plan))]
-    edit = _Recomputation(ledger, plan.recompute == "selective")
+    edit = _Recomputation(ledger, _selective(plan))
     for segment in segments:
         edit.recompute(list(segment))
     return replace(ledger, training=tuple(edit.training))
@@ -93,7 +111,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 class _Recomputation:
     """Edits a training program: segments of blocks that are computed again in backward."""
 
-    def __init__(self, ledger: Ledger, selective: bool) -> None:
+    def __init__(self, ledger: Ledger, selective: int) -> None:
         self.training, self.selective = list(ledger.training), selective
         self.inference = {p.block: p.timeline for p in ledger.inference() if p.block is not None}
         self.forward: dict[int, int] = {}  # block -> where its forward stands
@@ -127,8 +145,9 @@ class _Recomputation:
         """The block's first forward in place of the one that keeps everything; `saved` is what backward would free."""
         kept = _survivors(before, saved)
         if self.selective:
-            kept = [buffer for buffer in before.born if buffer in kept or buffer.maker in _PRODUCT_NAMES]
-        first = _as(self.inference[block], kept, self.selective)
+            products = _kept_products(before, self.selective)
+            kept = [buffer for buffer in before.born if buffer in kept or buffer in products]
+        first = _as(self.inference[block], kept, bool(self.selective))
         inputs = before.inputs
         if keep_input:
             for buffer in inputs:
@@ -164,15 +183,33 @@ class _Recomputation:
     def _second(self, before: Timeline, saved: set[Buffer], stops: bool) -> Timeline:
         """The forward once more, up to the last tensor that backward needs; it ends with what backward frees."""
         events, operations = before.needed if stops else (len(before.events), len(before.operations))
-        there = {buffer for buffer in before.born if self.selective and buffer.maker in _PRODUCT_NAMES}
+        there = _kept_products(before, self.selective) if self.selective else set()
         done = [event for event in before.events[:events] if not (event[0] in there and event[1] > 0)]
         alive = [buffer for buffer, sign in done if sign > 0]
         gone = {buffer for buffer, sign in done if sign < 0}
         if stops:
             alive = [buffer for buffer in (*alive, *there) if buffer not in gone and buffer not in saved]
             done += [(buffer, -1) for buffer in alive]
-        again = [one for one in before.operations[:operations] if not (self.selective and one.name in _PRODUCT_NAMES)]
-        return Timeline(tuple(done), tuple(again))
+        again = before.operations[:operations]
+        if self.selective:
+            kept = _kept([one.name for one in again], self.selective)
+            again = tuple(one for one, is_kept in zip(again, kept, strict=True) if not is_kept)
+        return Timeline(tuple(done), again)
+
+
+def _kept(names: list[str], selective: int) -> list[bool]:
+    """Of operations in a row, by name, which ones' results are kept."""
+    counted, found = 0, []
+    for name in names:
+        found.append(name in _PRODUCT_NAMES and (name not in _COUNTED_NAMES or counted % selective == 0))
+        counted += name in _COUNTED_NAMES
+    return found
+
+
+def _kept_products(timeline: Timeline, selective: int) -> set[Buffer]:
+    born = timeline.born
+    kept = _kept([buffer.maker for buffer in born], selective)
+    return {buffer for buffer, is_kept in zip(born, kept, strict=True) if is_kept}
 
 
 def _survivors(timeline: Timeline, saved: set[Buffer]) -> list[Buffer]:
@@ -203,8 +240,8 @@ def _freed(buffers: list[Buffer]) -> Timeline:
     return Timeline(tuple((buffer, -1) for buffer in buffers))
 
 
-def recomputed(forward: Forward, modules: list[nn.Module], selective: bool = False) -> Forward:
-    """`forward` of `modules`, keeping its inputs only (selective: and its products).
+def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -> Forward:
+    """`forward` of `modules`, keeping its inputs only (selective: and its products, of those with weights one in so many).
 
     The second forward draws dropout's numbers again, and begins from the buffers that the first began from and leaves
     them as it found them: running statistics are updated once, and a buffer that the output depends on is the same.
@@ -215,9 +252,7 @@ def recomputed(forward: Forward, modules: list[nn.Module], selective: bool = Fal
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # the compiler recomputes operations, and changes a buffer once
-            contexts: dict[str, Any] = (
-                {"context_fn": partial(create_selective_checkpoint_contexts, keep_products)} if selective else {}
-            )
+            contexts: dict[str, Any] = {"context_fn": partial(selective_contexts, selective)} if selective else {}
             return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
         before = buffers.values()
         output = checkpoint(
@@ -261,10 +296,10 @@ class ChangingBuffers:
 
 
 def contexts_of(
-    buffers: ChangingBuffers, before: list[tuple[Tensor, Tensor]], selective: bool
+    buffers: ChangingBuffers, before: list[tuple[Tensor, Tensor]], selective: int
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """What surrounds the first forward and the second."""
-    first, second = create_selective_checkpoint_contexts(keep_products) if selective else (nullcontext(), nullcontext())
+    first, second = selective_contexts(selective) if selective else (nullcontext(), nullcontext())
 
     @contextmanager
     def again() -> Iterator[None]:
@@ -274,9 +309,19 @@ def contexts_of(
     return first, again()
 
 
-def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Matrix products, convolutions and attention are kept; what is cheap to compute again is not."""
-    return CheckpointPolicy.MUST_SAVE if operation in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+def selective_contexts(selective: int) -> Any:
+    """Of one block's forward and its recomputation: attention and one in so many matrix products and convolutions are kept;
+    what is cheap to compute again is not."""
+    counted = {False: 0, True: 0}  # in the first forward, and in the second
+
+    def keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = operation in _PRODUCTS
+        if operation in _COUNTED:
+            kept = counted[context.is_recompute] % selective == 0
+            counted[context.is_recompute] += 1
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(keep)
 
 
 def recompute_segment(blocks: list[nn.Module]) -> None:

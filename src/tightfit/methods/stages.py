@@ -9,7 +9,7 @@ from dataclasses import replace
 from tightfit.errors import InputError
 from tightfit.ledger import Ledger, Stage
 from tightfit.machine import Machine
-from tightfit.methods.mesh import link
+from tightfit.methods.mesh import latency, link
 from tightfit.plan import Plan
 from tightfit.program import Buffer, Linear, Operation, Passage, Timeline
 from tightfit.timetable import split_evenly, timetable
@@ -62,7 +62,7 @@ def staged(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     return replace(
         ledger,
         training=_own(programs),
-        messages=tuple(replace(message, bytes=message.bytes * share) for message in ledger.messages),
+        messages=tuple(message.times(share) for message in ledger.messages),
         parameters=tuple(p for p in ledger.parameters if p.name in mine),
         updates={name: update for name, update in ledger.updates.items() if name in mine},
         stage=Stage(
@@ -71,6 +71,7 @@ def staged(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
             device=number,
             hidden=hidden,
             bytes_per_s=link(plan, machine, ("pp",)),
+            latency_s=latency(plan, machine, ("pp",), 1),
             left={piece: _left_for_later(programs[piece][0]) for piece in own}
             if plan.schedule == "zero-bubble"
             else {},

@@ -30,7 +30,7 @@ from tightfit.job import ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.cutter import Cutter
-from tightfit.methods.mesh import message
+from tightfit.methods.mesh import latency, message
 from tightfit.methods.run import Run
 from tightfit.methods.sequences import Sequences
 from tightfit.models import find_blocks
@@ -78,7 +78,7 @@ def wanted(plan: Plan) -> bool:
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """The profile traces one device's part of the model, with what it says to the others, which they wait for."""
-    n = plan.tp
+    n, samples, times = plan.tp, ledger.micro_batch, ledger.micro_batches
     ring = {  # of what an operation touches (what it writes to counts as given and as returned), what a device sends
         "c10d.allreduce_": 2 * (n - 1) / (2 * n),
         "c10d._allgather_base_": (n - 1) / (2 * n + 1),
@@ -87,13 +87,15 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         "_c10d_functional.all_gather_into_tensor": (n - 1) / (n + 1),
         "_c10d_functional.reduce_scatter_tensor": (n - 1) / (n + 1),
     }
-    sent = ledger.micro_batches * sum(
-        ring.get(operation.name, 0.0) * operation.moved.at(ledger.micro_batch) * operation.count.at(ledger.micro_batch)
-        for passage in ledger.training
-        for operation in passage.timeline.operations
-    )
-    sums = replace(message("activations", sent, plan, machine, ("tp",)), hides=False)
-    return replace(ledger, messages=(*ledger.messages, sums))
+    calls = [
+        operation for passage in ledger.training for operation in passage.timeline.operations if operation.name in ring
+    ]
+    sent = sum(ring[one.name] * one.moved.at(samples) * one.count.at(samples) for one in calls)
+    sums = sum(one.count.at(samples) for one in calls if "allreduce" in one.name or "all_reduce" in one.name)
+    others = sum(one.count.at(samples) for one in calls) - sums
+    said = message("activations", times * sent, plan, machine, ("tp",), times * others)
+    waits = said.latency_s + times * sums * latency(plan, machine, ("tp",), 2)
+    return replace(ledger, messages=(*ledger.messages, replace(said, hides=False, latency_s=waits)))
 
 
 def apply(run: Run, plan: Plan) -> Run:

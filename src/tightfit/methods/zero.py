@@ -52,22 +52,24 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     size, pieces = ledger.gradient_bytes(), plan.shards
     moved = (pieces - 1) / pieces * size
     held = size / pieces
-    messages = []
+    messages, buckets = [], math.ceil(size / BUCKET_BYTES)
     if plan.zero < 3:
         times = ledger.micro_batches if plan.zero == 2 else 1
-        messages.append(message("gradients", moved * times, plan, machine, ("dp_shard",)))
-        messages.append(replace(message("parameters", moved, plan, machine, ("dp_shard",)), hides=False))
+        messages.append(message("gradients", moved * times, plan, machine, ("dp_shard",), buckets * times))
+        messages.append(replace(message("parameters", moved, plan, machine, ("dp_shard",), buckets), hides=False))
         ledger = replace(ledger, sent=Sent(pieces, min(BUCKET_BYTES, size), always=plan.zero == 2))
     else:
         narrow = _narrow(ledger)
         gathered = sum(_gathered_bytes(p, narrow) for p in ledger.parameters if p.trainable)
         gathers = 2 * ledger.micro_batches * (pieces - 1) / pieces * gathered
-        messages.append(message("parameters", gathers, plan, machine, ("dp_shard",)))
-        messages.append(message("gradients", moved * ledger.micro_batches, plan, machine, ("dp_shard",)))
+        units = (ledger.blocks + 1) * ledger.micro_batches
+        messages.append(message("parameters", gathers, plan, machine, ("dp_shard",), 2 * units))
+        messages.append(message("gradients", moved * ledger.micro_batches, plan, machine, ("dp_shard",), units))
         ledger = replace(ledger, gathered=_gathered(ledger, pieces, narrow))
     if plan.replicas > 1:
         across = 2 * (plan.replicas - 1) / plan.replicas * held
-        messages.append(message("gradients", across, plan, machine, ("dp_replicate",)))
+        calls = ledger.blocks + 1 if plan.zero == 3 else buckets
+        messages.append(message("gradients", across, plan, machine, ("dp_replicate",), calls, rounds=2))
     updates = {name: _scaled(update, shares.get(name, 1 / pieces)) for name, update in ledger.updates.items()}
     parameters = ledger.parameters
     if plan.zero == 3:

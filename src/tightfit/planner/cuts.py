@@ -15,7 +15,14 @@ from tightfit.planner.estimate import Estimator
 from tightfit.timetable import split_balanced
 
 ALIKE = 1.05  # promises that differ by less are alike: of such cuts the simpler is tried first
-WITHOUT_BUBBLE = ("pipedream", "zero-bubble", "interleaved")  # schedules that wait less than micro-batches say
+WITHOUT_BUBBLE = ("pipedream", "zero-bubble")  # schedules that hardly wait, whatever the number of micro-batches
+SCHEDULES: tuple[
+    dict[str, Any], ...
+] = (  # of pipelines, that search chooses from: more pieces wait less, and hold more
+    {},
+    {"schedule": "interleaved", "virtual_stages": 2},
+    {"schedule": "interleaved", "virtual_stages": 4},
+)
 
 
 def with_samples(machine: Machine, job: Job, pins: dict[str, Any]) -> Machine:
@@ -58,9 +65,15 @@ def by_promise(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[
         if count // devices > job.train.batch:
             continue
         share = math.ceil(job.train.batch / max(count // devices, 1))
-        waiting = 0 if cut.schedule in WITHOUT_BUBBLE else cut.pp - 1
+        pieces = max(fields.get("virtual_stages", 1) for fields in schedules(pins))
+        waiting = 0 if cut.schedule in WITHOUT_BUBBLE else (cut.pp - 1) / pieces
         promised.append((sample_s * (share + waiting) / devices, sizes))
     return sorted(promised, key=lambda one: ("cp" in one[1], int(math.log(one[0], ALIKE)), len(one[1])))
+
+
+def schedules(pins: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The schedules of a pipeline that are open."""
+    return ({},) if {"schedule", "virtual_stages", "split"} & pins.keys() else SCHEDULES
 
 
 def cut_fields(estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
 from tightfit.plan import RULES, Plan, needed_permissions
 from tightfit.planner.complete import complete
-from tightfit.planner.cuts import balanced, by_promise, cut_fields, with_samples, with_sequences
+from tightfit.planner.cuts import balanced, by_promise, cut_fields, schedules, with_samples, with_sequences
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.rehearse import rehearse
 from tightfit.units import format_bytes, format_seconds
@@ -182,27 +182,37 @@ def _cuts_worth_knowing(
 def _cut(
     estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int], best_s: float
 ) -> list[Estimate]:
-    """Estimates of plans that cut the job so; none where it cannot be, or where not even one with room for everything
-    would take less than `best_s` a step."""
-    try:
-        fields = cut_fields(estimator, start, pins, sizes)
-        start = start.replace(**fields)
-        pins = {**pins, **{name: fields[name] for name in ("tp", "cp", "pp", "split") if name in fields}}
-        if math.isfinite(best_s):
-            share = start.share_of(estimator.job.train.batch)
-            roomy = start.replace(micro_batch=1 if start.pp > 1 and share > 1 else None)
-            if estimator.estimate(roomy).time.step_s > best_s:
-                return []
-        start = with_sequences(estimator, start, pins)
-        if "precision" in pins:
-            return worth_knowing(estimator, start, pins)
-        found = worth_knowing(estimator, start, {**pins, "precision": start.precision})
-        if start.precision == "bf16-mixed" and not any(one.fits for one in found):
-            start = start.replace(precision="bf16-true")
-            found += worth_knowing(estimator, start, {**pins, "precision": "bf16-true"})
-        return found
-    except InputError:
-        return []
+    """Estimates of plans that cut the job so, a pipeline by each of the schedules; none where it cannot be, or where not even
+    one with room for everything would take less than `best_s` a step."""
+    found: list[Estimate] = []
+    for schedule in schedules(pins) if "pp" in sizes else ({},):
+        best_s = min([best_s, *((1 - WORTH) * one.time.step_s for one in found if one.fits)])
+        try:
+            found += _cut_by(estimator, start.replace(**schedule), {**pins, **schedule}, sizes, best_s)
+        except InputError:
+            continue
+    return found
+
+
+def _cut_by(
+    estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int], best_s: float
+) -> list[Estimate]:
+    fields = cut_fields(estimator, start, pins, sizes)
+    start = start.replace(**fields)
+    pins = {**pins, **{name: fields[name] for name in ("tp", "cp", "pp", "split") if name in fields}}
+    if math.isfinite(best_s):
+        share = start.share_of(estimator.job.train.batch)
+        roomy = start.replace(micro_batch=1 if start.pp > 1 and share > 1 else None)
+        if estimator.estimate(roomy).time.step_s > best_s:
+            return []
+    start = with_sequences(estimator, start, pins)
+    if "precision" in pins:
+        return worth_knowing(estimator, start, pins)
+    found = worth_knowing(estimator, start, {**pins, "precision": start.precision})
+    if start.precision == "bf16-mixed" and not any(one.fits for one in found):
+        start = start.replace(precision="bf16-true")
+        found += worth_knowing(estimator, start, {**pins, "precision": "bf16-true"})
+    return found
 
 
 def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Iterator[list[Plan]]:
@@ -247,7 +257,7 @@ def _options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
     return {
         "precision": precisions,
         "micro_batch": [None if size == share else size for size in micro],
-        "recompute": ["none", "selective", "every-2", "full", "sqrt"],
+        "recompute": ["none", "selective", "selective-2", "every-2", "full", "sqrt"],
         "states": ["fp32", *widths],
         "update_in_backward": [False, True],
     }

@@ -155,7 +155,7 @@ class Clock:
         time = replace(time, input_s=_input_s(ledger, time.step_s))
         if not ledger.messages:
             return time
-        sent = [("sent", message.name, message.bytes / message.bytes_per_s, 1.0) for message in ledger.messages]
+        sent = [("sent", message.name, message.seconds, 1.0) for message in ledger.messages]
         table = tuple(sorted((*time.rows, *sent), key=lambda row: -row[2]))
         return replace(time, communication_s=_exposed_s(ledger, time), rows=table)
 
@@ -178,7 +178,7 @@ class Clock:
                 seconds.update({(piece, kind): duration for kind, duration in durations.items()})
         one = next(iter(ledgers.values()))
         assert one.stage is not None
-        travel = one.stage.hidden.at(one.micro_batch) / one.stage.bytes_per_s
+        travel = one.stage.hidden.at(one.micro_batch) / one.stage.bytes_per_s + one.stage.latency_s
 
         def lasts(action: Action) -> float:
             return seconds[action.chunk, action.kind]
@@ -277,7 +277,7 @@ def _exposed_s(ledger: Ledger, time: Time) -> float:
     shown = 0.0
     work = time.compute_s + time.memory_s + time.launch_s
     for message in ledger.messages:
-        seconds = message.bytes / message.bytes_per_s
+        seconds = message.seconds
         if not message.hides:
             shown += seconds
             continue
