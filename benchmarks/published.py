@@ -25,7 +25,7 @@ from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.plan import Plan
 from tightfit.planner.calibrate import refine
-from tightfit.planner.estimate import WORKSPACE_BYTES, Estimator
+from tightfit.planner.estimate import WORKSPACE_BYTES, Estimate, Estimator
 from tightfit.planner.reserve import reserved_bytes
 from tightfit.planner.time import Clock
 from tightfit.record import code_version
@@ -52,7 +52,7 @@ def compare(row: dict[str, Any]) -> dict[str, Any]:
         "framework": row["framework"],
         "machine": row.get("machine"),
         "devices": estimate.plan.devices,
-        **(compare_memory(row, ledger) if "memory" in row else {}),
+        **(compare_memory(row, ledger, estimator.settle(estimate)) if "memory" in row else {}),
         "published_speed": row.get("speed"),
         "predicted_speed": amount / estimate.time.step_s if "speed" in row else None,
         "amount": amount,
@@ -62,8 +62,12 @@ def compare(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def compare_memory(row: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
+def compare_memory(row: dict[str, Any], ledger: Ledger, settled: Estimate) -> dict[str, Any]:
     """Published and predicted bytes of a device, by the source's own metric."""
+    if settled.plan.devices > 1:  # settled: with what the allocator reserves
+        ((metric, size),) = row["memory"].items()
+        predicted = settled.peak.total - settled.peak.rows["runtime"] + WORKSPACE_BYTES
+        return {"metric": metric, "published_bytes": parse_bytes(size), "predicted_bytes": round(predicted)}
     late = row.get("loop", {}).get("zeroes_before_backward", False)
     ((metric, size),) = row["memory"].items()
     peak = max(

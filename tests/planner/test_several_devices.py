@@ -268,14 +268,14 @@ def test_a_call_takes_its_hops_however_little_it_sends() -> None:
     """NCCL's model: of a ring of 32 on 4 nodes 28 hops are inside one and 3 between them; a sum goes around twice."""
     machine = Machine.named("h100-sxm:8x4")
     gather = latency(tightfit.Plan(dp_shard=32, zero=3), machine, ("dp_shard",), 1)
-    assert gather == pytest.approx(8.4e-6 + 28 * 3.4e-6 + 3 * 9.6e-6)
+    assert gather == pytest.approx(14e-6 + 28 * 1.9e-6 + 3 * 4e-6)
     summed = latency(tightfit.Plan(dp_replicate=32), machine, ("dp_replicate",), 2)
-    assert summed == pytest.approx(2 * gather - 8.4e-6)
+    assert summed == pytest.approx(2 * gather - 14e-6)
     assert latency(tightfit.Plan(dp_shard=8, zero=3, dp_replicate=4), machine, ("dp_replicate",), 1) == pytest.approx(
-        8.4e-6 + 3 * 9.6e-6
+        14e-6 + 3 * 4e-6
     )
-    assert latency(tightfit.Plan(tp=8), machine, ("tp",), 2) == pytest.approx(8.4e-6 + 14 * 3.4e-6)
-    assert latency(tightfit.Plan(tp=8, pp=4), machine, ("pp",), 1) == pytest.approx(8.4e-6 + 9.6e-6)
+    assert latency(tightfit.Plan(tp=8), machine, ("tp",), 2) == pytest.approx(14e-6 + 14 * 1.9e-6)
+    assert latency(tightfit.Plan(tp=8, pp=4), machine, ("pp",), 1) == pytest.approx(14e-6 + 4e-6)
 
 
 def test_more_calls_wait_longer(estimator: Estimator) -> None:
