@@ -214,15 +214,23 @@ class Draws:
         self.model = model
         self.needed = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()) or _has_dropout(model)
 
-    @torch.compiler.disable  # it reads a number that was drawn
     def enter(self, module: nn.Module, inputs: Any) -> None:
-        if self.needed and module.training and self.outside is None:
+        if self.needed and module.training:
+            self._begin(module)
+
+    def leave(self, *ignored: Any) -> None:
+        if self.needed:
+            self._end()
+
+    @torch.compiler.disable  # it reads a number that was drawn; where nothing is drawn, no graph is broken
+    def _begin(self, module: nn.Module) -> None:
+        if self.outside is None:
             seed = int(torch.randint(2**31, ()))
             self.outside = _states(next(module.parameters()).device)
             torch.manual_seed(seed * 1009 + self.rank)
 
     @torch.compiler.disable
-    def leave(self, *ignored: Any) -> None:
+    def _end(self) -> None:
         if self.outside is not None:
             _restore(self.outside)
             self.outside = None

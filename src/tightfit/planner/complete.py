@@ -105,8 +105,9 @@ def _is_taken(job: Job, plan: Plan) -> bool:
 
     from tightfit.methods import attention, loss
     from tightfit.methods.run import Run
-    from tightfit.models import model_factory
+    from tightfit.models import find_blocks, model_factory
     from tightfit.models.objective import objective_of
+    from tightfit.planner.trace import shortened
 
     with _quiet("torch._subclasses.fake_tensor", "transformers"), FakeTensorMode():
         model = model_factory(job.model)()
@@ -117,7 +118,9 @@ def _is_taken(job: Job, plan: Plan) -> bool:
             for room in (attention, loss):  # in the order of METHODS
                 if room.wanted(plan):
                     run = room.apply(run, plan)
-            run.loss_sum({"input_ids": tokens, "labels": tokens})
+            blocks = find_blocks(model, job.model.blocks if isinstance(job.model, ModelSpec) else None)
+            with shortened([block for _, block in blocks]):
+                run.loss_sum({"input_ids": tokens, "labels": tokens})
         except (ValueError, RuntimeError, TypeError, AttributeError, LookupError):
             return False
     config: Any = model.config

@@ -209,8 +209,12 @@ class Estimator:
         )
 
     def _limits(self) -> dict[str, float]:
-        limits, known = self.job.limits, self.machine.host_memory_bytes
-        found = {"host memory": limits.host_memory or (known.value if known else None), "disk": limits.disk}
+        """What is limited: by the job, or by a host that is there; how much memory a host has that is not is a guess."""
+        limits, host = self.job.limits, self.machine.host_memory_bytes
+        found = {
+            "host memory": limits.host_memory or (host.value if host.source != "published" else None),
+            "disk": limits.disk,
+        }
         return {name: float(size) for name, size in found.items() if size}
 
     def _host(self, plan: Plan, ledger: Ledger) -> dict[str, float]:

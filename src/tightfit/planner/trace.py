@@ -369,6 +369,13 @@ def _record(
 
 
 @contextmanager
+def shortened(blocks: list[nn.Module]) -> Iterator[None]:
+    """Within, of each kind of block the first two and the last run; those between pass their input through."""
+    with _watched(blocks, Recorder({})):
+        yield
+
+
+@contextmanager
 def _watched(blocks: list[nn.Module], recorder: Recorder) -> Iterator[None]:
     """Within, each block's forward is a passage of its own, and those between the second and the last of a kind skip."""
     kinds: dict[Any, list[int]] = defaultdict(list)
@@ -501,4 +508,4 @@ def recorded(recorder: Recorder) -> tuple[Passage, ...]:
     return _passages(recorder.program)
 
 
-__all__ = ["FakeValues", "Recorder", "recorded", "trace", "traceable"]
+__all__ = ["FakeValues", "Recorder", "recorded", "shortened", "trace", "traceable"]
