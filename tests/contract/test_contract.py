@@ -123,16 +123,24 @@ def test_pair(name: str, items: list[Variant]) -> None:
 SEVERAL = [p for p in PAIRS if on_several(p) and not is_compiled(p) and not has_workers(p)]
 
 
-@pytest.mark.parametrize("items", SEVERAL, ids=named)
+def is_usual(variant: Variant) -> bool:
+    """Of several devices, or among the first two of its room: the others differ in degree."""
+    return on_several([variant]) or variant in [one for one in variants() if one[0] == variant[0]][:2]
+
+
+QUICK = [p for p in SEVERAL if all(map(is_usual, p))]
+
+
+@pytest.mark.parametrize("items", QUICK, ids=named)
 def test_pair_on_several_devices(items: list[Variant]) -> None:
-    """On one model; the slow suite tries the others. Pairs of axes are on all models in tests/engine."""
+    """On one model; the slow suite tries all pairs on all. Pairs of axes are on all models in tests/engine."""
     hold("llama", items)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in cases.NAMES if name != "llama"])
+@pytest.mark.parametrize("name", cases.NAMES)
 @pytest.mark.parametrize("items", SEVERAL, ids=named)
-def test_pair_on_several_devices_of_others(name: str, items: list[Variant]) -> None:
+def test_pair_on_several_devices_of_all(name: str, items: list[Variant]) -> None:
     hold(name, items)
 
 

@@ -218,7 +218,7 @@ def _cut_by(
 def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Iterator[list[Plan]]:
     """Every legal plan that differs from `start` in what trades memory for time: lists of equal ones with ever smaller
     micro-batches."""
-    job, options = estimator.job, _options(estimator, start)
+    job, options = estimator.job, _options(estimator, start, pins)
     options = {name: [getattr(start, name)] if name in pins else values for name, values in options.items()}
     micro_batches = options.pop("micro_batch")
     for spread, *values in itertools.product(_spreads(estimator.machine, start, pins), *options.values()):
@@ -245,13 +245,13 @@ def _spreads(machine: Machine, start: Plan, pins: dict[str, Any]) -> list[dict[s
     return [spread for number, spread in enumerate(kept) if spread not in kept[:number]]
 
 
-def _options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
+def _options(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> dict[str, list[Any]]:
     job = estimator.job
     batch = job.train.batch
     share = start.share_of(batch)
     micro = sorted({share, *(share // pieces for pieces in (2, 4, 8, 16, 32, 64) if share // pieces)}, reverse=True)
     precisions = [start.precision]  # chosen by what this machine multiplies fastest, of what the job allows
-    if start.precision == "bf16-mixed" and _is_worth_narrowing(estimator, start):
+    if start.precision == "bf16-mixed" and "precision" not in pins and _is_worth_narrowing(estimator, start):
         precisions.append("bf16-true")
     widths = [width for width in ("bf16", "8-bit", "4-bit") if f"{width}-states" in job.allowed]
     return {
