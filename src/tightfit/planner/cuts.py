@@ -16,9 +16,8 @@ from tightfit.timetable import split_balanced
 
 ALIKE = 1.05  # promises that differ by less are alike: of such cuts the simpler is tried first
 WITHOUT_BUBBLE = ("pipedream", "zero-bubble")  # schedules that hardly wait, whatever the number of micro-batches
-SCHEDULES: tuple[
-    dict[str, Any], ...
-] = (  # of pipelines, that search chooses from: more pieces wait less, and hold more
+# Schedules of a pipeline that search chooses from: more pieces wait less, and hold more.
+SCHEDULES: tuple[dict[str, Any], ...] = (
     {},
     {"schedule": "interleaved", "virtual_stages": 2},
     {"schedule": "interleaved", "virtual_stages": 4},
@@ -107,6 +106,8 @@ def balanced(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: int) -
     ledger, pieces = estimator.profiler.ledger(plan), pp * pins.get("virtual_stages", 1)
     if ledger.blocks < pieces:
         raise InputError(f"plan: pp={pp}", f"the model has {ledger.blocks} blocks", "use fewer")
+    if "split" in pins:
+        return {}
     seconds = [0.0] * (ledger.blocks + 2)  # before the blocks, of each of them, after them
     here = 0
     for passage in ledger.training:
@@ -117,6 +118,4 @@ def balanced(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: int) -
         elif passage.phase == "backward" and here == 1:
             here = 0
         seconds[here] += estimator.clock.passages_s([passage], 1)
-    if "split" in pins:
-        return {}
     return {"split": split_balanced(seconds[1:-1], seconds[0], seconds[-1], pieces)}

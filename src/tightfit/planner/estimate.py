@@ -22,9 +22,8 @@ from tightfit.units import format_bytes, format_seconds
 CONTEXT_BYTES = 500 * 2**20  # of a CUDA process beside its allocator: the context, and the kernels that torch loads
 WORKSPACE_BYTES = 2 * (2 * 4096 + 8 * 16) * 2**10  # of cuBLAS, for the thread of forward and that of backward
 MARGIN = 0.03  # that is left free for what no row foresees: a share of what is predicted, not of what is there already
-HOST_PROCESS_BYTES = (
-    1.4 * 2**30
-)  # of a CUDA process: Python, torch, transformers 0.4 (measured), libraries of the driver 1 (assumed)
+# Of a CUDA process in host memory: Python, torch and transformers 0.4 GiB (measured), the driver's libraries 1 (assumed).
+HOST_PROCESS_BYTES = 1.4 * 2**30
 STEPS = 1000  # of a job that does not say how long it trains
 
 

@@ -121,7 +121,10 @@ def _with_workers(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Pl
     if one.time.input_s < WAITS * one.time.step_s:
         return start
     work_s, prepare_s = one.time.step_s - one.time.input_s, one.ledger.seconds.get("prepare", 0.0)
-    return start.replace(loader_workers=min(math.ceil(2 * prepare_s / work_s), WORKERS))
+    machine = estimator.machine
+    named = machine.host_memory_bytes.source == "published"  # whose host is not known
+    most = WORKERS if named else min(WORKERS, machine.cores // machine.devices_per_node)
+    return start.replace(loader_workers=min(math.ceil(2 * prepare_s / work_s), most))
 
 
 def _reached(seen: list[Estimate], batch: int) -> int:
@@ -202,8 +205,8 @@ def _cut_by(
     pins = {**pins, **{name: fields[name] for name in ("tp", "cp", "pp", "split") if name in fields}}
     if math.isfinite(best_s):
         share = start.share_of(estimator.job.train.batch)
-        roomy = start.replace(micro_batch=1 if start.pp > 1 and share > 1 else None)
-        if estimator.estimate(roomy).time.step_s > best_s:
+        roomy = estimator.estimate(start.replace(micro_batch=1 if start.pp > 1 and share > 1 else None)).time
+        if roomy.step_s - roomy.optimizer_s * (1 - 1 / start.data_parallel) > best_s:  # zero: 1 divides the update
             return []
     start = with_sequences(estimator, start, pins)
     if "precision" in pins:
