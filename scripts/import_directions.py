@@ -40,6 +40,7 @@ NO_METHODS = (
     "methods.row",
     "methods.sequences",
     "methods.stages",
+    "methods.shards",
     "methods.stores",
     "methods.vocabulary",
 )  # what the rooms share, and a part of one that is long enough for a file

@@ -98,16 +98,18 @@ class Sent:
 class Gathered:
     """Parameters that are there whole only while their block is at work.
 
-    devices  among which they are divided
+    devices  among which they are divided; of gradients that leave for another memory none is kept, as among infinitely many
     block    bytes of the largest block's, in the type that they are gathered in; rest: of what belongs to no block, which
              stays from forward to backward
     reduced  bytes of the largest block's gradients, as they are summed
+    coming   bytes of a next block that is brought together meanwhile, in backward
     """
 
-    devices: int
+    devices: float
     block: float
     rest: float
     reduced: float
+    coming: float
 
     @property
     def widened(self) -> float:
@@ -275,9 +277,8 @@ class Ledger:
                 if sends and self.sent is not None:
                     travelling = self._travelling(done + then, whole, arrived)
                 if self.gathered is not None:
-                    travelling = self._gathered(
-                        passage, max(arrived, done * self.gathered.widened / self.gathered.devices)
-                    )
+                    parts = max(arrived, done * self.gathered.widened / self.gathered.devices)
+                    travelling = self._gathered(passage, parts, reducing=done > 0 or self.stage is not None)
                 yield passage.phase, passage.part, _sum(_sum(rows, played.largest), travelling)
                 rows = _sum(rows, played.net)
                 if sends and self.sent is not None and made:
@@ -287,6 +288,9 @@ class Ledger:
                     last = {"temporaries": played.gradient}
                     yield passage.phase, passage.part, _sum(_sum(rows, self._travelling(done, whole, arrived)), last)
                 if self.gathered is not None and passage.block is not None:  # of a block this device's part is left
+                    if made:
+                        summed = self.gathered.reduced * (1 + 1 / self.gathered.devices)
+                        yield passage.phase, "reduce", _sum_all(rows, {"communication": summed, "gradients": parts})
                     done += made
                     rows = _sum(rows, {"gradients": -made})
             if sends and self.sent is not None:
@@ -324,15 +328,15 @@ class Ledger:
             found["communication"] += 2 * self.sent.bucket / self.sent.devices
         return {**found, "gradients": max(found["gradients"], arrived)}
 
-    def _gathered(self, passage: Passage, arrived: float) -> dict[str, float]:
+    def _gathered(self, passage: Passage, arrived: float, reducing: bool) -> dict[str, float]:
         """What is there beside a passage's own buffers: its parameters, and in backward those that come next, the gradients
-        on their way, and the parts that arrived."""
+        on their way, where an earlier block has made some, and the parts that arrived."""
         assert self.gathered is not None
         there = 0.0
         if passage.block is not None:
             there = self.gathered.block
             if passage.phase == "backward":
-                there += self.gathered.block + self.gathered.reduced
+                there += self.gathered.coming + (self.gathered.reduced if reducing else 0.0)
         return {"communication": there, "gradients": arrived}
 
     def model_flops(self) -> float:

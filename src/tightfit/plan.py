@@ -230,6 +230,17 @@ class Rule:
 _NARROW = ("adamw", "sgd", "lion", "lamb", "lars")
 BY_MATRIX = ("adafactor", "muon")  # look at rows and columns, or at a whole matrix
 
+
+def _brings(plan: Plan, device: str) -> bool:
+    """Whether weights or gradients are brought to a device to update them."""
+    return device == "cuda" and bool({"parameters", "gradients"} & set(plan.offload))
+
+
+def _gathers(plan: Plan, device: str) -> bool:
+    """Whether parameters are on a device only while their block is at work."""
+    return plan.zero == 3 or (device == "cuda" and "parameters" in plan.offload)
+
+
 RULES = (
     Rule(
         "tf32 is arithmetic of CUDA devices (Ampere and later)",
@@ -310,14 +321,15 @@ RULES = (
         "use dp_replicate: 2 (or more) with zero: 0, or compressed_gradients: none",
     ),
     Rule(
-        "a segment of several blocks is recomputed as one, and zero: 3 gathers parameters block by block",
-        lambda plan, job, device: not (plan.zero == 3 and plan.recompute == "sqrt"),
-        "use recompute: full or every-2, or zero: 2",
+        "a segment of several blocks is recomputed as one, and zero: 3 gathers parameters block by block, as a GPU does with "
+        "offloaded ones",
+        lambda plan, job, device: not (_gathers(plan, device) and plan.recompute == "sqrt"),
+        "use recompute: full or every-2, or zero: 2 and no parameters in offload",
     ),
     Rule(
         "parameters that come and go cannot be compiled into one region",
-        lambda plan, job, device: not (plan.zero == 3 and plan.compile == "model"),
-        "use compile: block, or zero: 2",
+        lambda plan, job, device: not (_gathers(plan, device) and plan.compile == "model"),
+        "use compile: block, or zero: 2 and no parameters in offload",
     ),
     Rule(
         "a parameter server has workers that are whole replicas",
@@ -355,14 +367,18 @@ RULES = (
         "use offload: [states] (or gradients, parameters, activations), or leave out offload_to and offload_folder",
     ),
     Rule(
-        "a GPU computes with parameters and gradients in its own memory",
-        lambda plan, job, device: device != "cuda" or not {"parameters", "gradients"} & set(plan.offload),
-        "use offload: [states, activations], and zero: 3 or pp to divide parameters and gradients",
+        "parameters that come to a GPU when they are needed leave their gradients where they came from",
+        lambda plan, job, device: device != "cuda" or "parameters" not in plan.offload or "gradients" in plan.offload,
+        "add gradients to offload",
     ),
     Rule(
-        "parameters and gradients that devices share are divided, not offloaded",
-        lambda plan, job, device: plan.devices == 1 or not {"parameters", "gradients"} & set(plan.offload),
-        "use zero: 3, or one device",
+        "of parameters and gradients that devices share, each offloads its own part, of both",
+        lambda plan, job, device: (
+            plan.devices == 1
+            or not {"parameters", "gradients"} & set(plan.offload)
+            or (plan.zero == 3 and {"parameters", "gradients"} <= set(plan.offload))
+        ),
+        "use zero: 3 with both parameters and gradients in offload, or neither of them",
     ),
     Rule(
         "an update in backward uses a gradient up at once, so there is none to offload",
@@ -371,8 +387,11 @@ RULES = (
     ),
     Rule(
         "whole parameters are brought together for Adafactor and Muon with states where they are",
-        lambda plan, job, device: not ("states" in plan.offload and job.train.optimizer == "muon"),
-        "leave states out of offload with {train.optimizer}",
+        lambda plan, job, device: (
+            not ("states" in plan.offload and job.train.optimizer == "muon")
+            and not (_brings(plan, device) and job.train.optimizer in (BY_MATRIX if plan.zero else ("muon",)))
+        ),
+        "leave states, and on a GPU gradients and parameters, out of offload with {train.optimizer}",
     ),
     Rule(
         "a schedule, virtual stages and a split are a pipeline's",

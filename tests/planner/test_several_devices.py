@@ -107,6 +107,10 @@ def test_bytes_sent_are_those_of_rings(estimator: Estimator, devices: int) -> No
     [
         ("cuda", ("states",)),
         ("cuda", ("states", "activations")),
+        ("cuda", ("gradients",)),
+        ("cuda", ("states", "gradients")),
+        ("cuda", ("states", "gradients", "parameters")),
+        ("cuda", ("states", "gradients", "parameters", "activations")),
         ("cpu", ("states", "gradients", "parameters")),
         ("cpu", ("activations",)),
     ],
@@ -121,8 +125,12 @@ def test_what_is_offloaded_is_no_longer_the_device_s(
     estimator = Estimator(job, machine)
     found, without = estimator.estimate(plan), estimator.estimate(plan.replace(offload=(), offload_to="host"))
     folded = found.peak.total - found.peak.rows["runtime"]
-    assert folded == pytest.approx(rehearse(job, plan, device).total, rel=0.06)
-    assert folded < 0.8 * (without.peak.total - without.peak.rows["runtime"])
+    # what a forward saves leaves one by one, and is folded as leaving at the end of its passage: where little else is left,
+    # that shows
+    bound = 0.08 if len(words) == 4 else 0.06
+    assert folded == pytest.approx(rehearse(job, plan, device).total, rel=bound)
+    least = 1.0 if words == ("gradients",) else 0.8  # with one micro-batch they are all there at its end only
+    assert folded <= least * (without.peak.total - without.peak.rows["runtime"])
     assert found.time.communication_s > without.time.communication_s
 
 
@@ -133,6 +141,17 @@ def test_a_search_offloads_where_nothing_else_fits() -> None:
     job = JOB.replace(limits=tightfit.Limits(memory=limit), allow=["offload"])
     chosen = search(job, machine, {"compile": "none", "update_in_backward": False})[0]
     assert "states" in chosen.plan.offload
+    assert chosen.fits
+
+
+def test_a_search_offloads_even_the_parameters_of_a_gpu() -> None:
+    """A limit below the weights alone."""
+    machine = Machine.named("a100-80gb")
+    weights = sum(p.bytes for p in Estimator(JOB, machine).profiler.parameters(tightfit.Plan()))
+    limit = int(Estimator(JOB, machine).runtime_bytes + 0.9 * weights)
+    job = JOB.replace(limits=tightfit.Limits(memory=limit), allow=["offload"])
+    chosen = search(job, machine, {"compile": "none", "update_in_backward": False})[0]
+    assert {"states", "gradients", "parameters"} <= set(chosen.plan.offload)
     assert chosen.fits
 
 

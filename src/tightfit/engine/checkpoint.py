@@ -27,7 +27,7 @@ from tightfit.engine.randomness import random_states, seed_all, set_random_state
 from tightfit.engine.step import drain
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import Job
-from tightfit.methods.mesh import leads, rank
+from tightfit.methods.mesh import leads, on_mesh, rank
 from tightfit.methods.run import Run, part, whole
 from tightfit.optim.per_parameter import unpack
 
@@ -78,7 +78,7 @@ def _whole_model(run: Run) -> dict[str, Tensor] | None:
     persistent = run.model.state_dict().keys()
     for name, tensor in (*run.model.named_parameters(), *run.model.named_buffers()):  # what is tied once
         value = tensor.detach()
-        value = value.full_tensor() if isinstance(value, DTensor) else value
+        value = on_mesh(value).full_tensor() if isinstance(value, DTensor) else value
         value = run.slices[name].whole(value) if name in run.slices else value
         if _speaks(run) and name in persistent:
             found[name] = value.to("cpu", copy=True).contiguous()

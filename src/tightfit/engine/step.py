@@ -141,9 +141,9 @@ def everywhere(run: Run, holds: bool) -> bool:
 
 def clip(run: Run, limit: float) -> float:
     """Scale the gradients so that the norm of all of them together, on all devices, is at most `limit`; returns it."""
-    if run.mesh is None:
-        return float(torch.nn.utils.clip_grad_norm_(run.model.parameters(), limit))
     weights = [weight for group in run.optimizer.param_groups for weight in group["params"] if weight.grad is not None]
+    if run.mesh is None:
+        return float(torch.nn.utils.clip_grad_norm_(weights, limit))
     gradients = [local(weight.grad) for weight in weights]
     elsewhere = set(weights_named(run, run.stages.copies)) if run.stages is not None else set()
     squares = torch.zeros(2, device=run.device)  # of what is cut among the tp devices, and of what each of them has
@@ -155,7 +155,8 @@ def clip(run: Run, limit: float) -> float:
     squares[1] /= run.mesh.size("tp")
     divided = run.reduction.parts if run.reduction is not None else ()
     norm = run.mesh.sum(squares, (*divided, "tp", "pp")).sum().sqrt()
-    torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, factor.to(gradients[0].device) if gradients else factor)  # which may be offloaded
     return float(norm)
 
 

@@ -30,7 +30,8 @@ from tightfit.job import ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.mesh import Mesh, grown, onto_meta, shrink
-from tightfit.methods.run import Run
+from tightfit.methods.run import Run, kind_of
+from tightfit.methods.shards import comes_and_goes
 from tightfit.methods.stages import pieces_of, pieces_with
 from tightfit.models import find_blocks, places_of
 from tightfit.models.create import model_factory
@@ -51,6 +52,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     held = sum(kept)
     if plan.zero == 3 and plan.materialize == "device":  # rows, and one parameter whole
         held = math.ceil(held / plan.shards) + max(kept, default=0)
+    if "parameters" in plan.offload and plan.materialize == "device":  # where they lie, and a block on its way
+        held = 0
     if plan.pp > 1 and plan.materialize == "device":
         pieces = pieces_of(plan, ledger.blocks)
         own = [
@@ -64,6 +67,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     on_host = 0.0 if machine.device == "cpu" else float(max(single, default=0) + SLACK_BYTES)
     if machine.device == "cuda" and plan.materialize == "host":
         on_host = float(sum(single))
+    if machine.device == "cuda" and "parameters" in plan.offload:
+        most = 0
     return replace(
         ledger,
         phases={**ledger.phases, "materialize": float(most)},
@@ -76,13 +81,16 @@ def wanted(plan: Plan) -> bool:
 
 
 def apply(run: Run, plan: Plan) -> Run:
+    offloads = "parameters" in plan.offload
+    device = torch.device("cpu") if offloads else run.device  # from where they are divided, or brought over when needed
     if plan.materialize == "device":
         divided = run.mesh if plan.zero == 3 else None
-        put = run.store.put if run.store is not None and "parameters" in plan.offload else None
+        mapped = offloads and not comes_and_goes(plan, kind_of(run.device))
+        put = run.store.put if mapped and run.store is not None else None
         own = own_parameters(run, plan)
-        model = create_on_device(run.job.model, run.device, weights_dtype(plan), divided, own, put)
+        model = create_on_device(run.job.model, device, weights_dtype(plan), divided, own, put)
     else:
-        model = create_on_host(run.job.model, run.device, weights_dtype(plan))
+        model = create_on_host(run.job.model, device, weights_dtype(plan))
     return replace(run, model=model, loss_sum=functools.partial(run.objective.total, model))
 
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tightfit.errors import InputError
 from tightfit.ledger import Message
 from tightfit.machine import Machine
+from tightfit.methods.stores import is_apart
 from tightfit.plan import Plan
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
@@ -168,6 +169,14 @@ def grown(parameter: Tensor, mesh: Mesh) -> Tensor:
     return whole.view(parameter.shape)
 
 
+def on_mesh(tensor: DTensor) -> DTensor:
+    """A tensor whose part lies in another memory than the devices' that share it, where they can send each other theirs."""
+    local, kind = tensor.to_local(), tensor.device_mesh.device_type
+    if local.device.type == kind:
+        return tensor
+    return DTensor(local.to(local_device(kind)), tensor._spec, requires_grad=False)
+
+
 def world_size() -> int:
     """How many processes train together: as the launcher (torchrun, srun, `tightfit train --nproc`) says."""
     if dist.is_available() and dist.is_initialized():
@@ -192,7 +201,10 @@ def join(kind: str) -> None:
     if not dist.is_initialized():
         if kind == "cuda":
             torch.cuda.set_device(local_device(kind))
-        dist.init_process_group(BACKENDS[kind])
+        if "WORLD_SIZE" in os.environ:
+            dist.init_process_group(BACKENDS[kind])
+        else:  # one process, which nobody launched
+            dist.init_process_group(BACKENDS[kind], store=dist.HashStore(), rank=0, world_size=1)
 
 
 def check_world(plan: Plan) -> None:
@@ -212,12 +224,13 @@ def check_world(plan: Plan) -> None:
 
 
 def make_mesh(plan: Plan, device: torch.device) -> Mesh | None:
-    """The mesh of a plan for several devices; None for one. Joins the process group where that has not been done.
+    """The mesh of a plan for several devices; None for one, but where its parameters come and go, as torch's fully_shard asks for
+    one. Joins the process group where that has not been done.
 
     Raises InputError where there are not as many processes as the plan has devices.
     """
     check_world(plan)
-    if plan.devices == 1:
+    if plan.devices == 1 and not ("parameters" in plan.offload and is_apart(device)):
         return None
     join(device.type)
     return _mesh(device.type, (plan.pp, plan.replicas + plan.servers, plan.shards, plan.tp), plan.servers, plan.cp)

@@ -16,13 +16,13 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from tightfit.ledger import Ledger, Message
 from tightfit.machine import Machine
 from tightfit.methods.run import Run, Undivided
-from tightfit.methods.stores import SMALL, Store
+from tightfit.methods.shards import comes_and_goes, gathered_of, narrow_names, sharded, working_weights
+from tightfit.methods.stores import SMALL, Gradients, Store, is_apart
 from tightfit.models.objective import Batch
 from tightfit.plan import Plan
 from tightfit.program import Buffer, Passage
@@ -42,44 +42,57 @@ def wanted(plan: Plan) -> bool:
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """What is named counts no more where the device's memory is counted; what moves instead is a message."""
-    host = machine.host_to_device_bytes_per_s.value if machine.host_to_device_bytes_per_s else HOST_BYTES_PER_S
-    rate = DISK_BYTES_PER_S if plan.offload_to == "disk" else host
-    moved: dict[str, float] = {}  # in a step
-    held: dict[str, float] = {}  # where it is put
     on_disk = plan.offload_to == "disk"
+    link = machine.host_to_device_bytes_per_s.value if machine.host_to_device_bytes_per_s else HOST_BYTES_PER_S
+    rate = DISK_BYTES_PER_S if on_disk else link
     room = float if on_disk else _pinned
+    apart, gathers = machine.device == "cuda", comes_and_goes(plan, machine.device)
     part = 1.0 / (plan.pp * (plan.shards if plan.zero else 1))  # of the states, on this device
+    beside: dict[str, float] = {}  # bytes that move in a step while the device works
+    between: dict[str, float] = {}  # and while it waits
+    held: dict[str, float] = {}  # where it is put
     updates, parameters, training = ledger.updates, ledger.parameters, ledger.training
-    trained = [parameter.bytes for parameter in parameters if parameter.trainable]
+    trained = {parameter.name: parameter.bytes for parameter in parameters if parameter.trainable}
+    whole, steps = part * sum(trained.values()), ledger.micro_batches
+    brought = dict.fromkeys(updates, 0.0)  # bytes of each parameter's update that come to the device for it
     if "states" in plan.offload:
-        moved["states"] = 2.0 * part * sum(update.state_bytes for update in updates.values())
+        between["states"] = 2.0 * part * sum(update.state_bytes for update in updates.values())
         held["states"] = sum(
             2 * room(part * update.state_bytes / 2) for update in updates.values()
         )  # moments, mostly two
-        fetched = machine.device == "cuda"  # a processor updates them where they are mapped
-        updates = {
-            name: replace(
-                update,
-                state_bytes=0,
-                transient_bytes=update.transient_bytes + (update.state_bytes if fetched else 0),
-            )
-            for name, update in updates.items()
-        }
+        if apart:  # a processor updates them where they are mapped
+            brought = {name: float(update.state_bytes) for name, update in updates.items()}
+        updates = {name: replace(update, state_bytes=0) for name, update in updates.items()}
     if "gradients" in plan.offload:
-        moved["gradients"] = 2.0 * ledger.gradient_bytes() * ledger.micro_batches
-        held["gradients"] = sum(map(room, trained))
+        beside["gradients"] = (2.0 * steps - 1) * whole
+        between["gradients"] = whole
+        held["gradients"] = sum(room(part * size) for size in trained.values())
     if "parameters" in plan.offload:
-        moved["parameters"] = 2.0 * sum(trained)
-        held["parameters"] = sum(map(room, trained))
-        parameters = tuple(replace(p, bytes=0) if p.trainable else p for p in parameters)
+        beside["parameters"] = 2.0 * steps * whole if apart else 0.0
+        between["parameters"] = 2.0 * whole
+        held["parameters"] = sum(room(part * size) for size in trained.values())
+        if gathers and plan.zero < 3:
+            ledger = replace(ledger, gathered=gathered_of(ledger, plan, narrow_names(ledger)))
+        if plan.zero < 3:
+            parameters = tuple(replace(p, bytes=0) if p.trainable else p for p in parameters)
+    if apart:
+        words = [word for word in ("parameters", "gradients") if word in plan.offload]
+        brought = {name: size + len(words) * trained.get(name, 0) for name, size in brought.items()}
+    updates = {
+        name: replace(update, transient_bytes=update.transient_bytes + int(brought[name]))
+        for name, update in updates.items()
+    }
     if "activations" in plan.offload:
         training, size = _left_out(training, ledger.micro_batch, mapped=machine.device == "cpu")
-        moved["activations"] = 2.0 * size * ledger.micro_batches / plan.pp
+        beside["activations"] = between["activations"] = size * steps / plan.pp
         held["activations"] = size
-    messages = tuple(
-        Message(name, size, rate, hides=name == "activations" and machine.device == "cuda")
-        for name, size in moved.items()
-    )
+    alone = gathers and plan.shards == 1  # then fully_shard copies when the device is to work on it, not before
+    messages = [
+        Message(name, size, rate, hides=apart and not (alone and name != "activations"))
+        for name, size in beside.items()
+        if size
+    ]
+    messages += [Message(name, size, rate, hides=False) for name, size in between.items()]
     elsewhere = {f"offloaded {name}": size for name, size in held.items()}
     return replace(
         ledger,
@@ -89,7 +102,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         parameters=parameters,
         training=training,
         messages=(*ledger.messages, *messages),
-        takes_gradients="gradients" in plan.offload,
+        takes_gradients="gradients" in plan.offload and not gathers,
     )
 
 
@@ -137,15 +150,20 @@ def apply(run: Run, plan: Plan) -> Run:
     store = run.store
     assert store is not None
     if "activations" in plan.offload:
-        stays = {parameter.untyped_storage()._cdata for parameter in run.model.parameters()}
-        run = replace(run, loss_sum=saving(run.loss_sum, store, stays))
+        run = replace(run, loss_sum=saving(run.loss_sum, store, run.model))
+    if plan.zero == 3:  # which puts each device's rows there
+        return run
     if "parameters" in plan.offload:
+        if is_apart(run.device):
+            return sharded(run, plan)
         for parameter in run.model.parameters():
             if parameter.requires_grad and not _is_stored(parameter):
                 parameter.data = store.put(parameter.data)
                 parameter.stored = True  # type: ignore[attr-defined]
     if "gradients" in plan.offload:
-        run = replace(run, reduction=Gradients(run.model, store))
+        trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+        weights = {parameter: store.stand_in(parameter) if is_apart(run.device) else parameter for parameter in trained}
+        run = replace(run, reduction=Taken(Gradients(weights, store)), weights=weights if is_apart(run.device) else {})
     return run
 
 
@@ -153,40 +171,22 @@ def _is_stored(parameter: Tensor) -> bool:
     return getattr(parameter, "stored", False)
 
 
-def saving(loss_sum: Callable[[Batch], Tensor], store: Store, stays: set[int]) -> Callable[[Batch], Tensor]:
+def saving(loss_sum: Callable[[Batch], Tensor], store: Store, model: nn.Module) -> Callable[[Batch], Tensor]:
+    """`loss_sum` whose saved tensors wait in the store, but for the model's parameters."""
+
     def loss_sum_with_activations_elsewhere(batch: Batch) -> Tensor:
-        with store.saving(stays):
+        with store.saving({weights.untyped_storage()._cdata for weights in working_weights(model)}):
             return loss_sum(batch)
 
     return loss_sum_with_activations_elsewhere
 
 
-class Gradients(Undivided):
+class Taken(Undivided):
     """The `Reduction` of a device whose gradients are summed in the store."""
 
-    def __init__(self, model: nn.Module, store: Store) -> None:
-        self.store = store
-        self.kept = store.gradients
-        self.there: set[Tensor] = set()
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._take)
-
-    @torch.no_grad()
-    def _take(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        if parameter not in self.kept:
-            self.kept[parameter] = self.store.empty(parameter.shape, gradient.dtype)
-        if parameter in self.there:
-            self.kept[parameter].add_(gradient)
-        else:
-            self.kept[parameter].copy_(gradient)
-            self.there.add(parameter)
-        parameter.grad = None
+    def __init__(self, gradients: Gradients) -> None:
+        self.gradients = gradients
 
     def end(self, last: bool) -> None:
         if last:
-            for parameter in self.there:
-                parameter.grad = self.kept[parameter]
-            self.there.clear()
+            self.gradients.end()

@@ -24,10 +24,11 @@ from torch.optim import Optimizer
 from tightfit.job import Train
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods.run import Run, part, parts_of, whole
+from tightfit.methods.run import Run, kind_of, part, parts_of, whole
+from tightfit.methods.stores import Store
 from tightfit.optim import make_optimizer
 from tightfit.optim.norms import mark_part
-from tightfit.optim.per_parameter import Elsewhere, PerParameter
+from tightfit.optim.per_parameter import PerParameter
 from tightfit.optim.schedule import learning_rate, total_steps
 from tightfit.optim.whole import WholeParameters
 from tightfit.plan import BY_MATRIX, Plan
@@ -56,12 +57,18 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 def takes_all_at_once(plan: Plan, device: str) -> bool:
     """Whether torch's own choice of kernels goes over all parameters together: on CUDA, where nothing else was asked for."""
-    return device == "cuda" and not plan.fused_optimizer and not _one_by_one(plan)
+    return device == "cuda" and not plan.fused_optimizer and not _one_by_one(plan, device)
 
 
-def _one_by_one(plan: Plan) -> bool:
+def brings(plan: Plan, device: str) -> bool:
+    """Whether a device of this kind is brought weights or gradients to update: a processor updates them where they are mapped."""
+    return device == "cuda" and bool({"parameters", "gradients"} & set(plan.offload))
+
+
+def _one_by_one(plan: Plan, device: str) -> bool:
     return (
         "states" in plan.offload
+        or brings(plan, device)
         or plan.precision == "fp16-true"
         or plan.states != "fp32"
         or plan.rounding != "nearest"
@@ -74,23 +81,25 @@ def optimizer_of(
     train: Train,
     plan: Plan,
     weights: dict[nn.Parameter, nn.Parameter] | None = None,
-    keep: Elsewhere | None = None,
+    store: Store | None = None,
+    device: str = "cpu",
 ) -> Optimizer:
     """The job's optimizer with the plan's kernels, width of states and rounding, over `weights` in place of parameters.
 
-    keep  another memory than the device's, for states
+    store  another memory than the device's, for what the plan offloads; device: the kind of that which updates
     """
     optimizer: Optimizer = make_optimizer(model, train, plan.fused_optimizer, weights)
     wide = plan.precision == "fp16-true"  # squares of gradients vanish in fp16, so its states are fp32
-    if _one_by_one(plan):
-        return PerParameter(optimizer, plan.states, plan.rounding, train.seed, wide, keep)
+    if _one_by_one(plan, device):
+        keep = store if "states" in plan.offload else None
+        apart = store if brings(plan, device) else None
+        return PerParameter(optimizer, plan.states, plan.rounding, train.seed, wide, keep, apart)
     return optimizer
 
 
 def apply(run: Run, plan: Plan) -> Run:
     train = run.job.train
-    keep = run.store if "states" in plan.offload else None
-    optimizer = optimizer_of(run.model, train, plan, run.weights, keep)
+    optimizer = optimizer_of(run.model, train, plan, run.weights, run.store, kind_of(run.device))
     if plan.zero or run.slices:
         assert run.mesh is not None
         for weight in [weight for group in optimizer.param_groups for weight in group["params"]]:

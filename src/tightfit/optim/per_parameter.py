@@ -33,6 +33,21 @@ class Elsewhere(Protocol):
 
     def fetch(self, value: Tensor) -> Tensor: ...
 
+    def settle(self) -> None: ...
+
+
+class Brought(Protocol):
+    """Weights that lie in such a memory, or whose gradients do: `bring` gives one with its gradient on the device, and
+    `take_back` takes it when it is updated."""
+
+    device: torch.device
+
+    def bring(self, weight: Tensor) -> Tensor: ...
+
+    def take_back(self, weight: Tensor, here: Tensor) -> None: ...
+
+    def settle(self) -> None: ...
+
 
 class PerParameter(Optimizer):
     """Wraps a fresh optimizer and updates one parameter at a time.
@@ -43,7 +58,8 @@ class PerParameter(Optimizer):
     rounding  how an update of a 16-bit weight is rounded: nearest, kahan (a second 16-bit tensor carries what was
               lost), or stochastic (bf16: up or down, with the probability that keeps the mean)
     seed      of the stochastic rounding
-    keep      another memory than the parameters', in which states are kept
+    keep      another memory than the device's, in which states are kept
+    apart     where the weights given lie, or their gradients, if that is not on the device that updates them
     wide      the states and updates of 16-bit weights are in fp32 whatever `states` and `rounding` say
 
     Learning rates and the other options are read from `param_groups` at each update. The memory needed beyond what is
@@ -58,14 +74,15 @@ class PerParameter(Optimizer):
         seed: int = 0,
         wide: bool = False,
         keep: Elsewhere | None = None,
+        apart: Brought | None = None,
     ) -> None:
         assert not optimizer.state, "wrap an optimizer before its first step"
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self._inner = optimizer
         self._inner.param_groups = []
-        device = self.param_groups[0]["params"][0].device
+        self._device = device = self.param_groups[0]["params"][0].device if apart is None else apart.device
         self._states, self._rounding = states, rounding
-        self._keep = keep
+        self._keep, self._apart = keep, apart
         self._wide = wide or states != "fp32" or rounding != "nearest"
         self._blocks = Blocks(cast(Bits, int(states[0])), device) if states in ("8-bit", "4-bit") else None
         self._generator, self._seed = torch.Generator(device) if rounding == "stochastic" else None, seed
@@ -91,6 +108,9 @@ class PerParameter(Optimizer):
                 if parameter.grad is not None:
                     self._update(parameter, group)
         self._updated.clear()
+        for there in (self._keep, self._apart):
+            if there is not None:
+                there.settle()
         return loss
 
     def _update_in_backward(self, parameter: Tensor, group: int) -> None:
@@ -109,7 +129,8 @@ class PerParameter(Optimizer):
         """One step of the wrapped optimizer for one parameter: widen, update, narrow and round again."""
         kept, inner = dict(self.state.get(parameter, {})), self._inner
         carried = kept.pop(_CARRIED.get(self._rounding, ""), None)
-        weight = self._widen_weight(parameter, carried)
+        here = parameter if self._apart is None else mark_alike(self._apart.bring(parameter), parameter)
+        weight = self._widen_weight(here, carried)
         states = {name: self._widen(name, value, weight) for name, value in kept.items()}
         inner.param_groups = [{**group, "params": [weight]}]
         inner.state = defaultdict(dict, {weight: states})
@@ -119,8 +140,10 @@ class PerParameter(Optimizer):
         self.state[parameter] = {
             name: self._put(parameter, name, self._narrow(name, states.pop(name))) for name in list(states)
         }
-        if weight is not parameter:
-            self._round(parameter, weight, carried)
+        if weight is not here:
+            self._round(parameter, here, weight, carried)
+        if self._apart is not None:
+            self._apart.take_back(parameter, here)
 
     def _is_widened(self, parameter: Tensor) -> bool:
         """Whether the wrapped optimizer gets an fp32 copy in place of the parameter."""
@@ -134,18 +157,18 @@ class PerParameter(Optimizer):
         weight.grad = parameter.grad.float()
         return weight.add_(carried) if isinstance(carried, Tensor) else weight
 
-    def _round(self, parameter: Tensor, weight: Tensor, carried: Any) -> None:
-        """Write the fp32 `weight` back into its 16-bit parameter."""
+    def _round(self, parameter: Tensor, here: Tensor, weight: Tensor, carried: Any) -> None:
+        """Write the fp32 `weight` back into its 16-bit parameter, as that is `here` on the device."""
         if self._generator is not None:
-            assert parameter.dtype is torch.bfloat16
+            assert here.dtype is torch.bfloat16
             count = carried or 0
             # a function of these three, so that neither a resume nor the order of the updates changes the noise
             self._generator.manual_seed(abs(hash((self._seed, self._number[parameter], count))))
             round_stochastically_(weight, self._generator)
             self.state[parameter]["roundings"] = count + 1
-        parameter.copy_(weight)
+        here.copy_(weight)
         if self._rounding == "kahan":
-            self.state[parameter]["compensation"] = weight.sub_(parameter).to(parameter.dtype)
+            self.state[parameter]["compensation"] = weight.sub_(here).to(here.dtype)
 
     def _narrow(self, name: str, value: Any) -> Any:
         """A state as it is kept. Counters (numbers, tensors without dims) are kept as they are."""
@@ -195,18 +218,18 @@ class PerParameter(Optimizer):
 
     def _load(self, name: str, value: Any, parameter: Tensor, group: dict[str, Any]) -> Any:
         if isinstance(value, dict):
-            value = {part: tensor.to(parameter.device, copy=True) for part, tensor in value.items()}
+            value = {part: tensor.to(self._device, copy=True) for part, tensor in value.items()}
             if self._blocks is not None and self._blocks.bits == bits_of(value, parameter):
                 return value
             value = unpack(name, value, parameter)
         if not isinstance(value, Tensor):
             return value
         if value.dim() == 0:  # a counter: on the host, but for kernels that read it on the device
-            return value.to(parameter.device if group.get("fused") or group.get("capturable") else "cpu", copy=True)
+            return value.to(self._device if group.get("fused") or group.get("capturable") else "cpu", copy=True)
         if name == "compensation":
-            return value.to(parameter, copy=True)
+            return value.to(self._device, parameter.dtype, copy=True)
         dtype = torch.float32 if self._is_widened(parameter) else parameter.dtype
-        return self._narrow(name, value.to(parameter.device, dtype, copy=True))
+        return self._narrow(name, value.to(self._device, dtype, copy=True))
 
 
 def round_stochastically_(values: Tensor, generator: torch.Generator) -> Tensor:
@@ -221,8 +244,9 @@ def round_stochastically_(values: Tensor, generator: torch.Generator) -> Tensor:
 
 def unpack(name: str, packed: dict[str, Tensor], parameter: Tensor) -> Tensor:
     """The fp32 state of `parameter` that `packed` stands for, whatever its width."""
-    like = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
-    return Blocks(bits_of(packed, parameter), parameter.device).unpack(name, packed, like)
+    device = packed["codes"].device  # where the parameter itself is not, if that is offloaded
+    like = torch.empty_like(parameter, dtype=torch.float32, device=device, requires_grad=False)
+    return Blocks(bits_of(packed, parameter), device).unpack(name, packed, like)
 
 
 def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from tightfit.methods import (
     optimizer_states,
     precision,
     sequences,
+    shards,
     tensor_parallel,
-    zero,
 )
 from tightfit.methods.mesh import make_mesh
 from tightfit.methods.run import Run
@@ -114,7 +114,7 @@ class Profiler:
         kind = plan.precision.replace("fp16", "bf16").replace("tf32", "fp32")
         whole = self._whole_chunk(plan)
         cut = plan.tp, plan.cp, plan.sequence_parallel, plan.sequence_parallel and sequences.gathers_again(plan)
-        narrow = plan.zero == 3 and zero.narrow_type(plan) is not None
+        narrow = shards.comes_and_goes(plan, self.device) and shards.narrow_type(plan) is not None
         key = kind, plan.attention, plan.chunked_loss, plan.compile, training, micro_batch < whole, cut, narrow
         traced = self._traced.setdefault(key, {})
         plan = plan.replace(precision=kind)
@@ -160,10 +160,10 @@ class Profiler:
             # a compiled model is one region, whose blocks nobody sees from outside
             blocks = [block for _, block in find_blocks(run.model, name)] if plan.compile != "model" else []
             parameters, count = _parameters(run.model, name), len(blocks)
-            dtype = zero.narrow_type(plan)
-            if plan.zero == 3 and dtype is not None:  # as blocks find them, gathered
+            dtype = shards.narrow_type(plan)
+            if shards.comes_and_goes(plan, self.device) and dtype is not None:  # as blocks find them, gathered
                 for _, block in find_blocks(run.model, name):
-                    for module in zero.products_of(block)[0]:
+                    for module in shards.products_of(block)[0]:
                         for key, weight in module.named_parameters(recurse=False):
                             narrow = nn.Parameter(weight.detach().to(dtype), requires_grad=weight.requires_grad)
                             module.register_parameter(key, narrow)
@@ -255,12 +255,12 @@ class Profiler:
     def updates(self, plan: Plan) -> dict[str, Update]:
         """What the job's optimizer does to each parameter, with the plan's states and kernels."""
         fields = plan.states, plan.rounding, plan.fused_optimizer, plan.update_in_backward, plan.tp
-        key = (plan.is_true, plan.precision == "fp16-true", *fields)
+        together = optimizer_states.takes_all_at_once(plan, self.device)
+        key = (plan.is_true, plan.precision == "fp16-true", together, *fields)
         if key not in self._updates:
             with processes(plan.tp), self._mode, FakeValues():
                 model = self._part(plan)
-                optimizer = optimizer_states.optimizer_of(model, self.job.train, plan)
-                together = optimizer_states.takes_all_at_once(plan, self.device)
+                optimizer = optimizer_states.optimizer_of(model, self.job.train, plan, device=self.device)
                 self._updates[key] = trace_updates(model, optimizer, together)
         return self._updates[key]
 

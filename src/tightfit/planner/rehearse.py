@@ -16,7 +16,7 @@ from tightfit.engine.build import build
 from tightfit.engine.step import Step, drain, take_step
 from tightfit.job import Job
 from tightfit.machine import Figure, Machine
-from tightfit.methods import optimizer_states
+from tightfit.methods import optimizer_states, shards
 from tightfit.methods.run import Run
 from tightfit.models.objective import Batch, processed_count, sample_count
 from tightfit.plan import Plan
@@ -98,7 +98,8 @@ def rehearse(job: Job, plan: Plan, device: str = "cpu", stage: int = 0) -> Peak:
     shapes = Shapes(example(job)[0], job, plan)
     values = FakeValues(is_padded(shapes.batch))
     first = stage * plan.devices // plan.pp + plan.servers  # of those that have this piece; a worker, not its server
-    with processes(plan.devices, first), FakeTensorMode(), values, as_on(device):
+    gathers = shards.comes_and_goes(plan, device)
+    with processes(plan.devices, first, gathers), FakeTensorMode(), values, as_on(device):
         run = build(job, plan, HERE, shapes)
         if optimizer_states.takes_all_at_once(plan, device):
             take_all_at_once(run.optimizer)

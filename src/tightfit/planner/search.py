@@ -26,7 +26,13 @@ from tightfit.units import format_bytes, format_seconds
 KEPT = 12  # estimates that are returned: the chosen one, and those that came nearest
 REHEARSED_BLOCKS = 24  # of a model on several devices, at most
 OFFLOADED = {  # what is tried where nothing else fits, what costs least first
-    "cuda": (("states",), ("states", "activations")),
+    "cuda": (
+        ("states",),
+        ("states", "activations"),
+        ("states", "gradients"),
+        ("states", "gradients", "parameters"),
+        ("states", "gradients", "parameters", "activations"),
+    ),
     "cpu": (("states",), ("states", "gradients", "parameters"), ("states", "gradients", "parameters", "activations")),
 }
 WORTH = 0.1  # of a step's time that cutting the model must promise to save

@@ -114,10 +114,13 @@ def _without_dropout(
 
 
 @contextmanager
-def processes(count: int, rank: int = 0) -> Iterator[None]:
+def processes(count: int, rank: int = 0, group: bool = False) -> Iterator[None]:
     """As if this were one (the first) of so many processes: what they say to each other is taken as said. Raises InputError
-    where the real ones have found each other already."""
-    if count == 1:
+    where the real ones have found each other already.
+
+    group  whether one process, too, is a group
+    """
+    if count == 1 and (not group or dist.is_initialized()):
         yield
         return
     if dist.is_initialized():

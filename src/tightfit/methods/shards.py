@@ -1,0 +1,245 @@
+"""Shards: parameters that are on the device only while their block is at work, by torch's fully_shard.
+
+What `zero: 3` divides among devices, and what one device keeps in another memory than its own: each block's parameters are
+brought together (or over) before its forward and backward, the next block's meanwhile, and forgotten after.
+
+Source  Zhao et al. 2023, arXiv:2304.11277; Ren et al. 2021 (ZeRO-Offload), arXiv:2101.06840.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from tightfit.job import ModelSpec
+from tightfit.ledger import Gathered, Ledger, Parameter
+from tightfit.methods.mesh import DATA, Mesh, Statistics, on_mesh
+from tightfit.methods.run import Run
+from tightfit.methods.stores import Gradients, Store
+from tightfit.models import find_blocks
+from tightfit.plan import Plan
+
+
+def narrow_names(ledger: Ledger) -> set[str]:
+    """Names, with * for numbers, of the parameters whose gradients are made in a narrower type than they are kept in: those
+    that are gathered in it."""
+    kept = {parameter.name: parameter.bytes for parameter in ledger.parameters}
+    return {
+        _alike(buffer.parameter)
+        for passage in ledger.training
+        for buffer in passage.timeline.born
+        if buffer.row == "gradients" and buffer.size.fixed < kept.get(buffer.parameter, 0)
+    }
+
+
+def _alike(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def gathered_bytes(parameter: Parameter, narrow: set[str]) -> float:
+    return parameter.bytes / 2 if _alike(parameter.name) in narrow else parameter.bytes
+
+
+def gathered_of(ledger: Ledger, plan: Plan, narrow: set[str]) -> Gathered:
+    """Bytes of the largest block and of what is in none: blocks are told by the numbers in parameters' names."""
+    blocks: Counter[str] = Counter()
+    reduced: Counter[str] = Counter()
+    rest = 0.0
+    for parameter in ledger.parameters:
+        found = re.match(r"(.*?\.\d+)\.", parameter.name)
+        if found is None:
+            rest += parameter.bytes
+        else:
+            blocks[found.group(1)] += math.ceil(gathered_bytes(parameter, narrow))
+            reduced[found.group(1)] += parameter.bytes
+    devices = math.inf if "gradients" in plan.offload else plan.shards  # what is left of a gradient on this one
+    block, coming = (
+        float(max(blocks.values(), default=0)),
+        plan.shards > 1,
+    )  # alone, a block is brought over when it is needed
+    return Gathered(devices, block, rest, float(max(reduced.values(), default=0)), block if coming else 0.0)
+
+
+def comes_and_goes(plan: Plan, kind: str) -> bool:
+    """Whether parameters are on a device of this kind (cpu, cuda) only while their block is at work. A processor works with
+    those that are offloaded where they are mapped."""
+    return plan.zero == 3 or (kind == "cuda" and "parameters" in plan.offload)
+
+
+def blocks_of(run: Run) -> list[nn.Module]:
+    """The model's blocks, or those of them that this device has."""
+    name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
+    return list(run.blocks or [block for _, block in find_blocks(run.model, name)])
+
+
+def narrow_type(plan: Plan) -> torch.dtype | None:
+    """The type in which weights of products travel and are held whole: in mixed precision that of the products."""
+    return {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(plan.precision)
+
+
+def products_of(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Of a block's modules with parameters of their own, those that autocast gives narrow weights to, and the others."""
+    own = [module for module in block.modules() if next(module.parameters(recurse=False), None) is not None]
+    kinds = (nn.Linear, nn.modules.conv._ConvNd)
+    products = [module for module in own if isinstance(module, kinds) or type(module).__name__ == "Conv1D"]
+    return products, [module for module in own if module not in products]
+
+
+def _of_another_type(model: nn.Module) -> list[nn.Module]:
+    """Modules whose own parameters are not of the type that most are, for what is gathered together has one type: norms
+    that keep fp32 among 16-bit weights."""
+    types = Counter(parameter.dtype for parameter in model.parameters())
+    most = types.most_common(1)[0][0]
+    return [m for m in model.modules() if any(p.dtype != most for p in m.parameters(recurse=False))]
+
+
+def _fill(model: nn.Module, rows: dict[str, Tensor]) -> None:
+    """The values of parameters that were shrunk when they were created, in place of fully_shard's, which have none."""
+    filled: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if name in rows:
+            spec = parameter._spec  # type: ignore[attr-defined]
+            local = rows[name].view(parameter._local_tensor.shape)  # type: ignore[attr-defined]
+            filled[id(parameter)] = nn.Parameter(
+                DTensor(local, spec, requires_grad=False), requires_grad=parameter.requires_grad
+            )
+    names = {name: filled[id(p)] for name, p in model.state_dict(keep_vars=True).items() if id(p) in filled}
+    model.load_state_dict(names, strict=False, assign=True)
+    for held in _held(model):
+        held.reset_sharded_param()  # now, so that what the optimizer is given stays where it is
+
+
+def _held(model: nn.Module) -> Iterator[Any]:
+    """fully_shard's records of a model's parameters."""
+    for state in [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]:
+        groups = getattr(state, "_fsdp_param_groups", None) or [
+            getattr(state, "_fsdp_param_group", None)
+        ]  # until torch 2.12
+        for group in groups:
+            if group is not None:
+                yield from group.fsdp_params
+
+
+def working_weights(model: nn.Module) -> Iterator[Tensor]:
+    """The tensors with which a model works: its parameters, or what they are brought together in."""
+    yield from (parameter for parameter in model.parameters() if not isinstance(parameter, DTensor))
+    for held in _held(model):
+        yield from held.all_gather_outputs
+
+
+@torch.no_grad()
+def _store(model: nn.Module, store: Store) -> None:
+    """Put this device's rows of all trained parameters into the store."""
+    for held in _held(model):
+        parameter = held.sharded_param
+        if parameter.requires_grad:
+            there, local = store.put(held._sharded_param_data), parameter._local_tensor
+            held._sharded_param_data = there
+            rows = there.view(held.padded_sharded_param_size).narrow(0, 0, local.shape[0] if local.numel() else 0)
+            parameter._local_tensor = rows.view(local.shape)
+            parameter.stored = True
+
+
+def sharded(run: Run, plan: Plan) -> Run:
+    """`run` with parameters that come and go."""
+    assert run.mesh is not None
+    store = run.store if "parameters" in plan.offload else None
+    shards = Shards(run.model, blocks_of(run), run.mesh, narrow_type(plan), store, "gradients" in plan.offload)
+    return replace(run, reduction=shards, weights=shards.weights)
+
+
+class Shards:
+    """The `Reduction` of parameters that come and go: fully_shard holds and gathers them, and sums their gradients.
+
+    store     where this device's rows lie, in place of its own memory, or None; takes: whether their gradients go there too
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: list[nn.Module],
+        mesh: Mesh,
+        narrow_type: torch.dtype | None,
+        store: Store | None = None,
+        takes: bool = False,
+    ) -> None:
+        warnings.filterwarnings(
+            "ignore", "FSDP2-wrapped module .* returned a view"
+        )  # of logits, which nothing writes to
+        self.mesh, self.model = mesh, model
+        self.parts: tuple[str, ...] = ("dp_shard",) if mesh.size("dp_shard") > 1 else ()
+        devices = mesh.axes[DATA if mesh.size("dp_replicate") > 1 else "dp_shard"]
+        narrow = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False)
+        apart = store is not None and store.device.type != "cpu"
+        pinned = store is not None and not store.on_disk
+        offloads = CPUOffloadPolicy(pin_memory=pinned) if apart else OffloadPolicy()
+        shard = partial(fully_shard, mesh=devices, offload_policy=offloads)
+        rows = {name: p.rows for name, p in model.named_parameters() if hasattr(p, "rows")}
+        for module in _of_another_type(model):
+            shard(module, reshard_after_forward=True, mp_policy=policy)
+        for block in blocks:
+            products, others = products_of(block)
+            if narrow_type is None or not products or block in others:
+                shard(block, reshard_after_forward=True, mp_policy=policy)
+                continue
+            if others:  # such as norms: what is gathered together has one type
+                shard(others, reshard_after_forward=True, mp_policy=policy)
+            halved = replace(policy, param_dtype=narrow_type, reduce_dtype=torch.float32)
+            shard(block, reshard_after_forward=True, mp_policy=halved)
+        shard(model, mp_policy=policy)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)  # the step divides by what counts, over all devices
+                module.set_force_sum_reduction_for_comms(True)
+        self.statistics = Statistics(model, mesh)
+        _fill(model, rows)
+        if store is not None and not (apart and pinned):  # page-locked memory is fully_shard's own
+            _store(model, store)
+        self.weights: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                assert isinstance(parameter, DTensor)
+                self.weights[parameter] = nn.Parameter(parameter._local_tensor.detach())
+        self.owner = {weight: parameter for parameter, weight in self.weights.items()}
+        self.taken = Gradients(self.weights, store) if takes and store is not None and not (apart and pinned) else None
+
+    def begin(self, last: bool) -> None:
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_all_reduce(last)
+
+    def end(self, last: bool) -> None:
+        if not last:
+            return
+        self.statistics.average()
+        if self.taken is not None:
+            self.taken.end()
+            return
+        for parameter, weight in self.weights.items():
+            gradient: Any = parameter.grad
+            weight.grad = None if gradient is None else gradient._local_tensor
+            parameter.grad = None
+
+    def updated(self) -> None:
+        pass
+
+    def whole(self, weight: Tensor, value: Tensor) -> Tensor:
+        owner: Any = self.owner[weight]  # type: ignore[index]
+        return on_mesh(DTensor(value, owner._spec, requires_grad=False)).full_tensor()
+
+    def part(self, weight: Tensor, value: Tensor) -> Tensor:
+        size, rank = self.mesh.size("dp_shard"), self.mesh.rank("dp_shard")
+        rows = value if value.dim() else value.view(1)
+        pieces = list(rows.chunk(size))
+        return pieces[rank] if rank < len(pieces) else rows[:0]
