@@ -6,7 +6,8 @@
 For each pair three figures of memory: folded (every method's cost over the profiled ledger), rehearsed (the assembled
 run on fake tensors) and measured (logical bytes of the live storages of a real step; of the allocator's events where
 the plan compiles); and of time, predicted at the rates that `tightfit machine --calibrate` measured, and the median of
-real steps. Each pair runs in a process of its own. Nothing is fitted to the pairs.
+real steps. The machine is shared: a fixed piece of work (`measure/pace.py`) is timed between the steps, and the prediction is
+for the pace that it shows; `pace` says how many times as fast as when it was calibrated that was. Each pair runs in a process of its own. Nothing is fitted to the pairs.
 """
 
 from __future__ import annotations
@@ -110,9 +111,12 @@ def pairs() -> list[dict[str, Any]]:
 def measure(pair: dict[str, Any], steps: int) -> dict[str, Any]:
     """Predict and run one pair in this process."""
     import tightfit
+    import torch
+
     from tightfit.engine.build import build
     from tightfit.engine.loop import train
     from tightfit.measure.observer import SAMPLED, Observer
+    from tightfit.measure.pace import control_s
     from tightfit.planner.estimate import Estimator
     from tightfit.planner.rehearse import rehearse
 
@@ -128,15 +132,22 @@ def measure(pair: dict[str, Any], steps: int) -> dict[str, Any]:
     rehearsed = rehearse(job, plan).total
     run = build(job, plan, machine)
     observer = Observer(run, 0)
+    controls = []
     for result in train(run, take=observer.take):
         observer.see(result)
+        if result.step > SAMPLED:
+            controls.append(control_s(torch.device("cpu")))
+    usual, now = machine.control_s, statistics.median(controls)
+    if usual is None:
+        raise SystemExit("this machine is not calibrated: run tightfit machine --calibrate")
     record = observer.record(machine)
     return {
         **pair,
         "folded_bytes": round(estimate.peak.total - estimate.peak.rows["runtime"]),
         "rehearsed_bytes": rehearsed,
         "measured_bytes": record.peak_bytes.measured,
-        "predicted_s": estimate.time.step_s,
+        "predicted_s": estimate.time.step_s * now / usual.value,
+        "pace": usual.value / now,
         "measured_s": record.median_step_s,
         "step_s": record.step_s,
     }
@@ -157,6 +168,10 @@ def show(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         said = "  ".join(f"{name} {value:+7.1%}" for name, value in mistakes.items())
         print(f"{row['model']:10s} {row['optimizer']:9s} {said}  {plan}")
     summary = {name: {"median": statistics.median(values), "worst": max(values)} for name, values in errors.items()}
+    paces = sorted(row["pace"] for row in rows)
+    print(
+        f"pace       {paces[0]:.2f} to {paces[-1]:.2f} times that of the calibration, median {statistics.median(paces):.2f}"
+    )
     for name, both in summary.items():
         print(f"{name:10s} {len(rows)} pairs: median error {both['median']:.1%}, worst {both['worst']:.1%}")
     return summary

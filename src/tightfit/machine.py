@@ -47,6 +47,7 @@ class Machine(Value):
                          starting it
     rates                what each kind of operation achieves, measured here: "kind/dtype" -> size -> FLOP/s of products
                          and attention (size: the cube root of rows x columns x depth of one of its products), else bytes moved/s
+    control_s            seconds of a fixed piece of work at the pace that all figures measured here are of: `measure.pace`
     efficiency           share of these rates that whole training steps reach, from their records: compute, memory, launch
     """
 
@@ -68,6 +69,7 @@ class Machine(Value):
     process_latency_s: Figure | None = None
     network_latency_s: Figure | None = None
     call_s: Figure | None = None
+    control_s: Figure | None = None
     rates: dict[str, dict[int, float]] = Field(default_factory=dict)
     efficiency: dict[str, Figure] = Field(default_factory=dict)
 

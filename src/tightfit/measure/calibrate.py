@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from tightfit.machine import Figure, Machine
+from tightfit.measure.pace import Pace
 from tightfit.measure.rates import measure_rates
 from tightfit.measure.timing import timed
 
@@ -21,37 +22,47 @@ LARGE, SMALL = 2**26, 2**12  # bytes of the sums that two processes are timed by
 
 
 def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) -> Machine:
-    """The machine with measured figures, kept in the user's cache for `Machine.detect`. Takes about a minute."""
+    """The machine with measured figures, kept in the user's cache for `Machine.detect`. Takes about a minute.
+
+    What is measured while the machine is slower or faster than for the most part is brought to its usual pace.
+    """
     device = torch.device(machine.device)
-    rates: dict[str, Figure] = {}
+    pace = Pace(device)
     by_size: dict[str, dict[int, float]] = {}
     for kind in TYPES:
         if kind == "tf32" and machine.device != "cuda":
             continue
         say(f"matrix products in {kind}")
-        by_size[kind] = _matrix_rates(kind, device)
-        if by_size[kind]:
-            size, best = max(by_size[kind].items(), key=lambda item: item[1])
-            rates[kind] = Figure(value=best, source="measured", detail=f"square matrices of {size}")
-    kinds = measure_rates(device, say)
-    sums_s = _sums_s()
+        rates = _matrix_rates(kind, device)
+        control_s = pace.stretch()
+        by_size[kind] = {size: rate * control_s for size, rate in rates.items()}
+    kinds = measure_rates(device, pace, say)
     say("memory bandwidth, launches, copies, processes")
+    bandwidth, launch_s = _memory_bandwidth(device), _launch_s(device)
+    copies = _copy_bandwidth(device) if device.type == "cuda" else None
+    ended_s = pace.stretch()
+    sums_s = _sums_s()
+    sums_ended_s, usual_s = pace.stretch(), pace.usual
+    now, sums_now = usual_s / ended_s, usual_s / sums_ended_s  # seconds then are so many seconds at the usual pace
+    by_size = {kind: {size: amount / usual_s for size, amount in table.items()} for kind, table in by_size.items()}
+    best = {kind: max(table.items(), key=lambda item: item[1]) for kind, table in by_size.items() if table}
     measured = machine.replace(
-        matrix_flops_per_s=rates,
+        matrix_flops_per_s={kind: _figure(rate, f"square matrices of {size}") for kind, (size, rate) in best.items()},
         matrix_flops_per_s_by_size=by_size,
-        rates=kinds,
+        rates={kind: {size: amount / usual_s for size, amount in table.items()} for kind, table in kinds.items()},
         efficiency={},  # that of runs was of other rates
-        memory_bytes_per_s=_figure(_memory_bandwidth(device), "copy of 256 MiB, read and written"),
-        launch_s=_figure(_launch_s(device), "a chain of products of single numbers, forward and backward"),
-        host_to_device_bytes_per_s=_figure(_copy_bandwidth(device), "pinned copy of 256 MiB")
-        if device.type == "cuda"
-        else None,
+        memory_bytes_per_s=_figure(bandwidth / now, "copy of 256 MiB, read and written"),
+        launch_s=_figure(launch_s * now, "a chain of products of single numbers, forward and backward"),
+        host_to_device_bytes_per_s=None if copies is None else _figure(copies, "pinned copy of 256 MiB"),
         process_bytes_per_s=_figure(
-            LARGE / sums_s[LARGE], "all-reduce of 64 MiB over two gloo processes, bytes each sends"
+            LARGE / (sums_s[LARGE] * sums_now), "all-reduce of 64 MiB over two gloo processes, bytes each sends"
         ),
         process_latency_s=_figure(
-            sums_s[SMALL] / 2, "all-reduce of 4 KiB over two gloo processes, of its two rounds one"
+            sums_s[SMALL] * sums_now / 2, "all-reduce of 4 KiB over two gloo processes, of its two rounds one"
         ),
+        control_s=_figure(usual_s, "8 products of 512 in fp32 and a copy of 64 MiB, median of those between the others")
+        if device.type == "cpu"
+        else None,
     )
     measured.keep()
     return measured

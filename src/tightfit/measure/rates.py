@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tightfit.machine import Machine
+from tightfit.measure.pace import Pace
 from tightfit.measure.timing import timed
 from tightfit.methods.allocator import keep_freed_memory
 from tightfit.methods.attention import blocked_attention
@@ -26,18 +27,20 @@ Work = Callable[[], object]
 Case = tuple[int, float, Work]  # size, FLOPs or bytes moved, what is timed
 
 
-def measure_rates(device: torch.device, say: Callable[[str], None]) -> dict[str, dict[int, float]]:
-    """ "kind/dtype" -> size -> FLOP/s or bytes/s. Takes about a minute on two cores."""
+def measure_rates(device: torch.device, pace: Pace, say: Callable[[str], None]) -> dict[str, dict[int, float]]:
+    """ "kind/dtype" -> size -> FLOP or bytes in the time of the control. Takes about a minute on two cores."""
     rates: dict[str, dict[int, float]] = {}
     if device.type == "cpu":
-        rates["fetch/float32"] = {2**25: _fetch_rate(device)}
+        fetched = _fetch_rate(device)
+        rates["fetch/float32"] = {2**25: fetched * pace.stretch()}
         keep_freed_memory()  # what fetching costs is told apart
     for name, dtype in DTYPES.items():
         for kind, cases in _KINDS.items():
             say(f"{kind} in {name}")
             table = {size: amount / timed(work, device, least_s=0.02) for size, amount, work in cases(dtype, device)}
+            control_s = pace.stretch()
             if table:
-                rates[f"{kind}/{name}"] = table
+                rates[f"{kind}/{name}"] = {size: rate * control_s for size, rate in table.items()}
     return rates
 
 
