@@ -7,7 +7,8 @@ For each pair three figures of memory: folded (every method's cost over the prof
 run on fake tensors) and measured (logical bytes of the live storages of a real step; of the allocator's events where
 the plan compiles); and of time, predicted at the rates that `tightfit machine --calibrate` measured, and the median of
 real steps. The machine is shared: a fixed piece of work (`measure/pace.py`) is timed between the steps, and the prediction is
-for the pace that it shows; `pace` says how many times as fast as when it was calibrated that was. Each pair runs in a process of its own. Nothing is fitted to the pairs.
+for the pace that it shows; `pace` says how many times as fast as when it was calibrated that was. Each pair runs in a process of
+its own. Nothing is fitted to the pairs.
 """
 
 from __future__ import annotations
@@ -110,9 +111,9 @@ def pairs() -> list[dict[str, Any]]:
 
 def measure(pair: dict[str, Any], steps: int) -> dict[str, Any]:
     """Predict and run one pair in this process."""
-    import tightfit
     import torch
 
+    import tightfit
     from tightfit.engine.build import build
     from tightfit.engine.loop import train
     from tightfit.measure.observer import SAMPLED, Observer

@@ -18,6 +18,7 @@ LAYERS = (
     ("data", "optim"),
     ("models",),
     ("ledger", "record"),
+    ("rules",),
     ("plan",),
     ("job", "machine"),
     ("machines",),

@@ -12,9 +12,10 @@ from pydantic import ValidationError
 import tightfit
 from tightfit import units
 from tightfit.errors import InputError
-from tightfit.plan import RULES, read_pins
+from tightfit.plan import read_pins
 from tightfit.planner.complete import complete
 from tightfit.record import PeakBytes, code_version
+from tightfit.rules import RULES
 
 from . import tiny
 

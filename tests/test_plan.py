@@ -9,7 +9,8 @@ import pytest
 import tightfit
 from tightfit.errors import InputError
 from tightfit.job import Permission
-from tightfit.plan import PRECISIONS, check, needed_permissions
+from tightfit.plan import PRECISIONS
+from tightfit.rules import check, needed_permissions
 
 from . import tiny
 

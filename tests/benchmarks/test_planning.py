@@ -10,7 +10,7 @@ import yaml
 import tightfit
 from benchmarks import choice, prediction, published
 from tightfit.machine import Machine
-from tightfit.plan import check
+from tightfit.rules import check
 
 
 def test_predictions_are_held_against_every_method_on_six_kinds_of_models() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 import tightfit
 from tightfit.errors import InputError
 from tightfit.methods import METHODS
-from tightfit.plan import check
+from tightfit.rules import check
 
 from . import cases
 

@@ -18,7 +18,7 @@ from tightfit.engine.checkpoint import resume, save
 from tightfit.engine.step import take_step
 from tightfit.errors import InputError
 from tightfit.methods.stores import TARGET
-from tightfit.plan import check
+from tightfit.rules import check
 
 ALL = ("states", "gradients", "parameters")
 EVERYTHING = (*ALL, "activations")

@@ -13,7 +13,8 @@ from tightfit.methods.run import Data, Run
 from tightfit.methods.stores import Store
 from tightfit.models import load_python, task_of
 from tightfit.models.objective import objective_of
-from tightfit.plan import Plan, check
+from tightfit.plan import Plan
+from tightfit.rules import check
 
 
 def build(job: Job, plan: Plan | None = None, machine: Machine | None = None, data: Data | None = None) -> Run:

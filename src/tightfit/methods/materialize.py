@@ -97,7 +97,7 @@ def apply(run: Run, plan: Plan) -> Run:
 def own_parameters(run: Run, plan: Plan) -> frozenset[int] | None:
     """Of a pipeline's device the parameters that it keeps, by the order in which they are created; None for all of them.
 
-    Found on the model without values. A model that cannot be created so is created whole, and cut then.
+    Found on the model without values. Raises InputError for one that cannot be created so.
     """
     if plan.pp == 1 or run.mesh is None:
         return None
@@ -113,8 +113,12 @@ def own_parameters(run: Run, plan: Plan) -> frozenset[int] | None:
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = model_factory(run.job.model)()
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        return None
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        raise InputError(
+            "plan: materialize=device with pp",
+            f"this model cannot be created without values, to see what each device keeps ({error})",
+            "use materialize: host, which creates it whole and cuts it then",
+        ) from error
     finally:
         hook.remove()
     blocks = find_blocks(model, run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None)

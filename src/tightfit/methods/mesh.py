@@ -357,13 +357,13 @@ def link(plan: Plan, machine: Machine, axes: tuple[str, ...]) -> float:
 
 def latency(plan: Plan, machine: Machine, axes: tuple[str, ...], rounds: int) -> float:
     """Seconds of one call along `axes` however little is sent: it goes around the ring `rounds` times (a gather or a scatter
-    once, a sum twice), or from one device to the next (pp, cp)."""
+    once, a sum twice), or from one device to the next (pp, cp), or to a server."""
     inside = machine.process_latency_s.value if machine.process_latency_s else 0.0
     between = machine.network_latency_s.value if machine.network_latency_s else inside
     start = machine.call_s.value if machine.call_s else 0.0
     stride, size = _stride(plan, axes)
     within = max(machine.devices_per_node // stride, 1)  # neighbours along the axis that share a node
-    if axes[0] in ("pp", "cp"):
+    if axes[0] in ("pp", "cp") or plan.servers:
         return start + (inside if stride * size <= machine.devices_per_node else between)
     nodes = math.ceil(size / within)
     return start + rounds * ((size - nodes) * inside + (nodes - 1) * between)

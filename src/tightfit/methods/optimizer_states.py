@@ -31,7 +31,8 @@ from tightfit.optim.norms import mark_part
 from tightfit.optim.per_parameter import PerParameter
 from tightfit.optim.schedule import learning_rate, total_steps
 from tightfit.optim.whole import WholeParameters
-from tightfit.plan import BY_MATRIX, Plan
+from tightfit.plan import Plan
+from tightfit.rules import BY_MATRIX
 
 VARIANTS = (
     {"fused_optimizer": True},

@@ -46,9 +46,9 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     size, states = ledger.gradient_bytes(), sum(update.state_bytes for update in ledger.updates.values())
     parameters = sum(parameter.bytes for parameter in ledger.parameters)
     updates = {name: replace(update, state_bytes=0) for name, update in ledger.updates.items()}
+    workers = plan.dp_replicate  # each sends its gradients and is sent the weights, one after another
     through = replace(
-        message("through the server", 2 * plan.dp_replicate * size, plan, machine, ("dp_replicate",), calls=0),
-        hides=False,
+        message("through the server", 2 * workers * size, plan, machine, ("dp_replicate",), 2 * workers), hides=False
     )
     return replace(
         ledger,

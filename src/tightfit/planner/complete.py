@@ -17,7 +17,8 @@ from typing import Any, Literal, cast
 from tightfit.job import DataSpec, Job, ModelSpec
 from tightfit.machine import Machine
 from tightfit.models import task_of
-from tightfit.plan import RULES, Plan, check
+from tightfit.plan import Plan
+from tightfit.rules import RULES, check
 
 COMPILE_PAYS_AFTER_STEPS = 200
 
@@ -107,7 +108,7 @@ def _is_taken(job: Job, plan: Plan) -> bool:
     from tightfit.methods.run import Run
     from tightfit.models import find_blocks, model_factory
     from tightfit.models.objective import objective_of
-    from tightfit.planner.trace import shortened
+    from tightfit.planner.passing import shortened
 
     with _quiet("torch._subclasses.fake_tensor", "transformers"), FakeTensorMode():
         model = model_factory(job.model)()

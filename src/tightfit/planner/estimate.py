@@ -12,10 +12,11 @@ from tightfit.job import Job
 from tightfit.ledger import Ledger, Peak, Sent
 from tightfit.machine import Machine
 from tightfit.methods import METHODS
-from tightfit.plan import Plan, needed_permissions
+from tightfit.plan import Plan
 from tightfit.planner.profile import Profiler
 from tightfit.planner.reserve import reserved_bytes
 from tightfit.planner.time import Clock, Time
+from tightfit.rules import needed_permissions
 from tightfit.timetable import Slot
 from tightfit.units import format_bytes, format_seconds
 

@@ -36,11 +36,12 @@ from tightfit.models import find_blocks, load_python, places_of, task_of
 from tightfit.models.objective import Batch, Objective, objective_of, processed_count, sample_count
 from tightfit.plan import Plan
 from tightfit.planner.example import example, is_padded, sized
+from tightfit.planner.fakes import FakeValues, traceable
 from tightfit.planner.fit import fitted
 from tightfit.planner.kept import identity, kept
 from tightfit.planner.storages import tensor_bytes, tensors_in
 from tightfit.planner.target import as_on, processes
-from tightfit.planner.trace import FakeValues, trace, traceable
+from tightfit.planner.trace import trace
 from tightfit.planner.updates import trace_clipping, trace_updates
 from tightfit.program import Operation, Passage
 

@@ -21,9 +21,9 @@ from tightfit.methods.run import Run
 from tightfit.models.objective import Batch, processed_count, sample_count
 from tightfit.plan import Plan
 from tightfit.planner.example import example, is_padded, sized
+from tightfit.planner.fakes import FakeValues, traceable
 from tightfit.planner.storages import Peak, tensor_bytes, tensors_in, track
 from tightfit.planner.target import as_on, processes
-from tightfit.planner.trace import FakeValues, traceable
 from tightfit.planner.updates import take_all_at_once
 
 ALIKE = 2  # micro-batches that are rehearsed: the first finds no gradients, and all later ones are like the second

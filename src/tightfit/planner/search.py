@@ -16,11 +16,12 @@ from typing import Any
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
-from tightfit.plan import RULES, Plan, needed_permissions
+from tightfit.plan import Plan
 from tightfit.planner.complete import complete
 from tightfit.planner.cuts import balanced, by_promise, cut_fields, schedules, with_samples, with_sequences
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.rehearse import rehearse
+from tightfit.rules import RULES, needed_permissions
 from tightfit.units import format_bytes, format_seconds
 
 KEPT = 12  # estimates that are returned: the chosen one, and those that came nearest
@@ -96,16 +97,20 @@ def search(
 def worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Estimate]:
     """Estimates of the legal plans, but for those that a bound rules out: smaller micro-batches than the largest that
     fits are no faster, but in a pipeline; what makes room is of use where it allows larger ones; and where the model and its
-    states alone do not fit, one plan stands for all."""
+    states alone do not fit, the leanest plan stands for all."""
     found: list[Estimate] = []
-    ruled_out = set()
+    ruled_out: dict[Any, tuple[Any, Plan]] = {}
     reached: dict[Any, int] = {}  # the largest micro-batch that fits, or is of use, with nothing that makes room
     for plans in candidates(estimator, start, pins):
         if estimator.least_bytes(plans[0]) > estimator.limit_bytes:
-            what = plans[0].precision, plans[0].states
-            if what not in ruled_out:
-                found.append(estimator.estimate(plans[-1]))
-            ruled_out.add(what)
+            what, last = (plans[0].precision, plans[0].states), plans[-1]
+            how_lean = (
+                estimator.least_bytes(last),
+                last.recompute != "full",
+                last.micro_batch_of(estimator.job.train.batch),
+            )
+            if what not in ruled_out or how_lean < ruled_out[what][0]:
+                ruled_out[what] = how_lean, last
             continue
         batch, least = estimator.job.train.batch, plans[0].replace(micro_batch=None, **MAKES_NO_ROOM)
         larger = [plan for plan in plans if plan.micro_batch_of(batch) > reached.get(least, 0)]
@@ -114,7 +119,7 @@ def worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> li
             found += seen
             if plans[0].replace(micro_batch=None) == least:
                 reached[least] = _reached(seen, batch)
-    return found
+    return found + [estimator.estimate(plan) for _, plan in ruled_out.values()]
 
 
 def _with_workers(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Plan:

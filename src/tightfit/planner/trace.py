@@ -8,25 +8,22 @@ costs no more than a shallow one.
 from __future__ import annotations
 
 import bisect
-import importlib
-import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from tightfit.errors import InputError
+from tightfit.planner.passing import watched
 from tightfit.planner.storages import storages_of
 from tightfit.program import Buffer, Linear, Operation, Passage, Timeline
 
@@ -48,77 +45,6 @@ _SAME_FLOPS = {  # torch has no formula for its processor kernels
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ),
 }
-
-
-class FakeValues(TorchDispatchMode):
-    """Answers what asks fake tensors for their values: 1, or true. A step then runs without any.
-
-    transformers looks at an attention mask only where it is no fake tensor, and else builds masks that a training would
-    not: within, it looks, unless `padded`, for then there is something to mask.
-    """
-
-    def __init__(self, padded: bool = False) -> None:
-        super().__init__()
-        self.padded = padded
-
-    def __enter__(self) -> Self:
-        used = "transformers" in sys.modules and not self.padded
-        self._masks: Any = importlib.import_module("transformers.masking_utils") if used else None
-        if self._masks is not None:
-            self._is_tracing = self._masks.is_tracing
-            self._masks.is_tracing = _never  # type: ignore[attr-defined, unused-ignore]
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if self._masks is not None:
-            self._masks.is_tracing = self._is_tracing
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return _one(args[0])
-        if func is torch.ops.aten.equal.default:
-            return True
-        return func(*args, **(kwargs or {}))
-
-
-def _never(tensor: Any = None) -> bool:
-    return False
-
-
-def _one(tensor: Tensor) -> bool | int | float:
-    if tensor.dtype is torch.bool:
-        return True
-    return 1.0 if tensor.is_floating_point() else 1
-
-
-@contextmanager
-def traceable(model: nn.Module | None = None) -> Iterator[None]:
-    """Within, what cannot be followed on tensors without values is an InputError that says so, with the way out."""
-    recurrent = [type(module).__name__ for module in model.modules() if isinstance(module, nn.RNNBase)] if model else []
-    if recurrent:
-        raise _untraceable(
-            f"has {recurrent[0]}, whose kernel keeps a workspace that tensors without values do not show"
-        )
-    try:
-        yield
-    except InputError:
-        raise
-    except (DynamicOutputShapeException, DataDependentOutputException) as error:
-        raise _untraceable(f"has shapes or branches that depend on the data ({error.func})") from error
-    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, NotImplementedError) as error:
-        said = str(error).strip().partition("\n")[0]
-        raise _untraceable(f"fails on tensors without values: {type(error).__name__}: {said}") from error
-
-
-def _untraceable(found: str) -> InputError:
-    return InputError(
-        "job: model", found, "run it without a prediction: tightfit train measures what it cannot foresee"
-    )
 
 
 @dataclass
@@ -349,7 +275,7 @@ def _record(
     recorder.know([list(parameters.values()), list(model.buffers()), batch])
     if scale is None:
         recorder.phase = "inference"
-    with recorder, _watched(blocks, recorder), ExitStack() as stack:
+    with recorder, watched(blocks, recorder), ExitStack() as stack:
         recorder.begin("start")
         if scale is not None:
             stack.enter_context(saved_tensors_hooks(recorder.mark_saved, lambda tensor: tensor))
@@ -366,110 +292,6 @@ def _record(
         if scale is not None:
             recorder.end_backward()
     return recorded(recorder)
-
-
-@contextmanager
-def shortened(blocks: list[nn.Module]) -> Iterator[None]:
-    """Within, of each kind of block the first two and the last run; those between pass their input through."""
-    with _watched(blocks, Recorder({})):
-        yield
-
-
-@contextmanager
-def _watched(blocks: list[nn.Module], recorder: Recorder) -> Iterator[None]:
-    """Within, each block's forward is a passage of its own, and those between the second and the last of a kind skip."""
-    kinds: dict[Any, list[int]] = defaultdict(list)
-    for number, block in enumerate(blocks):
-        kinds[_kind(block)].append(number)
-    second = {number: members[1] for members in kinds.values() for number in members[2:-1]}
-    names = ["forward" if block._compiled_call_impl is None else "_compiled_call_impl" for block in blocks]
-    before = [block.__dict__.get(name) for block, name in zip(blocks, names, strict=True)]
-    outputs: dict[int, Any] = {}
-    for number, (block, name) in enumerate(zip(blocks, names, strict=True)):
-        setattr(block, name, _Watch(recorder, number, getattr(block, name), second.get(number), outputs))
-    try:
-        yield
-    finally:
-        for block, name, call in zip(blocks, names, before, strict=True):
-            if call is None:
-                delattr(block, name)
-            else:
-                setattr(block, name, call)
-
-
-def _kind(block: nn.Module) -> Any:
-    """What two blocks share that do the same: their class, and their parameters' and buffers' shapes and types."""
-    tensors = (*block.named_parameters(), *block.named_buffers())
-    shapes = tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
-    kinds = tuple(type(module) for module in block.modules())
-    return kinds, shapes
-
-
-class _Watch:
-    """A block's forward, as a passage; or the block passed through, where another of its kind is known to do the same."""
-
-    def __init__(
-        self, recorder: Recorder, number: int, forward: Callable[..., Any], second: int | None, known: dict[int, Any]
-    ) -> None:
-        self.recorder, self.number, self.forward, self.second, self.known = recorder, number, forward, second, known
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.second in self.known:
-            inputs = tree_leaves((args, kwargs))
-            passed = _passed_through(self.known[self.second], inputs)
-            if passed is not None:
-                self.recorder.begin("block", self.number, stands_for=self.second)
-                self.recorder.begin("between", self.number, stands_for=self.second)
-                return passed[0]
-        self.recorder.begin("block", self.number)
-        self.recorder.note_inputs((args, kwargs))
-        output = self.forward(*args, **kwargs)
-        self.known[self.number] = _shape_of_call((args, kwargs), output)
-        self.recorder.begin("between", self.number)
-        return output
-
-
-def _described(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
-
-
-def _shape_of_call(arguments: Any, output: Any) -> Any:
-    """(inputs as described; the output's tree; of each leaf the input that it is or looks like; leaves but tensors)."""
-    inputs = tree_leaves(arguments)
-    leaves, tree = tree_flatten(output)
-    sources = [_source(leaf, inputs) for leaf in leaves]
-    return [_described(leaf) for leaf in inputs], tree, sources, [_constant(leaf) for leaf in leaves]
-
-
-def _source(leaf: Any, inputs: list[Any]) -> int | None:
-    if not isinstance(leaf, Tensor):
-        return None
-    tensors = [(position, one) for position, one in enumerate(inputs) if isinstance(one, Tensor)]
-    same = [position for position, one in tensors if one is leaf]
-    like = [position for position, one in tensors if (one.shape, one.dtype) == (leaf.shape, leaf.dtype)]
-    return next(iter(same or like), None)
-
-
-_TENSOR = object()  # stands where an output has a tensor
-
-
-def _constant(leaf: Any) -> Any:
-    return _TENSOR if isinstance(leaf, Tensor) else leaf
-
-
-def _passed_through(known: Any, inputs: list[Any]) -> tuple[Any] | None:
-    """The output of a block that is passed through, in a tuple; None where its call is another than the known one's."""
-    described, tree, sources, constants = known
-    if [_described(leaf) for leaf in inputs] != described:
-        return None
-    leaves = []
-    for source, constant in zip(sources, constants, strict=True):
-        if source is None and constant is _TENSOR:
-            return None
-        leaves.append(constant if source is None else inputs[source])
-    return (tree_unflatten(leaves, tree),)
 
 
 def _passages(program: list[_Open]) -> tuple[Passage, ...]:
@@ -508,4 +330,4 @@ def recorded(recorder: Recorder) -> tuple[Passage, ...]:
     return _passages(recorder.program)
 
 
-__all__ = ["FakeValues", "Recorder", "recorded", "shortened", "trace", "traceable"]
+__all__ = ["Recorder", "recorded", "trace"]

@@ -20,9 +20,10 @@ from tightfit.errors import DoesNotFit, InputError, TightfitError
 from tightfit.job import Job, ModelSpec, apply_change
 from tightfit.machine import Figure, Machine
 from tightfit.machines import devices
-from tightfit.plan import Plan, needed_permissions, read_pins
+from tightfit.plan import Plan, read_pins
 from tightfit.planner.complete import ALLOCATOR, complete
 from tightfit.record import Record
+from tightfit.rules import needed_permissions
 from tightfit.units import format_bytes, format_count, format_flops, format_seconds
 
 

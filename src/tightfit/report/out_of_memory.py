@@ -12,7 +12,8 @@ import torch
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import Job
 from tightfit.models import task_of
-from tightfit.plan import Plan, check
+from tightfit.plan import Plan
+from tightfit.rules import check
 
 _SAID = ("can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "alloc_failed")
 
