@@ -6,14 +6,15 @@
 For each pair three figures of memory: folded (every method's cost over the profiled ledger), rehearsed (the assembled
 run on fake tensors) and measured (logical bytes of the live storages of a real step; of the allocator's events where
 the plan compiles); and of time, predicted at the rates that `tightfit machine --calibrate` measured, and the median of
-real steps. The machine is shared: a fixed piece of work (`measure/pace.py`) is timed between the steps, and the prediction is
-for the pace that it shows; `pace` says how many times as fast as when it was calibrated that was. Each pair runs in a process of
-its own. Nothing is fitted to the pairs.
+real steps. The machine is shared: a fixed piece of work (`measure/pace.py`) is timed before and after each step, and
+`measured_s` is the median of the steps' ratios to it, at the pace of the calibration; `step_s` and `pace` keep both. Each
+pair runs in a process of its own. Nothing is fitted to the pairs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -133,24 +134,26 @@ def measure(pair: dict[str, Any], steps: int) -> dict[str, Any]:
     rehearsed = rehearse(job, plan).total
     run = build(job, plan, machine)
     observer = Observer(run, 0)
+    usual = machine.control_s
+    if usual is None:
+        raise SystemExit("this machine is not calibrated: run tightfit machine --calibrate")
     controls = []
     for result in train(run, take=observer.take):
         observer.see(result)
-        if result.step > SAMPLED:
+        if result.step >= SAMPLED:
             controls.append(control_s(torch.device("cpu")))
-    usual, now = machine.control_s, statistics.median(controls)
-    if usual is None:
-        raise SystemExit("this machine is not calibrated: run tightfit machine --calibrate")
+    around = [(before + after) / 2 for before, after in itertools.pairwise(controls)]
+    ratios = [step.seconds / control for step, control in zip(observer.timed, around, strict=True)]
     record = observer.record(machine)
     return {
         **pair,
         "folded_bytes": round(estimate.peak.total - estimate.peak.rows["runtime"]),
         "rehearsed_bytes": rehearsed,
         "measured_bytes": record.peak_bytes.measured,
-        "predicted_s": estimate.time.step_s * now / usual.value,
-        "pace": usual.value / now,
-        "measured_s": record.median_step_s,
+        "predicted_s": estimate.time.step_s,
+        "measured_s": statistics.median(ratios) * usual.value,
         "step_s": record.step_s,
+        "pace": [usual.value / control for control in around],
     }
 
 
@@ -169,7 +172,7 @@ def show(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         said = "  ".join(f"{name} {value:+7.1%}" for name, value in mistakes.items())
         print(f"{row['model']:10s} {row['optimizer']:9s} {said}  {plan}")
     summary = {name: {"median": statistics.median(values), "worst": max(values)} for name, values in errors.items()}
-    paces = sorted(row["pace"] for row in rows)
+    paces = sorted(pace for row in rows for pace in row["pace"])
     print(
         f"pace       {paces[0]:.2f} to {paces[-1]:.2f} times that of the calibration, median {statistics.median(paces):.2f}"
     )
