@@ -60,7 +60,7 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
         process_latency_s=_figure(
             sums_s[SMALL] * sums_now / 2, "all-reduce of 4 KiB over two gloo processes, of its two rounds one"
         ),
-        control_s=_figure(usual_s, "8 products of 512 in fp32 and a copy of 64 MiB, median of those between the others")
+        control_s=_figure(usual_s, "a step of a small layer in fp32, median of those between the others")
         if device.type == "cpu"
         else None,
     )

@@ -47,7 +47,7 @@ from tightfit.program import Operation, Passage
 
 DECIDING = (attention, loss, compile, precision)  # rooms that decide which operations run; in the order of METHODS
 EVERYWHERE = (-1, 10**9)  # of a buffer: before the blocks and after them, and it is small
-MOST_CHUNKS = 4  # chunks of a loss that are traced one after another: more are more of the same
+MOST_CHUNKS = 64  # chunks of a loss that are traced one after another: more are more of the same
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tightfit.engine.build import build
-from tightfit.engine.step import Step, drain, take_step
-from tightfit.job import Job
+from tightfit.engine.step import Step, accumulate, drain, take_step, update
+from tightfit.job import Job, ModelSpec
 from tightfit.machine import Figure, Machine
 from tightfit.methods import optimizer_states, shards
 from tightfit.methods.run import Run
+from tightfit.models import find_blocks
 from tightfit.models.objective import Batch, processed_count, sample_count
 from tightfit.plan import Plan
 from tightfit.planner.example import example, is_padded, sized
 from tightfit.planner.fakes import FakeValues, traceable
+from tightfit.planner.passing import shortened
 from tightfit.planner.storages import Peak, tensor_bytes, tensors_in, track
 from tightfit.planner.target import as_on, processes
 from tightfit.planner.updates import take_all_at_once
@@ -105,9 +107,7 @@ def rehearse(job: Job, plan: Plan, device: str = "cpu", stage: int = 0) -> Peak:
             take_all_at_once(run.optimizer)
         steps = run.data.steps(0, None)
         with traceable(run.model):
-            take_step(run, next(steps)[:1], 0)
-            if run.stages is not None:
-                drain(run)
+            _first_step(run, next(steps)[:1])
             micro_batches = next(steps)
             several = range(2 * run.stages.delay if run.stages is not None else 0)
 
@@ -118,6 +118,22 @@ def rehearse(job: Job, plan: Plan, device: str = "cpu", stage: int = 0) -> Peak:
 
             peak = track(run, micro_batches, take)[1]
     return _with_other_batches(peak, shapes, device)
+
+
+def _first_step(run: Run, micro_batches: list[Batch]) -> None:
+    """What makes the optimizer's states, and compiles. Of blocks that are alike it takes three; the others' gradients are made."""
+    if run.reduction is not None or run.stages is not None or run.plan.update_in_backward:
+        take_step(run, micro_batches, 0)
+        if run.stages is not None:
+            drain(run)
+        return
+    name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
+    with shortened([block for _, block in find_blocks(run.model, name)] if run.plan.compile != "model" else []):
+        accumulate(run, micro_batches, 1)
+    for weight in (weight for group in run.optimizer.param_groups for weight in group["params"]):
+        if weight.grad is None:
+            weight.grad = torch.empty_like(weight)
+    update(run)
 
 
 def _with_other_batches(peak: Peak, shapes: Shapes, device: str) -> Peak:
