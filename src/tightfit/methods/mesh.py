@@ -201,9 +201,9 @@ def join(kind: str) -> None:
     if not dist.is_initialized():
         if kind == "cuda":
             torch.cuda.set_device(local_device(kind))
-        if "WORLD_SIZE" in os.environ:
+        if world_size() > 1:
             dist.init_process_group(BACKENDS[kind])
-        else:  # one process, which nobody launched
+        else:  # which needs nobody's address
             dist.init_process_group(BACKENDS[kind], store=dist.HashStore(), rank=0, world_size=1)
 
 

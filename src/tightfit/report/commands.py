@@ -109,8 +109,7 @@ def train_command(
     if sample is not None:
         console.print("sample", *("  " + line for line in sample.splitlines()), sep="\n", highlight=False, markup=False)
     console.print(summary(record.content(), out), highlight=False, markup=False, soft_wrap=True)
-    if world > 1:
-        leave()
+    leave()
 
 
 def launch_command(path: Path, kinds: list[str], nodes: int, nproc: int, accelerator: str, changes: list[str]) -> None:
@@ -149,11 +148,12 @@ def by_the_first(make: Callable[[], Any], device: str) -> Any:
 
 
 def leave() -> None:
-    """Part from the other processes, all of them done."""
+    """Part from the other processes, all of them done, where there are any."""
     import torch.distributed as dist
 
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def decide(
