@@ -112,6 +112,13 @@ def test_what_is_offloaded_is_saved_and_goes_on(words: tuple[str, ...], tmp_path
 
 
 @pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize("words", [("gradients",), ALL], ids="+".join)
+def test_a_plan_that_offloads_is_verified_like_any_other(words: tuple[str, ...]) -> None:
+    plan = tightfit.Plan(offload=words, offload_to="disk", micro_batch=2)
+    assert tightfit.verify(cases.make_case("llama").job, plan).passed
+
+
+@pytest.mark.usefixtures("apart")
 def test_what_a_device_holds_between_steps_is_no_parameter_and_no_gradient() -> None:
     run = tightfit.build(cases.make_case("llama").job, tightfit.Plan(offload=ALL, offload_to="disk"))
     take_step(run, next(run.data.steps(0, None)), 0)

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tightfit.engine.build import build
 from tightfit.engine.loop import train
 from tightfit.job import Job
 from tightfit.machine import Machine
-from tightfit.methods.run import Run
+from tightfit.methods.run import Reduction, Run
 from tightfit.plan import Plan
 
 ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
@@ -138,11 +140,11 @@ def observe_settled(job: Job, plan: Plan, machine: Machine | None, steps: int) -
 def observe(run: Run, steps: int) -> Observed:
     """Train `steps` steps, seeing the gradients of the first as they arrive, whatever the plan does with them."""
     gradients: dict[str, Tensor] = {}
-    hooks = [
-        parameter.register_hook(_adder(gradients, name))
-        for name, parameter in run.model.named_parameters()
-        if parameter.requires_grad
-    ]
+    trained = {name: parameter for name, parameter in run.model.named_parameters() if parameter.requires_grad}
+    if run.reduction is not None and any(isinstance(parameter, DTensor) for parameter in trained.values()):
+        weights = {name: run.weights[parameter] for name, parameter in trained.items()}
+        run = replace(run, reduction=cast(Reduction, _Seeing(run.reduction, weights, gradients)))
+    hooks = [parameter.register_hook(_adder(gradients, name)) for name, parameter in trained.items()]
     scale = run.loss_scale.value if run.loss_scale else 1.0
     start, losses, skipped = weights_of(run.model), [], False
     for result in itertools.islice(train(run), steps):
@@ -154,8 +156,27 @@ def observe(run: Run, steps: int) -> Observed:
     return Observed(losses, gradients, start, weights_of(run.model), skipped)
 
 
+class _Seeing:
+    """A `Reduction` whose complete gradients are looked at: parameters that come and go hand theirs over, and no hook of theirs
+    sees them."""
+
+    def __init__(self, reduction: Reduction, weights: dict[str, nn.Parameter], seen: dict[str, Tensor]) -> None:
+        self.reduction, self.weights, self.seen = reduction, weights, seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.reduction, name)
+
+    def end(self, last: bool) -> None:
+        self.reduction.end(last)
+        if last and not self.seen:
+            for name, weight in self.weights.items():
+                if weight.grad is not None:
+                    self.seen[name] = weight.grad.detach().float().cpu().clone()
+
+
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().float().cpu().clone() for name, parameter in model.named_parameters()}
+    whole = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    return {name: parameter.detach().float().cpu().clone() for name, parameter in whole.items()}
 
 
 def _adder(gradients: dict[str, Tensor], name: str):  # type: ignore[no-untyped-def]
