@@ -144,9 +144,18 @@ def test_pair_on_several_devices_of_all(name: str, items: list[Variant]) -> None
     hold(name, items)
 
 
-@pytest.mark.parametrize("items", [p for p in PAIRS if has_workers(p) and not is_compiled(p)], ids=named)
+WITH_WORKERS = [p for p in PAIRS if has_workers(p) and not is_compiled(p)]
+
+
+@pytest.mark.parametrize("items", [p for p in WITH_WORKERS if not on_several(p)], ids=named)
 def test_pair_with_workers(items: list[Variant]) -> None:
     """On one model: each of these starts processes, which takes seconds, and what they prepare is the same batches."""
+    hold("batchnorm", items)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("items", [p for p in WITH_WORKERS if on_several(p)], ids=named)
+def test_pair_with_workers_of_several_devices(items: list[Variant]) -> None:
     hold("batchnorm", items)
 
 
@@ -174,9 +183,10 @@ def test_compiled(name: str, items: list[Variant], fresh_compiler: None) -> None
     hold(name, items)
 
 
-@pytest.mark.parametrize("items", [p for p in PAIRS if is_compiled(p)], ids=named)
+@pytest.mark.parametrize("items", [p for p in PAIRS if ("compile", {"compile": "block"}) in p], ids=named)
 def test_compiled_pair_composes(items: list[Variant], fresh_compiler: None) -> None:
-    """Traced and differentiated as compiled, but run by eager kernels, which is quick; the slow suite generates code."""
+    """Block by block, as search does; traced and differentiated as compiled, but run by eager kernels, which is quick. The slow
+    suite compiles whole models too, and generates code."""
     hold("llama", items, backend="aot_eager")
 
 

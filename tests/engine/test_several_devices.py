@@ -159,9 +159,21 @@ def saved_and_resumed(folder: str, first: dict[str, Any], then: dict[str, Any] |
     return [step.loss for step in tightfit.train(run, checkpoint.resume(run, folder))]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])
+SAVED = [*PLANS, {**PLANS[1], "states": "8-bit"}, SLICED[0], SLICED[4], PIPED[5], RINGED[0]]
+
+
 @pytest.mark.parametrize(
-    "fields", [*PLANS, {**PLANS[1], "states": "8-bit"}, SLICED[0], SLICED[4], PIPED[5], RINGED[0]], ids=named
+    ("fields", "optimizer"),
+    [
+        pytest.param(
+            fields,
+            optimizer,
+            marks=[] if optimizer == "adamw" or fields in (SLICED[4], PIPED[5]) else pytest.mark.slow,
+            id=f"{named(fields)}-{optimizer}",
+        )
+        for fields in SAVED
+        for optimizer in ("adamw", "lamb", "muon")
+    ],
 )
 def test_a_checkpoint_is_gone_on_with_by_any_number_of_devices(
     fields: dict[str, Any], optimizer: str, tmp_path: Path
