@@ -114,7 +114,8 @@ class Profiler:
         sizes that were traced before."""
         kind = plan.precision.replace("fp16", "bf16").replace("tf32", "fp32")
         whole = self._whole_chunk(plan)
-        cut = plan.tp, plan.cp, plan.sequence_parallel, plan.sequence_parallel and sequences.gathers_again(plan)
+        again = plan.sequence_parallel and training and sequences.gathers_again(plan)  # what is kept for backward
+        cut = plan.tp, plan.cp, plan.sequence_parallel, again
         narrow = shards.comes_and_goes(plan, self.device) and shards.narrow_type(plan) is not None
         key = kind, plan.attention, plan.chunked_loss, plan.compile, training, micro_batch < whole, cut, narrow
         traced = self._traced.setdefault(key, {})

@@ -97,20 +97,13 @@ def search(
 def worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Estimate]:
     """Estimates of the legal plans, but for those that a bound rules out: smaller micro-batches than the largest that
     fits are no faster, but in a pipeline; what makes room is of use where it allows larger ones; and where the model and its
-    states alone do not fit, the leanest plan stands for all."""
+    states alone do not fit, one plan stands for all, the leanest where nothing else fits either."""
     found: list[Estimate] = []
-    ruled_out: dict[Any, tuple[Any, Plan]] = {}
+    ruled_out: dict[Any, list[Plan]] = {}
     reached: dict[Any, int] = {}  # the largest micro-batch that fits, or is of use, with nothing that makes room
     for plans in candidates(estimator, start, pins):
         if estimator.least_bytes(plans[0]) > estimator.limit_bytes:
-            what, last = (plans[0].precision, plans[0].states), plans[-1]
-            how_lean = (
-                estimator.least_bytes(last),
-                last.recompute != "full",
-                last.micro_batch_of(estimator.job.train.batch),
-            )
-            if what not in ruled_out or how_lean < ruled_out[what][0]:
-                ruled_out[what] = how_lean, last
+            ruled_out.setdefault((plans[0].precision, plans[0].states), []).append(plans[-1])
             continue
         batch, least = estimator.job.train.batch, plans[0].replace(micro_batch=None, **MAKES_NO_ROOM)
         larger = [plan for plan in plans if plan.micro_batch_of(batch) > reached.get(least, 0)]
@@ -119,7 +112,13 @@ def worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> li
             found += seen
             if plans[0].replace(micro_batch=None) == least:
                 reached[least] = _reached(seen, batch)
-    return found + [estimator.estimate(plan) for _, plan in ruled_out.values()]
+    if any(one.fits for one in found):
+        return found + [estimator.estimate(plans[0]) for plans in ruled_out.values()]
+
+    def how_lean(plan: Plan) -> tuple[float, bool, int]:
+        return estimator.least_bytes(plan), plan.recompute != "full", plan.micro_batch_of(estimator.job.train.batch)
+
+    return found + [estimator.estimate(min(plans, key=how_lean)) for plans in ruled_out.values()]
 
 
 def _with_workers(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Plan:
