@@ -196,7 +196,7 @@ def main() -> None:
     for pair in pairs():
         if arguments.only and pair["model"] != arguments.only:
             continue
-        same = [row for row in there if all(row[name] == value for name, value in pair.items())]
+        same = [row for row in there if "pace" in row and all(row[name] == value for name, value in pair.items())]
         row = same[0] if same else run_alone(pair, arguments.steps)
         rows.append(row)
         if arguments.out:

@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tightfit.errors import InputError
-from tightfit.job import Job, ModelSpec
+from tightfit.job import Job, ModelSpec, Train
 from tightfit.methods import materialize
-from tightfit.methods.materialize import create_on_device, create_on_host, weights_dtype
+from tightfit.methods.materialize import create_on_device, create_on_host, own_parameters, weights_dtype
 from tightfit.methods.run import Run
 from tightfit.models import model_factory
 from tightfit.models.objective import TASKS
@@ -349,3 +350,19 @@ def test_both_ways_give_the_same_model_on_a_gpu(name, dtype):
     torch.manual_seed(5)
     straight = create_on_device(MODELS[name], device, dtype).state_dict()
     assert all(straight[key].device == device and torch.equal(straight[key], host[key]) for key in host)
+
+
+class Reads(nn.Module):
+    """Looks at a value while it is created."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.scale = float(self.layers[0].weight.detach().norm())
+
+
+def test_a_model_that_a_device_of_a_pipeline_cannot_create_in_part_says_so():
+    job = Job(model=Reads, data=[(torch.zeros(4), 0)] * 4, train=Train(batch=2, steps=1))
+    run = SimpleNamespace(job=job, mesh=SimpleNamespace(rank=lambda axis: 0))
+    with pytest.raises(InputError, match="materialize: host"):
+        own_parameters(run, Plan(pp=2, materialize="device"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -11,8 +12,13 @@ from PIL import Image
 import tightfit
 from tests.planner import cases
 from tightfit.errors import DoesNotFit, InputError
+from tightfit.job import ModelSpec
 from tightfit.machine import Machine
+from tightfit.models.create import model_config
+from tightfit.planner import search as searching
+from tightfit.planner.complete import FEW_BLOCKS, _shallow
 from tightfit.planner.estimate import Estimator
+from tightfit.planner.rehearse import rehearse
 from tightfit.planner.search import search
 from tightfit.planner.time import Clock
 from tightfit.planner.waterfall import waterfall
@@ -61,6 +67,34 @@ def test_the_waterfall_ends_at_the_plan() -> None:
     assert [stage.method for stage in stages[1:]] == ["+ precision", "+ microbatch", "+ recompute"]
     assert stages[-1].peak_bytes == pytest.approx(estimator.estimate(plan).peak.total)
     assert stages[-1].peak_bytes < stages[0].peak_bytes
+
+
+def test_a_refusal_is_of_the_leanest_plan() -> None:
+    """The weights alone are more than there is: what is said to be needed is what recomputation of everything needs."""
+    job = cases.job("llama").replace(
+        limits=tightfit.Limits(memory=int(Estimator(cases.job("llama"), GPU).runtime_bytes))
+    )
+    with pytest.raises(DoesNotFit, match="needs") as refused:
+        search(job, GPU, {"compile": "none", "update_in_backward": False})
+    assert "recompute=full" in str(refused.value)
+    assert f"micro_batch={1}" in str(refused.value)
+
+
+def test_a_search_collects_seldom_and_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, within = gc.get_threshold(), []
+    monkeypatch.setattr(
+        searching, "rehearse", lambda *arguments: within.append(gc.get_threshold()) or rehearse(*arguments)
+    )
+    search(cases.job("llama"), GPU, {"compile": "none"})
+    assert within == [searching.COLLECTED]
+    assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("name", ["gpt2-xl", "llama-3-70b", "t5-3b"])
+def test_what_a_deep_model_takes_is_tried_on_few_blocks(name: str) -> None:
+    config = model_config(_shallow(ModelSpec(preset=name)))
+    assert config.num_hidden_layers == FEW_BLOCKS
+    assert config.hidden_size == model_config(ModelSpec(preset=name)).hidden_size
 
 
 def test_a_step_takes_longer_with_recomputation_and_on_a_slower_machine() -> None:

@@ -165,6 +165,10 @@ def test_a_server_s_link_carries_all_workers_gradients_and_weights(estimator: Es
         assert message.bytes == pytest.approx(2 * workers * found.ledger.gradient_bytes())
         assert found.peak_phase == "server"  # which has the states, and all gradients at once
         seconds.append(found.time.communication_s)
+        hop, start = estimator.machine.process_latency_s, estimator.machine.call_s
+        assert hop is not None
+        assert start is not None
+        assert message.latency_s == pytest.approx(2 * workers * (hop.value + start.value))
     ring = estimator.estimate(tightfit.Plan(dp_replicate=4, micro_batch=2)).time.communication_s
     assert seconds[1] == pytest.approx(2 * seconds[0])
     assert seconds[1] > 4 * ring

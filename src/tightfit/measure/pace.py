@@ -1,4 +1,4 @@
-"""Pace: how fast a processor is at the moment. One that is shared with others works a third faster or slower within minutes.
+"""Pace: how fast a processor is at the moment. One that is shared with others changes its pace within minutes.
 
 A fixed piece of work, the control, is timed beside what is measured; a ratio to it is what a machine that changes can be
 compared by.

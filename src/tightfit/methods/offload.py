@@ -2,10 +2,12 @@
 
 Saves   what is named: of an fp32 parameter with Adam, states 8 bytes, gradients 4, parameters 4; activations all that is saved.
         host: page-locked memory beside a GPU. disk: files that are mapped, and take no memory that cannot be taken back.
-Costs   copies: states once to the device and once back for each step, activations once out and once in for each micro-batch,
-        at the link's rate or the disk's.
+Costs   copies at the link's rate or the disk's: states once to the device and once back for each step, activations once out and
+        once in for each micro-batch, gradients out for each and in for the update; parameters to a GPU for each forward, each
+        backward and the update.
 When    nothing else fits on one device. Large batches hide it: what moves with states does not grow with them.
-Order   around the forward as the precision runs it; before a pipeline or zero divide what it holds.
+Order   around the forward as the precision runs it, and around blocks that recompute and compile have changed; before a
+        pipeline or zero divide what it holds.
 Source  Ren et al. 2021 (ZeRO-Offload), arXiv:2101.06840; Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv:2104.07857.
 """
 

@@ -64,11 +64,9 @@ def gathered_of(ledger: Ledger, plan: Plan, narrow: set[str]) -> Gathered:
             blocks[found.group(1)] += math.ceil(gathered_bytes(parameter, narrow))
             reduced[found.group(1)] += parameter.bytes
     devices = math.inf if "gradients" in plan.offload else plan.shards  # what is left of a gradient on this one
-    block, coming = (
-        float(max(blocks.values(), default=0)),
-        plan.shards > 1,
-    )  # alone, a block is brought over when it is needed
-    return Gathered(devices, block, rest, float(max(reduced.values(), default=0)), block if coming else 0.0)
+    block = float(max(blocks.values(), default=0))
+    coming = block if plan.shards > 1 else 0.0  # alone, a block is brought over when it is needed
+    return Gathered(devices, block, rest, float(max(reduced.values(), default=0)), coming)
 
 
 def comes_and_goes(plan: Plan, kind: str) -> bool:
@@ -174,9 +172,8 @@ class Shards:
         store: Store | None = None,
         takes: bool = False,
     ) -> None:
-        warnings.filterwarnings(
-            "ignore", "FSDP2-wrapped module .* returned a view"
-        )  # of logits, which nothing writes to
+        # of logits, which nothing writes to
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
         self.mesh, self.model = mesh, model
         self.parts: tuple[str, ...] = ("dp_shard",) if mesh.size("dp_shard") > 1 else ()
         devices = mesh.axes[DATA if mesh.size("dp_replicate") > 1 else "dp_shard"]

@@ -26,14 +26,12 @@ from tightfit.units import format_bytes
 
 TARGET: ContextVar[str | None] = ContextVar("target", default=None)
 """The kind of device that fake tensors stand for; None for the one that they lie on."""
+SMALL = 2**16  # bytes up to which a saved tensor stays where it is
 
 
 def is_apart(device: torch.device) -> bool:
     """Whether a device computes only with what lies in its own memory: a processor does with whatever is mapped."""
     return device.type != "cpu" or TARGET.get() == "cuda"
-
-
-SMALL = 2**16  # bytes up to which a saved tensor stays where it is
 
 
 class Store:

@@ -14,11 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tightfit.engine.build import build
 from tightfit.engine.step import Step, accumulate, drain, take_step, update
-from tightfit.job import Job, ModelSpec
+from tightfit.job import Job
 from tightfit.machine import Figure, Machine
 from tightfit.methods import optimizer_states, shards
 from tightfit.methods.run import Run
-from tightfit.models import find_blocks
 from tightfit.models.objective import Batch, processed_count, sample_count
 from tightfit.plan import Plan
 from tightfit.planner.example import example, is_padded, sized
@@ -127,8 +126,7 @@ def _first_step(run: Run, micro_batches: list[Batch]) -> None:
         if run.stages is not None:
             drain(run)
         return
-    name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
-    with shortened([block for _, block in find_blocks(run.model, name)] if run.plan.compile != "model" else []):
+    with shortened(shards.blocks_of(run) if run.plan.compile != "model" else []):
         accumulate(run, micro_batches, 1)
     for weight in (weight for group in run.optimizer.param_groups for weight in group["params"]):
         if weight.grad is None:

@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from tightfit.errors import DoesNotFit, InputError
+from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
 from tightfit.plan import Plan
 from tightfit.planner.complete import complete
 from tightfit.planner.cuts import balanced, by_promise, cut_fields, schedules, with_samples, with_sequences
 from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.refusal import does_not_fit
 from tightfit.planner.rehearse import rehearse
 from tightfit.rules import RULES, needed_permissions
 from tightfit.units import format_bytes, format_seconds
@@ -29,7 +30,7 @@ from tightfit.units import format_bytes, format_seconds
 COLLECTED = (100_000, 50, 100)  # thresholds of Python's collector
 KEPT = 12  # estimates that are returned: the chosen one, and those that came nearest
 REHEARSED_BLOCKS = 24  # of a model on several devices, at most
-OFFLOADED = {  # what is tried where nothing else fits, what costs least first
+OFFLOADED = {  # what is tried where nothing else fits
     "cuda": (
         ("states",),
         ("states", "activations"),
@@ -49,8 +50,7 @@ REHEARSED = 3  # of those that an allocator may leave too little room for, at mo
 
 @contextmanager
 def _collecting_seldom() -> Iterator[None]:
-    """Within, Python looks for cycles less often. A trace makes millions of objects, nearly all of which go by themselves, and
-    looking took an eighth of a search's time."""
+    """Within, Python looks for cycles less often: a trace makes millions of objects, nearly all of which go by themselves."""
     before = gc.get_threshold()
     gc.set_threshold(*COLLECTED)
     try:
@@ -96,14 +96,12 @@ def search(
                 if machine.device == "cpu" and "allocator" not in pins:
                     where["allocator"] = "lean"
                 found += worth_knowing(estimator, start.replace(**where), {**pins, **where})
-                if any(one.fits for one in found):
-                    break
     else:
         found = [estimator.estimate(plan) for plan in among if _is_legal(plan, job, machine.device)]
     fitting = sorted((one for one in found if one.fits), key=lambda one: (one.total_s, one.peak_bytes))
     chosen = _rehearsed(estimator, fitting, job)
     if chosen is None:
-        raise does_not_fit(min(found, key=lambda one: one.peak_bytes), found, job)
+        raise does_not_fit(min(found, key=lambda one: one.peak_bytes), job)
     others = [one for one in fitting if one.plan != chosen.plan] + sorted(
         (one for one in found if not one.fits), key=lambda one: one.total_s
     )
@@ -374,41 +372,3 @@ def _why(one: Estimate, chosen: Estimate) -> str:
         return f"needs {format_bytes(needed)}{beside}, {format_bytes(there)} are there"
     slower = one.total_s / chosen.total_s - 1
     return f"{slower:.0%} slower: {format_seconds(one.time.step_s)} a step"
-
-
-def does_not_fit(least: Estimate, found: list[Estimate], job: Job) -> DoesNotFit:
-    """What is said where nothing fits: the leanest plan's largest rows, and what would help."""
-    if "memory" not in least.lacks():
-        return _host_does_not_fit(least)
-    rows = sorted(least.peak.rows.items(), key=lambda row: -row[1])[:3]
-    largest = ", ".join(f"{row} {format_bytes(size)}" for row, size in rows if size)
-    lines = [
-        f"needs {format_bytes(least.peak_bytes)} at least, {format_bytes(least.limit_bytes)} are there",
-        f"  leanest plan: {least.plan}",
-        f"  largest: {largest} (in {least.peak_phase})",
-    ]
-    missing = [word for word in ("bf16", "8-bit-states", "4-bit-states", "offload") if word not in job.allowed]
-    if missing:
-        lines.append(f"  to allow: {', '.join(missing)}")
-    fixed = sum(size for row, size in least.peak.rows.items() if row in ("parameters", "optimizer", "runtime"))
-    if fixed < least.limit_bytes and job.train.batch > 1:
-        lines.append("  or a smaller train.batch, shorter sequences, or a larger machine")
-    else:
-        lines.append("  or a larger machine, or a smaller model: parameters and their states alone do not fit")
-    return DoesNotFit("\n".join(lines))
-
-
-def _host_does_not_fit(least: Estimate) -> DoesNotFit:
-    """What is said where devices have room enough, and their host or its disk does not."""
-    lines = []
-    for name, (needed, there) in least.lacks().items():
-        rows = sorted((least.disk if name == "disk" else least.host).items(), key=lambda row: -row[1])[:3]
-        largest = ", ".join(f"{row} {format_bytes(size)}" for row, size in rows if size)
-        lines.append(f"needs {format_bytes(needed)} of {name} at least, {format_bytes(there)} are there")
-        lines.append(f"  largest: {largest}")
-        lines.append(
-            "  fewer train.keep_checkpoints, or a larger limits.disk"
-            if name == "disk"
-            else "  materialize: device, fewer loader_workers or offload: [], or a host with more memory"
-        )
-    return DoesNotFit("\n".join([*lines, f"  leanest plan: {least.plan}"]))
