@@ -132,10 +132,6 @@ class Message:
     hides: bool
     latency_s: float = 0.0
 
-    @property
-    def seconds(self) -> float:
-        return self.bytes / self.bytes_per_s + self.latency_s
-
     def times(self, share: float) -> Message:
         """A part of it: of the bytes, and of the calls."""
         return replace(self, bytes=self.bytes * share, latency_s=self.latency_s * share)

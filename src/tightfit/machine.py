@@ -48,7 +48,7 @@ class Machine(Value):
     rates                what each kind of operation achieves, measured here: "kind/dtype" -> size -> FLOP/s of products
                          and attention (size: the cube root of rows x columns x depth of one of its products), else bytes moved/s
     control_s            seconds of a fixed piece of work at the pace that all figures measured here are of: `measure.pace`
-    efficiency           share of these rates that whole training steps reach, from their records: compute, memory, launch
+    efficiency           share of these rates that whole training steps reach, from their records: compute, memory, launch, link
     """
 
     name: str

@@ -117,6 +117,39 @@ def test_positions_that_do_not_divide_are_padded(size: int, recompute: str) -> N
         assert cases.distance(weights, expected[1]) < 1e-6
 
 
+PRODUCTS = {f"*.{name}_proj": "colwise" for name in ("q", "k", "v", "gate", "up")} | {
+    f"*.{name}_proj": "rowwise" for name in ("o", "down")
+}
+
+
+@pytest.mark.parametrize("style", ["colwise", "colwise_gather_output", "whole"])
+@pytest.mark.parametrize("more", [{}, {"sequence_parallel": True}, {"chunked_loss": 8}])
+def test_a_table_that_names_the_head(style: str, more: dict[str, Any]) -> None:
+    """By vocabulary, gathered, or whole on every device: the same training."""
+    model = {**cases.LLAMA, "tie_word_embeddings": False}
+    expected = trained(model, {})
+    model["tensor_parallel"] = {**PRODUCTS, "lm_head": style}
+    for losses, weights in together(2, HERE + "trained", model, {"tp": 2, **more}):
+        assert losses == pytest.approx(expected[0], rel=2e-6)
+        assert cases.distance(weights, expected[1]) < 1e-6
+
+
+def widths(style: str) -> tuple[int, int]:
+    """Columns of the head's weight here, and of the logits."""
+    run = built(
+        {**cases.LLAMA, "tie_word_embeddings": False, "tensor_parallel": {**PRODUCTS, "lm_head": style}}, {"tp": 2}
+    )
+    batch = to_device(next(iter(run.data.steps(0, None)))[0], run)
+    return run.model.lm_head.weight.shape[0], run.objective.logits(run.model, batch).shape[-1]
+
+
+def test_what_of_the_head_is_here() -> None:
+    size = cases.LLAMA["vocab_size"]
+    assert together(2, HERE + "widths", "colwise") == [(size // 2, size // 2)] * 2
+    assert together(2, HERE + "widths", "colwise_gather_output") == [(size // 2, size)] * 2
+    assert together(2, HERE + "widths", "whole") == [(size, size)] * 2
+
+
 class Layer(nn.Module):
     """A user's block, whose products are its own children."""
 
@@ -178,6 +211,7 @@ def refusal(model: Any, fields: dict[str, Any]) -> str:
         ),
         ({**cases.LLAMA, "tensor_parallel": {"*.mlp.up": "sideways"}}, {"tp": 2}, "unknown way"),
         ({**cases.LLAMA, "tensor_parallel": {"*.mlp.sideways": "colwise"}}, {"tp": 2}, "no module of the model"),
+        ({**cases.GPT2, "tensor_parallel": {"lm_head": "colwise_gather_output"}}, {"tp": 2}, "another module's too"),
         (
             {**cases.LLAMA, "tensor_parallel": {"*.mlp.up_proj": "colwise", "*.mlp.down_proj": "rowwise"}},
             {"tp": 2, "sequence_parallel": True},

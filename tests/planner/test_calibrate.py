@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import tightfit
 from tests.report.test_session import command
-from tightfit.ledger import Ledger
+from tightfit.ledger import Ledger, Message
 from tightfit.machine import Figure, Machine
 from tightfit.planner.calibrate import refine
 from tightfit.planner.estimate import fold
@@ -55,6 +56,16 @@ def test_a_machine_that_is_slower_than_its_figures_is_found_out(folded: list[Led
     assert refined.efficiency["memory"].value < 0.75
 
 
+def test_links_that_reach_half_of_their_figures_are_found_out(folded: list[Ledger]) -> None:
+    """Of runs of which some send much and others nothing; what hides behind work says nothing of links."""
+    sends = Message("activations", bytes=2e9, bytes_per_s=2e10, hides=False, latency_s=1e-3)
+    seen_by = [replace(ledger, messages=(sends.times(share),)) for ledger in folded for share in (0.0, 0.3, 1.0)]
+    true = L4.replace(efficiency={"link": Figure(value=0.5, source="measured")})
+    refined = refine(L4, [(ledger, Clock(true).step_time(ledger).step_s) for ledger in seen_by])
+    assert refined.efficiency["link"].value == pytest.approx(0.5, rel=0.15)
+    assert all(refined.efficiency[name].value == pytest.approx(1.0, rel=0.1) for name in ("compute", "memory"))
+
+
 def test_one_run_moves_the_numbers_only_so_far(folded: list[Ledger]) -> None:
     seconds = Clock(L4).step_time(folded[0]).step_s
     refined = refine(L4, [(folded[0], 100 * seconds)])
@@ -70,7 +81,7 @@ def test_records_are_read_from_the_command_line(
     capsys.readouterr()
     assert command(monkeypatch, "machine", "--record", str(out / "record.json"), "--json") == 0
     efficiency = json.loads(capsys.readouterr().out)["efficiency"]
-    assert efficiency.keys() == {"compute", "memory", "launch"}
+    assert efficiency.keys() == {"compute", "memory", "launch", "link"}
     assert Machine.detect().efficiency.keys() == efficiency.keys()  # kept
     for arguments in (
         ("machine", "--record", str(tmp_path / "none.json")),

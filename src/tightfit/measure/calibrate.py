@@ -17,7 +17,7 @@ from tightfit.measure.timing import timed
 
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PATIENCE_S = 2.0  # a size that would take longer than this is not measured, nor are larger ones
+PATIENCE_S = 1.0  # a size that would take longer than this is not measured, nor are larger ones
 LARGE, SMALL = 2**26, 2**12  # bytes of the sums that two processes are timed by
 
 

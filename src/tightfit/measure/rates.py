@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -22,6 +23,7 @@ PRODUCT_SIZES = (64, 128, 256, 512, 1024, 2048)
 BYTES = (2**16, 2**19, 2**22, 2**25, 2**27)
 COLD = 2**24  # bytes of inputs between two uses of the same memory: about what a block of a model touches
 MOST_SETS = 256
+PATIENCE_S = 0.25  # that one run of a case may take
 
 Work = Callable[[], object]
 Case = tuple[int, float, Work]  # size, FLOPs or bytes moved, what is timed
@@ -37,10 +39,22 @@ def measure_rates(device: torch.device, pace: Pace, say: Callable[[str], None]) 
     for name, dtype in DTYPES.items():
         for kind, cases in _KINDS.items():
             say(f"{kind} in {name}")
-            table = {size: amount / timed(work, device, least_s=0.02) for size, amount, work in cases(dtype, device)}
+            table = _table(cases(dtype, device), device)
             control_s = pace.stretch()
             if table:
                 rates[f"{kind}/{name}"] = {size: rate * control_s for size, rate in table.items()}
+    return rates
+
+
+def _table(cases: Iterator[Case], device: torch.device) -> dict[int, float]:
+    """Rates by size, from small to large; stops where the next size would outlast PATIENCE_S, as a product does in a type
+    that the processor has no instructions for: what is larger goes on at the rate of the last."""
+    rates: dict[int, float] = {}
+    rate = math.inf
+    for size, amount, work in cases:
+        if amount / rate > PATIENCE_S:
+            break
+        rate = rates[size] = amount / timed(work, device, least_s=0.02)
     return rates
 
 

@@ -11,10 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.errors import InputError
+from tightfit.methods.buckets import all_gather
 from tightfit.methods.mesh import Mesh, Slice, grown, shrink
 from tightfit.methods.sequences import Sequences, before
 from tightfit.methods.vocabulary import divided_cross_entropy
 from tightfit.models.objective import Batch, Objective
+
+GATHERED = "colwise_gather_output"
 
 
 class Cutter:
@@ -66,13 +69,24 @@ class Cutter:
             raise InputError(
                 f"plan: tp={self.size}", f"{name} has {weight.shape[dim]} rows or columns to divide", "use a smaller tp"
             )
+        gathers = style == GATHERED
+        if gathers and (len(self.owners[weight]) > 1 or self._is_in_divided_sequences(module)):
+            raise InputError(
+                f"plan: tp, table: {name}: {style}",
+                "its weight is another module's too, or its block does a part of each sequence",
+                "leave it out of the table, or say whole",
+            )
         self._take(module, "weight", dim, pieces)
         if style == "rowwise":
             self._sum_after(module)
         else:
             if module.bias is not None:
                 self._take(module, "bias", 0, pieces)
-            self._copy_before(name, module)
+            if gathers:
+                module.register_forward_pre_hook(self._copied_input)
+                module.register_forward_hook(lambda module, inputs, output: _Gathered.apply(output, self.group))
+            else:
+                self._copy_before(name, module)
         self._set_sizes(name, module, style, is_transposed)
 
     def _set_sizes(self, name: str, module: Any, style: str, is_transposed: bool) -> None:
@@ -121,6 +135,13 @@ class Cutter:
             return
         module.register_forward_pre_hook(lambda module, inputs: (self._copy(inputs[0]), *inputs[1:]))
 
+    def _copied_input(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return _Copied.apply(inputs[0], self.group), *inputs[1:]
+
+    def _is_in_divided_sequences(self, module: nn.Module) -> bool:
+        blocks = [] if self.sequences is None else [block for _, block in self.sequences.blocks]
+        return any(module is inner for block in blocks for inner in block.modules())
+
     def _feeds_all(self, parent: nn.Module) -> bool:
         """Whether all products of a module have its own input: not those of a block, nor of attention to an encoder."""
         assert self.compiled is not None
@@ -167,7 +188,7 @@ class Cutter:
         if head.bias is not None:
             self._take(head, "bias", 0)
         head.out_features = last - first
-        head.register_forward_pre_hook(lambda module, inputs: (_Copied.apply(inputs[0], self.group), *inputs[1:]))
+        head.register_forward_pre_hook(self._copied_input)
         embedding = model.get_input_embeddings()
         if isinstance(embedding, nn.Embedding) and embedding.num_embeddings == vocabulary:
             self._take(embedding, "weight", 0)
@@ -280,3 +301,18 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return gradients[0], None
+
+
+class _Gathered(torch.autograd.Function):
+    """Forward everyone's columns side by side; backward this device's columns of a gradient that is the same everywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, columns: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.width = group, columns.shape[-1]
+        parts = columns.new_empty(dist.get_world_size(group), *columns.shape)
+        all_gather(parts.view(-1), columns.contiguous().view(-1), group=group)
+        return torch.cat(parts.unbind(), -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0].narrow(-1, dist.get_rank(ctx.group) * ctx.width, ctx.width).contiguous(), None

@@ -12,7 +12,8 @@ Source  Shoeybi et al. 2019, arXiv:1909.08053 (Megatron-LM); the tables of trans
         have one.
 
 A table says which module is divided how, by its name with * for any part: colwise, rowwise, qkv (columns of three
-matrices side by side), heads (an embedding whose columns are attention heads). Parameters are created whole, by the same
+matrices side by side), heads (an embedding whose columns are attention heads), colwise_gather_output (every device has all
+of what comes out), whole. What gives a language model's logits is divided by vocabulary, if it is not in the table or colwise there. Parameters are created whole, by the same
 seed everywhere, and cut: what is trained is what one device trains.
 """
 
@@ -29,7 +30,7 @@ from tightfit.errors import InputError
 from tightfit.job import ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods.cutter import Cutter
+from tightfit.methods.cutter import GATHERED, Cutter
 from tightfit.methods.mesh import latency, message
 from tightfit.methods.run import Run
 from tightfit.methods.sequences import Sequences
@@ -69,7 +70,7 @@ TABLES: dict[str, dict[str, str]] = {
     },
 }
 _HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
-STYLES = ("colwise", "rowwise", "qkv", "heads")
+STYLES = ("colwise", "rowwise", "qkv", "heads", GATHERED, "whole")
 
 
 def wanted(plan: Plan) -> bool:
@@ -104,24 +105,39 @@ def apply(run: Run, plan: Plan) -> Run:
     _check_heads(run.model, plan.tp)
     sequences = _sequences(run, plan) if plan.sequence_parallel else None
     cutter = Cutter(run.model, run.mesh, sequences, blocks=None if plan.compile == "none" else _blocks(run))
+    head, objective = _divided_by_vocabulary(run, plan, table), run.objective
     found = 0
     for name, module in list(run.model.named_modules()):
-        style = next((style for pattern, style in table.items() if fnmatch.fnmatchcase(name, pattern)), None)
-        if style is not None:
+        style = _style(table, name)
+        if style not in (None, "whole") and module is not head:
             cutter.divide(name, module, style)
             found += 1
     if not found:
         raise InputError(
             f"plan: tp={plan.tp}", "no module of the model is in its table", "mend model.tensor_parallel, or use tp: 1"
         )
-    objective = run.objective
-    get = getattr(run.model, "get_output_embeddings", None)
-    head = get() if get is not None else None
-    if isinstance(head, nn.Linear) and objective.logits is not None and run.job.loss is None:
+    if head is not None:
         objective = cutter.divide_vocabulary(run.model, head, objective)
     slices = cutter.slices()
     shared = sequences.parameters(run.model, set(slices)) if sequences is not None else frozenset()
     return replace(run, objective=objective, loss_sum=partial(objective.total, run.model), slices=slices, shared=shared)
+
+
+def _style(table: dict[str, str], name: str) -> str | None:
+    return next((style for pattern, style in table.items() if fnmatch.fnmatchcase(name, pattern)), None)
+
+
+def _divided_by_vocabulary(run: Run, plan: Plan, table: dict[str, str]) -> nn.Linear | None:
+    """The layer whose logits never are whole; None where the loss needs them, or the table says otherwise."""
+    get = getattr(run.model, "get_output_embeddings", None)
+    head = get() if get is not None else None
+    if not isinstance(head, nn.Linear) or run.objective.logits is None or run.job.loss is not None:
+        return None
+    name = next(name for name, module in run.model.named_modules() if module is head)
+    divided = (
+        (None, "colwise") if plan.chunked_loss is None else (None, "colwise", GATHERED)
+    )  # whose logits nobody sees
+    return head if _style(table, name) in divided else None
 
 
 def _sequences(run: Run, plan: Plan) -> Sequences:

@@ -1,7 +1,7 @@
 """Calibrate: a machine's few efficiency numbers from runs that were timed. Nothing else is fitted.
 
-Three numbers for a machine: what share of the rates that it is known for its products, its memory and its launches reach
-in whole training steps. They start from 1 and leave it only as far as the runs pull them.
+Four numbers for a machine: what share of the rates that it is known for its products, its memory, its launches and its links
+reach in whole training steps. They start from 1 and leave it only as far as the runs pull them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tightfit.ledger import Ledger
+from tightfit.ledger import Ledger, Message
 from tightfit.machine import Machine
 from tightfit.program import Operation, Passage, Timeline
 from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, Slot, play
@@ -78,11 +78,12 @@ _KINDS = {
         "_c10d_functional.all_gather_into_tensor", "_c10d_functional.reduce_scatter_tensor"),  # they stand among the messages
 }  # fmt: skip
 KIND = {name: kind for kind, names in _KINDS.items() for name in names}
-EFFICIENCIES = ("compute", "memory", "launch")  # of a machine: see planner/calibrate.py
+EFFICIENCIES = ("compute", "memory", "launch", "link")  # of a machine: see planner/calibrate.py
 DEFAULT_LAUNCH_S = {"cpu": 5e-6, "cuda": 8e-6}  # of an operation started from Python with autograd
 LARGE_BLOCK = 32 * 2**20  # bytes from which glibc, left as it is, maps each block anew and the kernel zeroes its pages
 
 
+WITHIN = "activations"  # messages that forwards and backwards wait for, as they go
 LAST_TO_LEAVE = 0.05  # share of what is sent that nothing is left to hide: the last bucket, the first block
 
 
@@ -130,7 +131,7 @@ class Clock:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         shares = [machine.efficiency[name].value if name in machine.efficiency else 1.0 for name in EFFICIENCIES]
-        self.compute_share, self.memory_share, launch_share = shares
+        self.compute_share, self.memory_share, launch_share, self.link_share = shares
         launch_s = machine.launch_s.value if machine.launch_s else DEFAULT_LAUNCH_S[machine.device]
         self.launch_s = launch_s / launch_share
         self._timelines: dict[tuple[Timeline, int], dict[str, tuple[float, float]]] = {}
@@ -155,9 +156,27 @@ class Clock:
         time = replace(time, input_s=_input_s(ledger, time.step_s))
         if not ledger.messages:
             return time
-        sent = [("sent", message.name, message.seconds, 1.0) for message in ledger.messages]
+        sent = [("sent", message.name, self._sent_s(message), 1.0) for message in ledger.messages]
         table = tuple(sorted((*time.rows, *sent), key=lambda row: -row[2]))
-        return replace(time, communication_s=_exposed_s(ledger, time), rows=table)
+        return replace(time, communication_s=self._exposed_s(ledger, time), rows=table)
+
+    def _sent_s(self, message: Message) -> float:
+        return message.bytes / (message.bytes_per_s * self.link_share) + message.latency_s
+
+    def _exposed_s(self, ledger: Ledger, time: Time) -> float:
+        """Time for what is sent, beyond what passes while the device works: gradients while backward goes on, gathered
+        parameters in the whole of a step."""
+        shown = 0.0
+        work = time.compute_s + time.memory_s + time.launch_s
+        for message in ledger.messages:
+            seconds = self._sent_s(message)
+            if not message.hides:
+                shown += seconds
+                continue
+            behind = work if message.name == "parameters" else work * 2 / 3 / ledger.micro_batches
+            shown += max(seconds - behind, seconds * LAST_TO_LEAVE)
+            work = max(work - seconds, 0.0)
+        return shown
 
     def passages_s(self, passages: Iterable[Passage], samples: int) -> float:
         """Seconds of a stretch of one micro-batch, launches included."""
@@ -174,11 +193,19 @@ class Clock:
         table = next(iter(ledgers.values())).stage.table  # type: ignore[union-attr]
         for device in range(len(table)):
             ledger = ledgers[max(known for known in ledgers if known <= device)]
-            for piece, durations in self._pieces_s(ledger, device).items():
-                seconds.update({(piece, kind): duration for kind, duration in durations.items()})
+            pieces = self._pieces_s(ledger, device)
+            busy_s = ledger.micro_batches * sum(sum(durations.values()) for durations in pieces.values())
+            waited_s = sum(
+                self._sent_s(message) for message in ledger.messages if message.name == WITHIN and not message.hides
+            )
+            for piece, durations in pieces.items():
+                seconds.update({(piece, kind): one_s * (1 + waited_s / busy_s) for kind, one_s in durations.items()})
         one = next(iter(ledgers.values()))
         assert one.stage is not None
-        travel = one.stage.hidden.at(one.micro_batch) / one.stage.bytes_per_s + one.stage.latency_s
+        hidden = Message(
+            "hidden", one.stage.hidden.at(one.micro_batch), one.stage.bytes_per_s, False, one.stage.latency_s
+        )
+        travel = self._sent_s(hidden)
 
         def lasts(action: Action) -> float:
             return seconds[action.chunk, action.kind]
@@ -269,22 +296,6 @@ def _input_s(ledger: Ledger, work_s: float) -> float:
     """What a step waits for its samples: all that the loop does itself, and of what others do ahead what outlasts the step."""
     own = sum(seconds for name, seconds in ledger.seconds.items() if name not in ledger.ahead)
     return own + max([seconds - work_s for name, seconds in ledger.seconds.items() if name in ledger.ahead] + [0.0])
-
-
-def _exposed_s(ledger: Ledger, time: Time) -> float:
-    """Time for what is sent, beyond what passes while the device works: gradients while backward goes on, gathered
-    parameters in the whole of a step."""
-    shown = 0.0
-    work = time.compute_s + time.memory_s + time.launch_s
-    for message in ledger.messages:
-        seconds = message.seconds
-        if not message.hides:
-            shown += seconds
-            continue
-        behind = work if message.name == "parameters" else work * 2 / 3 / ledger.micro_batches
-        shown += max(seconds - behind, seconds * LAST_TO_LEAVE)
-        work = max(work - seconds, 0.0)
-    return shown
 
 
 def _fetched_bytes(ledger: Ledger) -> float:
