@@ -13,8 +13,8 @@ Source  Shoeybi et al. 2019, arXiv:1909.08053 (Megatron-LM); the tables of trans
 
 A table says which module is divided how, by its name with * for any part: colwise, rowwise, qkv (columns of three
 matrices side by side), heads (an embedding whose columns are attention heads), colwise_gather_output (every device has all
-of what comes out), whole. What gives a language model's logits is divided by vocabulary, if it is not in the table or colwise there. Parameters are created whole, by the same
-seed everywhere, and cut: what is trained is what one device trains.
+of what comes out), whole. The head of a language model is divided by vocabulary if it is not in the table, or colwise there.
+Parameters are created whole, by the same seed everywhere, and cut: what is trained is what one device trains.
 """
 
 from __future__ import annotations
