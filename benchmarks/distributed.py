@@ -147,7 +147,7 @@ def run_ours(fields: dict[str, Any], micro_batch: int | None, vocabulary: int | 
         run.reduction.begin(False)
         run.loss_sum(batches[0]).backward()
     else:
-        accumulate(run, batches, over_data(run, [1])[0])
+        accumulate(run, batches, lambda: over_data(run, [1])()[0])
     weights = [w for group in run.optimizer.param_groups for w in group["params"]]
     own = [*run.model.parameters()]
     gradients = [t.grad for t in (*weights, *own) if t.grad is not None]

@@ -106,7 +106,7 @@ def take_step(run: Run, size: int) -> None:
         {"pixel_values": torch.zeros(micro_batch, 3, size, size), "labels": torch.zeros(micro_batch, dtype=torch.long)}
         for _ in range(batch // micro_batch)
     ]
-    accumulate(run, micro_batches, batch)
+    accumulate(run, micro_batches, lambda: batch)
     update(run)
 
 

@@ -41,6 +41,7 @@ NO_METHODS = (
     "methods.row",
     "methods.sequences",
     "methods.stages",
+    "methods.ahead",
     "methods.shards",
     "methods.stores",
     "methods.vocabulary",

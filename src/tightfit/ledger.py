@@ -102,7 +102,7 @@ class Gathered:
     block    bytes of the largest block's, in the type that they are gathered in; rest: of what belongs to no block, which
              stays from forward to backward
     reduced  bytes of the largest block's gradients, as they are summed
-    coming   bytes of a next block that is brought together meanwhile, in backward
+    coming   bytes of a next block that is brought together meanwhile, in backward; ahead: in forward too
     """
 
     devices: float
@@ -110,6 +110,7 @@ class Gathered:
     rest: float
     reduced: float
     coming: float
+    ahead: bool = False
 
     @property
     def widened(self) -> float:
@@ -331,8 +332,10 @@ class Ledger:
         there = 0.0
         if passage.block is not None:
             there = self.gathered.block
-            if passage.phase == "backward":
-                there += self.gathered.coming + (self.gathered.reduced if reducing else 0.0)
+            if passage.phase == "backward" or self.gathered.ahead:
+                there += self.gathered.coming
+            if passage.phase == "backward" and reducing:
+                there += self.gathered.reduced
         return {"communication": there, "gradients": arrived}
 
     def model_flops(self) -> float:

@@ -17,6 +17,7 @@ from tests.pool import together
 from tightfit.engine.checkpoint import resume, save
 from tightfit.engine.step import take_step
 from tightfit.errors import InputError
+from tightfit.methods import ahead
 from tightfit.methods.stores import TARGET
 from tightfit.rules import check
 
@@ -172,3 +173,44 @@ def test_on_a_gpu(words: tuple[str, ...], where: str, fields: dict[str, Any]) ->
     bound = 1e-3 if fields else 1e-5
     assert cases.distance(weights, plain) <= bound
     assert losses == pytest.approx(plain_losses, rel=bound)
+
+
+@pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_block_s_parameters_come_while_the_one_before_is_at_work(
+    recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In forward and in backward; the copy that was begun is the one that is used, and it is forgotten then."""
+    seen: list[str] = []
+    begin, end = ahead._Ahead.begin, ahead._Ahead.end
+
+    def name_of(one: Any) -> str:
+        return str(one.group._module_fqn or "model")
+
+    def begins(one: Any, async_op: bool = False) -> None:
+        before = len(one.coming)
+        begin(one, async_op)
+        if len(one.coming) > before:
+            seen.append(f"{name_of(one)} comes")
+
+    def ends(one: Any) -> None:
+        had = bool(one.coming)
+        end(one)
+        if had:
+            seen.append(f"{name_of(one)} is there")
+        assert not one.coming
+
+    monkeypatch.setattr(ahead._Ahead, "begin", begins)
+    monkeypatch.setattr(ahead._Ahead, "end", ends)
+    plan = tightfit.Plan(offload=("gradients", "parameters"), offload_to="disk", recompute=recompute)
+    run = tightfit.build(cases.make_case("llama").job, plan)
+    take_step(run, next(iter(run.data.steps(0, None))), 0)
+    blocks = [f"model.layers.{number}" for number in range(4)]
+    order = [line for line in seen if line.split()[0] in blocks]
+    forward = order[: order.index(f"{blocks[3]} is there") + 1]
+    backward = order[len(forward) :]
+    for number in range(3):
+        assert forward.index(f"{blocks[number + 1]} comes") < forward.index(f"{blocks[number + 1]} is there")
+        assert forward.index(f"{blocks[number + 1]} comes") == forward.index(f"{blocks[number]} is there") + 1
+    for number in (2, 1):  # of the last block nothing is known before, and all others come while their successors work
+        assert backward.index(f"{blocks[number - 1]} comes") == backward.index(f"{blocks[number]} is there") + 1

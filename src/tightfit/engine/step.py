@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -42,14 +44,17 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
     """Accumulate the gradients of `micro_batches` (on the host; this device's part) and update the weights once."""
     real = [batch for batch in micro_batches if not isinstance(batch, Filler)]
     counts = [sum(map(count, real)) for count in (run.objective.count, sample_count, processed_count)]
-    items, samples, processed = over_data(run, counts)
-    if run.mesh is not None:
-        samples //= run.mesh.cp  # each of which they all have a piece of
+    counted = over_data(run, counts)
     learning_rate = run.learning_rate(step)
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate
-    loss = accumulate(run, micro_batches, items)
+    loss = accumulate(run, micro_batches, lambda: counted()[0])
     norm, finite = update(run)
+    items, samples, processed = counted()
+    if run.mesh is not None:
+        samples //= run.mesh.cp  # each of which they all have a piece of
+        if not (run.stages is not None and run.stages.free):
+            run.mesh.sum(loss, (*DATA, "pp"))
     if run.stages is not None and run.stages.counted is not None:
         items, samples, processed = run.stages.counted
     late = max(run.stages.staleness, default=None) if run.stages is not None else None
@@ -58,11 +63,12 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
     )
 
 
-def over_data(run: Run, counts: list[int]) -> list[int]:
-    """Whole numbers, summed over the devices that divide the samples."""
+def over_data(run: Run, counts: list[int]) -> Callable[[], list[int]]:
+    """Whole numbers, summed over the devices that divide the samples: under way from now on, and waited for when asked."""
     if run.mesh is None or is_free(run):
-        return counts
-    return [int(count) for count in run.mesh.sum(torch.tensor(counts, device=run.device), DATA)]
+        return lambda: counts
+    sums = run.mesh.begin_sum(torch.tensor(counts, device=run.device), DATA)
+    return cache(lambda: [int(count) for count in sums()])
 
 
 def is_free(run: Run) -> bool:
@@ -70,16 +76,18 @@ def is_free(run: Run) -> bool:
     return run.stages is not None and run.stages.free and not run.stages.delay
 
 
-def accumulate(run: Run, micro_batches: list[Batch], items: int) -> torch.Tensor:
-    """Gradients of the mean loss over all `items` of the step, summed into .grad; returns the sum of the losses.
+def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -> torch.Tensor:
+    """Gradients of the mean loss over all items of the step, summed into .grad; returns the sum of this device's losses.
 
-    A loss scale multiplies the mean before backward, so that 16-bit gradients of a long step do not vanish.
+    items   how many there are, over all devices: asked for when the first forward is done. A loss scale multiplies the mean
+            before backward, so that 16-bit gradients of a long step do not vanish.
     """
-    scale = (run.loss_scale.value if run.loss_scale else 1.0) / max(items, 1)
+
+    def scale() -> float:
+        return (run.loss_scale.value if run.loss_scale else 1.0) / max(items(), 1)
+
     if run.stages is not None:
-        assert run.mesh is not None
-        total = run.stages.accumulate(run, micro_batches, scale)
-        return total if run.stages.free else run.mesh.sum(total, (*DATA, "pp"))
+        return run.stages.accumulate(run, micro_batches, scale())
     total = torch.zeros((), device=run.device)
     for number, batch in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
@@ -87,12 +95,12 @@ def accumulate(run: Run, micro_batches: list[Batch], items: int) -> torch.Tensor
         if run.reduction is not None:
             run.reduction.begin(last)
         loss = run.loss_sum(to_device(batch if counts else batch.batch, run))
-        (loss * (scale if counts else 0.0)).backward()
+        (loss * (scale() if counts else 0.0)).backward()
         if run.reduction is not None:
             run.reduction.end(last)
         if counts:
             total += loss.detach()
-    return total if run.mesh is None else run.mesh.sum(total, DATA)
+    return total
 
 
 def update(run: Run) -> tuple[float | None, bool]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -85,6 +86,19 @@ class Mesh:
             if self.size(axis) > 1:
                 dist.all_reduce(values, op, group=self.group(axis))
         return values
+
+    def begin_sum(self, values: Tensor, axes: tuple[str, ...]) -> Callable[[], Tensor]:
+        """As `sum`, under way while the caller goes on; what it returns waits for it."""
+        first, *others = [axis for axis in axes if self.size(axis) > 1] or [""]
+        if not first:
+            return lambda: values
+        work = dist.all_reduce(values, group=self.group(first), async_op=True)
+
+        def end() -> Tensor:
+            work.wait()
+            return self.sum(values, tuple(others))
+
+        return end
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,9 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         training, size = _left_out(training, ledger.micro_batch, mapped=machine.device == "cpu")
         beside["activations"] = between["activations"] = size * steps / plan.pp
         held["activations"] = size
-    alone = gathers and plan.shards == 1  # then fully_shard copies when the device is to work on it, not before
+    alone = gathers and plan.shards == 1  # then fully_shard takes gradients over while nothing else goes on
     messages = [
-        Message(name, size, rate, hides=apart and not (alone and name != "activations"))
+        Message(name, size, rate, hides=apart and not (alone and name == "gradients"))
         for name, size in beside.items()
         if size
     ]

@@ -65,6 +65,7 @@ class Pipeline:
         self.copies = shared if self.rank else frozenset()
         self.alive: dict[tuple[int, int], _Alive] = {}
         self.sending: list[tuple[Any, Tensor]] = []
+        self.expected: dict[Action, tuple[Any, Tensor]] = {}
         self.shapes: dict[Any, tuple[int, torch.dtype, tuple[int, ...]]] = {}
         self.losses: deque[float] = deque()
         self.staleness: list[int] = []
@@ -88,6 +89,9 @@ class Pipeline:
         final = max(place for place, action in enumerate(actions) if action.kind == completing)
         for place, action in enumerate(actions):
             self._forget_sent()
+            for expected in actions[place : place + 2]:  # in the order in which it is sent
+                if not self._expect(expected, micro_batches[expected.micro_batch]):
+                    break
             batch = micro_batches[action.micro_batch]
             last = action.micro_batch == len(micro_batches) - 1
             if action.kind == FORWARD:
@@ -124,7 +128,7 @@ class Pipeline:
         """Returns the loss, where this is the last piece and the micro-batch counts; else 0."""
         counts = not isinstance(batch, Filler)
         there = to_device(batch if counts else batch.batch, run)
-        key = tuple(tuple(leaf.shape) for leaf in tree_leaves(there) if isinstance(leaf, Tensor))
+        key = _shapes_of(there)
         taken: list[Tensor] = []
 
         def take(like: Tensor) -> Tensor:
@@ -210,22 +214,59 @@ class Pipeline:
         self.shapes[action.chunk, "gradient", action.micro_batch] = look
         self._send(hidden, action.chunk + 1, "forward")
 
+    def _expect(self, action: Action, batch: Batch) -> bool:
+        """What an action begins with may arrive while the one before it is at work. Returns whether nothing else of it is to
+        come: not where its shape is not known yet."""
+        if action.kind == FORWARD and action.chunk > 0:
+            key = action.chunk, "in", _shapes_of(batch.batch if isinstance(batch, Filler) else batch)
+            line = self._line(action.chunk, action.chunk - 1, "forward")
+        elif action.kind == BACKWARD and action.chunk < self.last:
+            key = action.chunk, "gradient", action.micro_batch
+            line = self._line(action.chunk, action.chunk + 1, "backward")
+        else:
+            return True
+        if action in self.expected:
+            return True
+        if key not in self.shapes:
+            return False
+        _, dtype, shape = self.shapes[key]
+        tensor = torch.empty(shape, dtype=dtype, device=group_device(self.kept))
+        predicted = active_fake_mode() is not None
+        self.expected[action] = None if predicted else dist.irecv(tensor, group=line[0], group_src=line[1]), tensor
+        return True
+
+    def _expected(self, action: Action) -> Tensor | None:
+        """What was under way, once it is there."""
+        if action not in self.expected:
+            return None
+        began = time.perf_counter()
+        work, tensor = self.expected.pop(action)
+        if work is not None:
+            work.wait()
+        self.waited_s += time.perf_counter() - began
+        return tensor
+
     def _receive(self, action: Action, key: Any, like: Tensor) -> Tensor:
         """The hidden states from the device before. like: what the model hands to its blocks."""
         group, device = self._line(action.chunk, action.chunk - 1, "forward")
+        known = action.chunk, "in", key
         if active_fake_mode() is not None:  # who predicts has nobody to ask
-            return torch.empty_like(like, memory_format=torch.contiguous_format)
-        if (known := (action.chunk, "in", key)) not in self.shapes:
+            self.shapes[known] = self.passage.form, like.dtype, tuple(like.shape)
+        elif known not in self.shapes:
             words = torch.zeros(3 + DIMS, dtype=torch.int64, device=like.device)
             self._wait_for(words, group, device)
             form, kind, dims, *sizes = words.tolist()
             self.shapes[known] = form, TYPES[kind], tuple(sizes[:dims])
         self.passage.form, dtype, shape = self.shapes[known]
+        if (expected := self._expected(action)) is not None:
+            return expected
         received = torch.empty(shape, dtype=dtype, device=like.device)
         self._wait_for(received, group, device)
         return received
 
     def _wait_for(self, tensor: Tensor, group: dist.ProcessGroup, device: int) -> None:
+        if active_fake_mode() is not None:
+            return
         began = time.perf_counter()
         dist.recv(tensor, group=group, group_src=device)
         self.waited_s += time.perf_counter() - began
@@ -233,9 +274,10 @@ class Pipeline:
     def _receive_gradient(self, action: Action) -> Tensor:
         group, device = self._line(action.chunk, action.chunk + 1, "backward")
         _, dtype, shape = self.shapes.pop((action.chunk, "gradient", action.micro_batch))
+        if (expected := self._expected(action)) is not None:
+            return expected
         gradient = torch.empty(shape, dtype=dtype, device=group_device(self.kept))
-        if active_fake_mode() is None:
-            self._wait_for(gradient, group, device)
+        self._wait_for(gradient, group, device)
         return gradient
 
     @torch.no_grad()
@@ -245,6 +287,10 @@ class Pipeline:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             dist.all_reduce(weight.grad, group=self.mesh.lines["ends"])
+
+
+def _shapes_of(batch: Batch) -> Any:
+    return tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 def group_device(blocks: dict[int, nn.Module]) -> torch.device:

@@ -24,9 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from tightfit.job import ModelSpec
 from tightfit.ledger import Gathered, Ledger, Parameter
+from tightfit.methods.ahead import bring_ahead
 from tightfit.methods.mesh import DATA, Mesh, Statistics, on_mesh
 from tightfit.methods.run import Run
-from tightfit.methods.stores import Gradients, Store
+from tightfit.methods.stores import Gradients, Store, is_apart
 from tightfit.models import find_blocks
 from tightfit.plan import Plan
 
@@ -65,8 +66,9 @@ def gathered_of(ledger: Ledger, plan: Plan, narrow: set[str]) -> Gathered:
             reduced[found.group(1)] += parameter.bytes
     devices = math.inf if "gradients" in plan.offload else plan.shards  # what is left of a gradient on this one
     block = float(max(blocks.values(), default=0))
-    coming = block if plan.shards > 1 else 0.0  # alone, a block is brought over when it is needed
-    return Gathered(devices, block, rest, float(max(reduced.values(), default=0)), coming)
+    as_kept = float(max(reduced.values(), default=0))
+    alone = plan.shards == 1  # then blocks come over as they are kept, ahead of forwards too
+    return Gathered(devices, block, rest, as_kept, as_kept if alone else block, alone)
 
 
 def comes_and_goes(plan: Plan, kind: str) -> bool:
@@ -118,15 +120,19 @@ def _fill(model: nn.Module, rows: dict[str, Tensor]) -> None:
         held.reset_sharded_param()  # now, so that what the optimizer is given stays where it is
 
 
-def _held(model: nn.Module) -> Iterator[Any]:
-    """fully_shard's records of a model's parameters."""
+def _groups(model: nn.Module) -> Iterator[Any]:
+    """Those whose parameters fully_shard gathers together."""
     for state in [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]:
         groups = getattr(state, "_fsdp_param_groups", None) or [
             getattr(state, "_fsdp_param_group", None)
         ]  # until torch 2.12
-        for group in groups:
-            if group is not None:
-                yield from group.fsdp_params
+        yield from (group for group in groups if group is not None)
+
+
+def _held(model: nn.Module) -> Iterator[Any]:
+    """fully_shard's records of a model's parameters."""
+    for group in _groups(model):
+        yield from group.fsdp_params
 
 
 def working_weights(model: nn.Module) -> Iterator[Tensor]:
@@ -204,6 +210,8 @@ class Shards:
         _fill(model, rows)
         if store is not None and not (apart and pinned):  # page-locked memory is fully_shard's own
             _store(model, store)
+        if store is not None and is_apart(store.device) and mesh.size("dp_shard") == 1:
+            bring_ahead(model, blocks, _groups(model), store.device)
         self.weights: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in model.parameters():
             if parameter.requires_grad:

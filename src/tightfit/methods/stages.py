@@ -59,9 +59,11 @@ def staged(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     }
     said = {name: _said(passages) for name, passages in (("all", ledger.training), ("own", _own(programs)))}
     share = said["own"] / said["all"] if said["all"] else 1.0  # of what the tp devices say to each other
+    expected = 0.0 if plan.schedule == "pipedream" else hidden.at(ledger.micro_batch)  # by the next action, meanwhile
     return replace(
         ledger,
         training=_own(programs),
+        fixed={**ledger.fixed, "communication": ledger.fixed.get("communication", 0.0) + expected},
         messages=tuple(message.times(share) for message in ledger.messages),
         parameters=tuple(p for p in ledger.parameters if p.name in mine),
         updates={name: update for name, update in ledger.updates.items() if name in mine},

@@ -127,7 +127,7 @@ def _first_step(run: Run, micro_batches: list[Batch]) -> None:
             drain(run)
         return
     with shortened(shards.blocks_of(run) if run.plan.compile != "model" else []):
-        accumulate(run, micro_batches, 1)
+        accumulate(run, micro_batches, lambda: 1)
     for weight in (weight for group in run.optimizer.param_groups for weight in group["params"]):
         if weight.grad is None:
             weight.grad = torch.empty_like(weight)
