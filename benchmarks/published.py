@@ -4,7 +4,7 @@
 
 The runs are facts in published.yaml (one device) and published_devices.yaml (several, up to thousands). Nothing is fitted to a
 row. Speed is compared in two ways: as predicted from the device's published figures, and after one calibration for each
-(machine, framework) of its efficiencies in products, memory and launches (planner/calibrate.py), of its runs without a
+(machine, framework) of its efficiencies in products, memory, launches and links (planner/calibrate.py), of its runs without a
 pipeline where it has any.
 """
 
