@@ -24,7 +24,7 @@ from tightfit.job import Job, Train
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.plan import Plan
-from tightfit.planner.calibrate import refine
+from tightfit.planner.calibrate import Timed, refine
 from tightfit.planner.estimate import WORKSPACE_BYTES, Estimate, Estimator
 from tightfit.planner.reserve import reserved_bytes
 from tightfit.planner.time import Clock
@@ -100,8 +100,9 @@ def calibrate(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
             groups[row["machine"].partition(":")[0], row["framework"]].append(row)
     for (device, framework), same in groups.items():
         straight = [row for row in same if row["plan"].pp == 1] or same
-        seen = [(row["ledger"], row["amount"] / row["published_speed"]) for row in straight]
-        refined = refine(Machine.named(device), seen)
+        machine = Machine.named(device)
+        seen = [Timed(row["ledger"], row["amount"] / row["published_speed"], machine) for row in straight]
+        refined = refine(machine, seen)
         for row in same:
             row["calibrated_speed"] = row["amount"] / _seconds(row, refined)
         shares[f"{framework} on {device}"] = {name: figure.value for name, figure in refined.efficiency.items()}

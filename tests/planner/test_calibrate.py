@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,14 +13,19 @@ import tightfit
 from tests.report.test_session import command
 from tightfit.ledger import Ledger, Message
 from tightfit.machine import Figure, Machine
-from tightfit.planner.calibrate import refine
-from tightfit.planner.estimate import fold
+from tightfit.planner.calibrate import Timed, refine, refine_from_records
+from tightfit.planner.estimate import Estimator, fold
 from tightfit.planner.profile import Profiler
 from tightfit.planner.time import Clock
+from tightfit.record import PeakBytes, Record
 
 from .. import tiny
 
 L4 = Machine.named("l4")
+RECORD: dict[str, Any] = {
+    "code": {}, "tokens_per_s": None, "samples_per_s": None, "peak_bytes": PeakBytes(), "mfu": None, "compile_s": None,
+    "loss": [],
+}  # fmt: skip
 
 
 def ledgers() -> list[Ledger]:
@@ -36,7 +42,7 @@ def folded() -> list[Ledger]:
 
 
 def test_runs_that_go_as_predicted_change_nothing(folded: list[Ledger]) -> None:
-    refined = refine(L4, [(ledger, Clock(L4).step_time(ledger).step_s) for ledger in folded])
+    refined = refine(L4, [Timed(ledger, Clock(L4).step_time(ledger).step_s, L4) for ledger in folded])
     assert all(figure.value == pytest.approx(1.0) for figure in refined.efficiency.values())
 
 
@@ -45,10 +51,10 @@ def test_a_machine_that_is_slower_than_its_figures_is_found_out(folded: list[Led
         efficiency={name: Figure(value=value, source="measured") for name, value in
                     (("compute", 0.8), ("memory", 0.6), ("launch", 1.0))}
     )  # fmt: skip
-    seen = [(ledger, Clock(true).step_time(ledger).step_s) for ledger in folded]
+    seen = [Timed(ledger, Clock(true).step_time(ledger).step_s, L4) for ledger in folded]
     refined = refine(L4, seen)
     before, after = (
-        max(abs(Clock(machine).step_time(ledger).step_s / seconds - 1) for ledger, seconds in seen)
+        max(abs(Clock(machine).step_time(one.ledger).step_s / one.seconds - 1) for one in seen)
         for machine in (L4, refined)
     )
     assert before > 0.2
@@ -61,15 +67,35 @@ def test_links_that_reach_half_of_their_figures_are_found_out(folded: list[Ledge
     sends = Message("activations", bytes=2e9, bytes_per_s=2e10, hides=False, latency_s=1e-3)
     seen_by = [replace(ledger, messages=(sends.times(share),)) for ledger in folded for share in (0.0, 0.3, 1.0)]
     true = L4.replace(efficiency={"link": Figure(value=0.5, source="measured")})
-    refined = refine(L4, [(ledger, Clock(true).step_time(ledger).step_s) for ledger in seen_by])
+    refined = refine(L4, [Timed(ledger, Clock(true).step_time(ledger).step_s, L4) for ledger in seen_by])
     assert refined.efficiency["link"].value == pytest.approx(0.5, rel=0.15)
     assert all(refined.efficiency[name].value == pytest.approx(1.0, rel=0.1) for name in ("compute", "memory"))
 
 
 def test_one_run_moves_the_numbers_only_so_far(folded: list[Ledger]) -> None:
     seconds = Clock(L4).step_time(folded[0]).step_s
-    refined = refine(L4, [(folded[0], 100 * seconds)])
+    refined = refine(L4, [Timed(folded[0], 100 * seconds, L4)])
     assert all(0.2 < figure.value < 5 for figure in refined.efficiency.values())
+
+
+def test_a_record_of_several_processes_is_of_their_parts_of_the_machine() -> None:
+    """Two processes on one processor, each with half of its rates: a run as fast as that predicts changes nothing. What a
+    pipeline waits is not looked at."""
+    machine = Machine.detect().replace(process_bytes_per_s=Figure(value=1e9, source="measured"))
+    job = tightfit.Job(
+        model={"architecture": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 256},
+        data={"synthetic": "tokens", "sequence_length": 64},
+        train=tightfit.Train(batch=4, steps=3),
+    )
+    two, plan = machine.of_processes(2), tightfit.Plan(dp_replicate=2)
+    seconds = Estimator(job, two).estimate(plan).time.step_s
+
+    def record(plan: tightfit.Plan, seconds: float) -> Record:
+        return Record(job=job.content(), plan=plan, machine=two, step_s=[seconds] * 3, **RECORD)
+
+    for records in ([record(plan, seconds)], [record(plan, seconds), record(tightfit.Plan(pp=2, micro_batch=1), 9.0)]):
+        found = refine_from_records(machine, records).efficiency
+        assert all(figure.value == pytest.approx(1.0) for figure in found.values())
 
 
 def test_records_are_read_from_the_command_line(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tightfit.ledger import Ledger
 from tightfit.machine import Figure, Machine
@@ -22,10 +23,19 @@ MOST = math.log(4.0)  # a number that far from 1 is no efficiency but a mistake
 ROUNDS = 60
 
 
-def refine(machine: Machine, seen: Sequence[tuple[Ledger, float]]) -> Machine:
+@dataclass(frozen=True)
+class Timed:
+    """A run: its ledger, the seconds that its step took, and the machine as each of its processes had it."""
+
+    ledger: Ledger
+    seconds: float
+    machine: Machine
+
+
+def refine(machine: Machine, seen: Sequence[Timed]) -> Machine:
     """`machine` with the efficiencies under which the ledgers' steps take the seconds that were measured."""
     best = dict.fromkeys(EFFICIENCIES, 0.0)
-    error = _error(machine, seen, best)
+    error = _error(seen, best)
     for step in STEPS:
         for _ in range(ROUNDS):
             tried = [
@@ -34,24 +44,26 @@ def refine(machine: Machine, seen: Sequence[tuple[Ledger, float]]) -> Machine:
                 for sign in (1, -1)
                 if abs(best[name] + sign * step) <= MOST
             ]
-            found = min(tried, key=lambda one: _error(machine, seen, one))
-            if _error(machine, seen, found) >= error:
+            found = min(tried, key=lambda one: _error(seen, one))
+            if _error(seen, found) >= error:
                 break
-            best, error = found, _error(machine, seen, found)
-    detail = f"of {len(seen)} runs, mean error {math.sqrt(_misfit(machine, seen, best)):.0%}"
+            best, error = found, _error(seen, found)
+    detail = f"of {len(seen)} runs, mean error {math.sqrt(_misfit(seen, best)):.0%}"
     return _with(machine, best, detail)
 
 
 def refine_from_records(machine: Machine, records: Sequence[Record]) -> Machine:
-    """As `refine`, of runs on this machine that left their records. Raises InputError for a job that cannot be traced."""
+    """As `refine`, of runs on this machine that left their records. Those of pipelines are left out: how long a device waits for
+    others says nothing of rates. Raises InputError for a job that cannot be traced."""
     from tightfit.job import Job
 
     seen = []
     for record in records:
         seconds = record.median_step_s
-        if seconds is not None and record.machine.name == machine.name:
+        if seconds is not None and record.machine.name == machine.name and record.plan.pp == 1:
             profiler = Profiler(Job.parse(record.job), machine.device)
-            seen.append((fold(profiler, record.plan, machine), seconds))
+            had = machine.of_processes(record.machine.devices_per_node, record.machine.nodes)
+            seen.append(Timed(fold(profiler, record.plan, had), seconds, had))
     return refine(machine, seen) if seen else machine
 
 
@@ -62,14 +74,14 @@ def _with(machine: Machine, logarithms: dict[str, float], detail: str = "") -> M
     return machine.replace(efficiency=figures)
 
 
-def _misfit(machine: Machine, seen: Sequence[tuple[Ledger, float]], logarithms: dict[str, float]) -> float:
-    clock = Clock(_with(machine, logarithms))
-    errors = (math.log(clock.step_time(ledger).step_s / seconds) ** 2 for ledger, seconds in seen)
+def _misfit(seen: Sequence[Timed], logarithms: dict[str, float]) -> float:
+    clocks = {id(one.machine): Clock(_with(one.machine, logarithms)) for one in seen}
+    errors = (math.log(clocks[id(one.machine)].step_time(one.ledger).step_s / one.seconds) ** 2 for one in seen)
     return sum(errors) / len(seen)
 
 
-def _error(machine: Machine, seen: Sequence[tuple[Ledger, float]], logarithms: dict[str, float]) -> float:
-    return _misfit(machine, seen, logarithms) + PRIOR * sum(value**2 for value in logarithms.values())
+def _error(seen: Sequence[Timed], logarithms: dict[str, float]) -> float:
+    return _misfit(seen, logarithms) + PRIOR * sum(value**2 for value in logarithms.values())
 
 
-__all__ = ["refine", "refine_from_records"]
+__all__ = ["Timed", "refine", "refine_from_records"]
