@@ -2,11 +2,11 @@
 
     .venv/bin/python benchmarks/distributed.py --out records/distributed.json
 
-Processes are gloo's, one thread each, on this machine, started afresh in each round; the two of a pair run one after the other,
-and ratios are medians over the rounds. DeepSpeed's ZeRO takes part where it is installed (pip install deepspeed). Bytes that a
-device sends are counted from the collectives' sizes, as rings send them. Then the bytes of model states that a device holds under each
-stage of ZeRO at 1, 2, 4 and 8 devices, beside the formulas; and the share of a step that the first device of a pipeline
-waits, beside theory, of a model whose pieces have equal work (its head is small).
+Processes are gloo's, one thread each, on this machine, started afresh in each round. The two of a pair are both there, and take
+turns of a few steps each; ratios are medians over the turns of all rounds. DeepSpeed's ZeRO takes part where it is installed
+(pip install deepspeed). Bytes that a device sends are counted from the collectives' sizes, as rings send them. Then the bytes of
+model states that a device holds under each stage of ZeRO at 1, 2, 4 and 8 devices, beside the formulas; and the share of a step that
+the first device of a pipeline waits, beside theory, of a model whose pieces have equal work (its head is small).
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,9 @@ MODEL = {
     "architecture": "llama", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6,
     "num_attention_heads": 8,
 }  # fmt: skip
-LENGTH, BATCH, STEPS, WARM = 128, 16, 8, 3
+LENGTH, BATCH, WARM = 128, 16, 3
+TURNS, TURN = 7, 3  # of a contender in a round, and steps of a turn
+STEPS = TURNS * TURN
 OURS: dict[str, dict[str, Any]] = {
     "data parallel": {"dp_replicate": 0},
     "zero 1": {"dp_shard": 0, "zero": 1},
@@ -108,7 +112,24 @@ def states_of(tensors: list[Any]) -> int:
     return tensor_bytes(tensors)
 
 
-def run_ours(fields: dict[str, Any], micro_batch: int | None, vocabulary: int | None = None) -> dict[str, Any]:
+@dataclass
+class Contender:
+    """step: takes the next step; end: what was found of it, after the last."""
+
+    step: Callable[[], None]
+    end: Callable[[], dict[str, Any]]
+
+    def turn(self) -> float:
+        """Median seconds of some steps."""
+        seconds = []
+        for _ in range(TURN):
+            begin = time.perf_counter()
+            self.step()
+            seconds.append(time.perf_counter() - begin)
+        return statistics.median(seconds)
+
+
+def ours(fields: dict[str, Any], micro_batch: int | None, vocabulary: int | None = None) -> Contender:
     import tightfit
     from tightfit.engine.step import accumulate, over_data, take_step, update
     from tightfit.planner.storages import state_tensors, track
@@ -118,47 +139,46 @@ def run_ours(fields: dict[str, Any], micro_batch: int | None, vocabulary: int | 
     plan = tightfit.Plan(**fields, fused_optimizer=True, micro_batch=micro_batch)
     run = tightfit.build(job_of(vocabulary), plan)
     found: dict[str, Any] = {}
-    seconds, losses = [], []
+    losses: list[float] = []
     waited: list[float] = []
-    for step, batches in zip(range(STEPS + WARM), run.data.steps(0, None), strict=False):
+    steps = enumerate(run.data.steps(0, None))
+
+    def step() -> None:
+        number, batches = next(steps)
         begin = time.perf_counter()
-        if step == WARM - 1:
-            with Counted() as counted:
-                result = take_step(run, batches, step)
-            found["sent"] = dict(counted.sent)
-        elif step == WARM - 2:
-            result, peak = track(
-                run, batches, lambda watched, batches=batches, step=step: take_step(watched, batches, step)
-            )
-            found["peak_bytes"] = peak.total
-        else:
-            result = take_step(run, batches, step)
-        losses.append(result.loss)
-        if step >= WARM:
-            seconds.append(time.perf_counter() - begin)
-            if run.stages is not None:
-                waited.append(run.stages.waited_s / seconds[-1])  # type: ignore[attr-defined]
+        losses.append(take_step(run, batches, number).loss)
         if run.stages is not None:
+            waited.append(run.stages.waited_s / (time.perf_counter() - begin))  # type: ignore[attr-defined]
             run.stages.waited_s = 0.0  # type: ignore[attr-defined]
-    if waited:
-        found["waited"] = statistics.median(waited)
-    batches = next(iter(run.data.steps(0, None)))
-    if plan.zero == 1 and run.reduction is not None:  # before the last micro-batch, when gradients are still whole
-        run.reduction.begin(False)
-        run.loss_sum(batches[0]).backward()
-    else:
-        accumulate(run, batches, lambda: over_data(run, [1])()[0])
-    weights = [w for group in run.optimizer.param_groups for w in group["params"]]
-    own = [*run.model.parameters()]
-    gradients = [t.grad for t in (*weights, *own) if t.grad is not None]
-    found["state_bytes"] = states_of(own) + states_of(gradients) + states_of(state_tensors(run.optimizer))
-    if plan.zero != 1:
-        update(run)
-    whole = sum(p.numel() for p in own)
-    return {**found, "step_s": statistics.median(seconds), "losses": losses, "parameters": whole}
+
+    step()
+    number, batches = next(steps)
+    found["peak_bytes"] = track(run, batches, lambda watched: take_step(watched, batches, number))[1].total
+    with Counted() as counted:
+        step()
+    found["sent"] = dict(counted.sent)
+    waited.clear()
+
+    def end() -> dict[str, Any]:
+        batches = next(steps)[1]
+        if plan.zero == 1 and run.reduction is not None:  # before the last micro-batch, when gradients are still whole
+            run.reduction.begin(False)
+            run.loss_sum(batches[0]).backward()
+        else:
+            accumulate(run, batches, lambda: over_data(run, [1])()[0])
+        weights = [w for group in run.optimizer.param_groups for w in group["params"]]
+        own = [*run.model.parameters()]
+        gradients = [t.grad for t in (*weights, *own) if t.grad is not None]
+        found["state_bytes"] = states_of(own) + states_of(gradients) + states_of(state_tensors(run.optimizer))
+        if plan.zero != 1:
+            update(run)
+        whole = sum(p.numel() for p in own)
+        return {**found, "losses": losses, "parameters": whole, "waited": statistics.median(waited or [0.0])}
+
+    return Contender(step, end)
 
 
-def run_plain(kind: str) -> dict[str, Any]:
+def plain(kind: str) -> Contender:
     """The same job, on the same samples, as PyTorch's own tutorials write it."""
     import torch
     import torch.distributed as dist
@@ -167,7 +187,7 @@ def run_plain(kind: str) -> dict[str, Any]:
     from torch.nn.parallel import DistributedDataParallel
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tightfit.planner.storages import StorageTracker, state_tensors
+    from tightfit.planner.storages import StorageTracker
 
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -178,7 +198,7 @@ def run_plain(kind: str) -> dict[str, Any]:
     )
     parallel, parts = model, world
     if kind == "pipeline":
-        return run_plain_pipeline(model, rank, world)
+        return plain_pipeline(model, rank, world)
     if kind in ("data parallel", "zero 1"):
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     elif kind in ("zero 2", "zero 3"):
@@ -206,46 +226,42 @@ def run_plain(kind: str) -> dict[str, Any]:
         kernels = {"foreach": False} if kind == "tensor parallel" else {"fused": True}
         optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, **kernels)
     generator = torch.Generator().manual_seed(1)
-    batches = torch.randint(0, MODEL["vocab_size"], (STEPS + WARM, BATCH, LENGTH), generator=generator)
     share = BATCH // parts
-    found: dict[str, Any] = {}
-    seconds = []
 
-    def step(tokens: Any) -> None:
+    def step() -> None:
+        whole = torch.randint(0, MODEL["vocab_size"], (BATCH, LENGTH), generator=generator)
+        tokens = whole[rank * share : (rank + 1) * share]
         logits = parallel(input_ids=tokens).logits[:, :-1]
         functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    for number, whole in enumerate(batches):
-        tokens = whole[rank * share : (rank + 1) * share]
-        begin = time.perf_counter()
-        if number == WARM - 1:
-            with Counted() as counted:
-                step(tokens)
-            found["sent"] = dict(counted.sent)
-        elif number == WARM - 2:
-            tracker = StorageTracker(model.parameters())
-            inner = optimizer.optim if kind == "zero 1" else optimizer
-            tracker.assign(state_tensors(inner), "optimizer")
-            with tracker:
-                step(tokens)
-            found["peak_bytes"] = tracker.peak().total
-        else:
-            step(tokens)
-        if number >= WARM:
-            seconds.append(time.perf_counter() - begin)
-    return {**found, "step_s": statistics.median(seconds)}
+    tracker = StorageTracker(model.parameters())
+    return looked_at(step, tracker, optimizer.optim if kind == "zero 1" else optimizer)
 
 
-def run_plain_pipeline(model: Any, rank: int, world: int) -> dict[str, Any]:
+def looked_at(step: Callable[[], None], tracker: Any, optimizer: Any) -> Contender:
+    """What PyTorch's own holds and sends, in the steps that warm it up."""
+    from tightfit.planner.storages import state_tensors
+
+    step()
+    tracker.assign(state_tensors(optimizer), "optimizer")
+    with tracker:
+        step()
+    with Counted() as counted:
+        step()
+    found = {"peak_bytes": tracker.peak().total, "sent": dict(counted.sent)}
+    return Contender(step, lambda: found)
+
+
+def plain_pipeline(model: Any, rank: int, world: int) -> Contender:
     """Schedule1F1B over pieces of the model cut by hand."""
     import torch
     from torch import nn
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
     from torch.nn import functional
 
-    from tightfit.planner.storages import StorageTracker, state_tensors
+    from tightfit.planner.storages import StorageTracker
 
     layers = list(model.model.layers)
     each = len(layers) // world
@@ -274,11 +290,9 @@ def run_plain_pipeline(model: Any, rank: int, world: int) -> dict[str, Any]:
     stage = PipelineStage(piece, rank, world, torch.device("cpu"))
     schedule = Schedule1F1B(stage, BATCH // MICRO["pipeline"], loss_fn=loss_fn)
     generator = torch.Generator().manual_seed(1)
-    batches = torch.randint(0, MODEL["vocab_size"], (STEPS + WARM, BATCH, LENGTH), generator=generator)
-    found: dict[str, Any] = {"sent": {}}
-    seconds = []
 
-    def step(tokens: Any) -> None:
+    def step() -> None:
+        tokens = torch.randint(0, MODEL["vocab_size"], (BATCH, LENGTH), generator=generator)
         if rank == 0:
             schedule.step(tokens)
         elif rank == world - 1:
@@ -288,38 +302,26 @@ def run_plain_pipeline(model: Any, rank: int, world: int) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    for number, tokens in enumerate(batches):
-        begin = time.perf_counter()
-        if number == WARM - 2:
-            tracker = StorageTracker(piece.parameters())
-            tracker.assign(state_tensors(optimizer), "optimizer")
-            with tracker:
-                step(tokens)
-            found["peak_bytes"] = tracker.peak().total
-        else:
-            step(tokens)
-        if number >= WARM:
-            seconds.append(time.perf_counter() - begin)
-    return {**found, "step_s": statistics.median(seconds)}
+    return looked_at(step, StorageTracker(piece.parameters()), optimizer)
 
 
-def run_deepspeed(stage: int) -> dict[str, Any]:
+def deepspeed(stage: int) -> Contender:
     """DeepSpeed's engine, as its own tutorial writes it, on a processor."""
     import torch
 
     os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
+    import deepspeed as library
     import torch.distributed as dist
     from torch.nn import functional
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    deepspeed.init_distributed(dist_backend="gloo")
+    library.init_distributed(dist_backend="gloo")
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(
         LlamaConfig(**{k: v for k, v in MODEL.items() if k != "architecture"}, use_cache=False)
     )
     share = BATCH // dist.get_world_size()
-    engine, *_ = deepspeed.initialize(
+    engine, *_ = library.initialize(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True),
         config={
@@ -329,36 +331,47 @@ def run_deepspeed(stage: int) -> dict[str, Any]:
             "zero_allow_untested_optimizer": True,
         },
     )
-    seconds = []
-    for number in range(STEPS + WARM):
+
+    def step() -> None:
         tokens = torch.randint(0, MODEL["vocab_size"], (share, LENGTH))
-        begin = time.perf_counter()
         logits = engine(input_ids=tokens).logits[:, :-1]
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         engine.backward(loss)
         engine.step()
-        if number >= WARM:
-            seconds.append(time.perf_counter() - begin)
-    return {"step_s": statistics.median(seconds)}
+
+    for _ in range(WARM):
+        step()
+    return Contender(step, dict)
 
 
-def answer(what: dict[str, Any]) -> dict[str, Any]:
+def contender(what: dict[str, Any]) -> Contender:
     if "plain" in what:
-        return run_plain(what["plain"])
+        return plain(what["plain"])
     if "deepspeed" in what:
-        return run_deepspeed(what["deepspeed"])
-    return run_ours(what["ours"], what.get("micro_batch"), what.get("vocabulary"))
+        return deepspeed(what["deepspeed"])
+    return ours(what["ours"], what.get("micro_batch"), what.get("vocabulary"))
+
+
+def answer(what: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """What contenders that take turns measure, each; who is first changes from turn to turn."""
+    those = [contender(one) for one in what]
+    seconds: list[list[float]] = [[] for _ in those]
+    for turn in range(TURNS):
+        places = list(range(len(those)))
+        for place in places if (turn + number) % 2 == 0 else reversed(places):
+            seconds[place].append(those[place].turn())
+    return [{**one.end(), "turns_s": turns} for one, turns in zip(those, seconds, strict=True)]
 
 
 def child(processes: int, what: dict[str, Any]) -> dict[str, Any]:
-    return children(processes, [what])[0]
+    return children(processes, [[what]])[0][0]
 
 
-def children(processes: int, what: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each of `what` measures, one after another in the same processes, started for it."""
+def children(processes: int, what: list[list[dict[str, Any]]], number: int = 0) -> list[list[dict[str, Any]]]:
+    """What each group of `what` measures, one group after another in the same processes, started for them."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), __file__, "--child",
-        json.dumps(what),
+        json.dumps(what), "--number", str(number),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -368,41 +381,45 @@ def children(processes: int, what: list[dict[str, Any]]) -> list[dict[str, Any]]
     return [json.loads(answer) for answer in answers]
 
 
-def one_round(processes: int, number: int) -> dict[str, dict[str, dict[str, Any]]]:
-    """contender -> kind -> what it measured. Both of a pair run one after the other in the same processes; who is first changes
-    from round to round. DeepSpeed, which changes torch, has processes of its own."""
-    names = ["ours", "plain"] if number % 2 == 0 else ["plain", "ours"]
-    what = {
-        "ours": {kind: {"ours": fields, "micro_batch": MICRO.get(kind)} for kind, fields in OURS.items()},
-        "plain": {kind: {"plain": kind} for kind in OURS},
+def one_round(processes: int, number: int) -> dict[str, dict[str, Any]]:
+    """kind -> contender -> what it measured. DeepSpeed changes torch: it takes its turns after all others were measured."""
+    pairs = [[{"ours": fields, "micro_batch": MICRO.get(kind)}, {"plain": kind}] for kind, fields in OURS.items()]
+    found = {
+        kind: dict(zip(("ours", "plain"), seen, strict=True))
+        for kind, seen in zip(OURS, children(processes, pairs, number), strict=True)
     }
-    order = [(name, kind) for kind in OURS for name in names]
-    found: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
-    for (name, kind), seen in zip(order, children(processes, [what[name][kind] for name, kind in order]), strict=True):
-        found[name][kind] = seen
     if importlib.util.find_spec("deepspeed") is not None:
-        stages = [{"deepspeed": stage} for stage in DEEPSPEED.values()]
-        found["deepspeed"] = dict(zip(DEEPSPEED, children(processes, stages), strict=True))
+        beside = [[{"ours": OURS[kind]}, {"deepspeed": stage}] for kind, stage in DEEPSPEED.items()]
+        for kind, group in zip(DEEPSPEED, beside, strict=True):
+            mine, theirs = children(processes, [group], number)[0]
+            found[kind] |= {"deepspeed": theirs, "beside deepspeed": mine}
     return found
 
 
-def compare(kind: str, processes: int, rounds: list[dict[str, dict[str, dict[str, Any]]]]) -> dict[str, Any]:
-    pairs = [(one["ours"][kind], one["plain"][kind]) for one in rounds]
-    ours, plain = pairs[0]
-    theirs = [
-        one["deepspeed"][kind]["step_s"] / one["ours"][kind]["step_s"]
+def ratios(rounds: list[dict[str, Any]], mine: str, theirs: str) -> list[float]:
+    """Of each turn, how many times as long the others' steps took."""
+    return [
+        other / own
         for one in rounds
-        if kind in one.get("deepspeed", {})
+        if theirs in one
+        for own, other in zip(one[mine]["turns_s"], one[theirs]["turns_s"], strict=True)
     ]
+
+
+def compare(kind: str, processes: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    ours, plain = rounds[0]["ours"], rounds[0]["plain"]
+    beside_plain = ratios(rounds, "ours", "plain")
+    beside_deepspeed = ratios(rounds, "beside deepspeed", "deepspeed")
     return {
         "kind": kind,
         "processes": processes,
         "beside": PLAIN[kind],
-        "speed_ratio": statistics.median(plain["step_s"] / ours["step_s"] for ours, plain in pairs),
-        "speed_ratios": [plain["step_s"] / ours["step_s"] for ours, plain in pairs],
-        "deepspeed_speed_ratio": statistics.median(theirs) if theirs else None,
+        "speed_ratio": statistics.median(beside_plain),
+        "speed_ratios": beside_plain,
+        "deepspeed_speed_ratio": statistics.median(beside_deepspeed) if beside_deepspeed else None,
+        "deepspeed_speed_ratios": beside_deepspeed,
         "peak_ratio": ours["peak_bytes"] / plain["peak_bytes"],
-        "tokens_per_s": statistics.median(BATCH * LENGTH / ours["step_s"] for ours, _ in pairs),
+        "tokens_per_s": BATCH * LENGTH / statistics.median(s for one in rounds for s in one["ours"]["turns_s"]),
         "peak_bytes": ours["peak_bytes"],
         "sent_bytes": ours["sent"],
         "plain_sent_bytes": plain["sent"],
@@ -420,13 +437,14 @@ def PARAMETERS() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--processes", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         for what in json.loads(arguments.child):
-            found = answer(what)
+            found = answer(what, arguments.number)
             if os.environ.get("RANK", "0") == "0":
                 print("RESULT " + json.dumps(found), flush=True)
         return
@@ -450,7 +468,7 @@ def main() -> None:
             rounds.append(one_round(processes, number))
             print(f"round {number + 1} of {arguments.rounds} on {processes} processes", flush=True)
         for kind in OURS:
-            rows.append(compare(kind, processes, rounds))
+            rows.append(compare(kind, processes, [one[kind] for one in rounds]))
             row = rows[-1]
             sent = {name: size / row["parameter_bytes"] for name, size in row["sent_bytes"].items()}
             print(
