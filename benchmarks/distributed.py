@@ -30,7 +30,7 @@ MODEL = {
     "num_attention_heads": 8,
 }  # fmt: skip
 LENGTH, BATCH, WARM = 128, 16, 3
-TURNS, TURN = 7, 3  # of a contender in a round, and steps of a turn
+TURNS, TURN = 9, 2  # of a contender in a round, and steps of a turn
 STEPS = TURNS * TURN
 OURS: dict[str, dict[str, Any]] = {
     "data parallel": {"dp_replicate": 0},
@@ -437,7 +437,7 @@ def PARAMETERS() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--processes", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
