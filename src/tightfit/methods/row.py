@@ -20,7 +20,7 @@ from tightfit.errors import InputError
 from tightfit.methods.deferred import Deferred
 from tightfit.methods.hollow import Elsewhere, Leaves, Passage
 from tightfit.methods.mesh import Mesh
-from tightfit.methods.run import Filler, Run, to_device, weights_named
+from tightfit.methods.run import Filler, Run, kind_of, to_device, weights_named
 from tightfit.models.objective import Batch
 from tightfit.plan import Plan
 from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, timetable
@@ -89,7 +89,10 @@ class Pipeline:
         final = max(place for place, action in enumerate(actions) if action.kind == completing)
         for place, action in enumerate(actions):
             self._forget_sent()
-            for expected in actions[place : place + 2]:  # in the order in which it is sent
+            ahead = (
+                2 if kind_of(run.device) == "cpu" else 0
+            )  # of a GPU that receives and waits, others would wait in turn
+            for expected in actions[place : place + ahead]:  # in the order in which it is sent
                 if not self._expect(expected, micro_batches[expected.micro_batch]):
                     break
             batch = micro_batches[action.micro_batch]

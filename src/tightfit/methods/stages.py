@@ -59,7 +59,8 @@ def staged(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     }
     said = {name: _said(passages) for name, passages in (("all", ledger.training), ("own", _own(programs)))}
     share = said["own"] / said["all"] if said["all"] else 1.0  # of what the tp devices say to each other
-    expected = 0.0 if plan.schedule == "pipedream" else hidden.at(ledger.micro_batch)  # by the next action, meanwhile
+    expects = machine.device == "cpu" and plan.schedule != "pipedream"  # what the next action begins with, meanwhile
+    expected = hidden.at(ledger.micro_batch) if expects else 0.0
     return replace(
         ledger,
         training=_own(programs),
