@@ -284,11 +284,11 @@ class Scattered:
         for bucket in self._reducer.buckets:
             offsets = self._offsets[id(bucket)]
             there = self._allocate(bucket)
-            mine = there[self.rank]
+            mine = torch.empty_like(there[self.rank])
             for place, parameter in enumerate(bucket.parameters):
                 share = self.shares[parameter]
                 mine[offsets[place] : offsets[place] + share.numel()].copy_(share.detach().reshape(-1))
-            all_gather(there.view(-1), mine.clone(), group=self.group)
+            all_gather(there.view(-1), mine, group=self.group)
             for place, parameter in enumerate(bucket.parameters):
                 slots = there[:, offsets[place] : offsets[place + 1]]
                 if slots.numel() == parameter.numel():
