@@ -98,7 +98,8 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -
         if run.reduction is not None:
             run.reduction.begin(last)
         loss = run.loss_sum(to_device(batch if counts else batch.batch, run))
-        (loss * (scale() if counts else 0.0)).backward()
+        share = scale()  # asked for by all devices at the same point, also where nothing counts
+        (loss * (share if counts else 0.0)).backward()
         if run.reduction is not None:
             run.reduction.end(last)
         if counts:
