@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 import tightfit
 from tests.contract import cases
 from tests.pool import together
+from tightfit.engine.step import take_step
 from tightfit.errors import InputError
 from tightfit.methods.mesh import rank
 from tightfit.methods.stages import pieces_of
@@ -239,6 +241,34 @@ def head_first() -> str:
     except InputError as error:
         return str(error)
     return ""
+
+
+def received() -> tuple[list[str], list[str]]:
+    """How a device asked for its messages: in a first step, where their shapes are not known, and in the second."""
+    job = cases.make_case("llama").job
+    run = tightfit.build(job, tightfit.Plan(pp=2, micro_batch=1))
+    asked: list[str] = []
+    real = {name: getattr(dist, name) for name in ("recv", "irecv")}
+    steps = run.data.steps(0, None)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, call in real.items():
+            patch.setattr(
+                dist, name, lambda *args, name=name, call=call, **kw: (asked.append(name), call(*args, **kw))[1]
+            )
+        for step in range(2):
+            asked.clear()
+            take_step(run, next(steps), step)
+            found.append([*asked])
+    return found[0], found[1]
+
+
+def test_what_an_action_begins_with_is_asked_for_while_the_one_before_is_at_work() -> None:
+    """Once its shape is known; each message is asked for once."""
+    for device, (first, second) in enumerate(together(2, HERE + "received")):
+        assert second == ["irecv"] * 8  # one of each micro-batch
+        assert first.count("recv") == (2 if device else 0)  # what the hidden states look like, and the first of them
+        assert len(first) == (9 if device else 8)
 
 
 def test_a_head_that_no_device_would_have_is_refused_not_replaced() -> None:

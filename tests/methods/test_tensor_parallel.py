@@ -134,6 +134,16 @@ def test_a_table_that_names_the_head(style: str, more: dict[str, Any]) -> None:
         assert cases.distance(weights, expected[1]) < 1e-6
 
 
+@pytest.mark.parametrize("style", ["colwise_gather_output", "whole"])
+def test_a_head_that_is_not_divided_by_vocabulary_in_a_pipeline(style: str) -> None:
+    model = {**cases.LLAMA, "tie_word_embeddings": False}
+    expected = trained(model, {})
+    model["tensor_parallel"] = {**PRODUCTS, "lm_head": style}
+    for losses, weights in together(4, HERE + "trained", model, {"tp": 2, "pp": 2, "micro_batch": 1}):
+        assert losses == pytest.approx(expected[0], rel=2e-6)
+        assert cases.distance(weights, expected[1]) < 1e-6
+
+
 def widths(style: str) -> tuple[int, int]:
     """Columns of the head's weight here, and of the logits."""
     run = built(

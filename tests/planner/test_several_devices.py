@@ -12,7 +12,7 @@ import tightfit
 from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.methods.mesh import latency
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimate import Estimator, fold
 from tightfit.planner.rehearse import rehearse
 from tightfit.planner.search import candidates, search, worth_knowing
 
@@ -153,6 +153,17 @@ def test_a_search_offloads_even_the_parameters_of_a_gpu() -> None:
     chosen = search(job, machine, {"compile": "none", "update_in_backward": False})[0]
     assert {"states", "gradients", "parameters"} <= set(chosen.plan.offload)
     assert chosen.fits
+
+
+def test_a_pipeline_waits_longer_where_its_pieces_wait_for_each_other() -> None:
+    """What tp devices say to each other within a piece is a part of what the next device waits for."""
+    plan = tightfit.Plan(tp=2, pp=2, micro_batch=1)
+    estimator = Estimator(JOB, Machine.named("a100-80gb:4"))
+    ledgers = {device: fold(estimator.profiler, plan, estimator.machine, device) for device in range(2)}
+    silent = {device: replace(ledger, messages=()) for device, ledger in ledgers.items()}
+    time, silent_time = (estimator.clock.pipeline_time(those)[0] for those in (ledgers, silent))
+    assert time.communication_s > 0.1 * (time.compute_s + time.memory_s)
+    assert time.bubble_s > 1.01 * silent_time.bubble_s
 
 
 def test_a_server_s_link_carries_all_workers_gradients_and_weights(estimator: Estimator) -> None:
