@@ -231,8 +231,9 @@ def plain(kind: str) -> Contender:
     def step() -> None:
         whole = torch.randint(0, MODEL["vocab_size"], (BATCH, LENGTH), generator=generator)
         tokens = whole[rank * share : (rank + 1) * share]
+        labels = tokens.clone()  # as a loader hands both over
         logits = parallel(input_ids=tokens).logits[:, :-1]
-        functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+        functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -293,10 +294,11 @@ def plain_pipeline(model: Any, rank: int, world: int) -> Contender:
 
     def step() -> None:
         tokens = torch.randint(0, MODEL["vocab_size"], (BATCH, LENGTH), generator=generator)
+        labels = tokens.clone()  # as a loader hands both over
         if rank == 0:
             schedule.step(tokens)
         elif rank == world - 1:
-            schedule.step(target=tokens)
+            schedule.step(target=labels)
         else:
             schedule.step()
         optimizer.step()

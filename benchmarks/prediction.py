@@ -2,13 +2,15 @@
 
     .venv/bin/python benchmarks/prediction.py --out records/prediction.json
     .venv/bin/python benchmarks/prediction.py --only llama     # the pairs of one model
+    .venv/bin/python benchmarks/prediction.py --single --out records/prediction_single.json    # the pairs in fp32
 
 For each pair three figures of memory: folded (every method's cost over the profiled ledger), rehearsed (the assembled
 run on fake tensors) and measured (logical bytes of the live storages of a real step; of the allocator's events where
 the plan compiles); and of time, predicted at the rates that `tightfit machine --calibrate` measured, and the median of
 real steps. The machine is shared: a fixed piece of work (`measure/pace.py`) is timed before and after each step, and
 `measured_s` is the median of the steps' ratios to it, at the pace of the calibration; `step_s` and `pace` keep both. Each
-pair runs in a process of its own. Nothing is fitted to the pairs.
+pair runs in a process of its own. Nothing is fitted to the pairs. `--single` is for processors without instructions for bf16, on
+which a step in bf16 takes minutes.
 """
 
 from __future__ import annotations
@@ -68,6 +70,9 @@ PLANS: tuple[dict[str, Any], ...] = (
     {"states": "8-bit", "micro_batch": 2},
     {"states": "bf16", "materialize": "device"},
     {"precision": "bf16-mixed", "compile": "block", "allocator": "tuned", "fused_optimizer": True},
+    {"fused_optimizer": True, "micro_batch": 2, "allocator": "tuned"},
+    {"update_in_backward": True, "materialize": "device"},
+    {"recompute": "full", "allocator": "tuned"},
 )
 OF_LANGUAGE: tuple[dict[str, Any], ...] = (
     {"chunked_loss": 512, "precision": "bf16-mixed", "allocator": "tuned"},
@@ -185,6 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the pairs as JSON; those that are there are not run again")
     parser.add_argument("--only", help="the pairs of one model")
+    parser.add_argument("--single", action="store_true", help="the pairs that compute in fp32")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each pair")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -195,6 +201,8 @@ def main() -> None:
     rows = []
     for pair in pairs():
         if arguments.only and pair["model"] != arguments.only:
+            continue
+        if arguments.single and "precision" in pair["plan"]:
             continue
         same = [row for row in there if "pace" in row and all(row[name] == value for name, value in pair.items())]
         row = same[0] if same else run_alone(pair, arguments.steps)

@@ -80,6 +80,21 @@ def test_a_refusal_is_of_the_leanest_plan() -> None:
     assert f"micro_batch={1}" in str(refused.value)
 
 
+@pytest.mark.parametrize(("steps", "worth"), [(3, False), (100_000_000, True)])
+def test_compiling_is_looked_into_only_where_the_run_is_long_enough_for_it(
+    steps: int, worth: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = cases.job("llama").replace(train=tightfit.Train(batch=4, steps=steps))
+    looked_at: list[str] = []
+    estimate = Estimator.estimate
+    monkeypatch.setattr(
+        Estimator, "estimate", lambda self, plan: looked_at.append(plan.compile) or estimate(self, plan)
+    )
+    chosen = search(job, GPU)[0]
+    assert ("block" in looked_at) is worth
+    assert (chosen.plan.compile == "block") is worth
+
+
 def test_a_search_collects_seldom_and_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     before, within = gc.get_threshold(), []
     monkeypatch.setattr(

@@ -10,14 +10,24 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.errors import InputError
 
+_FILLS = frozenset(  # what an initialisation does, to values only
+    {
+        torch.ops.aten.fill_.Scalar,
+        torch.ops.aten.normal_.default,
+        torch.ops.aten.uniform_.default,
+        torch.ops.aten.zero_.default,
+    }
+)
+
 
 class FakeValues(TorchDispatchMode):
-    """Answers what asks fake tensors for their values: 1, or true. A step then runs without any.
+    """Answers what asks fake tensors for their values: 1, or true. A step then runs without any. What only fills them is not
+    done, and their device is said at once: both are asked of a deep model thousands of times.
 
     transformers looks at an attention mask only where it is no fake tensor, and else builds masks that a training would
     not: within, it looks, unless `padded`, for then there is something to mask.
@@ -45,6 +55,10 @@ class FakeValues(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FILLS and isinstance(args[0], FakeTensor):
+            return args[0]
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         if func is torch.ops.aten._local_scalar_dense.default:
             return _one(args[0])
         if func is torch.ops.aten.equal.default:

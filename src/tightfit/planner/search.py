@@ -18,6 +18,7 @@ from typing import Any
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
+from tightfit.methods.compile import COMPILE_S
 from tightfit.plan import Plan
 from tightfit.planner.complete import complete
 from tightfit.planner.cuts import balanced, by_promise, cut_fields, schedules, with_samples, with_sequences
@@ -314,17 +315,25 @@ def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) 
     """`start` with each of what decides the kernels switched off where the plan is predicted to finish sooner without.
 
     What makes a model smaller stays, for it only costs time where memory is plenty. Compiling is decided last, and once:
-    its traces take longest.
+    its traces take longest. None is made where the run is so short that compiling costs more than it could ever save.
     """
     best = estimator.estimate(start if "compile" in pins else start.replace(compile="none"))
     tried = [{"attention": "sdpa"}] if "attention" not in pins and start.attention != "sdpa" else []
     if best.plan.compile != start.compile:
         tried.append({"compile": start.compile})
     for fields in tried:
+        if "compile" in fields and COMPILE_S[estimator.machine.device] >= _most_saved_s(best):
+            continue
         other = estimator.estimate(best.plan.replace(**fields))
         if other.total_s < best.total_s:
             best = other
     return best.plan
+
+
+def _most_saved_s(one: Estimate) -> float:
+    """What compiling could at best save a job: all that is not products, the update, samples, or messages."""
+    time = one.time
+    return (time.memory_s + time.launch_s + time.allocation_s) * (one.total_s - one.compile_s) / time.step_s
 
 
 def _rehearsed(estimator: Estimator, fitting: list[Estimate], job: Job) -> Estimate | None:

@@ -25,6 +25,7 @@ from tightfit.methods.run import Run
 from tightfit.models.objective import Batch
 
 ELSEWHERE = "elsewhere"  # of what lies in another memory, and is no row
+ACCUMULATES = 2**63  # sequence numbers from here on are of nodes that accumulate gradients, and belong to no operation
 ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 
 Arguments = ParamSpec("Arguments")
@@ -75,6 +76,7 @@ class StorageTracker(TorchDispatchMode):
         self._parameters = list(parameters)
         self._awaited: list[Tensor] = []  # parameters whose gradient the backward under way has not made yet
         self._phase = ""  # before the step
+        self._node: int | None = None  # of the backward under way, the sequence number of the node that computes
         self._live: dict[int, _Seen] = {}  # by id of the storage
         self._made: list[_Seen] = []  # by the forward under way
         self._events: list[tuple[_Seen, int, str]] = []  # storage, change of its bytes, phase
@@ -141,6 +143,8 @@ class StorageTracker(TorchDispatchMode):
         return resize
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return func(*args)  # a question that tensors without values are asked all the time
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # its parts come by one by one
         output = func(*args, **(kwargs or {}))
@@ -164,8 +168,12 @@ class StorageTracker(TorchDispatchMode):
         """See which phase an operation is of, and which gradients have come since the last one."""
         if torch._C._current_graph_task_id() != -1:
             if self._phase != "backward":
-                self._phase, self._awaited = "backward", list(self._parameters)
-            self._awaited = self._find_gradients(self._awaited)
+                self._phase, self._awaited, self._node = "backward", list(self._parameters), None
+            node = torch._C._current_autograd_node()
+            number = node._sequence_nr() if node is not None else ACCUMULATES
+            if number != self._node or number >= ACCUMULATES:  # within one node no gradient comes
+                self._awaited = self._find_gradients(self._awaited)
+            self._node = number
         elif self._phase == "backward":
             self._phase = "optimizer"
             self._find_gradients(self._parameters)

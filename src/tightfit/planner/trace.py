@@ -24,11 +24,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from tightfit.planner.passing import watched
-from tightfit.planner.storages import storages_of
+from tightfit.planner.storages import ACCUMULATES, storages_of
 from tightfit.program import Buffer, Linear, Operation, Passage, Timeline
 
 _VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
-_LAST = 2**63  # sequence numbers from here on are of nodes that accumulate gradients, and belong to no operation
 _UNREAD = frozenset({"prim.device.default", "aten.detach.default", "aten.sym_size.int", "prim.layout.default"})
 _ATTENTION = {  # where the query stands; the key follows it
     "aten._scaled_dot_product_flash_attention_for_cpu": 0,
@@ -164,8 +163,8 @@ class Recorder(TorchDispatchMode):
 
     def _find_passage(self) -> None:
         node = torch._C._current_autograd_node()
-        number = node._sequence_nr() if node is not None else _LAST
-        if number >= _LAST:
+        number = node._sequence_nr() if node is not None else ACCUMULATES
+        if number >= ACCUMULATES:
             return
         position = bisect.bisect_right(self._starts, number) - 1
         if position >= 0 and position != self._position:
