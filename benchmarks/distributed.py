@@ -30,7 +30,7 @@ MODEL = {
     "num_attention_heads": 8,
 }  # fmt: skip
 LENGTH, BATCH, WARM = 128, 16, 3
-TURNS, TURN = 9, 2  # of a contender in a round, and steps of a turn
+TURNS, TURN = 15, 2  # of a contender in a round, and steps of a turn
 STEPS = TURNS * TURN
 OURS: dict[str, dict[str, Any]] = {
     "data parallel": {"dp_replicate": 0},
@@ -50,6 +50,7 @@ PLAIN = {
 }
 DEEPSPEED = {"zero 1": 1, "zero 2": 2, "zero 3": 3}
 MICRO = {"pipeline": 2}  # samples of a micro-batch, where the batch is cut
+BUBBLE_TURNS = 9
 BUBBLES = [(schedule, micro) for schedule in ("naive", "gpipe", "1f1b") for micro in (8, 4, 2)]
 STATES = {0: lambda n: 16.0, 1: lambda n: 8 + 8 / n, 2: lambda n: 4 + 12 / n, 3: lambda n: 16 / n}
 
@@ -66,7 +67,7 @@ def job_of(vocabulary: int | None = None) -> Any:
 
 class Counted:
     """While it is on, the bytes that this device sends: of a ring of n, (n-1)/n of a gathered or scattered whole, and twice
-    that of a sum."""
+    that of a sum. A reduction to one device, or what one sends to all, is a row of such a whole."""
 
     def __init__(self) -> None:
         self.sent: dict[str, float] = defaultdict(float)
@@ -101,6 +102,10 @@ class Counted:
             self.sent["gather"] += ring * whole
         elif "reduce_scatter" in name:
             self.sent["scatter"] += ring * max(sizes)
+        elif name.startswith("c10d.reduce_."):
+            self.sent["scatter"] += ring * sum(sizes)
+        elif name.startswith("c10d.broadcast_."):
+            self.sent["gather"] += ring * sum(sizes)
 
     def __exit__(self, *error: Any) -> None:
         self.mode.__exit__(*error)
@@ -165,7 +170,7 @@ def ours(fields: dict[str, Any], micro_batch: int | None, vocabulary: int | None
             run.reduction.begin(False)
             run.loss_sum(batches[0]).backward()
         else:
-            accumulate(run, batches, lambda: over_data(run, [1])()[0])
+            accumulate(run, batches, lambda: over_data(run, [1])()[0])()
         weights = [w for group in run.optimizer.param_groups for w in group["params"]]
         own = [*run.model.parameters()]
         gradients = [t.grad for t in (*weights, *own) if t.grad is not None]
@@ -354,26 +359,28 @@ def contender(what: dict[str, Any]) -> Contender:
     return ours(what["ours"], what.get("micro_batch"), what.get("vocabulary"))
 
 
-def answer(what: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+def answer(what: list[dict[str, Any]], number: int, turns: int) -> list[dict[str, Any]]:
     """What contenders that take turns measure, each; who is first changes from turn to turn."""
     those = [contender(one) for one in what]
     seconds: list[list[float]] = [[] for _ in those]
-    for turn in range(TURNS):
+    for turn in range(turns):
         places = list(range(len(those)))
         for place in places if (turn + number) % 2 == 0 else reversed(places):
             seconds[place].append(those[place].turn())
     return [{**one.end(), "turns_s": turns} for one, turns in zip(those, seconds, strict=True)]
 
 
-def child(processes: int, what: dict[str, Any]) -> dict[str, Any]:
-    return children(processes, [[what]])[0][0]
+def child(processes: int, what: dict[str, Any], turns: int) -> dict[str, Any]:
+    return children(processes, [[what]], turns=turns)[0][0]
 
 
-def children(processes: int, what: list[list[dict[str, Any]]], number: int = 0) -> list[list[dict[str, Any]]]:
+def children(
+    processes: int, what: list[list[dict[str, Any]]], number: int = 0, turns: int = TURNS
+) -> list[list[dict[str, Any]]]:
     """What each group of `what` measures, one group after another in the same processes, started for them."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), __file__, "--child",
-        json.dumps(what), "--number", str(number),
+        json.dumps(what), "--number", str(number), "--turns", str(turns),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -443,10 +450,11 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=int, default=TURNS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         for what in json.loads(arguments.child):
-            found = answer(what, arguments.number)
+            found = answer(what, arguments.number, arguments.turns)
             if os.environ.get("RANK", "0") == "0":
                 print("RESULT " + json.dumps(found), flush=True)
         return
@@ -487,13 +495,15 @@ def main() -> None:
     for stage in (1, 2, 3):
         for processes in (1, 2, 4, 8):
             fields = {"dp_shard": 0, "zero": stage} if processes > 1 else {}
-            seen = child(processes, {"ours": fields, "micro_batch": 1})
+            seen = child(processes, {"ours": fields, "micro_batch": 1}, turns=1)
             expected = STATES[stage](processes) * PARAMETERS()
             states.append({"stage": stage, "processes": processes, "bytes": seen["state_bytes"], "formula": expected})
             print(f"zero {stage} on {processes}: {seen['state_bytes'] / expected - 1:+.1%} of the formula", flush=True)
             write()
     for schedule, micro in BUBBLES:
-        seen = child(2, {"ours": {"pp": 0, "schedule": schedule}, "micro_batch": micro, "vocabulary": 64})
+        seen = child(
+            2, {"ours": {"pp": 0, "schedule": schedule}, "micro_batch": micro, "vocabulary": 64}, turns=BUBBLE_TURNS
+        )
         count = BATCH // micro
         expected = 0.5 if schedule == "naive" else 1 / (count + 1)
         bubbles.append({"schedule": schedule, "micro_batches": count, "waited": seen["waited"], "theory": expected})

@@ -33,6 +33,7 @@ NO_METHODS = (
     "methods.run",
     "methods.mesh",
     "methods.buckets",
+    "methods.collectives",
     "methods.compiler",
     "methods.cutter",
     "methods.deferred",

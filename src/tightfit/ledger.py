@@ -315,7 +315,7 @@ class Ledger:
         yield "optimizer", "update", {**rows, "temporaries": rows["temporaries"] + self._update_bytes()}
         if self.sent is not None and self.sent.devices > 1:
             bucket = min(self.sent.bucket, whole)
-            yield "optimizer", "gather", _sum_all(rows, {"communication": bucket + bucket / self.sent.devices})
+            yield "optimizer", "gather", _sum_all(rows, {"communication": bucket})
 
     def _travelling(self, done: float, whole: float, arrived: float) -> dict[str, float]:
         """What is on its way when `done` bytes of gradients are made, beside what earlier micro-batches left."""

@@ -79,14 +79,14 @@ def test_narrow_states_pass(states: str, precision: str) -> None:
     assert result.passed, result
 
 
-def by_micro_batches(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -> Tensor:
+def by_micro_batches(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -> Callable[[], Tensor]:
     """What many loops do: each micro-batch's mean, and the mean of these. Right only where all count as many items."""
     total = torch.zeros(())
     for batch in micro_batches:
         loss = run.loss_sum(batch) / run.objective.count(batch)
         (loss / len(micro_batches)).backward()
         total += loss.detach() / len(micro_batches)
-    return total * items()
+    return lambda: total * items()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "bf16-true"])
@@ -105,7 +105,7 @@ def test_fails_where_the_gradient_is_summed_and_not_averaged(monkeypatch: pytest
     """Adam's weights would hide that."""
     honest = step.accumulate
 
-    def summed(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -> Tensor:
+    def summed(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -> Callable[[], Tensor]:
         return honest(run, micro_batches, items if run.plan == tightfit.Plan() else lambda: 1)
 
     monkeypatch.setattr(step, "accumulate", summed)

@@ -48,13 +48,12 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
     learning_rate = run.learning_rate(step)
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate
-    loss = accumulate(run, micro_batches, lambda: counted()[0])
+    losses = accumulate(run, micro_batches, lambda: counted()[0])
     norm, finite = update(run)
+    loss = losses()
     items, samples, processed = counted()
     if run.mesh is not None:
         samples //= run.mesh.cp  # each of which they all have a piece of
-        if not (run.stages is not None and run.stages.free):
-            run.mesh.sum(loss, (*DATA, "pp"))
     if run.stages is not None and run.stages.counted is not None:
         items, samples, processed = run.stages.counted
     late = max(run.stages.staleness, default=None) if run.stages is not None else None
@@ -74,13 +73,21 @@ def over_data(run: Run, counts: list[int]) -> Callable[[], list[int]]:
     return counted
 
 
+def _begin_sum(run: Run, loss: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """The losses of all devices, summed: under way from now on, and waited for when asked."""
+    if run.mesh is None or (run.stages is not None and run.stages.free):
+        return lambda: loss
+    return run.mesh.begin_sum(loss, (*DATA, "pp"))
+
+
 def is_free(run: Run) -> bool:
     """Whether each device trains on its own samples without waiting for the others at each step."""
     return run.stages is not None and run.stages.free and not run.stages.delay
 
 
-def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -> torch.Tensor:
-    """Gradients of the mean loss over all items of the step, summed into .grad; returns the sum of this device's losses.
+def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -> Callable[[], torch.Tensor]:
+    """Gradients of the mean loss over all items of the step, summed into .grad; returns what waits for the sum of all devices'
+    losses, which is under way from the last forward on.
 
     items   how many there are, over all devices: asked for when the first forward is done. A loss scale multiplies the mean
             before backward, so that 16-bit gradients of a long step do not vanish.
@@ -90,7 +97,7 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -
         return (run.loss_scale.value if run.loss_scale else 1.0) / max(items(), 1)
 
     if run.stages is not None:
-        return run.stages.accumulate(run, micro_batches, scale())
+        return _begin_sum(run, run.stages.accumulate(run, micro_batches, scale()))
     total = torch.zeros((), device=run.device)
     for number, batch in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
@@ -99,12 +106,14 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -
             run.reduction.begin(last)
         loss = run.loss_sum(to_device(batch if counts else batch.batch, run))
         share = scale()  # asked for by all devices at the same point, also where nothing counts
+        if counts:
+            total += loss.detach()
+        if last:
+            losses = _begin_sum(run, total)
         (loss * (share if counts else 0.0)).backward()
         if run.reduction is not None:
             run.reduction.end(last)
-        if counts:
-            total += loss.detach()
-    return total
+    return losses
 
 
 def update(run: Run) -> tuple[float | None, bool]:

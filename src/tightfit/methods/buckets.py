@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tightfit.methods.collectives import begin_scatter_rows, gather_rows
+
 BUCKET_BYTES = 25 * 2**20
-all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
@@ -252,7 +252,7 @@ class Scattered:
         assert bucket.buffer is not None
         part = torch.empty(bucket.buffer.shape[1], dtype=bucket.buffer.dtype, device=bucket.buffer.device)
         self._parts[id(bucket)] = part
-        bucket.work = reduce_scatter(part, bucket.buffer.view(-1), group=self.group, async_op=True)
+        bucket.work = begin_scatter_rows(part, bucket.buffer, self.group)
 
     @torch.no_grad()
     def _arrived(self, bucket: Bucket) -> None:
@@ -284,11 +284,11 @@ class Scattered:
         for bucket in self._reducer.buckets:
             offsets = self._offsets[id(bucket)]
             there = self._allocate(bucket)
-            mine = torch.empty_like(there[self.rank])
+            mine = there[self.rank]
             for place, parameter in enumerate(bucket.parameters):
                 share = self.shares[parameter]
                 mine[offsets[place] : offsets[place] + share.numel()].copy_(share.detach().reshape(-1))
-            all_gather(there.view(-1), mine, group=self.group)
+            gather_rows(there, self.group)
             for place, parameter in enumerate(bucket.parameters):
                 slots = there[:, offsets[place] : offsets[place + 1]]
                 if slots.numel() == parameter.numel():

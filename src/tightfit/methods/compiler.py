@@ -13,20 +13,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
-
-
-@runtime_checkable
-class SeesKernels(Protocol):
-    """A dispatch mode that wants to know of generated kernels, which dispatch nothing: the bytes that one reads and
-    writes, or that its random numbers would take."""
-
-    def see_kernel(self, moved: int, dtype: torch.dtype, kind: str = "compiled") -> None: ...
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def stand_in() -> Callable[..., Any]:
@@ -159,6 +151,7 @@ def _planned(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., An
         if node in views:
             holders[_base(node, views)].append(node)
     targets = [node for node in nodes if node.op == "placeholder"]
+    drawn = {node: node.meta["val"].numel() for node in nodes if _is_random(node)}  # where it is inlined, too: once
     # its own buffers, and what forward saved for a backward: those may be written over
     own = {node for node in nodes if not node.name.startswith(("primals", "tangents"))}
 
@@ -166,8 +159,8 @@ def _planned(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., An
         values: dict[fx.Node, Any] = dict(zip(targets, arguments, strict=True))
         arguments.clear()
         for node in nodes:
-            if _is_random(node):  # wherever it is inlined, its numbers are drawn once
-                _see_kernel(4 * node.meta["val"].numel(), torch.float32, "compiled random")
+            if node in drawn:
+                _see_kernel(4 * drawn[node], torch.float32, "compiled random")
             if node.op == "get_attr":
                 values[node] = getattr(module, str(node.target))
             elif node.op == "output":
@@ -202,8 +195,10 @@ def _reuse(
     node: fx.Node, plan: _Plan, values: dict[fx.Node, Any], holders: dict[fx.Node, list[fx.Node]], own: set[fx.Node]
 ) -> None:
     """A generated kernel writes over an input of the same size that nobody needs afterwards."""
+    if node not in plan.last:
+        return
     written = [value.untyped_storage().nbytes() for value in tree_leaves(node.meta["val"]) if isinstance(value, Tensor)]
-    for source in plan.last.get(node, ()):
+    for source in plan.last[node]:
         value = values.get(source)
         if source in own and isinstance(value, Tensor) and _bytes(value) in written:
             written.remove(_bytes(value))
@@ -220,15 +215,18 @@ def _release(node: fx.Node, plan: _Plan, values: dict[fx.Node, Any], holders: di
 
 def _generated(node: fx.Node, moved: int) -> Any:
     """The buffers of a generated kernel that has read `moved` bytes: empty, in the node's shape and strides."""
-    outputs = torch.utils._pytree.tree_map_only(Tensor, _empty, node.meta["val"])
+    made = node.meta["val"]
+    outputs = _empty(made) if isinstance(made, Tensor) else tree_map_only(Tensor, _empty, made)
     written = [value for value in tree_leaves(outputs) if isinstance(value, Tensor)]
     _see_kernel(moved + sum(map(_bytes, written)), written[0].dtype)
     return outputs
 
 
 def _see_kernel(moved: int, dtype: torch.dtype, kind: str = "compiled") -> None:
+    """Tell dispatch modes that want to know of a generated kernel, which dispatches nothing: the bytes that it reads and writes,
+    or that its random numbers would take. Those have a `see_kernel`."""
     for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, SeesKernels):
+        if hasattr(mode, "see_kernel"):
             mode.see_kernel(moved, dtype, kind)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.errors import InputError
-from tightfit.methods.buckets import all_gather
+from tightfit.methods.collectives import gather_rows
 from tightfit.methods.mesh import Mesh, Slice, grown, shrink
 from tightfit.methods.sequences import Sequences, before
 from tightfit.methods.vocabulary import divided_cross_entropy
@@ -310,7 +310,8 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, columns: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.width = group, columns.shape[-1]
         parts = columns.new_empty(dist.get_world_size(group), *columns.shape)
-        all_gather(parts.view(-1), columns.contiguous().view(-1), group=group)
+        parts[dist.get_rank(group)] = columns
+        gather_rows(parts, group)
         return torch.cat(parts.unbind(), -1)
 
     @staticmethod

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tightfit.errors import InputError
-from tightfit.methods.buckets import all_gather, reduce_scatter
+from tightfit.methods.collectives import gather_rows, scatter_rows
 from tightfit.plan import Plan
 
 
@@ -161,7 +161,8 @@ def gathered(part: Tensor, length: int | None, group: dist.ProcessGroup) -> Tens
     """(samples, part, width) of each device -> (samples, length, width), without what padded the last part."""
     size = dist.get_world_size(group)
     parts = part.new_empty(size, *part.shape)
-    all_gather(parts.view(-1), part.contiguous().view(-1), group=group)
+    parts[dist.get_rank(group)] = part
+    gather_rows(parts, group)
     whole = parts.transpose(0, 1).reshape(part.shape[0], -1, part.shape[2])
     return whole if length is None else whole[:, :length].contiguous()
 
@@ -170,7 +171,7 @@ def scattered(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(samples, length, width) of each device -> of the sum over devices this one's part."""
     parts = torch.stack(_parts(whole, dist.get_world_size(group)))
     mine = torch.empty_like(parts[0])
-    reduce_scatter(mine.view(-1), parts.view(-1), group=group)
+    scatter_rows(mine, parts, group)
     return mine
 
 

@@ -293,11 +293,10 @@ def _options(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> dict[st
 
 def _is_worth_narrowing(estimator: Estimator, start: Plan) -> bool:
     """Whether weights in bf16 may win: where the plan as it is does not fit, or where they are faster as written."""
-    if not estimator.estimate(start).fits:
+    wide = estimator.estimate(start)
+    if not wide.fits:
         return True
-    plain = start.replace(compile="none")
-    narrow = plain.replace(precision="bf16-true", rounding="kahan")
-    return estimator.estimate(narrow).time.step_s < estimator.estimate(plain).time.step_s
+    return estimator.estimate(start.replace(precision="bf16-true", rounding="kahan")).time.step_s < wide.time.step_s
 
 
 def _with_kernel_of_optimizer(plan: Plan, job: Job, pins: dict[str, Any]) -> Plan:
