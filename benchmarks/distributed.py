@@ -30,7 +30,7 @@ MODEL = {
     "num_attention_heads": 8,
 }  # fmt: skip
 LENGTH, BATCH, WARM = 128, 16, 3
-TURNS, TURN = 15, 2  # of a contender in a round, and steps of a turn
+TURNS, TURN = 9, 2  # of a contender in a round, and steps of a turn
 STEPS = TURNS * TURN
 OURS: dict[str, dict[str, Any]] = {
     "data parallel": {"dp_replicate": 0},
@@ -50,7 +50,7 @@ PLAIN = {
 }
 DEEPSPEED = {"zero 1": 1, "zero 2": 2, "zero 3": 3}
 MICRO = {"pipeline": 2}  # samples of a micro-batch, where the batch is cut
-BUBBLE_TURNS = 9
+BUBBLE_TURNS = 6
 BUBBLES = [(schedule, micro) for schedule in ("naive", "gpipe", "1f1b") for micro in (8, 4, 2)]
 STATES = {0: lambda n: 16.0, 1: lambda n: 8 + 8 / n, 2: lambda n: 4 + 12 / n, 3: lambda n: 16 / n}
 
