@@ -22,7 +22,7 @@ LAYERS = (
     ("plan",),
     ("job", "machine"),
     ("machines",),
-    ("values", "timetable", "program"),
+    ("files", "values", "timetable", "program"),
     ("units",),
     ("errors",),
 )

@@ -198,6 +198,7 @@ class Ledger:
     host            bytes in the host's memory that are not this device's, by what they are for; passing: what is there
                     before the first step, or between steps
     disk            bytes of files, by what they are for
+    saving          bytes of a checkpoint's files that each process holds in host memory while it writes them
     takes_gradients  whether each gradient leaves for other memory when it is complete
     device          of a pipeline, which one this is the ledger of; stage: what it does
     sent            how gradients leave for other devices; gathered: how parameters come from them; messages: all of it,
@@ -226,6 +227,7 @@ class Ledger:
     host: dict[str, float] = field(default_factory=dict)
     passing: dict[str, float] = field(default_factory=dict)
     disk: dict[str, float] = field(default_factory=dict)
+    saving: float = 0.0
     compile_s: float = 0.0
     sent: Sent | None = None
     gathered: Gathered | None = None
@@ -417,10 +419,10 @@ class Ledger:
 
     def outside(self) -> dict[str, float]:
         """Device bytes at the largest instant of each phase outside the steps: before the first, and of a checkpoint, for
-        which safetensors makes a copy of the weights in host memory."""
+        which what devices divide is brought together in host memory, a few files of it at a time."""
         rows = self.row_bytes()
         fixed = sum(self.fixed.values())
-        checkpoint = sum(rows.values()) + (rows["parameters"] if self.host_batch else 0.0)
+        checkpoint = sum(rows.values()) + (self.saving if self.host_batch else 0.0)
         return {**{name: size + fixed for name, size in self.phases.items()}, "checkpoint": checkpoint}
 
     def _update_bytes(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import tightfit
+from tightfit import files
 from tightfit.engine.checkpoint import checkpoints
 from tightfit.errors import InputError
 
@@ -114,3 +116,64 @@ def test_transformers_loads_a_checkpoint(tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(path)
     for name, value in run.model.state_dict().items():
         assert torch.equal(value, loaded.state_dict()[name]), name
+
+
+def test_a_large_checkpoint_is_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(files, "FILE_BYTES", 20_000)
+    run = tightfit.build(tiny.job())
+    list(itertools.islice(tightfit.train(run), 2))
+    path = tightfit.save(run, tmp_path, 2)
+    for kind in ("model", "optimizer"):
+        names = sorted(one.name for one in path.glob(f"{kind}-*"))
+        assert len(names) > 2
+        assert names[0] == f"{kind}-00001-of-{len(names):05d}.safetensors"
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(value, loaded.state_dict()[name]), name
+    again = tightfit.build(tiny.job())
+    assert tightfit.resume(again, tmp_path) == 2
+    for one, other in zip(run.optimizer.state.values(), again.optimizer.state.values(), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+@pytest.mark.parametrize("gone", [True, False], ids=["missing", "damaged"])
+def test_a_file_that_is_missing_or_damaged_is_named(kind: str, gone: bool, tmp_path: Path) -> None:
+    run = tightfit.build(tiny.job())
+    next(iter(tightfit.train(run)))
+    file = tightfit.save(run, tmp_path, 1) / f"{kind}.safetensors"
+    file.unlink() if gone else file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(InputError, match="step-00000001") as raised:
+        tightfit.resume(run, tmp_path)
+    assert "delete" in str(raised.value)
+
+
+def test_a_resumed_run_writes_nothing_into_the_checkpoint(tmp_path: Path) -> None:
+    run = tightfit.build(tiny.job())
+    list(itertools.islice(tightfit.train(run), 2))
+    path = tightfit.save(run, tmp_path, 2)
+    before = {file: file.read_bytes() for file in path.iterdir()}
+    again = tightfit.build(tiny.job())
+    list(tightfit.train(again, tightfit.resume(again, tmp_path)))
+    assert {file: file.read_bytes() for file in path.iterdir()} == before
+
+
+def test_no_more_than_two_files_are_held(tmp_path: Path) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def fetch(name: str) -> torch.Tensor:
+        nonlocal most
+        made = torch.ones(1000)
+        alive.append(weakref.ref(made))
+        most = max(most, sum(one() is not None for one in alive))
+        return made
+
+    names = {f"{number}.safetensors": [f"{number}.{place}" for place in range(5)] for number in range(8)}
+    with files.Writer() as writer:
+        writer.fill(tmp_path, names, fetch, names)
+    assert not writer.errors
+    assert len(list(tmp_path.iterdir())) == 8
+    assert most <= 11  # of ten in two files, and the one under way

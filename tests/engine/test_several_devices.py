@@ -8,13 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 import tightfit
 from tests.contract import cases
 from tests.pool import together
+from tightfit import files
 from tightfit.engine import checkpoint
+from tightfit.errors import TightfitError
 from tightfit.methods.run import parameter_count
 
 PLANS: list[dict[str, Any]] = [
@@ -147,8 +152,12 @@ def test_parameters_are_counted_of_the_whole_model(fields: dict[str, Any]) -> No
     assert together(2, HERE + "counted", fields) == [counted({})] * 2
 
 
-def saved_and_resumed(folder: str, first: dict[str, Any], then: dict[str, Any] | None, **settings: Any) -> list[float]:
-    """Train two of four steps with one plan, save, and go on with another; None leaves that to a later call."""
+def saved_and_resumed(
+    folder: str, first: dict[str, Any], then: dict[str, Any] | None, file_bytes: int, **settings: Any
+) -> list[float]:
+    """Train two of four steps with one plan, save in files of so many bytes, and go on with another; None leaves that to a later
+    call."""
+    files.FILE_BYTES = file_bytes
     job = job_of("llama", steps=4, **settings)
     if then is None:
         run = tightfit.build(job, tightfit.Plan(**first))
@@ -159,6 +168,7 @@ def saved_and_resumed(folder: str, first: dict[str, Any], then: dict[str, Any] |
     return [step.loss for step in tightfit.train(run, checkpoint.resume(run, folder))]
 
 
+SMALL_FILES = 20_000  # bytes: several for each device
 SAVED = [*PLANS, {**PLANS[1], "states": "8-bit"}, SLICED[0], SLICED[4], PIPED[5], RINGED[0]]
 
 
@@ -189,13 +199,72 @@ def test_a_checkpoint_is_gone_on_with_by_any_number_of_devices(
         folder = str(tmp_path / str(number))
         for plan, again in ((first, None), (then, then)):
             size = tightfit.Plan(**plan).devices
-            arguments = (folder, first, again)
+            arguments = (folder, first, again, files.FILE_BYTES if number else SMALL_FILES)
             losses = (
                 together(size, where, *arguments, optimizer=optimizer)[-1]
                 if size > 1
                 else saved_and_resumed(*arguments, optimizer=optimizer)
             )
             assert losses == pytest.approx(wanted[2:] if again is not None else wanted[:2], rel=near)
+
+
+def filled_disk(folder: str, fields: dict[str, Any]) -> str:
+    """A second checkpoint of which the last device cannot write its files."""
+    files.FILE_BYTES = SMALL_FILES
+    run = tightfit.build(job_of("llama"), tightfit.Plan(**fields))
+    checkpoint.save(run, folder, 1)
+
+    def full(*arguments: Any, **named: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        files.save_file = full
+    try:
+        checkpoint.save(run, folder, 2)
+    except TightfitError as error:
+        return str(error)
+    finally:
+        files.save_file = save_file
+    return ""
+
+
+@pytest.mark.parametrize("fields", [PLANS[0], PLANS[3], PIPED[0]], ids=named)
+def test_where_one_device_cannot_write_none_has_and_what_is_there_stays(fields: dict[str, Any], tmp_path: Path) -> None:
+    for said in together(2, HERE + "filled_disk", str(tmp_path), fields):
+        assert "step 2" in said
+        assert "No space left" in said
+        assert "keep_checkpoints" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def wrote(folder: str, fields: dict[str, Any]) -> list[str]:
+    """Names of the files that this device wrote."""
+    files.FILE_BYTES = SMALL_FILES
+    found: list[str] = []
+
+    def noted(tensors: dict[str, Tensor], path: Path, **named: Any) -> None:
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= SMALL_FILES
+        found.append(path.name)
+        save_file(tensors, path, **named)
+
+    files.save_file = noted
+    try:
+        checkpoint.save(tightfit.build(job_of("llama"), tightfit.Plan(**fields)), folder, 1)
+    finally:
+        files.save_file = save_file
+    return found
+
+
+@pytest.mark.parametrize("fields", [PLANS[0], PLANS[3], SLICED[0], PIPED[0]], ids=named)
+def test_devices_write_files_together(fields: dict[str, Any], tmp_path: Path) -> None:
+    found = together(2, HERE + "wrote", str(tmp_path), fields)
+    there = {path.name for path in (tmp_path / "step-00000001").glob("*.safetensors")}
+    assert sorted([*found[0], *found[1]]) == sorted(there)
+    assert all(len([name for name in names if name.startswith("model")]) > 1 for names in found)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "step-00000001")
+    fresh = tightfit.build(job_of("llama")).model
+    for name, value in fresh.state_dict().items():
+        assert torch.equal(value, loaded.state_dict()[name]), name
 
 
 def evaluated(fields: dict[str, Any]) -> float:

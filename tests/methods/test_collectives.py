@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit
+from tests import tiny
 from tests.pool import together
+from tightfit.engine.step import take_step
 from tightfit.methods.collectives import begin_scatter_rows, gather_rows, scatter_rows
 from tightfit.methods.mesh import make_mesh, world_size
 
@@ -72,3 +74,18 @@ def said() -> list[str]:
 def test_gloo_sums_no_row_where_it_is_not_wanted() -> None:
     for seen in together(2, HERE + "said"):
         assert seen == ["reduce_", "reduce_", "broadcast_", "broadcast_"]
+
+
+def said_by_a_step() -> set[str]:
+    plan = tightfit.Plan(dp_shard=world_size(), zero=3)
+    run = tightfit.build(tiny.job(), plan)
+    batches = next(run.data.steps(0, None))
+    take_step(run, batches, 0)
+    with _Names() as names:
+        take_step(run, batches, 1)
+    return set(names.seen)
+
+
+def test_fully_shard_speaks_by_row_too() -> None:
+    for seen in together(2, HERE + "said_by_a_step"):
+        assert seen == {"reduce_", "broadcast_", "allreduce_"}  # sums are of counts and losses

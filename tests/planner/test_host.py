@@ -12,6 +12,7 @@ from PIL import Image
 
 import tightfit
 from tests.planner import cases
+from tightfit import files
 from tightfit.errors import DoesNotFit
 from tightfit.machine import Machine
 from tightfit.methods.loader import SERVER_BYTES, WORKER_BYTES
@@ -45,8 +46,28 @@ def test_a_model_made_on_the_host_is_there_whole_and_in_fp32(estimator: Estimato
         estimator.estimate(tightfit.Plan(precision="bf16-true", materialize=where)) for where in ("host", "device")
     )
     assert usual.ledger.passing["materialize"] == parameters(estimator)  # in fp32, and on the device in half as much
-    assert usual.host["materialize"] == parameters(estimator)
     assert there.ledger.passing["materialize"] == pytest.approx(SLACK_BYTES, rel=0.2)  # and one parameter
+
+
+def test_the_host_has_room_for_what_it_does_before_or_between_steps(estimator: Estimator) -> None:
+    size = parameters(estimator)
+    fleeting = estimator.job.replace(train=estimator.job.train.replace(optimizer="sgd", momentum=0.0))
+    none = Estimator(fleeting, GPU).estimate(tightfit.Plan(precision="bf16-true", materialize="host"))
+    assert none.host["materialize"] == size  # a checkpoint has half of that, and no states
+    adam = estimator.estimate(tightfit.Plan(precision="bf16-true", materialize="host"))
+    assert adam.host["checkpoint"] == pytest.approx(1.5 * size, rel=0.01)
+
+
+def test_a_checkpoint_takes_no_more_than_two_files_of_each_process() -> None:
+    job = tightfit.Job(
+        model={"preset": "llama-2-70b"},
+        data={"synthetic": "tokens", "sequence_length": 4096},
+        train=tightfit.Train(batch=64, steps=10),
+    )
+    node = Estimator(job, Machine.named("h100-sxm:8x8"))
+    plan = ADAM.replace(zero=3, dp_shard=64, precision="bf16-mixed", recompute="full")
+    assert node.estimate(plan).host["checkpoint"] == 8 * 2 * files.FILE_BYTES
+    assert node.estimate(plan).disk["checkpoints"] > 800e9
 
 
 def test_workers_and_what_they_hold_ready(estimator: Estimator) -> None:

@@ -103,13 +103,13 @@ class Reducer:
             bucket.work = None
             self._arrived(bucket)
 
-    @torch.no_grad()
     def _take(self, bucket: Bucket, place: int, gradient: Tensor | None) -> None:
         if bucket.buffer is None:
             bucket.buffer = self._allocate(bucket)
         self._write(bucket, place, gradient)
         bucket.arrived.add(place)
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Send what is left, gradients that were not made as none, and wait for everything."""
         for bucket in self.buckets[self._next :]:
@@ -134,24 +134,25 @@ class Summed:
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, narrow: torch.dtype | None = None):
         self.group, self.narrow = group, narrow
         self._reducer = Reducer(parameters, self._allocate, self._write, self._send)
-        self._offsets = {id(b): _offsets([p.numel() for p in b.parameters]) for b in self._reducer.buckets}
+        self._slots: dict[int, tuple[Tensor, ...]] = {}  # of each bucket's buffer: a gradient's each, and the counts
         self._missed: list[tuple[Bucket, int]] = []
         self.begin = self._reducer.begin
 
     def _allocate(self, bucket: Bucket) -> Tensor:
-        like, offsets = bucket.parameters[0], self._offsets[id(bucket)]
-        return torch.empty(offsets[-1] + len(bucket.parameters), dtype=like.dtype, device=like.device)
+        like, sizes = bucket.parameters[0], [p.numel() for p in bucket.parameters]
+        buffer = torch.empty(sum(sizes) + len(sizes), dtype=like.dtype, device=like.device)
+        self._slots[id(bucket)] = buffer.split([*sizes, len(sizes)])
+        self._slots[id(bucket)][-1].fill_(1.0)
+        return buffer
 
     def _write(self, bucket: Bucket, place: int, gradient: Tensor | None) -> None:
-        assert bucket.buffer is not None
-        offsets = self._offsets[id(bucket)]
-        slot = bucket.buffer[offsets[place] : offsets[place + 1]]
+        slots = self._slots[id(bucket)]
         if gradient is None:
-            slot.zero_()
+            slots[place].zero_()
+            slots[-1][place] = 0.0
             self._missed.append((bucket, place))
         else:
-            slot.copy_(gradient.reshape(-1))
-        bucket.buffer[offsets[-1] + place] = 0.0 if gradient is None else 1.0
+            slots[place].copy_(gradient.reshape(-1))
 
     def _send(self, bucket: Bucket) -> None:
         assert bucket.buffer is not None
@@ -164,15 +165,13 @@ class Summed:
     def finish(self) -> None:
         self._reducer.finish()
         for bucket in self._reducer.buckets:
-            assert bucket.buffer is not None
-            offsets = self._offsets[id(bucket)]
-            for place, parameter in enumerate(bucket.parameters):
-                parameter.grad = bucket.buffer[offsets[place] : offsets[place + 1]].view(parameter.shape)
+            for parameter, slot in zip(bucket.parameters, self._slots[id(bucket)], strict=False):
+                parameter.grad = slot.view(parameter.shape)
         for bucket, place in self._missed:
-            assert bucket.buffer is not None
-            if float(bucket.buffer[self._offsets[id(bucket)][-1] + place]) == 0:
+            if float(self._slots[id(bucket)][-1][place]) == 0:
                 bucket.parameters[place].grad = None
         self._missed.clear()
+        self._slots.clear()
         for bucket in self._reducer.buckets:
             bucket.buffer = None
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from tightfit.job import ModelSpec
 from tightfit.ledger import Gathered, Ledger, Parameter
 from tightfit.methods.ahead import bring_ahead
+from tightfit.methods.collectives import GatherByRow, ScatterByRow, goes_by_row
 from tightfit.methods.mesh import DATA, Mesh, Statistics, on_mesh
 from tightfit.methods.run import Run
 from tightfit.methods.stores import Gradients, Store, is_apart
@@ -206,6 +207,9 @@ class Shards:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)  # the step divides by what counts, over all devices
                 module.set_force_sum_reduction_for_comms(True)
+                if mesh.size("dp_shard") > 1 and goes_by_row(mesh.group("dp_shard")):
+                    module.set_custom_reduce_scatter(ScatterByRow())  # type: ignore[arg-type]
+                    module.set_custom_all_gather(GatherByRow())  # type: ignore[arg-type]
         self.statistics = Statistics(model, mesh)
         _fill(model, rows)
         if store is not None and not (apart and pinned):  # page-locked memory is fully_shard's own

@@ -87,16 +87,17 @@ def cut_fields(estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: d
     return fields | over_devices(estimator.machine, {**pins, **fields})
 
 
-def with_sequences(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Plan:
-    """`start`, under tensor parallelism with sequences divided too where it does not fit without and the model can be."""
-    if start.tp == 1 or "sequence_parallel" in pins or estimator.estimate(start).fits:
-        return start
-    divided = start.replace(sequence_parallel=True)
-    try:
-        estimator.estimate(divided)
-    except InputError:
-        return start
-    return divided
+def with_sequences(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Plan]:
+    """`start`, where it is under tensor parallelism and does not fit with sequences divided too before it: for models that can
+    be."""
+    if start.tp == 1 or "sequence_parallel" in pins or _fits(estimator, start):
+        return [start]
+    return [start.replace(sequence_parallel=True), start]
+
+
+def _fits(estimator: Estimator, plan: Plan) -> bool:
+    """Whether a plan fits; not traced where its model and states alone do not."""
+    return estimator.least_bytes(plan) <= estimator.limit_bytes and estimator.estimate(plan).fits
 
 
 def balanced(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 
+from tightfit.files import HELD, file_bytes
 from tightfit.job import Job
 from tightfit.ledger import Ledger, Peak, Sent
 from tightfit.machine import Machine
@@ -180,7 +181,8 @@ class Estimator:
         ledgers = {}
         for device in _looked_at(plan.pp):
             ledger = fold(self.profiler, plan, self.machine, device)
-            ledgers[device] = replace(ledger, fixed={**ledger.fixed, "runtime": float(self.runtime_bytes)})
+            fixed = {**ledger.fixed, "runtime": float(self.runtime_bytes)}
+            ledgers[device] = replace(ledger, fixed=fixed, saving=self._held(plan))
         slots: list[Slot] = []
         if plan.pp > 1:
             time, slots = self.clock.pipeline_time(ledgers)
@@ -225,7 +227,7 @@ class Estimator:
             return rows
         rows = {"processes": processes * HOST_PROCESS_BYTES, **rows}
         passing = {name: processes * size for name, size in ledger.passing.items()}
-        passing["checkpoint"] = sum(self._saved(plan)) if plan.devices > 1 else sum(p.bytes for p in ledger.parameters)
+        passing["checkpoint"] = min(sum(self._saved(plan)), processes * ledger.saving)
         most = max(passing, key=lambda name: passing[name])
         return {**rows, most: passing[most]}
 
@@ -239,6 +241,15 @@ class Estimator:
         """Bytes of the whole model and of its optimizer's states."""
         parameters = sum(parameter.bytes for parameter in self.profiler.parameters(plan)) * plan.tp
         return parameters, sum(update.state_bytes for update in self.profiler.updates(plan).values()) * plan.tp
+
+    def _held(self, plan: Plan) -> float:
+        """Bytes of a checkpoint's files that a process holds while it writes them: on a processor only what was divided."""
+        parameters, states = self._saved(plan)
+        copied = (
+            parameters * (self.machine.device != "cpu" or plan.zero == 3 or plan.tp > 1),
+            states * (self.machine.device != "cpu" or plan.zero > 0 or plan.tp > 1),
+        )
+        return min(sum(copied), HELD * file_bytes(max(copied) / plan.pp, plan.devices // plan.pp))
 
     def least_bytes(self, plan: Plan) -> float:
         """Bytes that any micro-batch and any recomputation needs: the weights, their states, and gradients."""

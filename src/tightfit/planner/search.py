@@ -10,10 +10,10 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
@@ -48,6 +48,8 @@ RESERVED = 1.15  # times its tensors a CUDA device's allocator may take
 MAKES_NO_ROOM: dict[str, Any] = {"recompute": "none", "update_in_backward": False}
 REHEARSED = 3  # of those that an allocator may leave too little room for, at most
 
+Found = TypeVar("Found")
+
 
 @contextmanager
 def _collecting_seldom() -> Iterator[None]:
@@ -81,8 +83,9 @@ def search(
         pins = dict(pins or {})
         supplied = with_samples(machine, job, pins)
         start, _ = complete(job, supplied, pins)
-        start = with_sequences(estimator, start, pins)
-        start = _with_best_kernels(estimator, start, pins)
+        start = _first_possible(
+            lambda one: _with_best_kernels(estimator, one, pins), with_sequences(estimator, start, pins)
+        )
         start = _with_workers(estimator, start, pins)
         if start.pp > 1:
             start = start.replace(**balanced(estimator, start, pins, start.pp))
@@ -233,7 +236,12 @@ def _cut_by(
         roomy = estimator.estimate(start.replace(micro_batch=1 if start.pp > 1 and share > 1 else None)).time
         if roomy.step_s - roomy.optimizer_s * (1 - 1 / start.data_parallel) > best_s:  # zero: 1 divides the update
             return []
-    start = with_sequences(estimator, start, pins)
+    plans = with_sequences(estimator, start, pins)
+    return _first_possible(lambda one: _by_precision(estimator, one, pins), plans)
+
+
+def _by_precision(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Estimate]:
+    """Estimates of plans that cut the job as `start` does, in a narrower precision where none fits in its own."""
     if "precision" in pins:
         return worth_knowing(estimator, start, pins)
     found = worth_knowing(estimator, start, {**pins, "precision": start.precision})
@@ -241,6 +249,16 @@ def _cut_by(
         start = start.replace(precision="bf16-true")
         found += worth_knowing(estimator, start, {**pins, "precision": "bf16-true"})
     return found
+
+
+def _first_possible(find: Callable[[Plan], Found], plans: list[Plan]) -> Found:
+    """What is found for the first of these plans that the model can have. Raises InputError where that is none."""
+    for plan in plans[:-1]:
+        try:
+            return find(plan)
+        except InputError:
+            continue
+    return find(plans[-1])
 
 
 def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Iterator[list[Plan]]:

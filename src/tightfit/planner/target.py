@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ def as_on(device: str) -> Iterator[None]:
 def _cuda_rules() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     attention = torch.ops.aten.scaled_dot_product_attention.default
-    overloads = list(_added())
+    overloads = _added()
     try:
         for overload in overloads:
             library.impl(overload, _rule(overload), "AutocastCPU")
@@ -66,14 +66,16 @@ def _forget_dispatch(overloads: list[torch._ops.OpOverload]) -> None:
         overload._dispatch_cache.clear()
 
 
-def _added() -> Iterator[torch._ops.OpOverload]:
+@cache
+def _added() -> tuple[torch._ops.OpOverload, ...]:
     """Operations that autocast has a rule for on CUDA, and none on a processor. The reverse are few and rare: padding by
     reflection, pooling in three dims, Fourier transforms and decompositions, in fp32 on a processor."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    has, found = torch._C._dispatch_has_kernel_for_dispatch_key, []
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("aten::") and has(name, "AutocastCUDA") and not has(name, "AutocastCPU"):
             base, _, overload = name.removeprefix("aten::").partition(".")
-            yield getattr(getattr(torch.ops.aten, base), overload or "default")
+            found.append(getattr(getattr(torch.ops.aten, base), overload or "default"))
+    return tuple(found)
 
 
 def _rule(overload: torch._ops.OpOverload) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from tightfit.engine.build import build
-from tightfit.engine.checkpoint import newest, resume, save
+from tightfit.engine.checkpoint import check_folder, newest, resume, save
 from tightfit.engine.loop import evaluate, total_steps, train
 from tightfit.engine.step import Step, everywhere, local
 from tightfit.errors import TightfitError
@@ -65,6 +65,7 @@ def train_in_folder(
             console.print(f"nothing left to train: {start} of {total} steps are done; raise train.steps to go on")
             return Record.parse(json.loads((out / "record.json").read_text())), lambda: sample_text(run)
         earlier = begin_files(job, plan, predicted, out, start) if leads() else []
+        check_folder(run, out)
         observer = Observer(run, start)
         with progress(total, observer.unit, console) as view, ExitStack() as open_files:
             trackers = open_files.enter_context(Trackers(job, out, start)) if leads() else None

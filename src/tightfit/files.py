@@ -1,0 +1,155 @@
+"""Files: named tensors in safetensors files of bounded size, which many processes write at once, and of which each reads its part.
+
+One file is called `model.safetensors`; several are numbered, `model-00001-of-00003.safetensors`, with an index beside them that
+says which tensor is where, as transformers has them. No process ever holds more than two files: the one that it writes, and the
+next, which it fills.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+FILE_BYTES = 2 * 2**30  # at most; and at least, of a checkpoint that several write, but for the last:
+SMALLEST_BYTES = 2**26
+HELD = 2  # files that a process holds at most
+
+Layout = list[list[str]]  # of each file, the names of its tensors
+
+
+def file_bytes(total: float, writers: int) -> float:
+    """How large the files of so many bytes are at most, so that each of those who write them has its share to do and to hold."""
+    return min(FILE_BYTES, max(total / writers, SMALLEST_BYTES))
+
+
+def laid_out(sizes: Mapping[str, int], limit: float) -> Layout:
+    """Names with their tensors' bytes, in their order, in files of at most `limit`; a tensor that is larger has its own."""
+    found: Layout = []
+    filled = 0
+    for name, size in sizes.items():
+        if filled + size > limit or not found:
+            found.append([])
+            filled = 0
+        found[-1].append(name)
+        filled += size
+    return found
+
+
+def file_name(kind: str, number: int, count: int) -> str:
+    """Of one of `count` files, from 0."""
+    return f"{kind}.safetensors" if count == 1 else f"{kind}-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def index_name(kind: str) -> str:
+    return f"{kind}.safetensors.index.json"
+
+
+def write_index(folder: Path, kind: str, layout: Layout, total: int) -> None:
+    """Which file each tensor is in, where there are several; total: bytes of all."""
+    if len(layout) > 1:
+        where = {name: file_name(kind, number, len(layout)) for number, names in enumerate(layout) for name in names}
+        content = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / index_name(kind)).write_text(json.dumps(content, indent=1) + "\n")
+
+
+class Writer:
+    """Writes files one after the other, while its caller fills the next. What went wrong is in `errors`: a caller whom others wait
+    for goes on to the end first."""
+
+    def __init__(self) -> None:
+        self.errors: list[Exception] = []
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._under_way: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.wait()
+        self._pool.shutdown()
+
+    def wait(self) -> None:
+        if self._under_way is not None:
+            try:
+                self._under_way.result()
+            except (OSError, SafetensorError) as error:
+                self.errors.append(error)
+            self._under_way = None
+
+    def write(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        self.wait()
+        self._under_way = self._pool.submit(_write, path, tensors)
+
+    def fill(
+        self, folder: Path, names: Mapping[str, list[str]], fetch: Callable[[str], Tensor], mine: Collection[str]
+    ) -> None:
+        """Fetch the tensors of these files in their order, and write the files that are this process's.
+
+        names  of each file's tensors
+        fetch  name -> its tensor; all processes that have a part of it take part
+        """
+        for file, inside in names.items():
+            kept: dict[str, Tensor] = {}
+            pointers: set[int] = set()
+            for name in inside:
+                value = fetch(name)
+                if file in mine:
+                    value = value.to("cpu").contiguous()
+                    if value.data_ptr() in pointers:  # one memory under two names
+                        value = value.clone()
+                    pointers.add(value.data_ptr())
+                    kept[name] = value
+                del value
+            if file in mine:
+                self.write(folder / file, kept)
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    finally:
+        tensors.clear()  # before anybody who waits goes on
+
+
+class Reader:
+    """The tensors that were written as `kind` into a folder: mapped, so that only what is taken of them is read."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self._folder, self._files, self._open = folder, ExitStack(), {}  # type: ignore[var-annotated]
+        index = folder / index_name(kind)
+        if index.exists():
+            self._where: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        else:
+            one = file_name(kind, 0, 1)
+            self._where = dict.fromkeys(self._file(one).keys(), one)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._files.close()
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = self._files.enter_context(safe_open(self._folder / name, "pt"))
+        return self._open[name]
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._where)
+
+    def get(self, name: str) -> Tensor:
+        """A tensor on the host, to be read from only."""
+        value: Tensor = self._file(self._where[name]).get_tensor(name)
+        return value
+
+
+__all__ = ["HELD", "Layout", "Reader", "Writer", "file_bytes", "file_name", "laid_out", "write_index"]
