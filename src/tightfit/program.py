@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 TRACED = ("activations", "temporaries", "gradients", "optimizer", "parameters")  # rows that events may be of
 
@@ -56,7 +57,7 @@ class Operation:
     count: Linear = Linear(1.0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Timeline:
     """Buffers in the order in which they come (+1) and go (-1), and the operations of the same stretch.
 
@@ -83,9 +84,9 @@ class Timeline:
     def born(self) -> list[Buffer]:
         return [buffer for buffer, sign in self.events if sign > 0]
 
-    @property
-    def gone(self) -> set[Buffer]:
-        return {buffer for buffer, sign in self.events if sign < 0}
+    @cached_property
+    def gone(self) -> frozenset[Buffer]:
+        return frozenset(buffer for buffer, sign in self.events if sign < 0)
 
 
 @dataclass(frozen=True, slots=True)

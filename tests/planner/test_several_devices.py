@@ -11,6 +11,7 @@ import pytest
 import tightfit
 from tightfit.errors import InputError
 from tightfit.machine import Machine
+from tightfit.methods.buckets import BUCKET_BYTES, PIECE_BYTES, bucket_bytes
 from tightfit.methods.mesh import latency
 from tightfit.planner.estimate import Estimator, fold
 from tightfit.planner.rehearse import rehearse
@@ -215,8 +216,13 @@ def test_a_search_divides_what_replicas_cannot_hold() -> None:
     tight = search(
         JOB.replace(limits=tightfit.Limits(memory=int(limit))), machine, {"compile": "none", "precision": "fp32"}
     )[0]
-    assert tight.plan.zero > 0
+    assert tight.plan.zero > 0 or tight.plan.pp > 1
     assert tight.fits
+    alone = {"compile": "none", "precision": "fp32", "tp": 1, "pp": 1}
+    divided = search(JOB.replace(limits=tightfit.Limits(memory=int(limit))), machine, alone)[0]
+    assert divided.plan.zero > 0
+    assert divided.fits
+    assert tight.total_s <= divided.total_s
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -322,3 +328,32 @@ def test_more_calls_wait_longer(estimator: Estimator) -> None:
     pipeline = Estimator(JOB, machine).estimate(tightfit.Plan(pp=2, micro_batch=2)).ledger.stage
     assert pipeline is not None
     assert pipeline.latency_s == latency(tightfit.Plan(pp=2), machine, ("pp",), 1)
+
+
+@pytest.mark.parametrize("compiled", ["none", "block"])
+def test_a_pipeline_s_device_says_its_share_to_its_slices(compiled: str) -> None:
+    """Of what tp devices say to each other in all blocks, those of half of the blocks say half, compiled or not."""
+    estimator = Estimator(JOB, Machine.named("a100-80gb:8"))
+    said = {
+        pp: estimator.estimate(tightfit.Plan(tp=2, pp=pp, dp_replicate=8 // 2 // pp, compile=compiled, micro_batch=2))
+        for pp in (1, 2)
+    }
+    whole, half = (
+        sum(one.bytes for one in said[pp].ledger.messages if one.name == "activations")
+        / said[pp].plan.share_of(JOB.train.batch)
+        for pp in (1, 2)
+    )
+    assert 0.4 < half / whole < 0.65  # the embedding and the head are at one end each
+
+
+def test_buckets_of_many_devices_are_larger() -> None:
+    assert bucket_bytes(8) == bucket_bytes(1) == BUCKET_BYTES
+    assert bucket_bytes(2048) == 2048 * PIECE_BYTES
+    job = tightfit.Job(
+        model={"preset": "llama-2-7b"},
+        data={"synthetic": "tokens", "sequence_length": 512},
+        train=tightfit.Train(batch=4096, steps=10),
+    )
+    estimator = Estimator(job, Machine.named("h100-sxm:8x256"))
+    gradients = estimator.estimate(tightfit.Plan(dp_replicate=2048, micro_batch=1)).ledger.messages[0]
+    assert gradients.latency_s < gradients.bytes / gradients.bytes_per_s

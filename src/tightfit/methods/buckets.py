@@ -3,7 +3,8 @@
 A bucket fills in the order in which backward makes gradients, and is sent when it is full: the sum over all devices
 (`Summed`), or to each device the sum of its rows (`Scattered`). Buckets are sent in the same order everywhere.
 
-Source  Li et al. 2020, arXiv:2006.15704 (buckets and overlap); Rajbhandari et al. 2020, arXiv:1910.02054 (rows).
+Source  Li et al. 2020, arXiv:2006.15704 (buckets and overlap); Rajbhandari et al. 2020, arXiv:1910.02054 (rows); Megatron-LM, whose
+        buckets grow with the devices too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,14 @@ from torch import Tensor, nn
 from tightfit.methods.collectives import begin_scatter_rows, gather_rows
 
 BUCKET_BYTES = 25 * 2**20
+PIECE_BYTES = (
+    2**20
+)  # that a device of many sends at least at a time: by far more than a network sends while a message arrives
+
+
+def bucket_bytes(devices: int) -> int:
+    """How large a bucket is at most. A ring of many devices goes around in as many steps, each with its part of the bucket."""
+    return max(BUCKET_BYTES, devices * PIECE_BYTES)
 
 
 @dataclass
@@ -35,7 +44,7 @@ class Bucket:
         return len(self.arrived) == len(self.parameters)
 
 
-def in_buckets(parameters: Iterable[nn.Parameter], limit: int = BUCKET_BYTES) -> list[Bucket]:
+def in_buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[Bucket]:
     """Buckets of one type and device each, last parameter first, as backward makes their gradients."""
     found: list[Bucket] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[Bucket, int]] = {}
@@ -53,6 +62,7 @@ def in_buckets(parameters: Iterable[nn.Parameter], limit: int = BUCKET_BYTES) ->
 class Reducer:
     """Watches the gradients of `parameters`, and sends each bucket as soon as it is full, in order.
 
+    devices   how many take part
     allocate  bucket -> its buffer, of zeros where a gradient may be missing
     write     (bucket, place, gradient or None) -> put it into the buffer; None: this device's backward has made none
     send      bucket -> start sending; leaves in `bucket.work` what is to be waited for
@@ -63,13 +73,14 @@ class Reducer:
     def __init__(
         self,
         parameters: list[nn.Parameter],
+        devices: int,
         allocate: Callable[[Bucket], Tensor],
         write: Callable[[Bucket, int, Tensor | None], None],
         send: Callable[[Bucket], None],
         arrived: Callable[[Bucket], None] = lambda bucket: None,
         in_flight: int | None = None,
     ) -> None:
-        self.buckets = in_buckets(parameters)
+        self.buckets = in_buckets(parameters, bucket_bytes(devices))
         self._allocate, self._write, self._start = allocate, write, send
         self._arrived, self._in_flight = arrived, in_flight
         self._sending, self._next = False, 0
@@ -133,7 +144,8 @@ class Summed:
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, narrow: torch.dtype | None = None):
         self.group, self.narrow = group, narrow
-        self._reducer = Reducer(parameters, self._allocate, self._write, self._send)
+        devices = dist.get_world_size(group)
+        self._reducer = Reducer(parameters, devices, self._allocate, self._write, self._send)
         self._slots: dict[int, tuple[Tensor, ...]] = {}  # of each bucket's buffer: a gradient's each, and the counts
         self._missed: list[tuple[Bucket, int]] = []
         self.begin = self._reducer.begin
@@ -204,7 +216,9 @@ class Scattered:
     ) -> None:
         self.group, self.replicas = group, replicas
         self.count, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self._reducer = Reducer(parameters, self._allocate, self._write, self._send, self._arrived, in_flight=1)
+        self._reducer = Reducer(
+            parameters, self.count, self._allocate, self._write, self._send, self._arrived, in_flight=1
+        )
         self._offsets = {
             id(b): _offsets([self.rows(p) * _width(p) for p in b.parameters]) for b in self._reducer.buckets
         }

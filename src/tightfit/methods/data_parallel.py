@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tightfit.ledger import Ledger, Sent
 from tightfit.machine import Machine
-from tightfit.methods.buckets import BUCKET_BYTES, Summed
+from tightfit.methods.buckets import Summed, bucket_bytes
 from tightfit.methods.mesh import Mesh, Statistics, message, same_everywhere
 from tightfit.methods.run import Run, Undivided
 from tightfit.plan import Plan
@@ -35,11 +35,11 @@ def wanted(plan: Plan) -> bool:
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """Whole model states on every device; its share of the samples is in the ledger already."""
-    size = ledger.gradient_bytes()
+    size, bucket = ledger.gradient_bytes(), bucket_bytes(plan.replicas)
     shrunk = size * _share_sent(ledger, plan)
     ring = 2 * (plan.replicas - 1) / plan.replicas * shrunk
-    sums = message("gradients", ring, plan, machine, ("dp_replicate",), math.ceil(size / BUCKET_BYTES), rounds=2)
-    return replace(ledger, sent=Sent(1, min(BUCKET_BYTES, size), always=False), messages=(*ledger.messages, sums))
+    sums = message("gradients", ring, plan, machine, ("dp_replicate",), math.ceil(size / bucket), rounds=2)
+    return replace(ledger, sent=Sent(1, min(bucket, size), always=False), messages=(*ledger.messages, sums))
 
 
 def _share_sent(ledger: Ledger, plan: Plan) -> float:

@@ -121,8 +121,10 @@ class Slice:
     def part(self, whole: Tensor) -> Tensor:
         """This device's part of a tensor of the whole parameter's shape."""
         first, last = self.range()
+        if self.pieces == 1:
+            return whole.narrow(self.dim, first, last - first)
         parts = [piece.narrow(self.dim, first, last - first) for piece in whole.chunk(self.pieces, self.dim)]
-        return parts[0] if self.pieces == 1 else torch.cat(parts, self.dim)
+        return torch.cat(parts, self.dim)
 
     def whole(self, part: Tensor) -> Tensor:
         """The whole of a tensor whose part each device has. All devices of the axis take part."""

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from tightfit.machine import Machine
 from tightfit.methods.run import Run
 from tightfit.models import find_blocks
 from tightfit.plan import Plan
-from tightfit.program import Buffer, Timeline
+from tightfit.program import Buffer, Passage, Timeline
 
 Forward = Callable[..., Any]
 
@@ -102,18 +102,26 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         segments = [range(start, min(start + length, ledger.blocks)) for start in range(0, ledger.blocks, length)]
     else:
         segments = [range(block, block + 1) for block in range(0, ledger.blocks, _every(plan))]
-    edit = _Recomputation(ledger, _selective(plan))
+    training = _recomputed(ledger.training, ledger.inference(), tuple(segments), _selective(plan))
+    return replace(ledger, training=training)
+
+
+@lru_cache(64)  # plans that divide the same work differently ask for the same
+def _recomputed(
+    training: tuple[Passage, ...], inference: tuple[Passage, ...], segments: tuple[range, ...], selective: int
+) -> tuple[Passage, ...]:
+    edit = _Recomputation(training, inference, selective)
     for segment in segments:
         edit.recompute(list(segment))
-    return replace(ledger, training=tuple(edit.training))
+    return tuple(edit.training)
 
 
 class _Recomputation:
     """Edits a training program: segments of blocks that are computed again in backward."""
 
-    def __init__(self, ledger: Ledger, selective: int) -> None:
-        self.training, self.selective = list(ledger.training), selective
-        self.inference = {p.block: p.timeline for p in ledger.inference() if p.block is not None}
+    def __init__(self, training: tuple[Passage, ...], inference: tuple[Passage, ...], selective: int) -> None:
+        self.training, self.selective = list(training), selective
+        self.inference = {p.block: p.timeline for p in inference if p.block is not None}
         self.forward: dict[int, int] = {}  # block -> where its forward stands
         self.backward: dict[int, list[int]] = {}
         for place, passage in enumerate(self.training):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -34,9 +35,8 @@ def pieces_of(plan: Plan, blocks: int) -> list[range]:
 
 def pieces_with(places: Iterable[int], pieces: list[range]) -> set[int]:
     """Which pieces of the model have a parameter. places: of its uses (see `places_of`)."""
-    last = len(pieces) - 1
-    inner = {place: number for number, piece in enumerate(pieces) for place in piece}
-    return {0 if place < 0 else inner.get(place, last) for place in places}
+    ends = [piece.stop for piece in pieces]
+    return {min(bisect_right(ends, max(place, 0)), len(pieces) - 1) for place in places}
 
 
 def staged(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
@@ -94,7 +94,7 @@ def _said(passages: Iterable[Passage]) -> float:
         operation.moved.at(1) * operation.count.at(1)
         for passage in passages
         for operation in passage.timeline.operations
-        if operation.name.startswith("c10d.")
+        if operation.name.startswith(("c10d.", "_c10d_functional."))  # the latter in compiled blocks
     )
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tightfit.ledger import Ledger, Sent, Update
 from tightfit.machine import Machine
-from tightfit.methods.buckets import BUCKET_BYTES, Scattered
+from tightfit.methods.buckets import Scattered, bucket_bytes
 from tightfit.methods.mesh import Mesh, Statistics, message, same_everywhere
 from tightfit.methods.run import Run
 from tightfit.methods.shards import gathered_bytes, gathered_of, narrow_names, sharded
@@ -46,12 +46,13 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     size, pieces = ledger.gradient_bytes(), plan.shards
     moved = (pieces - 1) / pieces * size
     held = size / pieces
-    messages, buckets = [], math.ceil(size / BUCKET_BYTES)
+    bucket = bucket_bytes(pieces)
+    messages, buckets = [], math.ceil(size / bucket)
     if plan.zero < 3:
         times = ledger.micro_batches if plan.zero == 2 else 1
         messages.append(message("gradients", moved * times, plan, machine, ("dp_shard",), buckets * times))
         messages.append(replace(message("parameters", moved, plan, machine, ("dp_shard",), buckets), hides=False))
-        ledger = replace(ledger, sent=Sent(pieces, min(BUCKET_BYTES, size), always=plan.zero == 2))
+        ledger = replace(ledger, sent=Sent(pieces, min(bucket, size), always=plan.zero == 2))
     else:
         narrow = narrow_names(ledger)
         gathered = sum(gathered_bytes(p, narrow) for p in ledger.parameters if p.trainable)
@@ -62,7 +63,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         ledger = replace(ledger, gathered=gathered_of(ledger, plan, narrow))
     if plan.replicas > 1:
         across = 2 * (plan.replicas - 1) / plan.replicas * held
-        calls = ledger.blocks + 1 if plan.zero == 3 else buckets
+        calls = ledger.blocks + 1 if plan.zero == 3 else 1
         messages.append(message("gradients", across, plan, machine, ("dp_replicate",), calls, rounds=2))
     updates = {name: _scaled(update, shares.get(name, 1 / pieces)) for name, update in ledger.updates.items()}
     parameters = ledger.parameters

@@ -16,11 +16,11 @@ from tightfit.timetable import split_balanced
 
 ALIKE = 1.05  # promises that differ by less are alike: of such cuts the simpler is tried first
 WITHOUT_BUBBLE = ("pipedream", "zero-bubble")  # schedules that hardly wait, whatever the number of micro-batches
-# Schedules of a pipeline that search chooses from: more pieces wait less, and hold more.
+# Schedules of a pipeline that search chooses from: more pieces wait less, and hold more. The fastest first, which may rule out others.
 SCHEDULES: tuple[dict[str, Any], ...] = (
-    {},
-    {"schedule": "interleaved", "virtual_stages": 2},
     {"schedule": "interleaved", "virtual_stages": 4},
+    {"schedule": "interleaved", "virtual_stages": 2},
+    {},
 )
 
 
@@ -90,7 +90,8 @@ def cut_fields(estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: d
 def with_sequences(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Plan]:
     """`start`, where it is under tensor parallelism and does not fit with sequences divided too before it: for models that can
     be."""
-    if start.tp == 1 or "sequence_parallel" in pins or _fits(estimator, start):
+    smallest = start.replace(micro_batch=1) if start.pp > 1 else start
+    if start.tp == 1 or "sequence_parallel" in pins or _fits(estimator, smallest):
         return [start]
     return [start.replace(sequence_parallel=True), start]
 

@@ -16,7 +16,7 @@ from tightfit.methods import METHODS
 from tightfit.plan import Plan
 from tightfit.planner.profile import Profiler
 from tightfit.planner.reserve import reserved_bytes
-from tightfit.planner.time import Clock, Time
+from tightfit.planner.time import WITHIN, Clock, Time
 from tightfit.rules import needed_permissions
 from tightfit.timetable import Slot
 from tightfit.units import format_bytes, format_seconds
@@ -178,16 +178,8 @@ class Estimator:
 
     def estimate(self, plan: Plan) -> Estimate:
         """What `plan` costs. Raises InputError for a model that cannot be traced."""
-        ledgers = {}
-        for device in _looked_at(plan.pp):
-            ledger = fold(self.profiler, plan, self.machine, device)
-            fixed = {**ledger.fixed, "runtime": float(self.runtime_bytes)}
-            ledgers[device] = replace(ledger, fixed=fixed, saving=self._held(plan))
-        slots: list[Slot] = []
-        if plan.pp > 1:
-            time, slots = self.clock.pipeline_time(ledgers)
-        else:
-            time = self.clock.step_time(ledgers[0])
+        ledgers = self._ledgers(plan)
+        time, slots = self._time(plan, ledgers)
         peaks = {device: ledger.peak() for device, ledger in ledgers.items()}
         worst = max(peaks, key=lambda device: peaks[device].total)
         ledger, batch = ledgers[worst], self.job.train.batch
@@ -209,6 +201,32 @@ class Estimator:
             samples_per_s=batch / time.step_s,
             tokens_per_s=batch * per_sample / time.step_s if language else None,
         )
+
+    def least_step_s(self, plan: Plan) -> float:
+        """Seconds of a step that no plan which cuts the model as this one can beat: replicas say nothing to each other, and share
+        the update; nothing is lost on launches and on the beginnings of messages, of which larger micro-batches have fewer."""
+        ledgers = {
+            device: replace(
+                ledger, messages=tuple(replace(one, latency_s=0.0) for one in ledger.messages if one.name == WITHIN)
+            )
+            for device, ledger in self._ledgers(plan).items()
+        }
+        time = self._time(plan, ledgers)[0]
+        return time.step_s - time.launch_s - time.optimizer_s * (1 - 1 / plan.data_parallel)
+
+    def _ledgers(self, plan: Plan) -> dict[int, Ledger]:
+        """Of a pipeline, by device."""
+        ledgers = {}
+        for device in _looked_at(plan.pp):
+            ledger = fold(self.profiler, plan, self.machine, device)
+            fixed = {**ledger.fixed, "runtime": float(self.runtime_bytes)}
+            ledgers[device] = replace(ledger, fixed=fixed, saving=self._held(plan))
+        return ledgers
+
+    def _time(self, plan: Plan, ledgers: dict[int, Ledger]) -> tuple[Time, list[Slot]]:
+        if plan.pp > 1:
+            return self.clock.pipeline_time(ledgers)
+        return self.clock.step_time(ledgers[0]), []
 
     def _limits(self) -> dict[str, float]:
         """What is limited: by the job, or by a host that is there; how much memory a host has that is not is a guess."""

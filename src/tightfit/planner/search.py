@@ -25,6 +25,7 @@ from tightfit.planner.cuts import balanced, by_promise, cut_fields, schedules, w
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.refusal import does_not_fit
 from tightfit.planner.rehearse import rehearse
+from tightfit.planner.time import WITHIN
 from tightfit.rules import RULES, needed_permissions
 from tightfit.units import format_bytes, format_seconds
 
@@ -112,25 +113,37 @@ def search(
     return [chosen, *(replace(one, rejected_because=_why(one, chosen)) for one in others[: KEPT - 1])]
 
 
-def worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Estimate]:
+def worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float = math.inf) -> list[Estimate]:
     """Estimates of the legal plans, but for those that a bound rules out: smaller micro-batches than the largest that
-    fits are no faster, but in a pipeline; what makes room is of use where it allows larger ones; and where the model and its
-    states alone do not fit, one plan stands for all, the leanest where nothing else fits either."""
+    fits are no faster, but in a pipeline; what makes room is of use where it allows larger ones; a pipeline's micro-batches each
+    send what ZeRO divides beyond its first stage, so no higher one is faster than one that makes room enough; and where the
+    model and its states alone do not fit, one plan stands for all, the leanest where nothing else fits either.
+
+    best_s  seconds of a step that are to be beaten
+    """
     found: list[Estimate] = []
     ruled_out: dict[Any, list[Plan]] = {}
+    divided: dict[Plan, int] = {}  # the lowest stage of ZeRO that makes enough room, with everything else as in a plan
     reached: dict[Any, int] = {}  # the largest micro-batch that fits, or is of use, with nothing that makes room
     for plans in candidates(estimator, start, pins):
         if estimator.least_bytes(plans[0]) > estimator.limit_bytes:
             ruled_out.setdefault((plans[0].precision, plans[0].states), []).append(plans[-1])
             continue
         batch, least = estimator.job.train.batch, plans[0].replace(micro_batch=None, **MAKES_NO_ROOM)
+        undivided = plans[0].replace(micro_batch=None, dp_replicate=1, dp_shard=1, zero=0)
+        if start.pp > 1 and divided.get(undivided, plans[0].zero) < plans[0].zero:
+            continue
         larger = [plan for plan in plans if plan.micro_batch_of(batch) > reached.get(least, 0)]
         if larger:
-            seen = _growing(estimator, larger) if start.pp > 1 else _largest(estimator, larger)
+            seen = _growing(estimator, larger, best_s) if start.pp > 1 else _largest(estimator, larger)
             found += seen
+            if seen[-1].fits:  # so that room for larger micro-batches is of no use
+                divided[undivided] = min(plans[0].zero, divided.get(undivided, plans[0].zero))
             if plans[0].replace(micro_batch=None) == least:
                 reached[least] = _reached(seen, batch)
     if any(one.fits for one in found):
+        if start.tp * start.pp * start.cp > 1:  # of which many are looked at, and each would be traced
+            return found
         return found + [estimator.estimate(plans[0]) for plans in ruled_out.values()]
 
     def how_lean(plan: Plan) -> tuple[float, bool, int]:
@@ -180,32 +193,51 @@ def _largest(estimator: Estimator, plans: list[Plan]) -> list[Estimate]:
     return found
 
 
-def _growing(estimator: Estimator, plans: list[Plan]) -> list[Estimate]:
-    """Estimates of equal plans of a pipeline from the smallest micro-batch on, while larger ones fit and are faster."""
+def _growing(estimator: Estimator, plans: list[Plan], best_s: float) -> list[Estimate]:
+    """Estimates of equal plans of a pipeline from the smallest micro-batch on, while larger ones fit and are faster, and may take
+    less than `best_s` a step."""
     found: list[Estimate] = []
     for plan in reversed(plans):
         found.append(estimator.estimate(plan))
-        if not found[-1].fits or (len(found) > 1 and found[-1].total_s >= found[-2].total_s):
+        slower = len(found) > 1 and found[-1].total_s >= found[-2].total_s
+        grown_s = _least_of_twice_s(found[-1])
+        if slower or not found[-1].fits or grown_s >= min(best_s, found[-1].time.step_s):
             break
     return found
+
+
+def _least_of_twice_s(one: Estimate) -> float:
+    """Seconds of a step that a pipeline's micro-batches of twice the size take at least: they wait at its ends for as much longer
+    as each takes, and save launches, half of the replicas' messages and of the beginnings of others, and where larger products are
+    known to be faster, some of their time."""
+    time = one.time
+    within = [message.latency_s for message in one.ledger.messages if message.name == WITHIN]
+    others = [
+        message.bytes / message.bytes_per_s + message.latency_s
+        for message in one.ledger.messages
+        if message.name != WITHIN
+    ]
+    products = time.compute_s if one.machine.rates else 0.0
+    busy = time.compute_s + time.memory_s
+    longer = max(2 * busy, busy + time.launch_s) / (busy + time.launch_s) - 1
+    return time.step_s + longer * time.bubble_s - time.launch_s - (sum(within) + sum(others)) / 2 - products
 
 
 def _cuts_worth_knowing(
     estimator: Estimator, start: Plan, pins: dict[str, Any], known: list[Estimate]
 ) -> list[Estimate]:
-    """Estimates of plans that cut the model, those that promise most first, while one may be faster than what is known. A cut
-    that cannot be stands for all that cut further: their devices wait for more."""
+    """Estimates of plans that cut the model, those that promise most first, while one may be faster than what is known."""
     found: list[Estimate] = []
-    hopeless: list[dict[str, int]] = []
+    hopeless = math.inf  # devices of tp from which on what they say to each other takes too long, in a pipeline or not
     for promised_s, sizes in by_promise(estimator, start, pins):
         best_s = (1 - WORTH) * min((one.time.step_s for one in (*known, *found) if one.fits), default=math.inf)
         if promised_s > best_s or ("cp" in sizes and math.isfinite(best_s)):
             break
-        if any(all(sizes.get(name, 1) >= size for name, size in one.items()) for one in hopeless):
+        if sizes.get("tp", 1) >= hopeless:
             continue
         seen = _cut(estimator, start, pins, sizes, best_s)
-        if not seen and math.isfinite(best_s):
-            hopeless.append(sizes)
+        if not seen and math.isfinite(best_s) and sizes.keys() == {"tp"}:
+            hopeless = sizes["tp"]
         found += seen
     return found
 
@@ -233,21 +265,20 @@ def _cut_by(
     pins = {**pins, **{name: fields[name] for name in ("tp", "cp", "pp", "split") if name in fields}}
     if math.isfinite(best_s):
         share = start.share_of(estimator.job.train.batch)
-        roomy = estimator.estimate(start.replace(micro_batch=1 if start.pp > 1 and share > 1 else None)).time
-        if roomy.step_s - roomy.optimizer_s * (1 - 1 / start.data_parallel) > best_s:  # zero: 1 divides the update
+        if estimator.least_step_s(start.replace(micro_batch=1 if share > 1 else None)) > best_s:
             return []
     plans = with_sequences(estimator, start, pins)
-    return _first_possible(lambda one: _by_precision(estimator, one, pins), plans)
+    return _first_possible(lambda one: _by_precision(estimator, one, pins, best_s), plans)
 
 
-def _by_precision(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Estimate]:
-    """Estimates of plans that cut the job as `start` does, in a narrower precision where none fits in its own."""
+def _by_precision(estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float) -> list[Estimate]:
+    """Estimates of plans that cut the job as `start` does, in a narrower precision where none fits in its own, nor was found to."""
     if "precision" in pins:
-        return worth_knowing(estimator, start, pins)
-    found = worth_knowing(estimator, start, {**pins, "precision": start.precision})
-    if start.precision == "bf16-mixed" and not any(one.fits for one in found):
+        return worth_knowing(estimator, start, pins, best_s)
+    found = worth_knowing(estimator, start, {**pins, "precision": start.precision}, best_s)
+    if start.precision == "bf16-mixed" and math.isinf(best_s) and not any(one.fits for one in found):
         start = start.replace(precision="bf16-true")
-        found += worth_knowing(estimator, start, {**pins, "precision": "bf16-true"})
+        found += worth_knowing(estimator, start, {**pins, "precision": "bf16-true"}, best_s)
     return found
 
 
@@ -277,7 +308,8 @@ def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Itera
 
 
 def _spreads(machine: Machine, start: Plan, pins: dict[str, Any]) -> list[dict[str, int]]:
-    """How the devices may share the work: as replicas, or dividing states by ZeRO over all of them or over those of a node."""
+    """How the devices may share the work: as replicas, or dividing states by ZeRO over all of them or over those of a node. A
+    pipeline would gather parameters again for each of its micro-batches: what its replicas divide are states and gradients."""
     count = machine.devices_per_node * machine.nodes // (start.tp * start.pp * start.cp) - start.servers
     node = max(machine.devices_per_node // (start.tp * start.cp), 1)
     found = [{"dp_replicate": start.dp_replicate, "dp_shard": start.dp_shard, "zero": start.zero}]
@@ -285,7 +317,9 @@ def _spreads(machine: Machine, start: Plan, pins: dict[str, Any]) -> list[dict[s
         groups = [count] if machine.nodes == 1 or node in (1, count) or count % node else [count, node]
         found += [{"dp_replicate": count, "dp_shard": 1, "zero": 0}]
         found += [
-            {"dp_replicate": count // group, "dp_shard": group, "zero": zero} for group in groups for zero in (1, 2, 3)
+            {"dp_replicate": count // group, "dp_shard": group, "zero": zero}
+            for group in groups
+            for zero in ((1, 2) if start.pp > 1 else (1, 2, 3))
         ]
     kept = [spread for spread in found if all(spread[name] == pins[name] for name in spread if name in pins)]
     return [spread for number, spread in enumerate(kept) if spread not in kept[:number]]
