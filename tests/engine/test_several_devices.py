@@ -309,8 +309,9 @@ class Gathered(TorchDispatchMode):
         self.found: Counter[torch.dtype] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func).startswith("c10d._allgather_base_"):
-            self.found[args[0].dtype] += args[0].nbytes
+        if str(func).startswith("c10d.broadcast_"):  # by gloo, row by row
+            for row in args[0]:
+                self.found[row.dtype] += row.nbytes
         return func(*args, **(kwargs or {}))
 
 

@@ -357,3 +357,28 @@ def test_buckets_of_many_devices_are_larger() -> None:
     estimator = Estimator(job, Machine.named("h100-sxm:8x256"))
     gradients = estimator.estimate(tightfit.Plan(dp_replicate=2048, micro_batch=1)).ledger.messages[0]
     assert gradients.latency_s < gradients.bytes / gradients.bytes_per_s
+
+
+@pytest.mark.slow
+def test_a_search_on_thousands_of_devices_misses_none_of_the_usual_plans() -> None:
+    """Those of Megatron and Llama 3: slices within a node, an interleaved pipeline across nodes, ZeRO 1 for its replicas."""
+    job = tightfit.Job(
+        model={"preset": "llama-3-405b"},
+        data={"synthetic": "tokens", "sequence_length": 8192},
+        train=tightfit.Train(batch=2048, steps=1000),
+    )
+    estimator = Estimator(job, Machine.named("h100-sxm:8x2048"))
+    chosen = search(job, estimator.machine, estimator=estimator)[0]
+    assert chosen.fits
+    usual = [
+        estimator.estimate(
+            chosen.plan.replace(
+                pp=pp, dp_shard=2048 // pp, dp_replicate=1, zero=1, tp=8, micro_batch=1, recompute=recompute, split=None,
+                schedule="interleaved" if pieces > 1 else "1f1b", virtual_stages=pieces,
+            )
+        )
+        for pp, pieces in ((2, 4), (4, 4), (8, 1), (8, 4), (16, 1), (16, 2))
+        for recompute in ("selective", "full")
+    ]  # fmt: skip
+    assert any(one.fits for one in usual)
+    assert chosen.total_s <= 1.1 * min(one.total_s for one in usual if one.fits)

@@ -51,7 +51,8 @@ def cuts(machine: Machine, pins: dict[str, Any]) -> list[dict[str, int]]:
 
 def by_promise(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[tuple[float, dict[str, int]]]:
     """The cuts and the seconds of a step that no plan under one can beat: forward and backward of a device's share, and in a
-    pipeline the wait at its ends; nothing sent, nothing recomputed. The least first, cuts of sequences last."""
+    pipeline the wait at its ends, at least until a sample has been everywhere; nothing sent, nothing recomputed. The least
+    first, cuts of sequences last."""
     job, machine = estimator.job, estimator.machine
     ledger = estimator.profiler.ledger(start)
     samples = start.micro_batch_of(job.train.batch)
@@ -65,8 +66,8 @@ def by_promise(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[
             continue
         share = math.ceil(job.train.batch / max(count // devices, 1))
         pieces = max(fields.get("virtual_stages", 1) for fields in schedules(pins))
-        waiting = 0 if cut.schedule in WITHOUT_BUBBLE else (cut.pp - 1) / pieces
-        promised.append((sample_s * (share + waiting) / devices, sizes))
+        lasts = share if cut.schedule in WITHOUT_BUBBLE else max(share + (cut.pp - 1) / pieces, cut.pp)
+        promised.append((sample_s * lasts / devices, sizes))
     return sorted(promised, key=lambda one: ("cp" in one[1], int(math.log(one[0], ALIKE)), len(one[1])))
 
 
