@@ -19,7 +19,7 @@ from tests.contract import cases
 from tests.pool import together
 from tightfit import files
 from tightfit.engine import checkpoint
-from tightfit.errors import TightfitError
+from tightfit.errors import InputError, TightfitError
 from tightfit.methods.run import parameter_count
 
 PLANS: list[dict[str, Any]] = [
@@ -265,6 +265,26 @@ def test_devices_write_files_together(fields: dict[str, Any], tmp_path: Path) ->
     fresh = tightfit.build(job_of("llama")).model
     for name, value in fresh.state_dict().items():
         assert torch.equal(value, loaded.state_dict()[name]), name
+
+
+def refused_folder(folder: str, fields: dict[str, Any]) -> str:
+    """What is said of a folder that the last device's host does not have."""
+    run = tightfit.build(job_of("llama"), tightfit.Plan(**fields))
+    last = dist.get_rank() == dist.get_world_size() - 1
+    try:
+        checkpoint.check_folder(run, Path(folder) / "elsewhere" if last else Path(folder))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_a_stage_does_not_see_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    for said in together(2, HERE + "refused_folder", str(tmp_path), PIPED[0]):
+        assert "a folder that all hosts share" in said
+    assert together(2, HERE + "refused_folder", str(tmp_path), PLANS[3]) == [
+        "",
+        "",
+    ]  # the first has all that is divided
 
 
 def evaluated(fields: dict[str, Any]) -> float:

@@ -54,7 +54,7 @@ def save(run: Run, folder: str | Path, step: int) -> Path:
     _together(run, lambda: _begin(folder, unfinished) if leads() else None, step, folder)
     writers = _writers(run, unfinished)
     if not all(_everyones(run, bool(writers))):
-        _together(run, lambda: _unseen(folder), step, folder)
+        _together(run, lambda: _unseen(folder), step, folder, unfinished)
     layouts: dict[str, tuple[Layout, int]] = {}
     with Writer() as writer:
         for kind, tensors in (("model", model), ("optimizer", states)):
