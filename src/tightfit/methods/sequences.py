@@ -176,8 +176,9 @@ def scattered(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def own(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This device's part of what all of them have."""
-    return _parts(whole, dist.get_world_size(group))[dist.get_rank(group)].contiguous()
+    """This device's part of what all of them have, which does not keep the whole: of one sample a part is contiguous as it is."""
+    part = _parts(whole, dist.get_world_size(group))[dist.get_rank(group)]
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _parts(whole: Tensor, size: int) -> tuple[Tensor, ...]:

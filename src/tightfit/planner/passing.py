@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -34,18 +34,34 @@ def shortened(blocks: list[nn.Module]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def watched(blocks: list[nn.Module], recorder: Passages) -> Iterator[None]:
-    """Within, each block's forward is a passage of its own, and those between the second and the last of a kind skip."""
+def stand_ins(blocks: list[nn.Module], lists: list[str] | None = None) -> dict[int, int]:
+    """By its number, for each block between the second and the last of its kind, the second. lists: what each of them is in,
+    where kinds do not reach beyond that."""
     kinds: dict[Any, list[int]] = defaultdict(list)
     for number, block in enumerate(blocks):
-        kinds[_kind(block)].append(number)
-    second = {number: members[1] for members in kinds.values() for number in members[2:-1]}
+        kinds[lists and lists[number], _kind(block)].append(number)
+    return {number: members[1] for members in kinds.values() for number in members[2:-1]}
+
+
+@contextmanager
+def watched(
+    blocks: list[nn.Module], recorder: Passages, missing: Mapping[int, int] | None = None
+) -> Iterator[None]:
+    """Within, each block's forward is a passage of its own, and those between the second and the last of a kind skip.
+
+    missing  numbers of blocks that were taken out before, and for each the one that stands for it: they are passages too
+    """
+    absent = missing or {}
+    numbers = [number for number in range(len(blocks) + len(absent)) if number not in absent]
+    second = {numbers[number]: numbers[like] for number, like in stand_ins(blocks).items()}
     names = ["forward" if block._compiled_call_impl is None else "_compiled_call_impl" for block in blocks]
     before = [block.__dict__.get(name) for block, name in zip(blocks, names, strict=True)]
     outputs: dict[int, Any] = {}
-    for number, (block, name) in enumerate(zip(blocks, names, strict=True)):
-        setattr(block, name, _Watch(recorder, number, getattr(block, name), second.get(number), outputs))
+    reached = 0
+    for number, block, name in zip(numbers, blocks, names, strict=True):
+        passed = [(between, absent[between]) for between in range(reached, number)]
+        setattr(block, name, _Watch(recorder, number, getattr(block, name), second.get(number), outputs, passed))
+        reached = number + 1
     try:
         yield
     finally:
@@ -68,11 +84,21 @@ class _Watch:
     """A block's forward, as a passage; or the block passed through, where another of its kind is known to do the same."""
 
     def __init__(
-        self, recorder: Passages, number: int, forward: Callable[..., Any], second: int | None, known: dict[int, Any]
+        self,
+        recorder: Passages,
+        number: int,
+        forward: Callable[..., Any],
+        second: int | None,
+        known: dict[int, Any],
+        before: list[tuple[int, int]],
     ) -> None:
         self.recorder, self.number, self.forward, self.second, self.known = recorder, number, forward, second, known
+        self.before = before  # blocks that are not there, and what stands for each
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for number, stands_for in self.before:
+            self.recorder.begin("block", number, stands_for=stands_for)
+            self.recorder.begin("between", number, stands_for=stands_for)
         if self.second in self.known:
             inputs = tree_leaves((args, kwargs))
             passed = _passed_through(self.known[self.second], inputs)
@@ -131,4 +157,4 @@ def _passed_through(known: Any, inputs: list[Any]) -> tuple[Any] | None:
     return (tree_unflatten(leaves, tree),)
 
 
-__all__ = ["shortened", "watched"]
+__all__ = ["shortened", "stand_ins", "watched"]

@@ -41,6 +41,7 @@ from tightfit.planner.fit import fitted
 from tightfit.planner.kept import identity, kept
 from tightfit.planner.storages import tensor_bytes, tensors_in
 from tightfit.planner.target import as_on, processes
+from tightfit.planner.thin import Depth, thinned
 from tightfit.planner.trace import trace
 from tightfit.planner.updates import trace_clipping, trace_updates
 from tightfit.program import Operation, Passage
@@ -69,8 +70,8 @@ class Profiler:
         self.padded = is_padded(self.batch)
         self.unit = self._objective().unit
         self._mode = FakeTensorMode()  # of all traces, so that they may share a model's tensors
-        self._models: dict[torch.dtype, nn.Module] = {}
-        self._parts: dict[Any, nn.Module] = {}
+        self._models: dict[tuple[torch.dtype, bool], tuple[nn.Module, Depth]] = {}
+        self._parts: dict[Any, tuple[nn.Module, Depth]] = {}
         self._traced: dict[Any, dict[int, Programs]] = {}  # by what decides the program, then by samples
         self._fits: dict[Any, Programs | None] = {}  # None: not linear in the batch, so traced at each size
         self._updates: dict[Any, dict[str, Update]] = {}
@@ -157,11 +158,12 @@ class Profiler:
 
     def _trace(self, plan: Plan, samples: int, training: bool) -> Programs:
         with processes(plan.tp * plan.cp), self._mode, FakeValues(self.padded), as_on(self.device):
-            run = self._run(plan)
+            run, depth = self._run(plan)
             name = self._blocks_name
-            # a compiled model is one region, whose blocks nobody sees from outside
-            blocks = [block for _, block in find_blocks(run.model, name)] if plan.compile != "model" else []
-            parameters, count = _parameters(run.model, name), len(blocks)
+            blocks = [block for _, block in find_blocks(run.model, name)]
+            parameters, count = _parameters(run.model, name, depth), len(depth.names)
+            if plan.compile == "model":  # one region, whose blocks nobody sees from outside
+                blocks, count = [], 0
             dtype = shards.narrow_type(plan)
             if shards.comes_and_goes(plan, self.device) and dtype is not None:  # as blocks find them, gathered
                 for _, block in find_blocks(run.model, name):
@@ -170,25 +172,26 @@ class Profiler:
                             narrow = nn.Parameter(weight.detach().to(dtype), requires_grad=weight.requires_grad)
                             module.register_parameter(key, narrow)
             with traceable(run.model):
-                passages = trace(run.model, run.loss_sum, self._sized(plan, samples), blocks, training)
+                batch = self._sized(plan, samples)
+                passages = trace(run.model, run.loss_sum, batch, blocks, training, depth.missing)
             return Programs(passages, parameters, count)
 
-    def _run(self, plan: Plan) -> Run:
-        """The job's model under the rooms that decide which operations run. Call it inside `_mode`."""
+    def _run(self, plan: Plan) -> tuple[Run, Depth]:
+        """The job's model under the rooms that decide which operations run, and what it stands for. Call it inside `_mode`."""
         if plan.compile != "none":
             torch._dynamo.reset()  # or what an earlier trace compiled would count against the limit of recompilations
-        run = self._created(plan)
+        run, depth = self._created(plan)
         run.model.train()
         for room in DECIDING:
             if room.wanted(plan):
                 run = room.apply(run, plan)
-        return run
+        return run, depth
 
-    def _created(self, plan: Plan) -> Run:
-        """The job's model, and of one that is cut among devices the first one's part. Call it inside `_mode`."""
+    def _created(self, plan: Plan) -> tuple[Run, Depth]:
+        """The job's model, and of one that is cut among devices the first one's part; what it stands for. Call it inside `_mode`."""
         objective = self._objective()
         unset, processor = cast(Any, None), torch.device("cpu")
-        model = self._model(materialize.weights_dtype(plan))
+        model, depth = self._model(materialize.weights_dtype(plan), plan.compile == "model")
         run = Run(
             self.job,
             plan,
@@ -205,32 +208,36 @@ class Profiler:
         for room in (context_parallel, tensor_parallel):
             if room.wanted(plan):
                 run = room.apply(run, plan)
-        return run
+        return run, depth
 
-    def _model(self, dtype: torch.dtype) -> nn.Module:
-        """The job's model, for a room to edit. One of transformers is created once for each type of its weights, and then copied
-        but for its tensors: a deep one takes a second to create."""
+    def _model(self, dtype: torch.dtype, whole: bool) -> tuple[nn.Module, Depth]:
+        """The job's model, for a room to edit, and what it stands for. One of transformers is created once for each type of its
+        weights, thinned unless `whole`, and then copied but for its tensors: a deep one takes a second to create."""
 
         def create() -> nn.Module:
             return materialize.create_on_host(self.job.model, torch.device("cpu"), dtype)
 
         if not isinstance(self.job.model, ModelSpec) or self.job.model.python is not None:
-            return create()  # a user's module may hold what a copy would share, or lose
-        if dtype not in self._models:
-            self._models[dtype] = create()
-        model = self._models[dtype]
+            model = create()  # a user's module may hold what a copy would share, or lose, and read its blocks as it likes
+            return model, Depth(tuple(path for path, _ in find_blocks(model, self._blocks_name)))
+        if (dtype, whole) not in self._models:
+            model = create()
+            names = tuple(path for path, _ in find_blocks(model, self._blocks_name))
+            self._models[dtype, whole] = model, Depth(names) if whole else thinned(model, self._blocks_name)
+        model, depth = self._models[dtype, whole]
         held = [
             *model.parameters(),
             *model.buffers(),
             *(value for part in model.modules() for value in vars(part).values()),
         ]
-        return copy.deepcopy(model, {id(value): value for value in held if isinstance(value, Tensor)})
+        return copy.deepcopy(model, {id(value): value for value in held if isinstance(value, Tensor)}), depth
 
-    def _part(self, plan: Plan) -> nn.Module:
+    def _part(self, plan: Plan) -> tuple[nn.Module, Depth]:
         """One device's part of the model, to look at: its parameters are as they will be, and nothing else is."""
         key = materialize.weights_dtype(plan), plan.tp
         if key not in self._parts:
-            self._parts[key] = self._created(plan.replace(cp=1, sequence_parallel=False)).model
+            run, depth = self._created(plan.replace(cp=1, sequence_parallel=False, compile="none"))
+            self._parts[key] = run.model, depth
         return self._parts[key]
 
     def _sized(self, plan: Plan, samples: int) -> Batch:
@@ -251,7 +258,8 @@ class Profiler:
         key = materialize.weights_dtype(plan), plan.tp
         if key not in self._parameters:
             with processes(plan.tp), self._mode, FakeValues():
-                self._parameters[key] = _parameters(self._part(plan), self._blocks_name)
+                model, depth = self._part(plan)
+                self._parameters[key] = _parameters(model, self._blocks_name, depth)
         return self._parameters[key]
 
     def updates(self, plan: Plan) -> dict[str, Update]:
@@ -261,9 +269,10 @@ class Profiler:
         key = (plan.is_true, plan.precision == "fp16-true", together, *fields)
         if key not in self._updates:
             with processes(plan.tp), self._mode, FakeValues():
-                model = self._part(plan)
+                model, depth = self._part(plan)
                 optimizer = optimizer_states.optimizer_of(model, self.job.train, plan, device=self.device)
-                self._updates[key] = trace_updates(model, optimizer, together)
+                updates = trace_updates(model, optimizer, together)
+                self._updates[key] = depth.whole(updates, lambda update, name, number: update)
         return self._updates[key]
 
     def clipping(self, plan: Plan) -> tuple[Operation, ...]:
@@ -272,18 +281,28 @@ class Profiler:
         if key not in self._clippings:
             _, scaled, clip, _ = key
             with processes(plan.tp), self._mode, FakeValues():
-                self._clippings[key] = trace_clipping(self._part(plan), scaled, clip)
+                model, depth = self._part(plan)
+                trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+                every = depth.whole(trained, lambda weight, name, number: nn.Parameter(torch.empty_like(weight)))
+                self._clippings[key] = trace_clipping(list(every.values()), scaled, clip)
         return self._clippings[key]
 
 
-def _parameters(model: nn.Module, blocks: str | None) -> tuple[Parameter, ...]:
-    """blocks: the name that the job gives their list, None to find them."""
-    own = [*model.named_parameters(), *model.named_buffers()]
-    places = places_of(model, find_blocks(model, blocks))
-    return tuple(
-        Parameter(name, tuple(tensor.shape), tensor_bytes([tensor]), tensor.requires_grad, places.get(name, EVERYWHERE))
-        for name, tensor in own
-    )
+def _parameters(model: nn.Module, blocks: str | None, depth: Depth) -> tuple[Parameter, ...]:
+    """Of the model that the one at hand stands for. blocks: the name that the job gives their list, None to find them."""
+    places, numbers = places_of(model, find_blocks(model, blocks)), {-1: -1, **dict(enumerate(depth.numbers))}
+
+    def described(name: str, tensor: Tensor) -> Parameter:
+        used = tuple(numbers.get(place, len(depth.names)) for place in places[name]) if name in places else EVERYWHERE
+        return Parameter(name, tuple(tensor.shape), tensor_bytes([tensor]), tensor.requires_grad, used)
+
+    def another(known: Parameter, name: str, number: int) -> Parameter:
+        return replace(known, name=name, places=known.places if known.places == EVERYWHERE else (number,))
+
+    found: list[Parameter] = []
+    for own in (model.named_parameters(), model.named_buffers()):
+        found += depth.whole({name: described(name, tensor) for name, tensor in own}, another).values()
+    return tuple(found)
 
 
 def profile(job: Job, plan: Plan | None = None, device: str = "cpu") -> Ledger:

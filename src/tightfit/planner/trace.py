@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -248,48 +248,42 @@ def _sizes(name: str, args: Any) -> tuple[Linear, ...]:
 
 
 def trace(
-    model: nn.Module, loss_sum: Callable[[Any], Tensor], batch: Any, blocks: list[nn.Module], training: bool = True
+    model: nn.Module,
+    loss_sum: Callable[[Any], Tensor],
+    batch: Any,
+    blocks: list[nn.Module],
+    training: bool = True,
+    missing: Mapping[int, int] | None = None,
 ) -> tuple[Passage, ...]:
     """The program of one micro-batch of fake tensors: forward and backward, or a forward that keeps nothing.
+
+    missing  numbers of blocks that were taken out of the model, and for each the one that stands for it
 
     Leaves the model as it was, but for its gradients: none.
     """
     parameters = dict(model.named_parameters())
-    with torch.set_grad_enabled(training):
-        passages = _record(model, parameters, loss_sum, batch, blocks, 1.0 if training else None)
-    for parameter in parameters.values():
-        parameter.grad = None
-    return passages
-
-
-def _record(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    loss_sum: Callable[[Any], Tensor],
-    batch: Any,
-    blocks: list[nn.Module],
-    scale: float | None,
-) -> tuple[Passage, ...]:
     recorder = Recorder(parameters)
     recorder.know([list(parameters.values()), list(model.buffers()), batch])
-    if scale is None:
+    if not training:
         recorder.phase = "inference"
-    with recorder, watched(blocks, recorder), ExitStack() as stack:
+    with torch.set_grad_enabled(training), recorder, watched(blocks, recorder, missing), ExitStack() as stack:
         recorder.begin("start")
-        if scale is not None:
+        if training:
             stack.enter_context(saved_tensors_hooks(recorder.mark_saved, lambda tensor: tensor))
         loss = loss_sum(batch)
-        if scale is not None:
+        if training:
             stack.close()
             recorder.end_forward()
             recorder.begin_backward()
-            scaled = loss * scale
+            scaled = loss * 1.0
             scaled.backward()
             del scaled
             loss.detach()
         del loss
-        if scale is not None:
+        if training:
             recorder.end_backward()
+    for parameter in parameters.values():
+        parameter.grad = None
     return recorded(recorder)
 
 

@@ -58,12 +58,11 @@ def _update(optimizer: Optimizer, parameter: Tensor, at_once: bool) -> Update:
     return Update(states, transient, timeline.operations, transient if at_once else 0)
 
 
-def trace_clipping(model: nn.Module, scaled: bool, clip: float | None) -> tuple[Operation, ...]:
-    """What is done to the gradients of all parameters together before the update.
+def trace_clipping(parameters: list[nn.Parameter], scaled: bool, clip: float | None) -> tuple[Operation, ...]:
+    """What is done to the gradients of all of these together before the update.
 
     scaled  by a loss scale, so that they are divided by it and looked at; clip: the job's, None for none
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not scaled and clip is None:
         return ()
     for parameter in parameters:

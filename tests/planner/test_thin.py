@@ -1,0 +1,112 @@
+"""A deep model of which all but a few blocks were taken out is traced as the whole one would be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+import tightfit
+from tests.planner import cases
+from tightfit.models import find_blocks, model_factory
+from tightfit.planner import profile
+from tightfit.planner.profile import Profiler
+from tightfit.planner.thin import Depth, thinned
+from tightfit.program import Passage
+
+DEEP: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 6},
+    "gpt2": {"n_layer": 6},
+    "bert": {"num_hidden_layers": 6},
+    "vit": {"num_hidden_layers": 6},
+    "t5": {"num_layers": 5, "num_decoder_layers": 6},
+}
+
+
+def job(name: str) -> tightfit.Job:
+    known = cases.job(name, batch=2)
+    return known.replace(model={**known.model.content(), **DEEP[name]}, train=known.train.replace(clip=1.0))
+
+
+def told(passages: tuple[Passage, ...]) -> list[Any]:
+    return [
+        (
+            (one.part, one.phase, one.block),
+            [(buffer.size, buffer.row, buffer.maker, buffer.parameter, sign) for buffer, sign in one.timeline.events],
+            one.timeline.operations,
+            one.timeline.needed,
+        )
+        for one in passages
+    ]
+
+
+def seen(name: str, plan: tightfit.Plan) -> list[Any]:
+    profiler = Profiler(job(name), "cuda")
+    training, inference = (profiler._trace(plan, 2, phase) for phase in (True, False))
+    return [
+        told(training.passages),
+        told(inference.passages),
+        training.parameters,
+        training.blocks,
+        profiler.parameters(plan),
+        list(profiler.updates(plan).items()),
+        profiler.clipping(plan),
+    ]
+
+
+@pytest.mark.parametrize("fields", [{}, {"compile": "block"}, {"tp": 2, "sequence_parallel": True}], ids=str)
+@pytest.mark.parametrize("name", DEEP)
+def test_a_thinned_model_is_traced_as_the_whole_one(
+    name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "t5" and "sequence_parallel" in fields:
+        fields = {"tp": 2}
+    taken: list[int] = []
+
+    def noted(model: nn.Module, blocks: str | None) -> Depth:
+        depth = thinned(model, blocks)
+        taken.append(len(depth.missing))
+        return depth
+
+    monkeypatch.setattr(profile, "thinned", noted)
+    thin = seen(name, tightfit.Plan(**fields))
+    assert taken
+    assert min(taken) >= 3
+    monkeypatch.setattr(profile, "thinned", lambda model, blocks: Depth(tuple(n for n, _ in find_blocks(model, blocks))))
+    assert thin == seen(name, tightfit.Plan(**fields))
+
+
+def test_names_of_what_is_there_stay() -> None:
+    model = model_factory(job("llama").model)()
+    whole = [name for name, _ in model.named_parameters()]
+    depth = thinned(model, None)
+    assert depth.numbers == [0, 1, 5]
+    assert depth.missing == {2: 1, 3: 1, 4: 1}
+    there = {name: name for name, _ in model.named_parameters()}
+    assert set(there) < set(whole)
+    assert list(depth.whole(there, lambda value, name, number: name)) == whole
+    assert list(depth.whole(there, lambda value, name, number: name).values()) == whole
+
+
+def test_layers_that_take_turns_stay() -> None:
+    model: Any = model_factory(job("llama").model)()
+    model.config.layer_types = ["full_attention", "sliding_attention"] * 3
+    assert thinned(model, None).missing == {}
+    assert len(find_blocks(model)) == 6
+
+
+def test_a_model_in_which_others_would_be_taken_for_blocks_stays() -> None:
+    class Two(nn.Module):
+        """Large blocks, and small ones that count only beside few of those."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.large = nn.ModuleList(nn.Sequential(nn.Linear(16, 16)) for _ in range(20))
+            self.small = nn.ModuleList(nn.TransformerEncoderLayer(4, 1, 4) for _ in range(2))
+
+    model = Two()
+    before = [name for name, _ in model.named_modules()]
+    assert {name.partition(".")[0] for name, _ in find_blocks(model)} == {"large"}
+    assert thinned(model, None).missing == {}
+    assert [name for name, _ in model.named_modules()] == before
