@@ -42,7 +42,9 @@ def test_the_control_is_the_same_work_each_time_and_allocates_nothing_in_it(monk
     works: list[Callable[[], object]] = []
     monkeypatch.setattr(pace, "timed", lambda work, device, **named: works.append(work) or 0.1)
     assert pace.control_s(PROCESSOR) == 0.1
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
         works[0]()
     assert max((event.self_cpu_memory_usage for event in profile.events()), default=0) < 2**16
 

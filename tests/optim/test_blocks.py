@@ -80,7 +80,7 @@ def test_zeros_stay_zeros_where_signed_and_small_where_not(bits: int) -> None:
 
 def allocated(work: Callable[[], object]) -> int:
     """Peak bytes that the allocator gave out, those inside an operation too."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         work()
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results

@@ -73,7 +73,9 @@ def test_a_thinned_model_is_traced_as_the_whole_one(
     thin = seen(name, tightfit.Plan(**fields))
     assert taken
     assert min(taken) >= 3
-    monkeypatch.setattr(profile, "thinned", lambda model, blocks: Depth(tuple(n for n, _ in find_blocks(model, blocks))))
+    monkeypatch.setattr(
+        profile, "thinned", lambda model, blocks: Depth(tuple(n for n, _ in find_blocks(model, blocks)))
+    )
     assert thin == seen(name, tightfit.Plan(**fields))
 
 

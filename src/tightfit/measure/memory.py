@@ -64,7 +64,9 @@ def profiled(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[
             return run.loss_sum(batch)
 
     total = sum(_model_states(run).values()) + tensor_bytes(tensors_in(micro_batches))
-    with _silent_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # acc_events, or torch 2.11 warns of cycles, of which there is one
+    watching = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    with _silent_profiler(), watching as profiler:
         result = take(replace(run, loss_sum=forward))
     results = profiler.profiler and profiler.profiler.kineto_results
     assert results is not None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import all_reduce
 
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -33,6 +34,16 @@ def scatter_rows(part: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
         begin_scatter_rows(part, rows, group).wait()
     else:
         _reduce_scatter(part.view(-1), rows.view(-1), group=group)
+
+
+def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of all devices' tensors, a new one. In a compiled region nothing is summed in place: of what a forward returns so,
+    torch 2.11 makes gradients that are zero."""
+    if torch.compiler.is_compiling():
+        return all_reduce(tensor.contiguous(), "sum", group)
+    total = tensor.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup) -> None:
@@ -87,4 +98,4 @@ class _Summed:
         self.part.view(-1).copy_(self.row.view(-1))
 
 
-__all__ = ["GatherByRow", "ScatterByRow", "begin_scatter_rows", "gather_rows", "goes_by_row", "scatter_rows"]
+__all__ = ["GatherByRow", "ScatterByRow", "begin_scatter_rows", "gather_rows", "goes_by_row", "scatter_rows", "summed"]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.errors import InputError
-from tightfit.methods.collectives import gather_rows
+from tightfit.methods.collectives import gather_rows, summed
 from tightfit.methods.mesh import Mesh, Slice, grown, shrink
 from tightfit.methods.sequences import Sequences, before
 from tightfit.methods.vocabulary import divided_cross_entropy
@@ -284,9 +284,7 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = gradients[0].contiguous().clone()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
+        return summed(gradients[0], ctx.group), None
 
 
 class _Summed(torch.autograd.Function):
@@ -294,9 +292,7 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
-        summed = input.contiguous().clone()
-        dist.all_reduce(summed, group=group)
-        return summed
+        return summed(input, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

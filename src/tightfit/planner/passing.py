@@ -44,9 +44,7 @@ def stand_ins(blocks: list[nn.Module], lists: list[str] | None = None) -> dict[i
 
 
 @contextmanager
-def watched(
-    blocks: list[nn.Module], recorder: Passages, missing: Mapping[int, int] | None = None
-) -> Iterator[None]:
+def watched(blocks: list[nn.Module], recorder: Passages, missing: Mapping[int, int] | None = None) -> Iterator[None]:
     """Within, each block's forward is a passage of its own, and those between the second and the last of a kind skip.
 
     missing  numbers of blocks that were taken out before, and for each the one that stands for it: they are passages too

@@ -218,7 +218,9 @@ class Profiler:
             return materialize.create_on_host(self.job.model, torch.device("cpu"), dtype)
 
         if not isinstance(self.job.model, ModelSpec) or self.job.model.python is not None:
-            model = create()  # a user's module may hold what a copy would share, or lose, and read its blocks as it likes
+            model = (
+                create()
+            )  # a user's module may hold what a copy would share, or lose, and read its blocks as it likes
             return model, Depth(tuple(path for path, _ in find_blocks(model, self._blocks_name)))
         if (dtype, whole) not in self._models:
             model = create()

@@ -217,13 +217,23 @@ class Recorder(TorchDispatchMode):
 def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], output: Any) -> Operation:
     outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     formula = flop_registry.get(_SAME_FLOPS.get(func._overloadpacket, func._overloadpacket))
-    flops = formula(*args, **kwargs, out_val=output) if formula else 0
+    flops = formula(*_with_heads_of_query(name, args), **kwargs, out_val=output) if formula else 0
     tensors = outputs or inputs
     floating = [tensor for tensor in [*tensors, *inputs] if tensor.is_floating_point()]
     dtype = str((floating or tensors)[0].dtype).removeprefix("torch.") if tensors else ""
     return Operation(
         name, dtype, Linear(float(flops)), Linear(float(sum(map(_touched, inputs + outputs)))), _sizes(name, args)
     )
+
+
+def _with_heads_of_query(name: str, args: Any) -> Any:
+    """Arguments of attention with keys and values as they are computed with: torch 2.11's formulas refuse to have fewer heads."""
+    if not name.startswith("aten._scaled_dot_product_"):
+        return args
+    at = name.endswith("_backward")
+    heads = args[at].shape[1]
+    others = (torch.Size((one.shape[0], heads, *one.shape[2:])) for one in args[at + 1 : at + 3])
+    return (*args[: at + 1], *others, *args[at + 3 :])
 
 
 def _touched(tensor: Tensor) -> int:
