@@ -1,6 +1,9 @@
 """Several devices: tightfit's data parallelism, ZeRO, tensor parallelism and pipeline beside the same written in PyTorch.
 
     .venv/bin/python benchmarks/distributed.py --out records/distributed.json
+    .venv/bin/python benchmarks/distributed.py --out records/distributed.json --rounds 6 --only "data parallel"
+
+The second command measures a pair again, in more turns, and leaves the rest of the record as it is.
 
 Processes are gloo's, one thread each, on this machine, started afresh in each round. The two of a pair are both there, and take
 turns of a few steps each; ratios are medians over the turns of all rounds. DeepSpeed's ZeRO takes part where it is installed
@@ -243,6 +246,7 @@ def plain(kind: str) -> Contender:
         optimizer.zero_grad(set_to_none=True)
 
     tracker = StorageTracker(model.parameters())
+    tracker.assign(model.buffers(), "parameters")
     return looked_at(step, tracker, optimizer.optim if kind == "zero 1" else optimizer)
 
 
@@ -309,7 +313,9 @@ def plain_pipeline(model: Any, rank: int, world: int) -> Contender:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return looked_at(step, StorageTracker(piece.parameters()), optimizer)
+    tracker = StorageTracker(piece.parameters())
+    tracker.assign(piece.buffers(), "parameters")
+    return looked_at(step, tracker, optimizer)
 
 
 def deepspeed(stage: int) -> Contender:
@@ -390,16 +396,16 @@ def children(
     return [json.loads(answer) for answer in answers]
 
 
-def one_round(processes: int, number: int) -> dict[str, dict[str, Any]]:
+def one_round(processes: int, number: int, kinds: list[str]) -> dict[str, dict[str, Any]]:
     """kind -> contender -> what it measured. DeepSpeed changes torch: it takes its turns after all others were measured."""
-    pairs = [[{"ours": fields, "micro_batch": MICRO.get(kind)}, {"plain": kind}] for kind, fields in OURS.items()]
+    pairs = [[{"ours": OURS[kind], "micro_batch": MICRO.get(kind)}, {"plain": kind}] for kind in kinds]
     found = {
         kind: dict(zip(("ours", "plain"), seen, strict=True))
-        for kind, seen in zip(OURS, children(processes, pairs, number), strict=True)
+        for kind, seen in zip(kinds, children(processes, pairs, number), strict=True)
     }
     if importlib.util.find_spec("deepspeed") is not None:
-        beside = [[{"ours": OURS[kind]}, {"deepspeed": stage}] for kind, stage in DEEPSPEED.items()]
-        for kind, group in zip(DEEPSPEED, beside, strict=True):
+        beside = {kind: [{"ours": OURS[kind]}, {"deepspeed": DEEPSPEED[kind]}] for kind in kinds if kind in DEEPSPEED}
+        for kind, group in beside.items():
             mine, theirs = children(processes, [group], number)[0]
             found[kind] |= {"deepspeed": theirs, "beside deepspeed": mine}
     return found
@@ -447,6 +453,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--only", choices=list(OURS), nargs="*", help="these pairs alone; what --out has of others stays")
     parser.add_argument("--processes", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
@@ -458,9 +465,9 @@ def main() -> None:
             if os.environ.get("RANK", "0") == "0":
                 print("RESULT " + json.dumps(found), flush=True)
         return
-    rows: list[dict[str, Any]] = []
-    states: list[dict[str, Any]] = []
-    bubbles: list[dict[str, Any]] = []
+    there = arguments.only and arguments.out and arguments.out.exists()
+    known = json.loads(arguments.out.read_text()) if there else {"compared": [], "states": [], "bubbles": []}
+    rows, states, bubbles = known["compared"], known["states"], known["bubbles"]
 
     def write() -> None:
         """After each measurement, so that a run that is cut short leaves what it has."""
@@ -468,18 +475,22 @@ def main() -> None:
             from tightfit.machine import Machine
             from tightfit.record import code_version
 
-            what = {"code": code_version(), "machine": Machine.detect().name, "rounds": arguments.rounds}
+            what = {"code": code_version(), "machine": Machine.detect().name}
             what |= {"compared": rows, "states": states, "bubbles": bubbles}
             arguments.out.write_text(json.dumps(what, indent=1) + "\n")
 
     for processes in arguments.processes:
         rounds = []
         for number in range(arguments.rounds):
-            rounds.append(one_round(processes, number))
+            rounds.append(one_round(processes, number, arguments.only or list(OURS)))
             print(f"round {number + 1} of {arguments.rounds} on {processes} processes", flush=True)
-        for kind in OURS:
-            rows.append(compare(kind, processes, [one[kind] for one in rounds]))
-            row = rows[-1]
+        for kind in arguments.only or OURS:
+            row = compare(kind, processes, [one[kind] for one in rounds])
+            same = [place for place, one in enumerate(rows) if (one["kind"], one["processes"]) == (kind, processes)]
+            if same:
+                rows[same[0]] = row
+            else:
+                rows.append(row)
             sent = {name: size / row["parameter_bytes"] for name, size in row["sent_bytes"].items()}
             print(
                 f"{processes} {kind:16s} {row['speed_ratio']:.2f} x the speed, {row['peak_ratio']:.2f} x the peak of {row['beside']}; "
@@ -492,6 +503,8 @@ def main() -> None:
                 flush=True,
             )
             write()
+    if arguments.only:
+        return
     for stage in (1, 2, 3):
         for processes in (1, 2, 4, 8):
             fields = {"dp_shard": 0, "zero": stage} if processes > 1 else {}

@@ -64,7 +64,7 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
 
 def over_data(run: Run, counts: list[int]) -> Callable[[], list[int]]:
     """Whole numbers, summed over the devices that divide the samples: under way from now on, and waited for when asked."""
-    if run.mesh is None or is_free(run):
+    if run.mesh is None or is_free(run) or all(run.mesh.size(axis) == 1 for axis in DATA):
         return lambda: counts
     sums = run.mesh.begin_sum(torch.tensor(counts, device=run.device), DATA)
     counted = cache(lambda: [int(count) for count in sums()])

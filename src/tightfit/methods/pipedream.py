@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tightfit.errors import InputError
 from tightfit.methods.mesh import DATA
-from tightfit.methods.row import Pipeline
+from tightfit.methods.row import Pipeline, added
 from tightfit.methods.run import Run
 from tightfit.models.objective import Batch
 from tightfit.timetable import BACKWARD, FORWARD, Action
@@ -61,13 +61,15 @@ class PipeDream(Pipeline):
         assert run.mesh is not None
         version = max(self.started - self.delay, 0) if self.plan.vertical_sync else self.updated
         step = _Minibatch(self.started, len(micro_batches), run.optimizer.param_groups[0]["lr"], version)
-        total = torch.zeros((), device=run.device)
+        total: Tensor | None = None
         with self._version(run, version):
             for number, batch in enumerate(micro_batches):
                 self._forget_sent()
-                total += self.forward(run, Action(FORWARD, self.rank, self._place(step, number)), batch, scale)
+                action = Action(FORWARD, self.rank, self._place(step, number))
+                total = added(total, self.forward(run, action, batch, scale))
         if self.rank == self.devices - 1:
-            self.seen[step.number] = run.mesh.sum(total, DATA) * scale
+            here = torch.zeros((), device=run.device) if total is None else total
+            self.seen[step.number] = run.mesh.sum(here, DATA) * scale
         self.under_way.append(step)
         self.started += 1
         if len(self.under_way) > self.behind:

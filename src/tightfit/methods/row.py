@@ -84,7 +84,7 @@ class Pipeline:
         """Forward and backward of a step's micro-batches, as the timetable has it; returns the sum of the losses that this
         device saw: the last one's."""
         actions = timetable(self.plan.schedule, self.devices, self.plan.virtual_stages, len(micro_batches))[self.rank]
-        total = torch.zeros((), device=run.device)
+        total: Tensor | None = None
         completing = WEIGHTS if self.deferred is not None else BACKWARD
         final = max(place for place, action in enumerate(actions) if action.kind == completing)
         for place, action in enumerate(actions):
@@ -98,7 +98,7 @@ class Pipeline:
             batch = micro_batches[action.micro_batch]
             last = action.micro_batch == len(micro_batches) - 1
             if action.kind == FORWARD:
-                total += self.forward(run, action, batch, scale)
+                total = added(total, self.forward(run, action, batch, scale))
                 continue
             if action.kind == BACKWARD and self.deferred is not None:
                 with self.deferred.group(action.micro_batch):
@@ -115,20 +115,20 @@ class Pipeline:
                 run.reduction.end(place == final)
         self.finish()
         self._sum_ends(run)
-        return total
+        return torch.zeros((), device=run.device) if total is None else total
 
     @torch.no_grad()
     def evaluate(self, run: Run, batch: Batch) -> Tensor:
         """The loss of a micro-batch, on the last device; 0 on the others."""
-        total = torch.zeros((), device=run.device)
+        total: Tensor | None = None
         for piece in self.own:
-            total = total + self.forward(run, Action(FORWARD, piece, 0), batch, 1.0)
+            total = added(total, self.forward(run, Action(FORWARD, piece, 0), batch, 1.0))
             self.alive.clear()
         self.finish()
-        return total
+        return torch.zeros((), device=run.device) if total is None else total
 
-    def forward(self, run: Run, action: Action, batch: Batch, scale: float) -> Tensor:
-        """Returns the loss, where this is the last piece and the micro-batch counts; else 0."""
+    def forward(self, run: Run, action: Action, batch: Batch, scale: float) -> Tensor | None:
+        """Returns the loss, where this is the last piece and the micro-batch counts."""
         counts = not isinstance(batch, Filler)
         there = to_device(batch if counts else batch.batch, run)
         key = _shapes_of(there)
@@ -147,13 +147,13 @@ class Pipeline:
             self._send_hidden(action, key, hidden)
             root = get_gradient_edge(hidden) if hidden.requires_grad else None
             self.alive[action.chunk, action.micro_batch] = _Alive(_first(taken), root, 1.0)
-            return torch.zeros((), device=run.device)
+            return None
         finally:
             self._leave(action.chunk)
         if action.chunk != self.last:
             raise InputError("plan: pp", "the model does not call its blocks in a row", "use pp: 1")
         self.alive[action.chunk, action.micro_batch] = _Alive(_first(taken), loss, scale if counts else 0.0)
-        return loss.detach() if counts else torch.zeros((), device=run.device)
+        return loss.detach() if counts else None
 
     def backward(self, run: Run, action: Action, final: bool) -> None:
         alive = self.alive.pop((action.chunk, action.micro_batch))
@@ -290,6 +290,11 @@ class Pipeline:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             dist.all_reduce(weight.grad, group=self.mesh.lines["ends"])
+
+
+def added(total: Tensor | None, loss: Tensor | None) -> Tensor | None:
+    """A sum of losses, of which a device may have seen none."""
+    return loss if total is None else total if loss is None else total + loss
 
 
 def _shapes_of(batch: Batch) -> Any:
