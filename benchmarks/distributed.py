@@ -453,7 +453,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--only", choices=list(OURS), nargs="*", help="these pairs alone; what --out has of others stays")
+    parser.add_argument(
+        "--only", choices=list(OURS), nargs="*", help="these pairs alone; what --out has of others stays"
+    )
     parser.add_argument("--processes", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)

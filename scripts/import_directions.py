@@ -22,6 +22,7 @@ LAYERS = (
     ("plan",),
     ("job", "machine"),
     ("machines",),
+    ("entries",),
     ("files", "values", "timetable", "program"),
     ("units",),
     ("errors",),

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tightfit.engine.build import build
-    from tightfit.engine.checkpoint import resume, save
+    from tightfit.engine.checkpoint import save
     from tightfit.engine.loop import evaluate, train
+    from tightfit.engine.resume import resume
     from tightfit.engine.step import Step
     from tightfit.errors import DoesNotFit, InputError, TightfitError
     from tightfit.job import DataSpec, Job, Limits, ModelSpec, Train
@@ -53,7 +54,7 @@ _ROOMS = {
     "explain": "report.explain",
     "profile": "planner.profile",
     "rehearse": "planner.rehearse",
-    "resume": "engine.checkpoint",
+    "resume": "engine.resume",
     "save": "engine.checkpoint",
     "search": "planner.search",
     "train": "engine.loop",

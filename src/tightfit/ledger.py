@@ -7,10 +7,10 @@ any of them. Each method's `cost` edits it; the peak is found by playing it thro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from tightfit.entries import Gathered, Message, Parameter, Peak, Sent, Stage, Update, Visit
 from tightfit.machine import Machine
 from tightfit.plan import Plan
 from tightfit.program import (
@@ -25,158 +25,9 @@ from tightfit.program import (
     play,
     updated_at_once,
 )
-from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Timetable
+from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS
 
 ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "allocator", "runtime")
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One parameter or buffer of the model, in the type it is kept in.
-
-    places  where it is used: the numbers of blocks, -1 before them, their count after (see models/blocks.py)
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    bytes: int
-    trainable: bool
-    places: tuple[int, ...] = ()
-
-    @property
-    def count(self) -> int:
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What the optimizer does to one parameter: state it keeps, bytes it needs meanwhile, operations."""
-
-    state_bytes: int
-    transient_bytes: int
-    operations: tuple[Operation, ...] = ()
-    foreach_bytes: int = 0  # of the transient bytes, what a kernel over all parameters holds for each of them at once
-
-
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """The largest instant of a step: its bytes, by row, and the phase and part it falls in."""
-
-    total: float = 0.0
-    rows: dict[str, float] = field(default_factory=dict)
-    phase: str = ""
-    part: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """How gradients leave a device in buckets while backward goes on.
-
-    devices  among which each gradient is divided; 1: every device gets all of it
-    bucket   bytes of one bucket
-    always   whether each micro-batch's are sent, or only the sums of the last one
-    """
-
-    devices: int
-    bucket: float
-    always: bool
-
-    def opened(self, done: float, whole: float) -> float:
-        """Bytes of the buckets that are begun when `done` of the `whole` bytes of gradients are made."""
-        return min(math.ceil(done / self.bucket) * self.bucket, whole)
-
-    def during(self, done: float, whole: float) -> dict[str, float]:
-        if self.devices == 1:
-            return {"gradients": self.opened(done, whole)}
-        return {"gradients": done / self.devices, "communication": min(2 * self.bucket, self.opened(done, whole))}
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """Parameters that are there whole only while their block is at work.
-
-    devices  among which they are divided; of gradients that leave for another memory none is kept, as among infinitely many
-    block    bytes of the largest block's, in the type that they are gathered in; rest: of what belongs to no block, which
-             stays from forward to backward
-    reduced  bytes of the largest block's gradients, as they are summed
-    coming   bytes of a next block that is brought together meanwhile, in backward; ahead: in forward too
-    """
-
-    devices: float
-    block: float
-    rest: float
-    reduced: float
-    coming: float
-    ahead: bool = False
-
-    @property
-    def widened(self) -> float:
-        """How much larger gradients are summed than made."""
-        return self.reduced / self.block if self.block else 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """What a device sends in a step.
-
-    bytes_per_s  of the slowest link on its way
-    hides        whether the device works on meanwhile
-    latency_s    what all its calls take however little is sent
-    """
-
-    name: str
-    bytes: float
-    bytes_per_s: float
-    hides: bool
-    latency_s: float = 0.0
-
-    def times(self, share: float) -> Message:
-        """A part of it: of the bytes, and of the calls."""
-        return replace(self, bytes=self.bytes * share, latency_s=self.latency_s * share)
-
-
-@dataclass(frozen=True, eq=False)
-class Stage:
-    """What a device of a pipeline does.
-
-    programs     by piece of the model that it has: forward and backward of one micro-batch
-    table        every device's actions; device: which of them this is
-    hidden       bytes that one piece hands to the next, for each micro-batch and direction
-    bytes_per_s  of the link to the next device; latency_s: of one hand-over
-    left         by piece, bytes that wait between a backward and its weights' part, where those are two
-    versions     of the weights that are kept beside the newest
-    continuous   whether steps follow each other without waiting for the last backward
-    """
-
-    programs: dict[int, tuple[tuple[Passage, ...], tuple[Passage, ...]]]
-    table: Timetable
-    device: int
-    hidden: Linear
-    bytes_per_s: float
-    left: dict[int, Linear]
-    latency_s: float = 0.0
-    versions: int = 0
-    continuous: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """A stretch of a step: one micro-batch's passages.
-
-    sends  whether the gradients that it completes are sent; later: whether those of earlier micro-batches are there
-    ends   whether it ends a micro-batch's backward; updates: and an update follows while others are under way
-    left   bytes that it leaves for later, or with a minus takes
-    """
-
-    passages: tuple[Passage, ...]
-    sends: bool
-    later: bool
-    ends: bool = True
-    updates: bool = False
-    left: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from tests.contract import cases
 from tests.pool import together
 from tightfit import files
 from tightfit.engine import checkpoint
+from tightfit.engine.resume import resume
 from tightfit.errors import InputError, TightfitError
 from tightfit.methods.run import parameter_count
 
@@ -165,7 +166,7 @@ def saved_and_resumed(
         checkpoint.save(run, folder, 2)
         return losses
     run = tightfit.build(job, tightfit.Plan(**then))
-    return [step.loss for step in tightfit.train(run, checkpoint.resume(run, folder))]
+    return [step.loss for step in tightfit.train(run, resume(run, folder))]
 
 
 SMALL_FILES = 20_000  # bytes: several for each device

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 import tightfit
 from tests.contract import cases
 from tests.pool import together
-from tightfit.engine.checkpoint import resume, save
+from tightfit.engine.checkpoint import save
+from tightfit.engine.resume import resume
 from tightfit.engine.step import take_step
 from tightfit.errors import InputError
 from tightfit.methods import ahead

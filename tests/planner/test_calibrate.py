@@ -11,7 +11,8 @@ import pytest
 
 import tightfit
 from tests.report.test_session import command
-from tightfit.ledger import Ledger, Message
+from tightfit.entries import Message
+from tightfit.ledger import Ledger
 from tightfit.machine import Figure, Machine
 from tightfit.planner import example
 from tightfit.planner.calibrate import Timed, refine, refine_from_records

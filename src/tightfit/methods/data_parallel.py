@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tightfit.ledger import Ledger, Sent
+from tightfit.entries import Sent
+from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.buckets import Summed, bucket_bytes
 from tightfit.methods.mesh import Mesh, Statistics, message, same_everywhere

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tightfit.entries import Message
 from tightfit.errors import InputError
-from tightfit.ledger import Message
 from tightfit.machine import Machine
 from tightfit.methods.stores import is_apart
 from tightfit.plan import Plan

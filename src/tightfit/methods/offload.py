@@ -20,7 +20,8 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from tightfit.ledger import Ledger, Message
+from tightfit.entries import Message
+from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.run import Run, Undivided
 from tightfit.methods.shards import comes_and_goes, gathered_of, narrow_names, sharded, working_weights

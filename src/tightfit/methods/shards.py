@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from tightfit.entries import Gathered, Parameter
 from tightfit.job import ModelSpec
-from tightfit.ledger import Gathered, Ledger, Parameter
+from tightfit.ledger import Ledger
 from tightfit.methods.ahead import bring_ahead
 from tightfit.methods.collectives import GatherByRow, ScatterByRow, goes_by_row
 from tightfit.methods.mesh import DATA, Mesh, Statistics, on_mesh

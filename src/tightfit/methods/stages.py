@@ -7,8 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
+from tightfit.entries import Stage
 from tightfit.errors import InputError
-from tightfit.ledger import Ledger, Stage
+from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.mesh import latency, link
 from tightfit.plan import Plan

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tightfit.ledger import Ledger, Sent, Update
+from tightfit.entries import Sent, Update
+from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.buckets import Scattered, bucket_bytes
 from tightfit.methods.mesh import Mesh, Statistics, message, same_everywhere

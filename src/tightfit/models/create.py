@@ -9,6 +9,7 @@ import difflib
 import inspect
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -368,3 +369,9 @@ def _model_class(spec: ModelSpec, config: Any) -> Any:
         f"transformers has no model of {config.model_type} for it",
         f"leave it out: the task is then {_task_of_architecture(config.model_type)}",
     )
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Whether a model is one of transformers', which is not imported to know it."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)

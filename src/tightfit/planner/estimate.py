@@ -8,9 +8,10 @@ from typing import Any
 
 import psutil
 
+from tightfit.entries import Peak, Sent
 from tightfit.files import HELD, file_bytes
 from tightfit.job import Job
-from tightfit.ledger import Ledger, Peak, Sent
+from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods import METHODS
 from tightfit.plan import Plan

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from tightfit.entries import Parameter, Update
 from tightfit.job import Job, LossSpec, ModelSpec
-from tightfit.ledger import Ledger, Parameter, Update
+from tightfit.ledger import Ledger
 from tightfit.methods import (
     attention,
     compile,

@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tightfit.ledger import Ledger, Message
+from tightfit.entries import Message
+from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.program import Operation, Passage, Timeline
 from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, Slot, play

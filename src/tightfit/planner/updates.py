@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tightfit.ledger import Update
+from tightfit.entries import Update
 from tightfit.methods.precision import LossScaler
 from tightfit.planner.storages import tensor_bytes, tensors_in
 from tightfit.planner.trace import Recorder, recorded

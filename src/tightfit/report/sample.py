@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tightfit.engine.checkpoint import is_transformers_model
 from tightfit.engine.loop import evaluating
 from tightfit.engine.randomness import randomness_kept, seed_all
 from tightfit.methods.run import Run
+from tightfit.models import is_transformers_model
 
 PROMPT = "def "
 TOKENS = 60

@@ -19,8 +19,9 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from tightfit.engine.build import build
-from tightfit.engine.checkpoint import check_folder, newest, resume, save
+from tightfit.engine.checkpoint import check_folder, newest, save
 from tightfit.engine.loop import evaluate, total_steps, train
+from tightfit.engine.resume import resume
 from tightfit.engine.step import Step, everywhere, local
 from tightfit.errors import TightfitError
 from tightfit.job import Job

@@ -1,0 +1,102 @@
+"""Saved: what of a run goes into a checkpoint's files, tensor by tensor, under names that do not depend on how devices divide it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tightfit.methods.mesh import on_mesh
+from tightfit.methods.run import Run, whole
+from tightfit.optim.per_parameter import unpack
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What is saved as one kind of file, of this device's piece of the model. fetch: name -> the whole tensor; all devices that
+    have a part of it take part. counts: states that are no tensors, by parameter."""
+
+    sizes: dict[str, int]
+    fetch: Callable[[str], Tensor]
+    counts: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def model_of(run: Run) -> Tensors:
+    """The model's parameters and persistent buffers; what is tied once."""
+    persistent = run.model.state_dict().keys()
+    named = {name: tensor.detach() for name, tensor in (*run.model.named_parameters(), *run.model.named_buffers())}
+    named = {name: tensor for name, tensor in named.items() if name in persistent}
+
+    def size(name: str) -> int:
+        return whole_shape(run, name, named[name]).numel() * named[name].dtype.itemsize
+
+    def fetch(name: str) -> Tensor:
+        value = named[name]
+        value = on_mesh(value).full_tensor() if isinstance(value, DTensor) else value
+        return run.slices[name].whole(value) if name in run.slices else value
+
+    return Tensors({name: size(name) for name in named}, fetch)
+
+
+def whole_shape(run: Run, name: str, tensor: Tensor) -> torch.Size:
+    return run.slices[name].shape if name in run.slices else tensor.shape
+
+
+def states_of(run: Run) -> Tensors:
+    """The optimizer's states, as "exp_avg:layers.0.weight"; those that are kept packed in parts, "exp_avg.codes:layers.0.weight",
+    or where devices divide them in fp32."""
+    states, divided = run.optimizer.state_dict()["state"], is_divided(run)
+    shapes = {name: whole_shape(run, name, p) for name, p in run.model.named_parameters()}
+    sizes: dict[str, int] = {}
+    makers: dict[str, Callable[[], Tensor]] = {}
+    counts: dict[str, dict[str, Any]] = {}
+    for number, (owner, weight) in enumerate(names_of(run)):
+        for name, value in states.get(number, {}).items():
+            key = f"{name}:{owner}"
+            if isinstance(value, dict) and not divided:
+                for what, tensor in value.items():
+                    key = f"{name}.{what}:{owner}"
+                    sizes[key], makers[key] = tensor.nbytes, partial(_same, tensor)
+            elif isinstance(value, dict) or (divided and lies_as(value, weight.shape)):
+                width = 4 if isinstance(value, dict) else value.dtype.itemsize
+                sizes[key] = shapes[owner].numel() * width
+                makers[key] = partial(_brought_together, run, weight, name, value)
+            elif isinstance(value, Tensor):
+                sizes[key], makers[key] = value.nbytes, partial(_same, value)
+            else:
+                counts.setdefault(owner, {})[name] = value
+    return Tensors(sizes, lambda key: makers[key](), counts)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _brought_together(run: Run, weight: Tensor, name: str, value: Tensor | dict[str, Tensor]) -> Tensor:
+    value = unpack(name, value, weight) if isinstance(value, dict) else value
+    return whole(run, weight, value.to(weight.device))
+
+
+def names_of(run: Run) -> list[tuple[str, Tensor]]:
+    """Of each of the optimizer's weights, in its order, the name of its parameter."""
+    names = {id(run.weights.get(parameter, parameter)): name for name, parameter in run.model.named_parameters()}
+    weights = [weight for group in run.optimizer.param_groups for weight in group["params"]]
+    return [(names[id(weight)], weight) for weight in weights]
+
+
+def is_divided(run: Run) -> bool:
+    """Whether this device's optimizer holds parts of parameters."""
+    return bool(run.slices) or (run.reduction is not None and bool(run.reduction.parts))
+
+
+def lies_as(value: Any, shape: torch.Size) -> bool:
+    """Whether a state has one number for each of its parameter's; what has no dims is a counter."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape
+
+
+__all__ = ["Tensors", "is_divided", "lies_as", "model_of", "names_of", "states_of", "whole_shape"]
