@@ -127,7 +127,7 @@ def machine(
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Show what this machine is and what it was measured to do, or what is known of another."""
-    from tightfit.report.commands import machine_command
+    from tightfit.report.machine import machine_command
 
     machine_command(name, known, calibrate, records or [], as_json)
 

@@ -1,0 +1,120 @@
+"""`tightfit machine`: what a machine is known to do, measured here or published, and those that are known by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tightfit.errors import InputError
+from tightfit.machine import Figure, Machine
+from tightfit.machines import devices
+from tightfit.record import Record
+from tightfit.report.commands import quiet_libraries
+from tightfit.units import format_bytes, format_flops, format_seconds
+
+
+def machine_command(name: str | None, known: bool, calibrate: bool, records: list[Path], as_json: bool) -> None:
+    quiet_libraries()
+    console = Console(stderr=as_json)
+    if known:
+        list_machines(console, as_json)
+        return
+    if (calibrate or records) and name is not None:
+        raise InputError(f"machine {name}", "only this machine is calibrated", "leave out the name")
+    machine = Machine.detect() if name is None else Machine.named(name)
+    if calibrate:
+        from tightfit.measure.calibrate import calibrate as measure
+
+        machine = measure(machine, lambda line: console.print(f"measuring {line}", highlight=False))
+    if records:
+        from tightfit.planner.calibrate import refine_from_records
+
+        machine = refine_from_records(machine, [read_record(path) for path in records])
+        machine.keep()
+    if as_json:
+        print(json.dumps(machine.content()))
+        return
+    table = Table("what", "value", "source", box=None)
+    for row in machine_rows(machine):
+        table.add_row(*row)
+    console.print(table)
+    if not machine.matrix_flops_per_s and name is None:
+        console.print("not measured yet: tightfit machine --calibrate")
+
+
+def read_record(path: Path) -> Record:
+    try:
+        return Record.parse(json.loads(path.read_text()), str(path))
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        said = error.strerror if isinstance(error, OSError) else "is no JSON"
+        raise InputError(f"--record {path}", str(said), "name the record.json that a run has left") from error
+
+
+def list_machines(console: Console, as_json: bool) -> None:
+    """The devices that --machine knows, with the figures of one."""
+    machines = [Machine.named(name) for name in devices()]
+    if as_json:
+        print(json.dumps([machine.content() for machine in machines]))
+        return
+    table = Table("name", "memory", "bandwidth", "fp32", "bf16 or fp16", "link", box=None)
+    for machine in machines:
+        peak = machine.matrix_peak_flops_per_s
+        half = peak.get("bf16") or peak["fp16"]
+        assert machine.memory_bytes_per_s is not None
+        assert machine.process_bytes_per_s is not None
+        table.add_row(
+            machine.name,
+            format_bytes(machine.memory_bytes.value),
+            f"{machine.memory_bytes_per_s.value / 1e9:.0f} GB/s",
+            format_flops(peak["fp32"].value),
+            format_flops(half.value),
+            f"{machine.process_bytes_per_s.value / 1e9:.3g} GB/s",
+        )
+    console.print(table)
+    console.print(
+        "NAME:8 is 8 of them in a node, NAME:8x4 four such nodes. Arithmetic is the printed peak; tightfit machine NAME\n"
+        "says what is achieved of it, and where the figures are from.",
+        soft_wrap=True,
+    )
+
+
+def machine_rows(machine: Machine) -> list[tuple[str, str, str]]:
+    """(what, value, source) for each figure of a machine."""
+    count = machine.devices_per_node * machine.nodes
+    rows = [("device", f"{count} x {machine.name} ({machine.device})", "system")]
+    figures: list[tuple[str, Figure, Callable[[float], str]]] = [
+        ("memory", machine.memory_bytes, format_bytes),
+        ("host memory", machine.host_memory_bytes, format_bytes),
+    ]
+    figures += [
+        (f"matrix products {kind}{said}", figure, format_flops)
+        for said, table in ((", peak", machine.matrix_peak_flops_per_s), ("", machine.matrix_flops_per_s))
+        for kind, figure in table.items()
+    ]
+
+    def rate(value: float) -> str:
+        return f"{value / 1e9:.3g} GB/s" if value < 1e11 else f"{value / 1e9:.0f} GB/s"
+
+    for name, figure in (
+        ("memory bandwidth", machine.memory_bytes_per_s),
+        ("host to device", machine.host_to_device_bytes_per_s),
+        ("between devices of a node", machine.process_bytes_per_s),
+        ("between nodes", machine.network_bytes_per_s),
+    ):
+        if figure:
+            figures.append((name, figure, rate))
+    if machine.launch_s:
+        figures.append(("launch of an operation", machine.launch_s, format_seconds))
+    figures += [
+        (f"efficiency in {name}", figure, lambda value: f"{value:.2f}") for name, figure in machine.efficiency.items()
+    ]
+    return rows + [
+        (name, form(figure.value), f"{figure.source} ({figure.detail})" if figure.detail else figure.source)
+        for name, figure, form in figures
+    ]
