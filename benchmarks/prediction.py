@@ -73,7 +73,9 @@ PLANS: tuple[dict[str, Any], ...] = (
     {"fused_optimizer": True, "micro_batch": 2, "allocator": "tuned"},
     {"update_in_backward": True, "materialize": "device"},
     {"recompute": "full", "allocator": "tuned"},
+    {"compile": "block", "fused_optimizer": True, "allocator": "tuned"},
 )
+OF_NO_BLOCKS: tuple[dict[str, Any], ...] = ({"compile": "model", "fused_optimizer": True},)
 OF_LANGUAGE: tuple[dict[str, Any], ...] = (
     {"chunked_loss": 512, "precision": "bf16-mixed", "allocator": "tuned"},
     {"chunked_loss": 512, "micro_batch": 4, "recompute": "full"},
@@ -107,8 +109,9 @@ def pairs() -> list[dict[str, Any]]:
     found = []
     for model in MODELS:
         plans = PLANS + (OF_LANGUAGE if model in ("llama", "llama-long", "gpt2", "bert", "t5") else ())
+        plans += OF_NO_BLOCKS if model == "batchnorm" else ()
         for plan in plans:
-            if model == "batchnorm" and ("recompute" in plan or "compile" in plan):
+            if model == "batchnorm" and ("recompute" in plan or plan.get("compile") == "block"):
                 continue  # it has no repeated blocks
             found.append({"model": model, "optimizer": "adamw", "plan": plan})
     found += [{"model": "llama", "optimizer": name, "plan": {}} for name in OPTIMIZERS]

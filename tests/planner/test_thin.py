@@ -70,6 +70,7 @@ def test_a_thinned_model_is_traced_as_the_whole_one(
         return depth
 
     monkeypatch.setattr(profile, "thinned", noted)
+    seen(name, tightfit.Plan(**fields))  # the first compilation of a process holds on to an input
     thin = seen(name, tightfit.Plan(**fields))
     assert taken
     assert min(taken) >= 3
@@ -89,6 +90,20 @@ def test_names_of_what_is_there_stay() -> None:
     assert set(there) < set(whole)
     assert list(depth.whole(there, lambda value, name, number: name)) == whole
     assert list(depth.whole(there, lambda value, name, number: name).values()) == whole
+
+
+def test_a_model_that_counts_its_blocks_is_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    expected = seen("llama", tightfit.Plan())
+    forward = LlamaModel.forward
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert [self.layers[number] for number in range(self.config.num_hidden_layers)]
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaModel, "forward", counting)
+    assert seen("llama", tightfit.Plan()) == expected
 
 
 def test_layers_that_take_turns_stay() -> None:

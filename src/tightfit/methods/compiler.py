@@ -10,6 +10,7 @@ Source  Ansel et al. 2024, "PyTorch 2", ASPLOS.
 
 from __future__ import annotations
 
+import importlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,12 +28,27 @@ def stand_in() -> Callable[..., Any]:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
+    decompositions = dict(select_decomp_table())
+    for name in ("max_pool2d_with_indices", "max_pool3d_with_indices"):
+        pooling = getattr(torch.ops.aten, name).default
+        if pooling in decompositions:
+            decompositions[pooling] = _asking_the_generator(decompositions[pooling])
     return aot_autograd(
         fw_compiler=_planned,
         bw_compiler=_planned,
-        decompositions=select_decomp_table(),
+        decompositions=decompositions,
         partition_fn=min_cut_rematerialization_partition,
     )
+
+
+def _asking_the_generator(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """A decomposition that asks the code generator, of which nothing else needs to be imported, what it can do."""
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        importlib.import_module("torch._inductor.lowering")
+        return decomposition(*args, **kwargs)
+
+    return ask
 
 
 @dataclass

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from tightfit.entries import Parameter, Update
+from tightfit.errors import InputError
 from tightfit.job import Job, LossSpec, ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.methods import (
@@ -61,6 +62,10 @@ class Programs:
     blocks: int
 
 
+class _NotThin(Exception):
+    """A model does not run without the blocks that were taken out of it."""
+
+
 class Profiler:
     """A job's traces, each made when it is first asked for. device: the kind that it is meant for, cpu or cuda."""
 
@@ -74,6 +79,7 @@ class Profiler:
         self._models: dict[tuple[torch.dtype, bool], tuple[nn.Module, Depth]] = {}
         self._parts: dict[Any, tuple[nn.Module, Depth]] = {}
         self._traced: dict[Any, dict[int, Programs]] = {}  # by what decides the program, then by samples
+        self._whole = False  # whether the model only runs with all of its blocks
         self._fits: dict[Any, Programs | None] = {}  # None: not linear in the batch, so traced at each size
         self._updates: dict[Any, dict[str, Update]] = {}
         self._parameters: dict[Any, tuple[Parameter, ...]] = {}
@@ -158,6 +164,18 @@ class Profiler:
         return kept(what, lambda: self._trace(plan, samples, training))
 
     def _trace(self, plan: Plan, samples: int, training: bool) -> Programs:
+        try:
+            return self._traced_once(plan, samples, training)
+        except _NotThin:
+            self._whole = True
+        try:
+            return self._traced_once(plan, samples, training)
+        except InputError:  # it was not for what was taken out
+            self._whole = False
+            raise
+
+    def _traced_once(self, plan: Plan, samples: int, training: bool) -> Programs:
+        """Raises _NotThin for a model that fails where blocks were taken out of it."""
         with processes(plan.tp * plan.cp), self._mode, FakeValues(self.padded), as_on(self.device):
             run, depth = self._run(plan)
             name = self._blocks_name
@@ -172,9 +190,14 @@ class Profiler:
                         for key, weight in module.named_parameters(recurse=False):
                             narrow = nn.Parameter(weight.detach().to(dtype), requires_grad=weight.requires_grad)
                             module.register_parameter(key, narrow)
-            with traceable(run.model):
-                batch = self._sized(plan, samples)
-                passages = trace(run.model, run.loss_sum, batch, blocks, training, depth.missing)
+            try:
+                with traceable(run.model):
+                    batch = self._sized(plan, samples)
+                    passages = trace(run.model, run.loss_sum, batch, blocks, training, depth.missing)
+            except InputError as error:
+                if depth.missing:
+                    raise _NotThin from error
+                raise
             return Programs(passages, parameters, count)
 
     def _run(self, plan: Plan) -> tuple[Run, Depth]:
@@ -223,6 +246,7 @@ class Profiler:
                 create()
             )  # a user's module may hold what a copy would share, or lose, and read its blocks as it likes
             return model, Depth(tuple(path for path, _ in find_blocks(model, self._blocks_name)))
+        whole = whole or self._whole
         if (dtype, whole) not in self._models:
             model = create()
             names = tuple(path for path, _ in find_blocks(model, self._blocks_name))
