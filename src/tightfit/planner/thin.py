@@ -59,12 +59,14 @@ def thinned(model: nn.Module, name: str | None) -> Depth:
     """
     blocks = find_blocks(model, name)
     depth = Depth(tuple(path for path, _ in blocks))
-    kinds = set(getattr(getattr(model, "config", None), "layer_types", None) or ())
+    config = getattr(model, "config", None)
+    configs = (config, *vars(config).values()) if config is not None else ()  # one of several models has theirs in it
+    mixed = any(len(set(getattr(one, "layer_types", None) or ())) > 1 for one in configs)
     owned = [id(parameter) for _, block in blocks for parameter in block.parameters()]
     lists = [path.rpartition(".")[0] for path, _ in blocks]
     parents = {path: model.get_submodule(path) for path in dict.fromkeys(lists)}
     whole = all(isinstance(parent, nn.ModuleList) for parent in parents.values())
-    if len(kinds) > 1 or len(set(owned)) < len(owned) or not whole:
+    if mixed or len(set(owned)) < len(owned) or not whole:
         return depth
     missing = stand_ins([block for _, block in blocks], lists)
     before = {path: dict(parent._modules) for path, parent in parents.items()}
