@@ -108,6 +108,14 @@ def test_what_torchrun_says_stays() -> None:
     assert take_surroundings({}) == (1, 1)
 
 
+def test_a_pod_of_one_process_is_a_host_of_its_own() -> None:
+    environ = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+    assert take_surroundings(environ) == (1, 4)
+    assert environ["LOCAL_RANK"] == "0"
+    placed = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"}
+    assert take_surroundings(placed) == (4, 4)
+
+
 @pytest.mark.parametrize(
     ("hosts", "first"), [("one", "one"), ("a1,a2", "a1"), ("n[3,7-9],m", "n3"), ("rack[01-04]-x,b", "rack01-x")]
 )

@@ -47,6 +47,8 @@ def enter_environment(plan: Plan, device: str) -> None:
 def take_surroundings(environ: MutableMapping[str, str] = os.environ) -> tuple[int, int]:
     """(processes on this host, processes in all) that train together, as the launcher says: torchrun, `train --nproc` or
     Kubernetes' training operator by the variables that torch reads, Slurm's srun by its own, which are turned into those.
+
+    An operator that starts one process in each pod says nothing of a process' place on its host: it is alone there.
     """
     if "RANK" not in environ and int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environ:
         hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "127.0.0.1")
@@ -56,6 +58,8 @@ def take_surroundings(environ: MutableMapping[str, str] = os.environ) -> tuple[i
         environ["LOCAL_WORLD_SIZE"] = str(max(int(environ["WORLD_SIZE"]) // nodes, 1))
         environ.setdefault("MASTER_ADDR", first_host(hosts))
         environ.setdefault("MASTER_PORT", str(20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000))
+    if "RANK" in environ and "LOCAL_RANK" not in environ and "LOCAL_WORLD_SIZE" not in environ:
+        environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"] = "0", "1"
     world = int(environ.get("WORLD_SIZE", "1"))
     return int(environ.get("LOCAL_WORLD_SIZE", world)), world
 
