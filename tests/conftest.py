@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 _SEVERAL = re.compile(
-    r"engine/test_(several_devices|limits|hosts)"
+    r"engine/test_(several_devices|limits|hosts|freed)"
     r"|methods/test_(collectives|pipeline|tensor_parallel|parameter_server|data_parallel|context_parallel|offload)"
     r"|contract/.*[\[,+](dp_replicate|dp_shard|cp|tp|pp|parameter_server)="
 )

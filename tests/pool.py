@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import os
 import socket
@@ -22,15 +23,10 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         context = get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         pairs = [context.Pipe() for _ in range(size)]
         self.ends = [mine for mine, _ in pairs]
         self.processes = [
-            context.Process(
-                target=_serve, args=(theirs, rank, size, port)
-            )  # not a daemon, which could start no workers
+            context.Process(target=_serve, args=(theirs, rank, size))  # not a daemon, which could start no workers
             for rank, (_, theirs) in enumerate(pairs)
         ]
         for process in self.processes:
@@ -38,8 +34,11 @@ class Pool:
 
     def run(self, where: str, *arguments: Any, **named: Any) -> list[Any]:
         """What the function `module:name` returns in each process. Raises the error of the first that fails."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         for end in self.ends:
-            end.send((where, arguments, named))
+            end.send((port, where, arguments, named))
         results: dict[Connection, Any] = {}
         while len(results) < len(self.ends):
             answering = wait([end for end in self.ends if end not in results], TIMEOUT)
@@ -49,6 +48,8 @@ class Pool:
                 kind, results[end] = end.recv()  # type: ignore[union-attr, index]
                 if kind == "error":
                     raise results[end]  # type: ignore[index]
+        for end in self.ends:
+            end.send(None)  # all have answered: nobody needs the groups any more
         return [results[end] for end in self.ends]
 
     def close(self) -> None:
@@ -74,10 +75,10 @@ def _close_all() -> None:
 atexit.register(_close_all)
 
 
-def _serve(end: Connection, rank: int, size: int, port: int) -> None:
+def _serve(end: Connection, rank: int, size: int) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+        MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1",
     )  # fmt: skip
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     import torch
@@ -85,9 +86,14 @@ def _serve(end: Connection, rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            where, arguments, named = end.recv()
+            asked = end.recv()
         except EOFError:
             return
+        if asked is None:
+            _part()
+            continue
+        port, where, arguments, named = asked
+        os.environ["MASTER_PORT"] = str(port)
         module, _, name = where.partition(":")
         try:
             end.send(("result", getattr(importlib.import_module(module), name)(*arguments, **named)))
@@ -97,6 +103,20 @@ def _serve(end: Connection, rank: int, size: int, port: int) -> None:
                 end.send(("error", error))
             except Exception:
                 end.send(("error", AssertionError(traceback.format_exc())))
+
+
+def _part() -> None:
+    """Leave the groups: each has threads of gloo's that wake up a hundred times a second, as long as anything holds it."""
+    import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    from tightfit.methods import mesh
+
+    mesh.forget()
+    _clear_sharding_prop_cache()
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _end_with(parent: int) -> None:

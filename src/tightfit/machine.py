@@ -133,11 +133,14 @@ class Machine(Value):
 
     def achieved(self, kind: str, dtype: str, size: float) -> float:
         """FLOP/s (of products and attention) or bytes/s that a kind of operation achieves at a size: as measured, else
-        as the nearest kind that was, else from the device's figures."""
+        as the nearest kind that was, else from the device's figures. What generated kernels compute takes no time where that
+        was not measured: a GPU's wait for memory."""
         dtype = {"bool": "float32", "int64": "float32", "float64": "float32"}.get(dtype, dtype)
         for key in (f"{kind}/{dtype}", f"{_NEAREST.get(kind, kind)}/{dtype}", f"{kind}/float32"):
             if key in self.rates:
                 return _interpolated(self.rates[key], size)
+        if kind in COMPUTED:
+            return math.inf
         if kind in _ARITHMETIC:
             return self._matrix_rate(dtype) * _SHARE_OF_PRODUCTS.get(kind, 1.0)
         return self.bandwidth(size)
@@ -210,8 +213,8 @@ _NEAREST = {
     "blocked attention backward": "batched product",
     "convolution backward": "convolution",
     "batch norm": "reduction",
-    "compiled random": "compiled",
 }
+COMPUTED = ("compiled random", "compiled exp", "compiled tanh", "compiled erf")  # within kernels, beside what they move
 _SHARE_OF_PRODUCTS = {
     "attention": 0.6,
     "attention backward": 0.5,

@@ -138,7 +138,7 @@ def test_attention_that_is_more_than_attention_is_refused() -> None:
     heads = torch.zeros(1, 2, 4, 8)
     for fields in ({"softcap": 50.0}, {"s_aux": heads}, {"dropout": 0.1}):
         with pytest.raises(InputError, match=next(iter(fields))):
-            context_parallel.attend(None, torch.nn.Identity(), heads, heads, heads, None, **fields)  # type: ignore[arg-type]
+            context_parallel.attend(torch.nn.Identity(), heads, heads, heads, None, **fields)
 
 
 def test_positions_of_the_data_s_own_are_refused() -> None:

@@ -293,6 +293,20 @@ def _compiled_random(dtype: torch.dtype, device: torch.device) -> Iterator[Case]
     yield 4 * values.numel(), 4.0 * values.numel(), lambda: compiled(values)
 
 
+def _computed(function: Callable[[Tensor], Tensor]) -> Callable[..., Iterator[Case]]:
+    """A function of each element within a generated kernel: eight of each, so that what is read and written is the lesser part;
+    nothing for a GPU's kernels, which wait for memory, nor where no compiler is."""
+
+    def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+        if dtype is not torch.float32 or device.type != "cpu" or not can_compile(Machine.detect()):
+            return
+        values = torch.rand(2**18, device=device)
+        compiled = torch.compile(lambda values: sum(function(values + shift) for shift in range(8)), dynamic=False)
+        yield values.nbytes, 8.0 * values.nbytes, lambda: compiled(values)
+
+    return cases
+
+
 def _update(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     for count in (2**14, 2**18, 2**22):
         weight = _random((count,), dtype, device).requires_grad_()
@@ -336,6 +350,9 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "pooling": _pooling,
     "batch norm": _batch_norm,
     "compiled random": _compiled_random,
+    "compiled exp": _computed(torch.exp),
+    "compiled tanh": _computed(torch.tanh),
+    "compiled erf": _computed(torch.erf),
     "update": _update,
     "compiled": _of_bytes(lambda values: values * 2.0, 2),
 }

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.methods.collectives import begin_scatter_rows, gather_rows
+from tightfit.optim.hooks import when_complete
 
 BUCKET_BYTES = 25 * 2**20
 PIECE_BYTES = (
@@ -87,8 +88,7 @@ class Reducer:
         self._place = {
             parameter: (bucket, place) for bucket in self.buckets for place, parameter in enumerate(bucket.parameters)
         }
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._see)
+        when_complete(parameters, self._see)
 
     def begin(self, sending: bool) -> None:
         """Before a micro-batch: whether the gradients that it completes are sent."""

@@ -76,7 +76,15 @@ _ALSO_FUSED = frozenset(
 )  # fmt: skip
 
 
-_RANDOM = ("aten.rand", "aten.rand_like", "aten.bernoulli", "aten.randn", "aten.randn_like", "prims.inductor_random")
+_COMPUTED = {  # what takes longer, on a processor, than reading and writing it does
+    "compiled random": (
+        "aten.rand", "aten.rand_like", "aten.bernoulli", "aten.randn", "aten.randn_like", "prims.inductor_random",
+    ),
+    "compiled exp": ("aten.exp", "aten.sigmoid", "aten.log", "aten.expm1", "aten.log1p"),
+    "compiled tanh": ("aten.tanh",),
+    "compiled erf": ("aten.erf", "aten.erfc"),
+}  # fmt: skip
+_COMPUTED_AS = {name: kind for kind, names in _COMPUTED.items() for name in names}
 
 
 def _is_fused(node: fx.Node) -> bool:
@@ -86,8 +94,14 @@ def _is_fused(node: fx.Node) -> bool:
     return any(tag in target.tags for tag in _FUSED_TAGS) or str(target).rsplit(".", 1)[0] in _ALSO_FUSED
 
 
-def _is_random(node: fx.Node) -> bool:
-    return str(node.target).rsplit(".", 1)[0] in _RANDOM and isinstance(node.meta.get("val"), Tensor)
+def _computed(nodes: list[fx.Node]) -> dict[fx.Node, tuple[str, int]]:
+    """Of the nodes that take a function of each element: which kind of function it is, and of how many elements."""
+    found = {}
+    for node in nodes:
+        kind, made = _COMPUTED_AS.get(str(node.target).rsplit(".", 1)[0]), node.meta.get("val")
+        if kind is not None and isinstance(made, Tensor):
+            found[node] = kind, made.numel()
+    return found
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -167,7 +181,7 @@ def _planned(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., An
         if node in views:
             holders[_base(node, views)].append(node)
     targets = [node for node in nodes if node.op == "placeholder"]
-    drawn = {node: node.meta["val"].numel() for node in nodes if _is_random(node)}  # where it is inlined, too: once
+    computed = _computed(nodes)  # where they are inlined, too: once
     # its own buffers, and what forward saved for a backward: those may be written over
     own = {node for node in nodes if not node.name.startswith(("primals", "tangents"))}
 
@@ -175,8 +189,9 @@ def _planned(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., An
         values: dict[fx.Node, Any] = dict(zip(targets, arguments, strict=True))
         arguments.clear()
         for node in nodes:
-            if node in drawn:
-                _see_kernel(4 * drawn[node], torch.float32, "compiled random")
+            if node in computed:
+                kind, count = computed[node]
+                _see_kernel(4 * count, torch.float32, kind)  # in which type they are computed
             if node.op == "get_attr":
                 values[node] = getattr(module, str(node.target))
             elif node.op == "output":
@@ -240,7 +255,7 @@ def _generated(node: fx.Node, moved: int) -> Any:
 
 def _see_kernel(moved: int, dtype: torch.dtype, kind: str = "compiled") -> None:
     """Tell dispatch modes that want to know of a generated kernel, which dispatches nothing: the bytes that it reads and writes,
-    or that its random numbers would take. Those have a `see_kernel`."""
+    or that what it computes would take. Those have a `see_kernel`."""
     for mode in _get_current_dispatch_mode_stack():
         if hasattr(mode, "see_kernel"):
             mode.see_kernel(moved, dtype, kind)

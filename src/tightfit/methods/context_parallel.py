@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,9 @@ def apply(run: Run, plan: Plan) -> Run:
     task = task_of(run.job.model)
     _refuse_what_cannot_be_cut(run.model, task, plan)
     ring = _Place(run.mesh.lines["context"])
-    run.model.set_attn_implementation(_register(ring))  # type: ignore[operator]
+    _register()
+    run.model.set_attn_implementation(NAME)  # type: ignore[operator]
+    _rings.update(dict.fromkeys(run.model.modules(), ring))
     causal = task == "causal-lm"
     objective = TASKS["masked-lm"]  # whose labels stand where they count: `cut` moves the others' there
     data = None if run.data is None else Pieces(run.data, causal, run.mesh.piece, plan.cp, plan.pin_memory)
@@ -207,14 +210,15 @@ class _Arriving:
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
-def _register(ring: _Place) -> str:
-    """Make attention in this ring known to transformers; returns its name there."""
+_rings: WeakKeyDictionary[nn.Module, _Place] = WeakKeyDictionary()  # of models, whose parts hold nothing else of a run
+
+
+def _register() -> None:
+    """Make attention in a ring known to transformers, under NAME."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    name = f"{NAME}_{id(ring.group)}"  # one for each ring that this process is in: several runs may be there
-    AttentionInterface.register(name, partial(attend, ring))
-    AttentionMaskInterface.register(name, seen_keys)
-    return name
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, seen_keys)
 
 
 def seen_keys(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -225,7 +229,6 @@ def seen_keys(*args: Any, **kwargs: Any) -> Tensor | None:
 
 @torch.compiler.disable
 def attend(
-    ring: _Place,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -248,7 +251,7 @@ def attend(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = RingAttention.apply(query, key, value, attention_mask, causal, scale, ring)
+    output = RingAttention.apply(query, key, value, attention_mask, causal, scale, _rings[module])
     return output.transpose(1, 2), None
 
 

@@ -260,7 +260,7 @@ def _mesh(kind: str, sizes: tuple[int, ...], servers: int, cp: int) -> Mesh:
     """The mesh of these sizes; one for all runs of this process, as the groups of a mesh keep threads and connections."""
     global _world
     if dist.group.WORLD is not _world:
-        _known.clear()
+        forget()
         _world = dist.group.WORLD
     known = kind, sizes, servers, cp
     if known not in _known:
@@ -280,6 +280,13 @@ def _mesh(kind: str, sizes: tuple[int, ...], servers: int, cp: int) -> Mesh:
 
 
 LINES = ("forward", "backward", "forward around", "backward around", "ends")
+
+
+def forget() -> None:
+    """Hold no mesh of this process any more, so that its groups can go."""
+    global _world
+    _known.clear()
+    _world = None
 
 
 def _lines(devices: DeviceMesh) -> dict[str, dist.ProcessGroup]:

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from tightfit.errors import DoesNotFit, InputError
+from tightfit.optim.hooks import when_complete
 from tightfit.plan import Plan
 from tightfit.units import format_bytes
 
@@ -180,8 +181,7 @@ class Gradients:
         self.weights, self.store = weights, store
         self.kept = store.gradients
         self.there: set[Tensor] = set()
-        for parameter in weights:
-            parameter.register_post_accumulate_grad_hook(self._take)
+        when_complete(weights, self._take)
 
     @torch.no_grad()
     def _take(self, parameter: Tensor) -> None:

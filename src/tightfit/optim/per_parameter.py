@@ -6,7 +6,6 @@ Source  Kahan and stochastic rounding of bf16 weights: Zamirai et al. 2020, arXi
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, cast
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 
 from tightfit.errors import InputError
 from tightfit.optim.blocks import Bits, Blocks, bits_of
+from tightfit.optim.hooks import when_complete
 from tightfit.optim.norms import mark_alike
 
 States = Literal["fp32", "bf16", "8-bit", "4-bit"]
@@ -91,10 +91,8 @@ class PerParameter(Optimizer):
 
     def attach(self) -> None:
         """From now on backward updates each parameter once its gradient is complete, and frees the gradient."""
-        update = weakref.WeakMethod(self._update_in_backward)  # the hooks must not keep the optimizer alive
         for number, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                parameter.register_post_accumulate_grad_hook(_hook(update, number))
+            when_complete(group["params"], self._update_in_backward, number)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -273,12 +271,3 @@ def with_kernels_of(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[st
         for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
     ]
     return {**state_dict, "param_groups": groups}
-
-
-def _hook(update: weakref.WeakMethod[Any], group: int) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        method = update()
-        if method is not None:
-            method(parameter, group)
-
-    return hook

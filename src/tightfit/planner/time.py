@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from tightfit.entries import Message
 from tightfit.ledger import Ledger
-from tightfit.machine import Machine
+from tightfit.machine import COMPUTED, Machine
 from tightfit.program import Operation, Passage, Timeline
 from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, Slot, play
 
@@ -71,7 +71,7 @@ _KINDS = {
     "pooling": ("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices"),
     "update": ("aten._fused_adamw_", "aten._fused_sgd_"),
     "compiled": ("compiled",),
-    "compiled random": ("compiled random",),
+    **{kind: (kind,) for kind in COMPUTED},
     "batch norm": ("aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update"),
     "nothing": ("aten.nll_loss_forward", "aten.empty_strided", "aten.empty", "aten.empty_like", "aten.new_empty",
         "c10d.allreduce_", "c10d.send", "c10d.recv_", "c10d._allgather_base_",
@@ -272,7 +272,8 @@ class Clock:
                 kind, count = KIND.get(operation.name, "elementwise"), operation.count.at(samples)
                 if kind != "nothing":
                     seconds, before = found[kind]
-                    found[kind] = seconds + self.operation_s(operation, samples) * count, before + count
+                    started = 0.0 if kind in COMPUTED else count  # else each is a launch
+                    found[kind] = seconds + self.operation_s(operation, samples) * count, before + started
             self._timelines[key] = found
         return self._timelines[key]
 
