@@ -15,6 +15,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 TIMEOUT = 240
+TOGETHER = (
+    10  # calls that share groups: making them takes time, and each has threads that wake up a hundred times a second
+)
 _pools: dict[int, Pool] = {}
 
 
@@ -31,6 +34,7 @@ class Pool:
         ]
         for process in self.processes:
             process.start()
+        self.calls = 0  # since groups were left
 
     def run(self, where: str, *arguments: Any, **named: Any) -> list[Any]:
         """What the function `module:name` returns in each process. Raises the error of the first that fails."""
@@ -48,9 +52,17 @@ class Pool:
                 kind, results[end] = end.recv()  # type: ignore[union-attr, index]
                 if kind == "error":
                     raise results[end]  # type: ignore[index]
-        for end in self.ends:
-            end.send(None)  # all have answered: nobody needs the groups any more
+        self.calls += 1
+        if self.calls == TOGETHER:
+            self.part()
         return [results[end] for end in self.ends]
+
+    def part(self) -> None:
+        """Let the processes leave their groups, which all of them are done with."""
+        if self.calls:
+            self.calls = 0
+            for end in self.ends:
+                end.send(None)
 
     def close(self) -> None:
         for process in self.processes:
@@ -59,12 +71,21 @@ class Pool:
 
 def together(size: int, where: str, *arguments: Any, **named: Any) -> list[Any]:
     """Run the function `module:name` in `size` processes that train together; what each returns, by rank."""
+    for count, other in _pools.items():
+        if count != size:
+            other.part()
     pool = _pools.get(size) or _pools.setdefault(size, Pool(size))
     try:
         return pool.run(where, *arguments, **named)
     except BaseException:
         _pools.pop(size).close()  # the others may wait for the one that failed
         raise
+
+
+def leave_groups() -> None:
+    """Let all processes leave the groups that they keep for the next call."""
+    for pool in _pools.values():
+        pool.part()
 
 
 def _close_all() -> None:
@@ -106,7 +127,7 @@ def _serve(end: Connection, rank: int, size: int) -> None:
 
 
 def _part() -> None:
-    """Leave the groups: each has threads of gloo's that wake up a hundred times a second, as long as anything holds it."""
+    """Leave the groups. Each has its threads as long as anything holds it."""
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

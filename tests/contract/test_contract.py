@@ -124,8 +124,8 @@ SEVERAL = [p for p in PAIRS if on_several(p) and not is_compiled(p) and not has_
 
 
 def is_usual(variant: Variant) -> bool:
-    """Of several devices, or among the first two of its room: the others differ in degree."""
-    return on_several([variant]) or variant in [one for one in variants() if one[0] == variant[0]][:2]
+    """Of several devices, or the first of its room: the others differ in degree."""
+    return on_several([variant]) or variant in [one for one in variants() if one[0] == variant[0]][:1]
 
 
 QUICK = [p for p in SEVERAL if all(map(is_usual, p))]

@@ -12,7 +12,7 @@ import pytest
 
 import tightfit
 from tests.contract import cases
-from tests.pool import together
+from tests.pool import leave_groups, together
 
 HERE = "tests.engine.test_freed:"
 ALL = ("states", "gradients", "parameters", "activations")
@@ -69,7 +69,10 @@ def test_a_run_of_several_that_is_let_go_is_gone(fields: dict[str, Any]) -> None
 
 def test_nothing_holds_the_groups_of_a_run() -> None:
     together(2, HERE + "left", SEVERAL[3])
+    leave_groups()
     before = max(together(2, HERE + "threads"))
     for fields in SEVERAL:
         together(2, HERE + "left", fields)
+    assert max(together(2, HERE + "threads")) > before
+    leave_groups()
     assert max(together(2, HERE + "threads")) <= before

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import tightfit
 from tests.contract import cases
 from tests.pool import together
+from tests.sweeps import spread
 from tightfit import files
 from tightfit.engine import checkpoint
 from tightfit.engine.resume import resume
@@ -68,6 +69,10 @@ def named(fields: dict[str, Any]) -> str:
     return ",".join(f"{name}={value}" for name, value in fields.items())
 
 
+def said(value: Any) -> str:
+    return named(value) if isinstance(value, dict) else str(value)
+
+
 def job_of(name: str, **train: Any) -> tightfit.Job:
     return cases.make_case(name, **train).job
 
@@ -107,14 +112,12 @@ def test_divided_positions_are_whole_ones(fields: dict[str, Any], name: str) -> 
     hold(name, fields, clip=0.1)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit"])
-@pytest.mark.parametrize("fields", PIPED, ids=named)
+@pytest.mark.parametrize(("name", "fields"), spread(["llama", "gpt2", "bert", "vit"], PIPED, 2, said))
 def test_a_pipeline_is_the_whole_model(fields: dict[str, Any], name: str) -> None:
     hold(name, fields)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-@pytest.mark.parametrize("fields", [*RINGED, RINGED_CUBE], ids=named)
+@pytest.mark.parametrize(("name", "fields"), spread(["llama", "gpt2", "bert"], [*RINGED, RINGED_CUBE], 2, said))
 def test_a_divided_sequence_is_the_whole_one(fields: dict[str, Any], name: str) -> None:
     hold(name, fields, clip=0.1 if name == "llama" else None)
 
@@ -125,8 +128,15 @@ def test_two_by_two_by_two(name: str) -> None:
     hold(name, CUBE, clip=0.1)
 
 
-@pytest.mark.parametrize("optimizer", ["adafactor", "sgd", "lamb", "lars", "lion", "muon"])
-@pytest.mark.parametrize("fields", [*PLANS[1:], HYBRID[2], SLICED[0], SLICED[4], PIPED[0]], ids=named)
+@pytest.mark.parametrize(
+    ("optimizer", "fields"),
+    spread(
+        ["adafactor", "sgd", "lamb", "lars", "lion", "muon"],
+        [*PLANS[1:], HYBRID[2], SLICED[0], SLICED[4], PIPED[0]],
+        2,
+        said,
+    ),
+)
 def test_every_optimizer_updates_its_part_as_the_whole(fields: dict[str, Any], optimizer: str) -> None:
     """Muon multiplies in bf16, where a difference of 1e-7 may be a rounding: micro-batches on one device move it as far."""
     hold("llama", fields, 3e-3 if optimizer == "muon" else 1e-6, optimizer=optimizer)

@@ -8,6 +8,7 @@ import pytest
 
 import tightfit
 from tests.planner import cases
+from tests.sweeps import spread
 from tightfit.engine.build import build
 from tightfit.engine.step import take_step
 from tightfit.errors import InputError
@@ -42,8 +43,7 @@ def folded(profilers: dict[str, Profiler], name: str, fields: dict[str, Any]) ->
     return fold(profilers[name], tightfit.Plan(**fields), MACHINE).peak().total
 
 
-@pytest.mark.parametrize("fields", PLANS, ids=str)
-@pytest.mark.parametrize("name", cases.NAMES)
+@pytest.mark.parametrize(("name", "fields"), spread(cases.NAMES, PLANS, 3))
 def test_what_is_folded_is_what_a_rehearsal_sees(
     name: str, fields: dict[str, Any], profilers: dict[str, Profiler]
 ) -> None:

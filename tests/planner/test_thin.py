@@ -11,6 +11,7 @@ from torch import nn
 
 import tightfit
 from tests.planner import cases
+from tests.sweeps import spread
 from tightfit.models import find_blocks, model_factory
 from tightfit.planner import profile
 from tightfit.planner.profile import Profiler
@@ -66,8 +67,9 @@ def seen(name: str, plan: tightfit.Plan) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("fields", [{}, {"compile": "block"}, {"tp": 2, "sequence_parallel": True}], ids=str)
-@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize(
+    ("name", "fields"), spread(DEEP, [{}, {"compile": "block"}, {"tp": 2, "sequence_parallel": True}], 2)
+)
 def test_a_thinned_model_is_traced_as_the_whole_one(
     name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
