@@ -214,7 +214,13 @@ _NEAREST = {
     "convolution backward": "convolution",
     "batch norm": "reduction",
 }
-COMPUTED = ("compiled random", "compiled exp", "compiled tanh", "compiled erf")  # within kernels, beside what they move
+COMPUTED = (  # within generated kernels, beside what they move
+    "compiled random",
+    "compiled exp",
+    "compiled tanh",
+    "compiled erf",
+    "compiled pooling",
+)
 _SHARE_OF_PRODUCTS = {
     "attention": 0.6,
     "attention backward": 0.5,

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -283,28 +284,29 @@ def _batch_norm(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         yield moved, 2.0 * image.nbytes, work
 
 
-def _compiled_random(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Dropout's numbers drawn in a generated kernel, 4 bytes each, for what is kept of them and for the result; nothing
-    where no compiler is."""
-    if dtype is not torch.float32 or not can_compile(Machine.detect()):
-        return
-    values = torch.ones(2**21, device=device, requires_grad=True)
-    compiled = torch.compile(lambda values: functional.dropout(values, 0.1), dynamic=False)
-    yield 4 * values.numel(), 4.0 * values.numel(), lambda: compiled(values)
-
-
-def _computed(function: Callable[[Tensor], Tensor]) -> Callable[..., Iterator[Case]]:
-    """A function of each element within a generated kernel: eight of each, so that what is read and written is the lesser part;
-    nothing for a GPU's kernels, which wait for memory, nor where no compiler is."""
+def _within_kernels(
+    make: Callable[[Tensor], Tensor], shape: tuple[int, ...], times: int = 1
+) -> Callable[..., Iterator[Case]]:
+    """What a generated kernel computes of each element, `times` over, with what it keeps for a backward; 4 bytes are counted for
+    each. Nothing for a GPU's kernels, which wait for memory, nor where no compiler is."""
 
     def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         if dtype is not torch.float32 or device.type != "cpu" or not can_compile(Machine.detect()):
             return
-        values = torch.rand(2**18, device=device)
-        compiled = torch.compile(lambda values: sum(function(values + shift) for shift in range(8)), dynamic=False)
-        yield values.nbytes, 8.0 * values.nbytes, lambda: compiled(values)
+        values = torch.rand(shape, device=device, requires_grad=times == 1)
+        compiled = torch.compile(make, dynamic=False)
+        yield values.nbytes, float(times * values.nbytes), lambda: compiled(values)
 
     return cases
+
+
+def _eight(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Eight of a function in one kernel, so that what is read and written is the lesser part."""
+
+    def make(values: Tensor) -> Tensor:
+        return cast(Tensor, sum(function(values + shift) for shift in range(8)))
+
+    return make
 
 
 def _update(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -349,10 +351,11 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "search": _search,
     "pooling": _pooling,
     "batch norm": _batch_norm,
-    "compiled random": _compiled_random,
-    "compiled exp": _computed(torch.exp),
-    "compiled tanh": _computed(torch.tanh),
-    "compiled erf": _computed(torch.erf),
+    "compiled random": _within_kernels(partial(functional.dropout, p=0.1), (2**21,)),
+    "compiled exp": _within_kernels(_eight(torch.exp), (2**18,), 8),
+    "compiled tanh": _within_kernels(_eight(torch.tanh), (2**18,), 8),
+    "compiled erf": _within_kernels(_eight(torch.erf), (2**18,), 8),
+    "compiled pooling": _within_kernels(partial(functional.max_pool2d, kernel_size=2), (16, 32, 64, 64)),
     "update": _update,
     "compiled": _of_bytes(lambda values: values * 2.0, 2),
 }

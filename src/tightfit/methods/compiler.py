@@ -11,10 +11,11 @@ Source  Ansel et al. 2024, "PyTorch 2", ASPLOS.
 from __future__ import annotations
 
 import importlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -83,6 +84,9 @@ _COMPUTED = {  # what takes longer, on a processor, than reading and writing it 
     "compiled exp": ("aten.exp", "aten.sigmoid", "aten.log", "aten.expm1", "aten.log1p"),
     "compiled tanh": ("aten.tanh",),
     "compiled erf": ("aten.erf", "aten.erfc"),
+    "compiled pooling": (
+        "prims._low_memory_max_pool_with_offsets", "prims._low_memory_max_pool2d_with_offsets", "aten.max_pool2d_with_indices",
+    ),
 }  # fmt: skip
 _COMPUTED_AS = {name: kind for kind, names in _COMPUTED.items() for name in names}
 
@@ -95,12 +99,14 @@ def _is_fused(node: fx.Node) -> bool:
 
 
 def _computed(nodes: list[fx.Node]) -> dict[fx.Node, tuple[str, int]]:
-    """Of the nodes that take a function of each element: which kind of function it is, and of how many elements."""
+    """Of the nodes that compute something of each element: which kind of thing it is, and of how many elements."""
     found = {}
     for node in nodes:
-        kind, made = _COMPUTED_AS.get(str(node.target).rsplit(".", 1)[0]), node.meta.get("val")
-        if kind is not None and isinstance(made, Tensor):
-            found[node] = kind, made.numel()
+        kind = _COMPUTED_AS.get(str(node.target).rsplit(".", 1)[0])
+        made = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+        if kind is not None and made:
+            looked_at = math.prod(cast(Any, node.args[1])) if kind == "compiled pooling" else 1
+            found[node] = kind, looked_at * made[0].numel()
     return found
 
 
