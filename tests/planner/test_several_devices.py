@@ -13,9 +13,10 @@ from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.methods.buckets import BUCKET_BYTES, PIECE_BYTES, bucket_bytes
 from tightfit.methods.mesh import latency
+from tightfit.planner.candidates import candidates
 from tightfit.planner.estimate import Estimator, fold
 from tightfit.planner.rehearse import rehearse
-from tightfit.planner.search import candidates, search, worth_knowing
+from tightfit.planner.search import search, worth_knowing
 
 LLAMA = {
     "architecture": "llama",

@@ -8,7 +8,6 @@ rehearsed through the very engine before it is returned.
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,18 +19,17 @@ from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
 from tightfit.methods.compile import COMPILE_S
 from tightfit.plan import Plan
+from tightfit.planner.candidates import candidates, is_legal
 from tightfit.planner.complete import complete
 from tightfit.planner.cuts import balanced, by_promise, cut_fields, schedules, with_samples, with_sequences
 from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.finalists import first_that_fits
 from tightfit.planner.refusal import does_not_fit
-from tightfit.planner.rehearse import rehearse
 from tightfit.planner.time import WITHIN
-from tightfit.rules import RULES, needed_permissions
 from tightfit.units import format_bytes, format_seconds
 
 COLLECTED = (100_000, 50, 100)  # thresholds of Python's collector
 KEPT = 12  # estimates that are returned: the chosen one, and those that came nearest
-REHEARSED_BLOCKS = 24  # of a model on several devices, at most
 OFFLOADED = {  # what is tried where nothing else fits
     "cuda": (
         ("states",),
@@ -47,7 +45,6 @@ WAITS = 0.02  # of a step, for samples, from which on other processes prepare th
 WORKERS = 8
 RESERVED = 1.15  # times its tensors a CUDA device's allocator may take
 MAKES_NO_ROOM: dict[str, Any] = {"recompute": "none", "update_in_backward": False}
-REHEARSED = 3  # of those that an allocator may leave too little room for, at most
 
 Found = TypeVar("Found")
 
@@ -102,9 +99,9 @@ def search(
                     where["allocator"] = "lean"
                 found += worth_knowing(estimator, start.replace(**where), {**pins, **where})
     else:
-        found = [estimator.estimate(plan) for plan in among if _is_legal(plan, job, machine.device)]
+        found = [estimator.estimate(plan) for plan in among if is_legal(plan, job, machine.device)]
     fitting = sorted((one for one in found if one.fits), key=lambda one: (one.total_s, one.peak_bytes))
-    chosen = _rehearsed(estimator, fitting, job)
+    chosen = first_that_fits(estimator, fitting, job)
     if chosen is None:
         raise does_not_fit(min(found, key=lambda one: one.peak_bytes), job)
     others = [one for one in fitting if one.plan != chosen.plan] + sorted(
@@ -292,76 +289,6 @@ def _first_possible(find: Callable[[Plan], Found], plans: list[Plan]) -> Found:
     return find(plans[-1])
 
 
-def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Iterator[list[Plan]]:
-    """Every legal plan that differs from `start` in what trades memory for time: lists of equal ones with ever smaller
-    micro-batches."""
-    job, options = estimator.job, _options(estimator, start, pins)
-    options = {name: [getattr(start, name)] if name in pins else values for name, values in options.items()}
-    micro_batches = options.pop("micro_batch")
-    for spread, *values in itertools.product(_spreads(estimator.machine, start, pins), *options.values()):
-        plan = start.replace(**spread, **dict(zip(options, values, strict=True)))
-        plan = _with_kernel_of_optimizer(plan, job, pins)
-        plans = [plan.replace(micro_batch=size) for size in micro_batches]
-        legal = [one for one in plans if _is_legal(one, job, estimator.machine.device)]
-        if legal:
-            yield legal
-
-
-def _spreads(machine: Machine, start: Plan, pins: dict[str, Any]) -> list[dict[str, int]]:
-    """How the devices may share the work: as replicas, or dividing states by ZeRO over all of them or over those of a node. A
-    pipeline would gather parameters again for each of its micro-batches: what its replicas divide are states and gradients."""
-    count = machine.devices_per_node * machine.nodes // (start.tp * start.pp * start.cp) - start.servers
-    node = max(machine.devices_per_node // (start.tp * start.cp), 1)
-    found = [{"dp_replicate": start.dp_replicate, "dp_shard": start.dp_shard, "zero": start.zero}]
-    if count * start.cp > 1:
-        groups = [count] if machine.nodes == 1 or node in (1, count) or count % node else [count, node]
-        found += [{"dp_replicate": count, "dp_shard": 1, "zero": 0}]
-        found += [
-            {"dp_replicate": count // group, "dp_shard": group, "zero": zero}
-            for group in groups
-            for zero in ((1, 2) if start.pp > 1 else (1, 2, 3))
-        ]
-    kept = [spread for spread in found if all(spread[name] == pins[name] for name in spread if name in pins)]
-    return [spread for number, spread in enumerate(kept) if spread not in kept[:number]]
-
-
-def _options(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> dict[str, list[Any]]:
-    job = estimator.job
-    batch = job.train.batch
-    share = start.share_of(batch)
-    micro = sorted({share, *(share // pieces for pieces in (2, 4, 8, 16, 32, 64) if share // pieces)}, reverse=True)
-    precisions = [start.precision]  # chosen by what this machine multiplies fastest, of what the job allows
-    if start.precision == "bf16-mixed" and "precision" not in pins and _is_worth_narrowing(estimator, start):
-        precisions.append("bf16-true")
-    widths = [width for width in ("bf16", "8-bit", "4-bit") if f"{width}-states" in job.allowed]
-    return {
-        "precision": precisions,
-        "micro_batch": [None if size == share else size for size in micro],
-        "recompute": ["none", "selective", "selective-2", "every-2", "full", "sqrt"],
-        "states": ["fp32", *widths],
-        "update_in_backward": [False, True],
-    }
-
-
-def _is_worth_narrowing(estimator: Estimator, start: Plan) -> bool:
-    """Whether weights in bf16 may win: where the plan as it is does not fit, or where they are faster as written."""
-    wide = estimator.estimate(start)
-    if not wide.fits:
-        return True
-    return estimator.estimate(start.replace(precision="bf16-true", rounding="kahan")).time.step_s < wide.time.step_s
-
-
-def _with_kernel_of_optimizer(plan: Plan, job: Job, pins: dict[str, Any]) -> Plan:
-    """bf16-true carries what rounding would lose of small updates, so that it trains as the others do."""
-    if plan.precision == "bf16-true" and "rounding" not in pins:
-        plan = plan.replace(rounding="kahan")
-    return plan
-
-
-def _is_legal(plan: Plan, job: Job, device: str) -> bool:
-    return needed_permissions(plan) <= job.allowed and all(rule.holds(plan, job, device) for rule in RULES)
-
-
 def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Plan:
     """`start` with each of what decides the kernels switched off where the plan is predicted to finish sooner without.
 
@@ -385,45 +312,6 @@ def _most_saved_s(one: Estimate) -> float:
     """What compiling could at best save a job: all that is not products, the update, samples, or messages."""
     time = one.time
     return (time.memory_s + time.launch_s + time.allocation_s) * (one.total_s - one.compile_s) / time.step_s
-
-
-def _rehearsed(estimator: Estimator, fitting: list[Estimate], job: Job) -> Estimate | None:
-    """The fastest that fits when it is rehearsed, with what the allocator reserves.
-
-    Where one is found not to, those that leave no more room than it did are put off, and of them only the leanest tried.
-    """
-    reserved, put_off = 0.0, []
-    for one in fitting:
-        if one.peak_bytes + reserved > one.limit_bytes:
-            put_off.append(one)
-            continue
-        seen = _rehearse(estimator, one, job)
-        if seen is not None and seen.fits:
-            return seen
-        if seen is not None:
-            reserved = max(reserved, seen.peak_bytes - one.peak_bytes)
-    for one in sorted(put_off, key=lambda one: one.peak_bytes)[:REHEARSED]:
-        seen = _rehearse(estimator, one, job)
-        if seen is not None and seen.fits:
-            return seen
-    return None
-
-
-def _rehearse(estimator: Estimator, one: Estimate, job: Job) -> Estimate | None:
-    """`one` with what the allocator reserves and, if it still fits, as rehearsed; None where the engine refuses it."""
-    settled = estimator.settle(one)
-    if not settled.fits:
-        return settled
-    if one.plan.devices > 1 and one.ledger.blocks > REHEARSED_BLOCKS:
-        return (
-            settled  # fully_shard on a hundred blocks takes a minute: the folded figure stands, which tests hold to it
-        )
-    try:
-        peak = rehearse(job, one.plan, one.machine.device, one.ledger.device)
-    except InputError:  # a combination that this model cannot have: sqrt where more than one block hands on
-        return None
-    beside = settled.peak.rows["runtime"] + settled.peak.rows.get("allocator", 0.0)
-    return replace(settled, rehearsed=peak.total + beside)
 
 
 def _why(one: Estimate, chosen: Estimate) -> str:
