@@ -15,6 +15,7 @@ from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import ModelSpec
 from tightfit.machine import Machine
 from tightfit.models.create import model_config
+from tightfit.planner import finalists
 from tightfit.planner import search as searching
 from tightfit.planner.complete import FEW_BLOCKS, _shallow
 from tightfit.planner.estimate import Estimator
@@ -98,7 +99,7 @@ def test_compiling_is_looked_into_only_where_the_run_is_long_enough_for_it(
 def test_a_search_collects_seldom_and_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     before, within = gc.get_threshold(), []
     monkeypatch.setattr(
-        searching, "rehearse", lambda *arguments: within.append(gc.get_threshold()) or rehearse(*arguments)
+        finalists, "rehearse", lambda *arguments: within.append(gc.get_threshold()) or rehearse(*arguments)
     )
     search(cases.job("llama"), GPU, {"compile": "none"})
     assert within == [searching.COLLECTED]
