@@ -79,6 +79,14 @@ def test_functions_within_generated_kernels_are_told(function: nn.Module, kind: 
     assert kernels.seen["compiled"] > 0
 
 
+def test_pooling_within_a_generated_kernel_is_told() -> None:
+    torch._dynamo.reset()
+    with FakeTensorMode(), _Kernels() as kernels:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(16, 2))
+        torch.compile(model, backend=stand_in())(torch.zeros(2, 3, 8, 8)).sum().backward()
+    assert kernels.seen["compiled pooling"] == 4 * 9 * 2 * 4 * 2 * 2  # looks at nine of each
+
+
 def test_what_kernels_compute_takes_time_where_it_was_measured() -> None:
     """Beside the memory traffic, and without a launch of its own; on a device where it was not measured it is free."""
     job = tightfit.Job(
