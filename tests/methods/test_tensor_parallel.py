@@ -118,6 +118,15 @@ def test_positions_that_do_not_divide_are_padded(size: int, recompute: str) -> N
         assert cases.distance(weights, expected[1]) < 1e-6
 
 
+def test_what_pads_positions_is_finite_in_fp16() -> None:
+    """ViT's norms add 1e-12 to a variance: of positions of zeros the inverse would overflow."""
+    plan = tightfit.Plan(tp=2, sequence_parallel=True, precision="fp16-true", loss_scale=128.0)
+    expected = cases.plain_training(cases.make_case("vit"))
+    losses, weights = cases.training(cases.make_case("vit"), plan)
+    assert losses == pytest.approx(expected[0], rel=2e-3)
+    assert cases.distance(weights, expected[1]) < 2e-3
+
+
 PRODUCTS = {f"*.{name}_proj": "colwise" for name in ("q", "k", "v", "gate", "up")} | {
     f"*.{name}_proj": "rowwise" for name in ("o", "down")
 }
