@@ -118,6 +118,35 @@ def test_positions_that_do_not_divide_are_padded(size: int, recompute: str) -> N
         assert cases.distance(weights, expected[1]) < 1e-6
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_positions_that_do_not_divide_are_padded_in_a_pipeline(schedule: str) -> None:
+    expected = trained(cases.LLAMA, {}, 13)
+    pipeline = {
+        "pp": 2,
+        "micro_batch": 1,
+        "schedule": schedule,
+        "virtual_stages": 2 if schedule == "interleaved" else 1,
+    }
+    for losses, weights in together(
+        4, HERE + "trained", cases.LLAMA, {"tp": 2, "sequence_parallel": True, **pipeline}, 13
+    ):
+        assert losses == pytest.approx(expected[0], rel=2e-6)
+        assert cases.distance(weights, expected[1]) < 1e-6
+
+
+def refused_in_training(fields: dict[str, Any], length: int) -> str:
+    with pytest.raises(InputError) as refused:
+        trained(cases.LLAMA, fields, length)
+    return str(refused.value)
+
+
+def test_recomputation_in_a_pipeline_wants_positions_that_divide() -> None:
+    """On every device, so that none waits for another."""
+    fields = {"tp": 2, "sequence_parallel": True, "pp": 2, "micro_batch": 2, "recompute": "full"}
+    for said in together(4, HERE + "refused_in_training", fields, 13):
+        assert "recompute: none" in said
+
+
 def test_what_pads_positions_is_finite_in_fp16() -> None:
     """ViT's norms add 1e-12 to a variance: of positions of zeros the inverse would overflow."""
     plan = tightfit.Plan(tp=2, sequence_parallel=True, precision="fp16-true", loss_scale=128.0)

@@ -62,6 +62,7 @@ PLANS: list[dict[str, Any]] = [
     {"pp": 2, "micro_batch": 2, "schedule": "zero-bubble"},
     {"pp": 2, "micro_batch": 2, "schedule": "naive"},
     {"pp": 2, "tp": 2, "micro_batch": 1},
+    {"pp": 2, "tp": 2, "sequence_parallel": True, "micro_batch": 1},
     {"pp": 2, "dp_shard": 2, "zero": 1, "micro_batch": 1},
     {"pp": 2, "dp_shard": 2, "zero": 3, "micro_batch": 1},
     {"pp": 2, "dp_replicate": 2, "micro_batch": 1},

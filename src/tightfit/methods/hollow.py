@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -81,11 +82,14 @@ class Leaves(BaseException):
 
 
 class Elsewhere(nn.Module):
-    """Stands for a block that another device has, or that is not of the piece that runs."""
+    """Stands for a block that another device has, or that is not of the piece that runs.
 
-    def __init__(self, number: int, passage: Passage) -> None:
+    given  makes of what the block would be given what it would hand on, where that is of another shape
+    """
+
+    def __init__(self, number: int, passage: Passage, given: Callable[[Tensor], Tensor] | None) -> None:
         super().__init__()
-        self.number, self.passage = number, passage
+        self.number, self.passage, self.given = number, passage, given
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         passage = self.passage
@@ -94,6 +98,8 @@ class Elsewhere(nn.Module):
             raise InputError("plan: pp", "the model hands no hidden states from block to block", "use pp: 1")
         if self.number >= passage.piece.stop:
             raise Leaves(hidden)
+        if self.given is not None:
+            hidden = self.given(hidden)
         if self.number == passage.piece.start - 1:
             hidden = passage.take(hidden)
         return hidden if passage.form == 0 else (hidden, *[None] * (passage.form - 1))

@@ -30,6 +30,7 @@ from tightfit.methods.hollow import Elsewhere, Passage, hollow
 from tightfit.methods.pipedream import PipeDream
 from tightfit.methods.row import Pipeline
 from tightfit.methods.run import Run
+from tightfit.methods.sequences import dividing
 from tightfit.methods.stages import pieces_of, pieces_with, staged
 from tightfit.models import find_blocks, places_of
 from tightfit.plan import Plan
@@ -64,7 +65,8 @@ def apply(run: Run, plan: Plan) -> Run:
         name for name, where in places.items() if len(pieces_with(where, pieces)) > 1
     }  # on the first device and on the last
     passage = Passage()
-    stubs = [Elsewhere(number, passage) for number in range(len(blocks))]
+    divided = [dividing(block) for _, block in blocks]
+    stubs = [Elsewhere(number, passage, one.elsewhere if one else None) for number, one in enumerate(divided)]
     kept = {number: block for piece in own for number, (_, block) in enumerate(blocks) if number in pieces[piece]}
     names = [name for name, _ in blocks]
     parents = [run.model.get_submodule(name.rpartition(".")[0]) for name in names]

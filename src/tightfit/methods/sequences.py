@@ -23,6 +23,9 @@ from tightfit.methods.collectives import gather_rows, scatter_rows
 from tightfit.plan import Plan
 
 
+_DIVIDED_BY = "sequences_divided_by"
+
+
 class Sequences:
     """Divides what goes from block to block along its sequence: (samples, length, width) -> (samples, length / tp, width)."""
 
@@ -36,6 +39,7 @@ class Sequences:
                 "plan: sequence_parallel", "the model has no repeated blocks", "use sequence_parallel: false"
             )
         before(blocks[0][1], self._divide)
+        setattr(blocks[0][1], _DIVIDED_BY, self)
         blocks[-1][1].register_forward_hook(self._join)
 
     def enter(self, parent: nn.Module, module: nn.Module) -> None:
@@ -83,14 +87,22 @@ class Sequences:
                 f"the first block's input is of shape {tuple(hidden.shape)}, not (samples, length, width)",
                 "use sequence_parallel: false",
             )
-        self.length = hidden.shape[1] if hidden.shape[1] % self.size else None
-        if self.length is not None and self.plan.pp > 1:
-            raise InputError(
-                "plan: sequence_parallel with a pipeline",
-                f"sequences of {self.length} positions, which tp={self.size} devices do not divide evenly",
-                f"use lengths that are a multiple of {self.size}, or sequence_parallel: false",
-            )
+        self._note(hidden.shape[1])
         return _Divided.apply(hidden, self.group)
+
+    def _note(self, length: int) -> None:
+        self.length = length if length % self.size else None
+        if self.length is not None and self.plan.pp > 1 and self.plan.recompute != "none":
+            raise InputError(  # a forward that is repeated may come after others, of another length
+                "plan: sequence_parallel with recompute in a pipeline",
+                f"sequences of {length} positions, which tp={self.size} devices do not divide evenly",
+                f"use lengths that are a multiple of {self.size}, recompute: none, or sequence_parallel: false",
+            )
+
+    def elsewhere(self, hidden: Tensor) -> Tensor:
+        """What the first block is given, where another device of a pipeline has it: of the shape of a part, a view."""
+        self._note(hidden.shape[1])
+        return hidden[:, : -(-hidden.shape[1] // self.size)]
 
     def _join(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -107,6 +119,12 @@ class Sequences:
         whole.kept = kept
         kept.storage = whole.untyped_storage()._cdata
         return whole
+
+
+def dividing(block: nn.Module) -> Sequences | None:
+    """What divides sequences before a block: the model's first, where they are divided."""
+    found: Sequences | None = getattr(block, _DIVIDED_BY, None)
+    return found
 
 
 def gathers_again(plan: Plan) -> bool:
