@@ -22,7 +22,6 @@ from tightfit.errors import InputError
 from tightfit.methods.collectives import gather_rows, scatter_rows
 from tightfit.plan import Plan
 
-
 _DIVIDED_BY = "sequences_divided_by"
 
 
