@@ -40,7 +40,7 @@ class Ledger:
     parameters      the model's, by name; updates: by name, what the optimizer does to each
     batch_bytes     of one sample, as it lies in device memory (or in the host's, on a CPU)
     keeps_memory    whether freed memory is kept by the process and used again; mapped_from: else, bytes from which a block is
-                    fetched anew each time
+                    mapped by itself, and fetched anew each time; None where the allocator learns that (see `planner/heap.py`)
     fixed           bytes that live through the whole step beside the model: by row
     phases          bytes at the largest instant of what comes before the first step, by name, without the fixed rows
     whole_step      operations once for each step that are of no passage and no update, such as clipping
@@ -69,7 +69,7 @@ class Ledger:
     foreach: bool = False
     host_batch: bool = False
     keeps_memory: bool = False
-    mapped_from: float = 32 * 2**20
+    mapped_from: float | None = None
     fixed: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)

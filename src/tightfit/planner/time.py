@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from tightfit.entries import Message
 from tightfit.ledger import Ledger
 from tightfit.machine import COMPUTED, Machine
+from tightfit.planner.heap import LARGEST_THRESHOLD, fetched_bytes
 from tightfit.program import Operation, Passage, Timeline
 from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, Slot, play
 
@@ -81,7 +82,6 @@ _KINDS = {
 KIND = {name: kind for kind, names in _KINDS.items() for name in names}
 EFFICIENCIES = ("compute", "memory", "launch", "link")  # of a machine: see planner/calibrate.py
 DEFAULT_LAUNCH_S = {"cpu": 5e-6, "cuda": 8e-6}  # of an operation started from Python with autograd
-LARGE_BLOCK = 32 * 2**20  # bytes from which glibc, left as it is, maps each block anew and the kernel zeroes its pages
 
 
 WITHIN = "activations"  # messages that forwards and backwards wait for, as they go
@@ -288,28 +288,15 @@ class Clock:
 
     def _allocation_s(self, ledger: Ledger) -> float:
         """Time to fetch memory from the operating system, where its allocator gives freed memory back."""
-        if self.machine.device != "cpu" or ledger.keeps_memory:
+        if self.machine.device != "cpu":
             return 0.0
-        fetched = _fetched_bytes(ledger) * ledger.micro_batches
-        return fetched / self.machine.achieved("fetch", "float32", LARGE_BLOCK)
+        return fetched_bytes(ledger) / self.machine.achieved("fetch", "float32", LARGEST_THRESHOLD)
 
 
 def _input_s(ledger: Ledger, work_s: float) -> float:
     """What a step waits for its samples: all that the loop does itself, and of what others do ahead what outlasts the step."""
     own = sum(seconds for name, seconds in ledger.seconds.items() if name not in ledger.ahead)
     return own + max([seconds - work_s for name, seconds in ledger.seconds.items() if name in ledger.ahead] + [0.0])
-
-
-def _fetched_bytes(ledger: Ledger) -> float:
-    """Bytes that glibc, left as it is, fetches anew in a micro-batch: each block from 32 MiB on, which is mapped by itself and
-    given back when it is freed. The heap of the smaller ones seldom shrinks: what a step leaves lies at its end."""
-    sizes = (
-        buffer.size.at(ledger.micro_batch)
-        for passage in ledger.training
-        for buffer, sign in passage.timeline.events
-        if sign > 0
-    )
-    return sum(size for size in sizes if size >= ledger.mapped_from)
 
 
 def _size(operation: Operation, samples: int, flops: float) -> float:
