@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from tightfit.program import Linear, Operation, Passage
 from tightfit.timetable import Timetable
 
+EVERYWHERE = (-1, 10**9)  # of a buffer: before the blocks and after them, and it is small
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:

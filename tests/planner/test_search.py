@@ -14,10 +14,10 @@ from tests.planner import cases
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import ModelSpec
 from tightfit.machine import Machine
-from tightfit.models.create import model_config
+from tightfit.models import model_config, shallow
 from tightfit.planner import finalists
 from tightfit.planner import search as searching
-from tightfit.planner.complete import FEW_BLOCKS, _shallow
+from tightfit.planner.complete import FEW_BLOCKS
 from tightfit.planner.estimate import Estimator
 from tightfit.planner.rehearse import rehearse
 from tightfit.planner.search import search
@@ -108,7 +108,7 @@ def test_a_search_collects_seldom_and_leaves_the_collector_as_it_was(monkeypatch
 
 @pytest.mark.parametrize("name", ["gpt2-xl", "llama-3-70b", "t5-3b"])
 def test_what_a_deep_model_takes_is_tried_on_few_blocks(name: str) -> None:
-    config = model_config(_shallow(ModelSpec(preset=name)))
+    config = model_config(shallow(ModelSpec(preset=name), FEW_BLOCKS))
     assert config.num_hidden_layers == FEW_BLOCKS
     assert config.hidden_size == model_config(ModelSpec(preset=name)).hidden_size
 

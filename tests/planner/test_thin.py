@@ -12,10 +12,14 @@ from torch import nn
 import tightfit
 from tests.planner import cases
 from tests.sweeps import spread
-from tightfit.models import find_blocks, model_factory
+from tightfit.job import ModelSpec
+from tightfit.machine import Machine
+from tightfit.models import find_blocks, model_factory, shallow
 from tightfit.planner import profile
+from tightfit.planner.estimate import Estimator
 from tightfit.planner.profile import Profiler
-from tightfit.planner.thin import Depth, thinned
+from tightfit.planner.rehearse import rehearse
+from tightfit.planner.thin import Depth, created, thinned
 from tightfit.program import Passage
 
 DEEP: dict[str, dict[str, Any]] = {
@@ -77,19 +81,58 @@ def test_a_thinned_model_is_traced_as_the_whole_one(
         fields = {"tp": 2}
     taken: list[int] = []
 
-    def noted(model: nn.Module, blocks: str | None) -> Depth:
-        depth = thinned(model, blocks)
+    def noted(spec: ModelSpec, create: Any, whole: bool) -> tuple[nn.Module, Depth]:
+        model, depth = created(spec, create, whole)
         taken.append(len(depth.missing))
-        return depth
+        return model, depth
 
-    monkeypatch.setattr(profile, "thinned", noted)
+    monkeypatch.setattr(profile, "created", noted)
     thin = seen(name, tightfit.Plan(**fields))
     assert taken
     assert min(taken) >= 3
-    monkeypatch.setattr(
-        profile, "thinned", lambda model, blocks: Depth(tuple(n for n, _ in find_blocks(model, blocks)))
-    )
+    monkeypatch.setattr(profile, "created", lambda spec, create, whole: created(spec, create, True))
     assert thin == seen(name, tightfit.Plan(**fields))
+
+
+@pytest.mark.parametrize(("name", "made"), [("llama", [4]), ("vit", [4]), ("t5", [4, 5])])
+def test_no_more_blocks_are_created_than_tell_whether_all_are_alike(name: str, made: list[int]) -> None:
+    """T5's configuration has two numbers, so all of its blocks are created."""
+    spec = job(name).model
+    assert isinstance(spec, ModelSpec)
+    asked: list[int] = []
+
+    def create(model: ModelSpec) -> nn.Module:
+        whole = model_factory(model)()
+        asked.append(whole.config.num_hidden_layers)
+        return whole
+
+    model, depth = created(spec, create, False)
+    assert asked == made
+    there = [found for found, _ in find_blocks(model, None)]
+    assert there == [depth.names[number] for number in depth.numbers]
+    assert depth.names == tuple(found for found, _ in find_blocks(model_factory(spec)(), None))
+
+
+FEW = [{}, {"recompute": "sqrt"}, {"recompute": "every-2"}, {"compile": "block"}, {"update_in_backward": True}]
+
+
+@pytest.mark.parametrize(("name", "fields"), spread(("llama", "gpt2", "bert", "vit"), FEW, 2))
+def test_a_ledger_of_few_blocks_is_that_of_a_model_with_so_few(name: str, fields: dict[str, Any]) -> None:
+    whole = job(name).replace(train=job(name).train.replace(clip=None))
+    plan, machine = tightfit.Plan(**fields), Machine.named("a100-80gb")
+    few = shallow(whole.model, 4)
+    assert few is not None
+    found = Estimator(whole, machine).peak_with_blocks(plan, 4)
+    expected = Estimator(whole.replace(model=few), machine).estimate(plan).peak
+    assert found == expected.total - expected.rows["runtime"]
+    assert found == pytest.approx(rehearse(whole.replace(model=few), plan, "cuda").total, rel=0.01)
+
+
+def test_segments_of_a_deep_model_are_rehearsed() -> None:
+    """Their blocks do not run by themselves, so none can be passed through."""
+    whole, plan = job("llama").replace(train=job("llama").train.replace(clip=None)), tightfit.Plan(recompute="sqrt")
+    found = Estimator(whole, Machine.named("a100-80gb")).estimate(plan).peak
+    assert rehearse(whole, plan, "cuda").total == pytest.approx(found.total - found.rows["runtime"], rel=2e-3)
 
 
 def test_names_of_what_is_there_stay() -> None:

@@ -1,7 +1,7 @@
 """Models: from presets and transformers configs, pretrained folders, or the user's own Python."""
 
 from tightfit.models.blocks import find_blocks, places_of
-from tightfit.models.create import is_transformers_model, model_config, model_factory, task_of, vocabulary_size
+from tightfit.models.create import is_transformers_model, model_config, model_factory, shallow, task_of, vocabulary_size
 from tightfit.models.presets import Preset, preset, presets
 from tightfit.models.python import load_python
 
@@ -15,6 +15,7 @@ __all__ = [
     "places_of",
     "preset",
     "presets",
+    "shallow",
     "task_of",
     "vocabulary_size",
 ]

@@ -130,6 +130,17 @@ def model_config(spec: ModelSpec) -> Any:
     return config
 
 
+def shallow(model: Any, blocks: int) -> ModelSpec | None:
+    """One of transformers' models with fewer blocks, where one number says how many it has and all are alike; None where not."""
+    if not isinstance(model, ModelSpec) or model.python or model.from_:
+        return None
+    config = model_config(model)
+    depth, alike = getattr(config, "num_hidden_layers", None), not getattr(config, "layer_types", None)
+    if alike and isinstance(depth, int) and depth > blocks:
+        return model.replace(config={**model.config, "num_hidden_layers": blocks})
+    return None
+
+
 def vocabulary_size(spec: ModelSpec) -> int | None:
     """How many tokens the model knows; None for vision models and python callables."""
     config = model_config(spec)

@@ -101,29 +101,18 @@ def model_takes(job: Job, plan: Plan) -> bool:
     return _is_taken(job, plan) or not _is_taken(job, Plan())
 
 
-def _shallow(model: ModelSpec) -> ModelSpec:
-    """The model with few blocks, where one number says how many: what it takes does not depend on its depth."""
-    from tightfit.models.create import model_config
-
-    config = model_config(model)
-    depth, alike = getattr(config, "num_hidden_layers", None), not getattr(config, "layer_types", None)
-    if model.from_ is None and alike and isinstance(depth, int) and depth > FEW_BLOCKS:
-        return model.replace(config={**model.config, "num_hidden_layers": FEW_BLOCKS})
-    return model
-
-
 def _is_taken(job: Job, plan: Plan) -> bool:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from tightfit.methods import attention, loss
     from tightfit.methods.run import Run
-    from tightfit.models import find_blocks, model_factory
+    from tightfit.models import find_blocks, model_factory, shallow
     from tightfit.models.objective import objective_of
     from tightfit.planner.passing import shortened
 
     with _quiet("torch._subclasses.fake_tensor", "transformers"), FakeTensorMode():
-        model = model_factory(_shallow(job.model))()
+        model = model_factory(shallow(job.model, FEW_BLOCKS) or job.model)()
         tokens = torch.zeros(1, 2, dtype=torch.int64)
         objective, unset = objective_of(None, task_of(job.model)), cast(Any, None)
         run = Run(job, plan, tokens.device, objective, model, partial(objective.total, model), unset, unset, unset)

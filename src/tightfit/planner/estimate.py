@@ -17,6 +17,7 @@ from tightfit.methods import METHODS
 from tightfit.plan import Plan
 from tightfit.planner.profile import Profiler
 from tightfit.planner.reserve import reserved_bytes
+from tightfit.planner.thin import with_blocks
 from tightfit.planner.time import WITHIN, Clock, Time
 from tightfit.rules import needed_permissions
 from tightfit.timetable import Slot
@@ -159,7 +160,11 @@ class Estimate:
 def fold(profiler: Profiler, plan: Plan, machine: Machine, device: int = 0) -> Ledger:
     """The ledger of a plan: the profiled one, edited by the cost of each method that the plan wants. device: which one of a
     pipeline's it is of."""
-    ledger = replace(profiler.ledger(plan), device=device)
+    return folded(replace(profiler.ledger(plan), device=device), plan, machine)
+
+
+def folded(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
+    """A first ledger, edited by the cost of each method that the plan wants."""
     for method in METHODS:
         if method.wanted(plan):
             ledger = method.cost(ledger, plan, machine)
@@ -202,6 +207,10 @@ class Estimator:
             samples_per_s=batch / time.step_s,
             tokens_per_s=batch * per_sample / time.step_s if language else None,
         )
+
+    def peak_with_blocks(self, plan: Plan, count: int) -> float:
+        """Bytes at the largest instant of a step of the model with only so many of its blocks, of tensors alone."""
+        return folded(with_blocks(self.profiler.ledger(plan), count), plan, self.machine).peak().total
 
     def least_step_s(self, plan: Plan) -> float:
         """Seconds of a step that no plan which cuts the model as this one can beat: replicas say nothing to each other, and share

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 from tightfit.errors import InputError
 from tightfit.job import Job
+from tightfit.models import model_config, shallow
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.rehearse import rehearse
 
 REHEARSED_BLOCKS = 24  # of a model on several devices, at most
+THIN = 6  # blocks that are rehearsed of a model on one device, where that finds what is folded of so many
+NEARLY = 1e-3
 REHEARSED = 3  # of those that an allocator may leave too little room for, at most
 
 
@@ -45,11 +48,23 @@ def _rehearse(estimator: Estimator, one: Estimate, job: Job) -> Estimate | None:
             settled  # fully_shard on a hundred blocks takes a minute: the folded figure stands, which tests hold to it
         )
     try:
+        if _agrees_when_thin(estimator, one, job):
+            return replace(settled, rehearsed=settled.peak.total)
         peak = rehearse(job, one.plan, one.machine.device, one.ledger.device)
     except InputError:  # a combination that this model cannot have: sqrt where more than one block hands on
         return None
     beside = settled.peak.rows["runtime"] + settled.peak.rows.get("allocator", 0.0)
     return replace(settled, rehearsed=peak.total + beside)
+
+
+def _agrees_when_thin(estimator: Estimator, one: Estimate, job: Job) -> bool:
+    """Whether a rehearsal of the model with few of its blocks finds, to the byte or nearly, what is folded of it: then so it is
+    with all of them, which take the same again. Raises InputError where the engine refuses it."""
+    few = shallow(job.model, THIN) if one.plan.devices == 1 else None
+    if few is None or one.ledger.blocks != getattr(model_config(job.model), "num_hidden_layers", None):
+        return False
+    found = rehearse(job.replace(model=few), one.plan, one.machine.device).total
+    return abs(found - estimator.peak_with_blocks(one.plan, THIN)) <= NEARLY * found
 
 
 __all__ = ["first_that_fits"]

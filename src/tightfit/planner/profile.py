@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from tightfit.entries import Parameter, Update
+from tightfit.entries import EVERYWHERE, Parameter, Update
 from tightfit.errors import InputError
 from tightfit.job import Job, LossSpec, ModelSpec
 from tightfit.ledger import Ledger
@@ -43,13 +43,12 @@ from tightfit.planner.fit import fitted
 from tightfit.planner.kept import identity, kept
 from tightfit.planner.storages import tensor_bytes, tensors_in
 from tightfit.planner.target import as_on, processes
-from tightfit.planner.thin import Depth, thinned
+from tightfit.planner.thin import Depth, created
 from tightfit.planner.trace import trace
 from tightfit.planner.updates import trace_clipping, trace_updates
 from tightfit.program import Operation, Passage
 
 DECIDING = (attention, loss, compile, precision)  # rooms that decide which operations run; in the order of METHODS
-EVERYWHERE = (-1, 10**9)  # of a buffer: before the blocks and after them, and it is small
 MOST_CHUNKS = 64  # chunks of a loss that are traced one after another: more are more of the same
 
 
@@ -238,19 +237,18 @@ class Profiler:
         """The job's model, for a room to edit, and what it stands for. One of transformers is created once for each type of its
         weights, thinned unless `whole`, and then copied but for its tensors: a deep one takes a second to create."""
 
-        def create() -> nn.Module:
-            return materialize.create_on_host(self.job.model, torch.device("cpu"), dtype)
+        def create(model: Any) -> nn.Module:
+            return materialize.create_on_host(model, torch.device("cpu"), dtype)
 
-        if not isinstance(self.job.model, ModelSpec) or self.job.model.python is not None:
-            model = (
-                create()
+        spec = self.job.model
+        if not isinstance(spec, ModelSpec) or spec.python is not None:
+            model = create(
+                spec
             )  # a user's module may hold what a copy would share, or lose, and read its blocks as it likes
             return model, Depth(tuple(path for path, _ in find_blocks(model, self._blocks_name)))
         whole = whole or self._whole
         if (dtype, whole) not in self._models:
-            model = create()
-            names = tuple(path for path, _ in find_blocks(model, self._blocks_name))
-            self._models[dtype, whole] = model, Depth(names) if whole else thinned(model, self._blocks_name)
+            self._models[dtype, whole] = created(spec, create, whole)
         model, depth = self._models[dtype, whole]
         held = [
             *model.parameters(),
@@ -310,7 +308,7 @@ class Profiler:
             with processes(plan.tp), self._mode, FakeValues():
                 model, depth = self._part(plan)
                 trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-                every = depth.whole(trained, lambda weight, name, number: nn.Parameter(torch.empty_like(weight)))
+                every = depth.whole(trained, lambda weight, name, number: weight)
                 self._clippings[key] = trace_clipping(list(every.values()), scaled, clip)
         return self._clippings[key]
 

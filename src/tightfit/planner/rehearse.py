@@ -126,7 +126,8 @@ def _first_step(run: Run, micro_batches: list[Batch]) -> None:
         if run.stages is not None:
             drain(run)
         return
-    with shortened(shards.blocks_of(run) if run.plan.compile != "model" else []):
+    apart = run.plan.compile != "model" and run.plan.recompute != "sqrt"  # whether each block runs by itself
+    with shortened(shards.blocks_of(run) if apart else []):
         accumulate(run, micro_batches, lambda: 1)
     for weight in (weight for group in run.optimizer.param_groups for weight in group["params"]):
         if weight.grad is None:
