@@ -58,11 +58,17 @@ class Pool:
         return [results[end] for end in self.ends]
 
     def part(self) -> None:
-        """Let the processes leave their groups, which all of them are done with."""
+        """Let the processes leave their groups, which all of them are done with: one after the other, or gloo's thread of one may
+        find a connection closed by another while its own process takes it apart."""
         if self.calls:
             self.calls = 0
             for end in self.ends:
                 end.send(None)
+            for end in self.ends:  # has let go of all that uses the groups
+                end.recv()
+            for end in self.ends:
+                end.send(None)
+                end.recv()
 
     def close(self) -> None:
         for process in self.processes:
@@ -111,7 +117,7 @@ def _serve(end: Connection, rank: int, size: int) -> None:
         except EOFError:
             return
         if asked is None:
-            _part()
+            _part(end)
             continue
         port, where, arguments, named = asked
         os.environ["MASTER_PORT"] = str(port)
@@ -126,8 +132,8 @@ def _serve(end: Connection, rank: int, size: int) -> None:
                 end.send(("error", AssertionError(traceback.format_exc())))
 
 
-def _part() -> None:
-    """Leave the groups. Each has its threads as long as anything holds it."""
+def _part(end: Connection) -> None:
+    """Leave the groups, when it is this process's turn. Each has its threads as long as anything holds it."""
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -136,8 +142,11 @@ def _part() -> None:
     mesh.forget()
     _clear_sharding_prop_cache()
     gc.collect()
+    end.send(None)
+    end.recv()
     if dist.is_initialized():
         dist.destroy_process_group()
+    end.send(None)
 
 
 def _end_with(parent: int) -> None:
