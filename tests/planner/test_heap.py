@@ -49,12 +49,6 @@ def test_blocks_of_32_mebibytes_are_mapped_each_time() -> None:
         assert heap._top == 0
 
 
-def test_a_lean_allocator_maps_every_block() -> None:
-    heap = Heap(mapped_from=MB)
-    for _ in range(3):
-        assert fetched_by(heap, "4", "2", "-4", "-2") == 6
-
-
 def test_a_ledger_s_fetches_by_allocator() -> None:
     """Kept memory is fetched by nobody, a lean allocator's with every block, and glibc's own somewhere between."""
     images = [(torch.zeros(3, 128, 128), number) for number in range(8)]  # so that blocks have 8 MiB

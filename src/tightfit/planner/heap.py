@@ -22,17 +22,12 @@ STEPS = 3  # played; the last counts
 
 
 class Heap(Owned):
-    """A process's memory as glibc deals it out.
+    """A process's memory as glibc deals it out where nobody has told it how."""
 
-    mapped_from  bytes from which blocks are mapped by themselves, and given back at the end; None where glibc learns that
-    """
-
-    def __init__(self, mapped_from: float | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.learns = mapped_from is None
-        self.threshold = int(mapped_from or LARGEST_THRESHOLD)
-        self.trim = int(mapped_from or 2 * PAD)
         self.fetched = 0  # bytes
+        self._trim = 2 * PAD
         self._free = Free()
         self._top = 0  # where the blocks end
         self._end = 0  # of the heap
@@ -40,15 +35,15 @@ class Heap(Owned):
 
     def allocate(self, size: int) -> tuple[int | None, int]:
         size = -(-(size + ALIGNED + 2 * ROUNDED + ROUNDED // 2) // ROUNDED) * ROUNDED
-        if self.learns and size < self.threshold:
-            self.trim = max(self.trim, 2 * size)
+        if size < LARGEST_THRESHOLD:
+            self._trim = max(self._trim, 2 * size)
         block = self._free.take(size)
         if block is not None:
             address, found = block
             if found > size:
                 self._free.give(address + size, found - size)
             return address, size
-        if self._end - self._top < size and size >= self.threshold:
+        if self._end - self._top < size and size >= LARGEST_THRESHOLD:
             self.fetched += size
             return None, size
         address, self._top = self._top, self._top + size
@@ -67,7 +62,7 @@ class Heap(Owned):
             return
         self._free.remove(address)
         self._top = address
-        if self._end - self._top >= self.trim:
+        if self._end - self._top >= self._trim:
             self._end = -(-(self._top + PAD) // PAGE) * PAGE
             self._written = min(self._written, self._end)
 
@@ -76,7 +71,9 @@ def fetched_bytes(ledger: Ledger) -> float:
     """Bytes that a step fetches from the system: none where the process keeps what it frees."""
     if ledger.keeps_memory:
         return 0.0
-    heap, before = Heap(ledger.mapped_from), 0
+    if ledger.mapped_from is not None:
+        return ledger.micro_batches * _mapped_bytes(ledger, ledger.mapped_from)
+    heap, before = Heap(), 0
     visits: list[int] = []
     for step in played(heap, ledger, STEPS):
         if step == STEPS - 1:
@@ -87,6 +84,17 @@ def fetched_bytes(ledger: Ledger) -> float:
         ledger.micro_batches - len(passed) if ledger.stage is None else 0
     )  # of its micro-batches the first two are played
     return sum(passed) + alike * passed[-1] + update
+
+
+def _mapped_bytes(ledger: Ledger, mapped_from: float) -> float:
+    """Of a micro-batch's blocks that are mapped by themselves."""
+    sizes = (
+        buffer.size.at(ledger.micro_batch)
+        for passage in ledger.training
+        for buffer, sign in passage.timeline.events
+        if sign > 0
+    )
+    return sum(size for size in sizes if size >= mapped_from)
 
 
 __all__ = ["Heap", "fetched_bytes"]
