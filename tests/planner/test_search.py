@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -104,6 +105,26 @@ def test_a_search_collects_seldom_and_leaves_the_collector_as_it_was(monkeypatch
     search(cases.job("llama"), GPU, {"compile": "none"})
     assert within == [searching.COLLECTED]
     assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize(("off", "asked"), [(0.0, [6]), (0.01, [6, 9])])
+def test_a_deep_model_is_rehearsed_whole_only_where_few_of_its_blocks_differ_from_what_is_folded(
+    off: float, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = cases.job("llama")
+    job = job.replace(model={**job.model.content(), "num_hidden_layers": 9})
+    depths: list[int] = []
+
+    def noted(job: tightfit.Job, *arguments: Any) -> Any:
+        depths.append(model_config(job.model).num_hidden_layers)
+        return rehearse(job, *arguments)
+
+    folded = Estimator.peak_with_blocks
+    monkeypatch.setattr(finalists, "rehearse", noted)
+    monkeypatch.setattr(Estimator, "peak_with_blocks", lambda *arguments: (1 + off) * folded(*arguments))
+    best = search(job, GPU, {"compile": "none"})[0]
+    assert depths == asked
+    assert best.rehearsed == pytest.approx(best.peak.total, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["gpt2-xl", "llama-3-70b", "t5-3b"])
