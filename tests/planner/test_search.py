@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,49 @@ def test_a_picture_has_a_picture_s_name_and_analysis_happens_here(job_file: Path
         explain_command(job_file, None, None, None, 1, False, tmp_path / "mem.gif", [], False)
     with pytest.raises(InputError, match="runs here"):
         explain_command(job_file, None, "t4", None, 1, True, None, [], False)
+
+
+def test_what_the_engine_refuses_is_passed_over_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    fastest = search(cases.job("llama"), GPU)[0].plan
+
+    def refusing(job: tightfit.Job, plan: tightfit.Plan, *arguments: Any) -> Any:
+        if plan == fastest:
+            raise InputError("plan: x", "this model is too odd", "another")
+        return rehearse(job, plan, *arguments)
+
+    monkeypatch.setattr(finalists, "rehearse", refusing)
+    chosen, *others = search(cases.job("llama"), GPU)
+    assert chosen.plan != fastest
+    assert {one.plan: one.rejected_because for one in others}[fastest] == "cannot be: this model is too odd"
+
+
+def test_where_the_engine_refuses_all_its_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> Any:
+        raise InputError("plan: x", "this model is too odd", "another")
+
+    monkeypatch.setattr(finalists, "rehearse", refuse)
+    with pytest.raises(InputError, match="too odd"):
+        search(cases.job("llama"), GPU)
+
+
+def test_a_plan_that_only_its_rehearsal_finds_too_large_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    fastest = search(cases.job("llama"), GPU)[0].plan
+
+    def larger(job: tightfit.Job, plan: tightfit.Plan, *arguments: Any) -> Any:
+        peak = rehearse(job, plan, *arguments)
+        return replace(peak, total=peak.total + 90e9) if plan == fastest else peak
+
+    monkeypatch.setattr(finalists, "rehearse", larger)
+    chosen, *others = search(cases.job("llama"), GPU)
+    assert chosen.plan != fastest
+    reason = {one.plan: one.rejected_because for one in others}[fastest]
+    assert reason.startswith("needs 84.")
+    assert reason.endswith(", 78.8 GiB are there")
+
+
+def test_what_is_faster_and_does_not_fit_stands_beside_what_is_slower() -> None:
+    free = search(cases.job("llama"), GPU, {"states": "fp32"})[0]
+    chosen, *others = search(limited(free.peak_bytes - 2e6), GPU, {"states": "fp32"})
+    assert others[0].fits
+    assert not others[1].fits
+    assert others[1].total_s < chosen.total_s

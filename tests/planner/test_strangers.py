@@ -48,7 +48,13 @@ def test_what_cannot_be_followed_is_refused_and_it_is_said_why(name: str) -> Non
     assert take_step(run, next(run.data.steps(0, None)), 0).loss > 0  # it trains all the same
 
 
-def test_a_model_that_fails_says_how() -> None:
-    broken = job("unet").replace(model=lambda: torch.nn.Linear(5, 5))
-    with pytest.raises(InputError, match="fails on tensors without values"):
+def test_a_model_that_fails_says_how_and_where() -> None:
+    class Broken(torch.nn.Module):
+        def forward(self, *values: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+            return {}["nothing"]  # type: ignore[no-any-return]
+
+    broken = job("unet").replace(model=Broken)
+    with pytest.raises(
+        InputError, match=r"fails on tensors without values: KeyError: 'nothing' \(test_strangers.py, line \d+\)"
+    ):
         estimate(broken, tightfit.Plan())

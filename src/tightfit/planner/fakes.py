@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -92,7 +94,17 @@ def traceable(model: nn.Module | None = None) -> Iterator[None]:
         raise _untraceable(f"has shapes or branches that depend on the data ({error.func})") from error
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, NotImplementedError) as error:
         said = str(error).strip().partition("\n")[0]
-        raise _untraceable(f"fails on tensors without values: {type(error).__name__}: {said}") from error
+        raise _untraceable(
+            f"fails on tensors without values: {type(error).__name__}: {said} ({_place(error)})"
+        ) from error
+
+
+def _place(error: Exception) -> str:
+    """File and line of what raised it, or of what called torch to: of a user's model, or of tightfit where the fault is its own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    library = str(Path(torch.__file__).parent)
+    last = next((frame for frame in reversed(frames) if not frame.filename.startswith(library)), frames[-1])
+    return f"{Path(last.filename).name}, line {last.lineno}"
 
 
 def _untraceable(found: str) -> InputError:

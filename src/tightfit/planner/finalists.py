@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.models import model_config, shallow
+from tightfit.plan import Plan
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.rehearse import rehearse
 
@@ -16,30 +17,68 @@ NEARLY = 1e-3
 REHEARSED = 3  # of those that an allocator may leave too little room for, at most
 
 
-def first_that_fits(estimator: Estimator, fitting: list[Estimate], job: Job) -> Estimate | None:
+@dataclass
+class Finals:
+    """What came of the rehearsals: the fastest plan that fits, None where there is none, and those that were passed over.
+
+    lacking  plans that do not fit when they are rehearsed, or would not with what others were found to need beside their tensors
+    refused  plans that the engine cannot run, and what it said
+    """
+
+    chosen: Estimate | None = None
+    lacking: dict[Plan, Estimate] = field(default_factory=dict)
+    refused: dict[Plan, InputError] = field(default_factory=dict)
+
+    def seen(self, one: Estimate) -> Estimate:
+        """What is known of a plan by now; of one that cannot be, why it was rejected."""
+        if one.plan in self.refused:
+            return replace(one, rejected_because=f"cannot be: {self.refused[one.plan].found}")
+        return self.lacking.get(one.plan, one)
+
+
+def first_that_fits(estimator: Estimator, fitting: list[Estimate], job: Job) -> Finals:
     """The fastest that fits when it is rehearsed, with what the allocator reserves.
 
     Where one is found not to, those that leave no more room than it did are put off, and of them only the leanest tried.
     """
+    finals = Finals()
     reserved, put_off = 0.0, []
     for one in fitting:
         if one.peak_bytes + reserved > one.limit_bytes:
             put_off.append(one)
-            continue
-        seen = _rehearse(estimator, one, job)
-        if seen is not None and seen.fits:
-            return seen
-        if seen is not None:
-            reserved = max(reserved, seen.peak_bytes - one.peak_bytes)
+            finals.lacking[one.plan] = _with_reserve(one, reserved)
+        elif _is_chosen(finals, estimator, one, job):
+            return finals
+        elif one.plan in finals.lacking:
+            reserved = max(reserved, finals.lacking[one.plan].peak_bytes - one.peak_bytes)
     for one in sorted(put_off, key=lambda one: one.peak_bytes)[:REHEARSED]:
+        if _is_chosen(finals, estimator, one, job):
+            return finals
+    return finals
+
+
+def _is_chosen(finals: Finals, estimator: Estimator, one: Estimate, job: Job) -> bool:
+    """Rehearses a plan, and notes what came of it. Whether it fits."""
+    finals.lacking.pop(one.plan, None)
+    try:
         seen = _rehearse(estimator, one, job)
-        if seen is not None and seen.fits:
-            return seen
-    return None
+    except InputError as error:  # a combination that this model cannot have: sqrt where more than one block hands on
+        finals.refused[one.plan] = error
+        return False
+    if seen.fits:
+        finals.chosen = seen
+    else:
+        finals.lacking[one.plan] = seen
+    return seen.fits
 
 
-def _rehearse(estimator: Estimator, one: Estimate, job: Job) -> Estimate | None:
-    """`one` with what the allocator reserves and, if it still fits, as rehearsed; None where the engine refuses it."""
+def _with_reserve(one: Estimate, reserved: float) -> Estimate:
+    rows = {**one.peak.rows, "allocator": reserved}
+    return replace(one, peak=replace(one.peak, total=one.peak.total + reserved, rows=rows), settled=True)
+
+
+def _rehearse(estimator: Estimator, one: Estimate, job: Job) -> Estimate:
+    """`one` with what the allocator reserves and, if it still fits, as rehearsed. Raises InputError where the engine refuses it."""
     settled = estimator.settle(one)
     if not settled.fits:
         return settled
@@ -47,12 +86,9 @@ def _rehearse(estimator: Estimator, one: Estimate, job: Job) -> Estimate | None:
         return (
             settled  # fully_shard on a hundred blocks takes a minute: the folded figure stands, which tests hold to it
         )
-    try:
-        if _agrees_when_thin(estimator, one, job):
-            return replace(settled, rehearsed=settled.peak.total)
-        peak = rehearse(job, one.plan, one.machine.device, one.ledger.device)
-    except InputError:  # a combination that this model cannot have: sqrt where more than one block hands on
-        return None
+    if _agrees_when_thin(estimator, one, job):
+        return replace(settled, rehearsed=settled.peak.total)
+    peak = rehearse(job, one.plan, one.machine.device, one.ledger.device)
     beside = settled.peak.rows["runtime"] + settled.peak.rows.get("allocator", 0.0)
     return replace(settled, rehearsed=peak.total + beside)
 
@@ -67,4 +103,4 @@ def _agrees_when_thin(estimator: Estimator, one: Estimate, job: Job) -> bool:
     return abs(found - estimator.peak_with_blocks(one.plan, THIN)) <= NEARLY * found
 
 
-__all__ = ["first_that_fits"]
+__all__ = ["Finals", "first_that_fits"]

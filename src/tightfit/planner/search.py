@@ -8,6 +8,7 @@ rehearsed through the very engine before it is returned.
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -101,13 +102,29 @@ def search(
     else:
         found = [estimator.estimate(plan) for plan in among if is_legal(plan, job, machine.device)]
     fitting = sorted((one for one in found if one.fits), key=lambda one: (one.total_s, one.peak_bytes))
-    chosen = first_that_fits(estimator, fitting, job)
+    finals = first_that_fits(estimator, fitting, job)
+    chosen, found = finals.chosen, [finals.seen(one) for one in found]
     if chosen is None:
-        raise does_not_fit(min(found, key=lambda one: one.peak_bytes), job)
-    others = [one for one in fitting if one.plan != chosen.plan] + sorted(
-        (one for one in found if not one.fits), key=lambda one: one.total_s
-    )
+        possible = [one for one in found if not one.rejected_because]
+        if not possible:
+            raise next(iter(finals.refused.values()))
+        raise does_not_fit(min(possible, key=lambda one: one.peak_bytes), job)
+    others = _nearest([one for one in found if one.plan != chosen.plan], chosen)
     return [chosen, *(replace(one, rejected_because=_why(one, chosen)) for one in others[: KEPT - 1])]
+
+
+def _nearest(others: list[Estimate], chosen: Estimate) -> list[Estimate]:
+    """The plans that lost, those that came nearest first: in turn the next slower one that fits, and of the faster ones, which do
+    not, the one that lacks least; then the rest."""
+    others = list({one.plan: one for one in others}.values())
+    rejected = [one for one in others if not one.fits or one.rejected_because]
+    fitting = sorted(
+        (one for one in others if one.fits and not one.rejected_because), key=lambda one: (one.total_s, one.peak_bytes)
+    )
+    faster = sorted((one for one in rejected if one.total_s < chosen.total_s), key=lambda one: one.peak_bytes)
+    rest = sorted((one for one in rejected if one.total_s >= chosen.total_s), key=lambda one: one.total_s)
+    in_turn = [one for pair in itertools.zip_longest(fitting, faster) for one in pair if one is not None]
+    return in_turn + rest
 
 
 def worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float = math.inf) -> list[Estimate]:
@@ -315,6 +332,8 @@ def _most_saved_s(one: Estimate) -> float:
 
 
 def _why(one: Estimate, chosen: Estimate) -> str:
+    if one.rejected_because:
+        return one.rejected_because
     for name, (needed, there) in one.lacks().items():
         beside = "" if name == "memory" else f" of {name}"
         return f"needs {format_bytes(needed)}{beside}, {format_bytes(there)} are there"
