@@ -46,6 +46,7 @@ NO_METHODS = (
     "methods.ahead",
     "methods.shards",
     "methods.stores",
+    "methods.turns",
     "methods.vocabulary",
 )  # what the rooms share, and a part of one that is long enough for a file
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}

@@ -120,13 +120,14 @@ def test_backward_runs_once() -> None:
         loss.backward()
 
 
-def test_logits_never_live_at_once() -> None:
+def test_only_one_chunk_of_logits_lives_at_once() -> None:
+    """That, and its softmax in fp32."""
     tokens, width, vocabulary = 512, 8, 1000
     hidden, weight = torch.randn(tokens, width, requires_grad=True), torch.randn(vocabulary, width, requires_grad=True)
     targets = torch.randint(0, vocabulary, (tokens,))
     with StorageTracker([hidden, weight]) as tracker:
         linear_cross_entropy(hidden, weight, None, targets, 64).backward()
-    assert tracker.peak().total < 4 * tokens * vocabulary / 2
+    assert tracker.peak().total < 2.5 * 4 * 64 * vocabulary
 
 
 @pytest.mark.parametrize("name", ["final_logit_softcapping", "logit_scale", "logits_scaling"])

@@ -27,7 +27,7 @@ def optimizer_with(*gradients: float) -> torch.optim.Optimizer:
 )
 def test_unscale_divides_and_tells_what_overflowed(gradients: tuple[float, ...], finite: bool) -> None:
     optimizer = optimizer_with(*gradients)
-    assert LossScaler(4.0, dynamic=True).unscale(optimizer) is finite
+    assert LossScaler(4.0, dynamic=True).unscale(optimizer.param_groups[0]["params"]) is finite
     found = [p.grad for p in optimizer.param_groups[0]["params"] if p.grad is not None]
     if finite:
         assert [float(gradient[0]) for gradient in found] == [gradient / 4 for gradient in gradients]
@@ -36,7 +36,7 @@ def test_unscale_divides_and_tells_what_overflowed(gradients: tuple[float, ...],
 def test_unscale_takes_fp16_gradients() -> None:
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.float16))
     parameter.grad = torch.full((3,), 6e4, dtype=torch.float16)
-    assert LossScaler(2.0**10, dynamic=True).unscale(torch.optim.SGD([parameter]))
+    assert LossScaler(2.0**10, dynamic=True).unscale([parameter])
     assert float(parameter.grad[0]) == pytest.approx(6e4 / 2**10, rel=1e-3)
 
 

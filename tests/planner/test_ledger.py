@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from tightfit.measure.memory import sample_step
 from tightfit.planner.estimate import fold
 from tightfit.planner.profile import Profiler
 from tightfit.planner.rehearse import rehearse
+from tightfit.planner.trace import Recorder
+from tightfit.program import play
 
 MACHINE = Machine.detect()
 PLANS: list[dict[str, Any]] = [
@@ -80,6 +83,29 @@ def test_a_chunked_loss_is_folded_below_and_above_one_chunk(micro_batch: int, pr
     fields = {"chunked_loss": 128, "micro_batch": micro_batch}  # a chunk is four sequences
     rehearsed = rehearse(cases.job("llama"), tightfit.Plan(**fields)).total
     assert folded(profilers, "llama", fields) == pytest.approx(rehearsed, rel=0.02)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_chunks_that_are_alike_are_traced_as_if_each_were(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch is of 8 chunks; on a processor each goes through the softmax in two pieces."""
+    plan = tightfit.Plan(chunked_loss=128)
+    job = cases.job("llama").replace(train=tightfit.Train(batch=32))
+    short, peak = Profiler(job, device).ledger(plan), rehearse(job, plan, device)
+    taken: list[int] = []
+
+    def take_all(recorder: Recorder, of: Sequence[int]) -> Iterator[int]:
+        taken.append(len(of))
+        return iter(of)
+
+    monkeypatch.setattr(Recorder, "take_turns", take_all)
+    monkeypatch.setattr("tightfit.planner.rehearse.few", iter)
+    monkeypatch.setattr("tightfit.planner.profile.kept", lambda what, make: make())
+    whole = Profiler(job, device).ledger(plan)
+    assert taken[0] == 8
+    for one, other in zip(short.training, whole.training, strict=True):
+        assert one.timeline.operations == other.timeline.operations
+        assert play(one.timeline, 32) == play(other.timeline, 32)
+    assert peak.rows == rehearse(job, plan, device).rows
 
 
 @pytest.mark.parametrize("fields", [{}, {"precision": "bf16-mixed"}], ids=str)

@@ -121,7 +121,7 @@ def update(run: Run) -> tuple[float | None, bool]:
     finite, norm = True, None
     _sum_shared(run)
     if run.loss_scale is not None:
-        finite = everywhere(run, run.loss_scale.unscale(run.optimizer))
+        finite = everywhere(run, run.loss_scale.unscale(_weights(run)))
         run.loss_scale.update(finite)
     if run.job.train.clip is not None:
         norm = clip(run, run.job.train.clip)
@@ -145,6 +145,10 @@ def _sum_shared(run: Run) -> None:
         gradient.copy_(whole.view(gradient.shape))
 
 
+def _weights(run: Run) -> list[torch.Tensor]:
+    return [weight for group in run.optimizer.param_groups for weight in group["params"]]
+
+
 def drain(run: Run) -> None:
     """Bring what an asynchronous pipeline still has under way to its end, updates included."""
     if run.stages is not None:
@@ -162,10 +166,10 @@ def everywhere(run: Run, holds: bool) -> bool:
 
 def clip(run: Run, limit: float) -> float:
     """Scale the gradients so that the norm of all of them together, on all devices, is at most `limit`; returns it."""
-    weights = [weight for group in run.optimizer.param_groups for weight in group["params"] if weight.grad is not None]
+    weights = [weight for weight in _weights(run) if weight.grad is not None]
     if run.mesh is None:
         return float(torch.nn.utils.clip_grad_norm_(weights, limit))
-    gradients = [local(weight.grad) for weight in weights]
+    gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
     elsewhere = set(weights_named(run, run.stages.copies)) if run.stages is not None else set()
     squares = torch.zeros(2, device=run.device)  # of what is cut among the tp devices, and of what each of them has
     cut = slices_of(run)

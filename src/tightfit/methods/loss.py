@@ -23,6 +23,7 @@ from torch.nn import functional
 from tightfit.errors import InputError
 from tightfit.ledger import traced
 from tightfit.methods.run import Run, kind_of
+from tightfit.methods.turns import turns
 from tightfit.methods.vocabulary import divided_cross_entropy_with_gradient
 from tightfit.models.objective import IGNORED, Batch, Objective
 from tightfit.plan import Plan
@@ -193,17 +194,19 @@ def _sum_and_gradients(
     for_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] and not one else None
     for_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
     loss = torch.zeros((), device=hidden.device)
-    for start in range(0, len(hidden), chunk):
-        rows, labels = hidden[start : start + chunk].to(dtype), targets[start : start + chunk]
+
+    def take(here: slice) -> None:  # whose tensors are gone at its end, before the next chunk's logits come
+        nonlocal for_weight
+        rows, labels = hidden[here].to(dtype), targets[here]
         logits = functional.linear(rows, narrow_weight, narrow_bias)
         if divided is None:
             part, gradient = cross_entropy_with_gradient(logits, labels, at_a_time)
         else:
             part, gradient = divided_cross_entropy_with_gradient(logits, labels, *divided)
-        loss += part
+        loss.add_(part)
         counts = (labels != IGNORED).to(dtype).unsqueeze(1)
         if for_hidden is not None:
-            torch.mm(gradient, narrow_weight, out=for_hidden[start : start + chunk]).mul_(counts)
+            torch.mm(gradient, narrow_weight, out=for_hidden[here]).mul_(counts)
         if wanted[1] and one:
             for_weight = gradient.t() @ (rows * counts)
         elif for_weight is not None and dtype == torch.float32:
@@ -211,7 +214,10 @@ def _sum_and_gradients(
         elif for_weight is not None:
             for_weight += gradient.t() @ (rows * counts)
         if for_bias is not None:
-            for_bias += (gradient.t() @ counts).squeeze(1)
+            for_bias.add_((gradient.t() @ counts).squeeze(1))
+
+    for start in turns(range(0, len(hidden), chunk)):
+        take(slice(start, start + chunk))
     return loss, (for_hidden, for_weight, for_bias)
 
 
@@ -221,13 +227,18 @@ def cross_entropy_with_gradient(logits: Tensor, labels: Tensor, rows: int = ROWS
     The gradient is softmax less one at the label; in rows whose label is IGNORED it means nothing.
     """
     loss = torch.zeros((), device=logits.device)
-    for part, label in zip(logits.split(rows), labels.split(rows), strict=True):
-        counts = label != IGNORED
-        safe = label.where(counts, 0).unsqueeze(1)
-        chosen, largest = part.gather(1, safe).float(), part.amax(-1, keepdim=True).float()
-        probability = functional.softmax(part, -1, dtype=torch.float32)
-        log_sum = largest - probability.amax(-1, keepdim=True).log()
-        loss += ((log_sum - chosen) * counts.unsqueeze(1)).sum()
-        gradient_there = probability.gather(1, safe).sub_(1).to(part.dtype)
-        part.copy_(probability).scatter_(1, safe, gradient_there)
+    for start in turns(range(0, len(logits), rows)):
+        here = slice(start, start + rows)
+        loss += _loss_and_gradient_within(logits[here], labels[here])
     return loss, logits
+
+
+def _loss_and_gradient_within(logits: Tensor, labels: Tensor) -> Tensor:
+    counts = labels != IGNORED
+    safe = labels.where(counts, 0).unsqueeze(1)
+    chosen, largest = logits.gather(1, safe).float(), logits.amax(-1, keepdim=True).float()
+    probability = functional.softmax(logits, -1, dtype=torch.float32)
+    log_sum = largest - probability.amax(-1, keepdim=True).log()
+    gradient_there = probability.gather(1, safe).sub_(1).to(logits.dtype)
+    logits.copy_(probability).scatter_(1, safe, gradient_there)
+    return ((log_sum - chosen) * counts.unsqueeze(1)).sum()

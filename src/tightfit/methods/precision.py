@@ -13,7 +13,7 @@ Source  Micikevicius et al. 2018, arXiv:1710.03740 (mixed precision, loss scalin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -91,8 +91,8 @@ class LossScaler:
         self.value, self.dynamic, self.patience = float(value), dynamic, patience
         self.skipped, self.finite_steps = 0, 0
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
-        found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    def unscale(self, parameters: Iterable[Tensor]) -> bool:
+        found = [parameter.grad for parameter in parameters if parameter.grad is not None]
         gradients = [gradient for gradient in found if gradient.numel()]  # of a device's rows there may be none
         if not gradients:
             return True

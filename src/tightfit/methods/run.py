@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -59,7 +59,7 @@ class LossScale(Protocol):
     value: float
     skipped: int
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> bool:
+    def unscale(self, parameters: Iterable[Tensor]) -> bool:
         """Divide the gradients by `value`; whether all of them are finite."""
 
     def update(self, finite: bool) -> None:

@@ -308,7 +308,7 @@ class Profiler:
             with processes(plan.tp), self._mode, FakeValues():
                 model, depth = self._part(plan)
                 trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-                every = depth.whole(trained, lambda weight, name, number: nn.Parameter(torch.empty_like(weight)))
+                every = depth.whole(trained, lambda weight, name, number: weight)
                 self._clippings[key] = trace_clipping(list(every.values()), scaled, clip)
         return self._clippings[key]
 

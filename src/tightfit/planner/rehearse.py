@@ -18,6 +18,7 @@ from tightfit.job import Job
 from tightfit.machine import Figure, Machine
 from tightfit.methods import optimizer_states, shards
 from tightfit.methods.run import Run
+from tightfit.methods.turns import few, taken_by
 from tightfit.models.objective import Batch, processed_count, sample_count
 from tightfit.plan import Plan
 from tightfit.planner.example import example, is_padded, sized
@@ -105,7 +106,7 @@ def rehearse(job: Job, plan: Plan, device: str = "cpu", stage: int = 0) -> Peak:
         if optimizer_states.takes_all_at_once(plan, device):
             take_all_at_once(run.optimizer)
         steps = run.data.steps(0, None)
-        with traceable(run.model):
+        with traceable(run.model), taken_by(few):
             _first_step(run, next(steps)[:1])
             micro_batches = next(steps)
             several = range(2 * run.stages.delay if run.stages is not None else 0)

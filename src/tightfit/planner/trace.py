@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from tightfit.methods.turns import taken_by
 from tightfit.planner.passing import watched
 from tightfit.planner.storages import ACCUMULATES, storages_of
 from tightfit.program import Buffer, Linear, Operation, Passage, Timeline
@@ -141,6 +142,27 @@ class Recorder(TorchDispatchMode):
         passage = self.program[-1]
         passage.needed = len(passage.events), len(passage.operations)
         return tensor.detach()
+
+    def take_turns(self, of: Sequence[int]) -> Iterator[int]:
+        """Of a loop whose turns are alike the first two and the last; what the second did is repeated for those between. All of
+        them where the second leaves something behind."""
+        if len(of) <= 3:
+            yield from of
+            return
+        yield of[0]
+        passage = self.program[-1]
+        events, operations = len(passage.events), len(passage.operations)
+        yield of[1]
+        came, done = passage.events[events:], passage.operations[operations:]
+        left: Counter[_Storage] = Counter()
+        for seen, sign in came:
+            left[seen] += sign
+        if any(left.values()):
+            yield from of[2:]
+            return
+        passage.events += came * (len(of) - 3)
+        passage.operations += done * (len(of) - 3)
+        yield of[-1]
 
     def _gradient(self, name: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -276,7 +298,13 @@ def trace(
     recorder.know([list(parameters.values()), list(model.buffers()), batch])
     if not training:
         recorder.phase = "inference"
-    with torch.set_grad_enabled(training), recorder, watched(blocks, recorder, missing), ExitStack() as stack:
+    with (
+        torch.set_grad_enabled(training),
+        recorder,
+        watched(blocks, recorder, missing),
+        taken_by(recorder.take_turns),
+        ExitStack() as stack,
+    ):
         recorder.begin("start")
         if training:
             stack.enter_context(saved_tensors_hooks(recorder.mark_saved, lambda tensor: tensor))

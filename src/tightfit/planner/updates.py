@@ -59,20 +59,20 @@ def _update(optimizer: Optimizer, parameter: Tensor, at_once: bool) -> Update:
 
 
 def trace_clipping(parameters: list[nn.Parameter], scaled: bool, clip: float | None) -> tuple[Operation, ...]:
-    """What is done to the gradients of all of these together before the update.
+    """What is done to the gradients of all of these together before the update. One may stand for several that are alike.
 
     scaled  by a loss scale, so that they are divided by it and looked at; clip: the job's, None for none
     """
     if not scaled and clip is None:
         return ()
-    for parameter in parameters:
+    for parameter in set(parameters):
         parameter.grad = torch.empty_like(parameter)
     recorder = Recorder({})
     recorder.know([*parameters, *(parameter.grad for parameter in parameters)])
     with recorder:
         recorder.begin("clipping")
         if scaled:
-            LossScaler(1.0, dynamic=False).unscale(torch.optim.SGD(parameters, lr=0.0))
+            LossScaler(1.0, dynamic=False).unscale(parameters)
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(parameters, clip)
     for parameter in parameters:
