@@ -9,7 +9,7 @@ import pytest
 
 _SEVERAL = re.compile(
     r"engine/test_(several_devices|limits|hosts|freed)"
-    r"|methods/test_(collectives|pipeline|tensor_parallel|parameter_server|data_parallel|context_parallel|offload)"
+    r"|methods/test_(collectives|pipeline|tensor_parallel|parameter_server|data_parallel|shards|context_parallel|offload)"
     r"|contract/.*[\[,+](dp_replicate|dp_shard|cp|tp|pp|parameter_server)="
 )
 

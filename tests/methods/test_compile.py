@@ -92,3 +92,46 @@ def test_a_model_without_blocks_is_compiled_whole_or_refused(counter: CompileCou
         tightfit.build(flat, tightfit.Plan(compile="block"))
     assert losses(flat, tightfit.Plan(compile="model")) == pytest.approx(losses(flat, tightfit.Plan()))
     assert counter.frame_count == 1
+
+
+class Counting(nn.Module):
+    """A block whose output depends on how often it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.scale * self.inner(x) / self.calls
+
+
+class Constant(Counting):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.inner(x)
+
+
+class Counted(nn.Module):
+    def __init__(self, block: type[Counting]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("regions", ["block", "model"])
+def test_buffers_that_blocks_change_are_not_computed_again_by_the_compiler(
+    regions: str, counter: CompileCounterWithBackend
+) -> None:
+    samples = [(torch.randn(8), index % 8) for index in range(8)]
+    train = tightfit.Train(batch=4, steps=2, trackers=())
+    plan = tightfit.Plan(compile=regions, recompute="full")
+    with pytest.raises(InputError, match=r"blocks.0.calls changes in forward"):
+        losses(tightfit.Job(model=lambda: Counted(Counting), data=samples, train=train), plan)
+    constant = tightfit.Job(model=lambda: Counted(Constant), data=samples, train=train)
+    assert losses(constant, plan) == pytest.approx(losses(constant, tightfit.Plan()), rel=1e-6)

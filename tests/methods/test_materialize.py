@@ -176,7 +176,7 @@ def test_what_16_bits_would_lose_stays_in_fp32(create):
     assert kept["rotary_inv_freq"].dtype == torch.float32
     assert kept["steps"].dtype == torch.int64
     assert kept["window"].dtype == torch.bfloat16
-    assert kept["scale"].dtype == torch.bfloat16
+    assert kept["scale"].dtype == torch.float64
     norms, _ = created(create, Convolutional, torch.bfloat16)
     assert {key: str(value.dtype) for key, value in norms.items() if key.startswith("net.1.")} == {
         "net.1.weight": "torch.float32",
@@ -186,6 +186,24 @@ def test_what_16_bits_would_lose_stays_in_fp32(create):
         "net.1.num_batches_tracked": "torch.int64",
     }
     assert norms["net.0.weight"].dtype == torch.bfloat16
+
+
+class Precise(nn.Module):
+    """Widened by its author, who casts in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(4, 2).double(), nn.Linear(2, 2)
+        self.register_buffer("time", torch.tensor(1e9 + 1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("create", [create_on_host, create_on_device])
+def test_what_is_kept_in_64_bits_stays_so(create, dtype):
+    kept, _ = created(create, Precise, dtype)
+    assert kept["wide.weight"].dtype == kept["wide.bias"].dtype == torch.float64
+    assert kept["narrow.weight"].dtype == dtype
+    assert kept["time"].item() == 1e9 + 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

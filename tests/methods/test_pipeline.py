@@ -243,6 +243,62 @@ def head_first() -> str:
     return ""
 
 
+class Twice(torch.nn.Module):
+    """Goes through its blocks twice, as ALBERT does. idle: the first half of them is frozen, and all that lies before."""
+
+    def __init__(self, rounds: int = 2, idle: bool = False) -> None:
+        super().__init__()
+        self.rounds = rounds
+        self.stem = torch.nn.Linear(4, 8).requires_grad_(not idle)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()).requires_grad_(not idle or n > 1)
+            for n in range(4)
+        )
+        self.head = torch.nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for _ in range(self.rounds):
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x)
+
+
+def job_of(model: Any) -> tightfit.Job:
+    samples = [(torch.randn(4), 1) for _ in range(16)]
+    return tightfit.Job(model=model, data=samples, train=tightfit.Train(batch=4, steps=1))
+
+
+def last_device_of_twice() -> str:
+    run = tightfit.build(job_of(Twice), tightfit.Plan(pp=2))
+    try:
+        if rank() == 1:
+            run.stages._receive = lambda action, key, like: torch.zeros(4, 8)  # type: ignore[union-attr, attr-defined]
+            run.stages.forward(run, Action(FORWARD, 1, 0), next(run.data.steps(0, None))[0], 1.0)  # type: ignore[union-attr, attr-defined]
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def idle() -> str:
+    try:
+        tightfit.build(job_of(lambda: Twice(rounds=1, idle=True)), tightfit.Plan(pp=2))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_blocks_that_are_called_twice_are_refused_before_anyone_waits() -> None:
+    assert "does not call its blocks in a row, each once" in together(2, HERE + "last_device_of_twice")[1]
+    with pytest.raises(InputError, match="each once"):
+        tightfit.estimate(job_of(Twice), tightfit.Plan(pp=2), tightfit.Machine.named("a100-80gb:2"))
+
+
+def test_a_device_without_anything_to_train_is_refused_by_all() -> None:
+    for error in together(2, HERE + "idle"):
+        assert "device 0 of the pipeline would have no trainable parameter" in error
+
+
 def received() -> tuple[list[str], list[str]]:
     """How a device asked for its messages: in a first step, where their shapes are not known, and in the second."""
     job = cases.make_case("llama").job

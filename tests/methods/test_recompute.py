@@ -159,3 +159,57 @@ def test_sqrt_refuses_a_model_that_does_more_between_its_blocks() -> None:
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(InputError, match="no repeated blocks to recompute"):
         build("full", Blockless)
+
+
+class Alone(Net):
+    """Calls its first block by itself before all of them, as a model does that looks at its own targets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.blocks[0](x)
+        return super().forward(x) + target.mean()
+
+
+class Backwards(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("model", [Alone, Backwards])
+def test_sqrt_refuses_blocks_that_are_not_called_in_a_row(model: type[Net]) -> None:
+    with pytest.raises(InputError, match="recompute: full"):
+        build("sqrt", model).loss_sum(batch())
+    assert gradients(build("full", model))
+
+
+class Slopes(Net):
+    """Takes a gradient within its forward, through its blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        out = super().forward(x)
+        if not torch.is_grad_enabled():
+            return out
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out + slope.square().mean()
+
+
+def test_a_forward_may_take_gradients_itself() -> None:
+    plain, again = gradients(build("none", Slopes)), gradients(build("full", Slopes))
+    for one, other in zip(plain, again, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class InPlace(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.outer = nn.Sequential(block.outer, nn.ReLU(inplace=True))
+
+
+def test_selective_says_what_it_cannot_keep() -> None:
+    with pytest.raises(InputError, match="writes in place"):
+        gradients(build("selective", InPlace))
+    assert gradients(build("full", InPlace))

@@ -85,6 +85,20 @@ def test_fused_kernel_agrees_with_the_default_one(name: str, dtype: torch.dtype)
         torch.testing.assert_close(default, fused, rtol=tolerance, atol=tolerance)
 
 
+def test_a_first_gradient_may_come_late() -> None:
+    """As where a layer is left out of some steps; torch's fused kernel of SGD would fail."""
+    models = [make_model() for _ in range(2)]
+    train = Train(optimizer="sgd", learning_rate=0.01)
+    optimizers = [make_optimizer(model, train, fused=fused) for model, fused in zip(models, (False, True), strict=True)]
+    for turn in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for number, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.ones_like(parameter) if turn or number else None
+            optimizer.step()
+    for default, fused in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(default, fused)
+
+
 def test_kernel_is_the_plans_also_after_a_resume() -> None:
     model = make_model()
     default = make_optimizer(model, Train())

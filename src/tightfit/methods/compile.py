@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
 from tightfit.errors import InputError
@@ -49,8 +49,8 @@ def apply(run: Run, plan: Plan) -> Run:
     backend = BACKEND if active_fake_mode() is None else stand_in()
     dynamic = active_fake_mode() is None and run.data.ragged
     full = plan.micro_batch_of(run.job.train.batch) if active_fake_mode() is None else None
+    name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
     if plan.compile == "block":
-        name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
         blocks = find_blocks(run.model, name)
         if not blocks:
             raise InputError(
@@ -61,7 +61,43 @@ def apply(run: Run, plan: Plan) -> Run:
         compiled = run.loss_sum
     else:
         compiled = torch.compile(run.loss_sum, dynamic=dynamic, backend=backend)
+    if plan.recompute != "none" and active_fake_mode() is None:
+        compiled = leaving_buffers(compiled, run.model, name)
     return replace(run, loss_sum=steady(compiled, run.loss_sum, full))
+
+
+def leaving_buffers(
+    compiled: Callable[[Batch], Tensor], model: nn.Module, name: str | None
+) -> Callable[[Batch], Tensor]:
+    """`compiled`, whose first forward shows whether blocks change buffers: a compiled forward that is computed again would
+    change them again. torch's compiler only knows the running statistics of norms. Raises InputError."""
+    held = [
+        (f"{path}.{inner}.{key}".replace("..", "."), module, key)
+        for path, block in find_blocks(model, name)
+        for inner, module in block.named_modules()
+        if not isinstance(module, nn.modules.batchnorm._NormBase)
+        for key in module._buffers
+        if module._buffers[key] is not None
+    ]
+    looked = not held
+
+    def loss_sum(batch: Batch) -> Tensor:
+        nonlocal looked
+        if looked:
+            return compiled(batch)
+        before = [module._buffers[key].clone() for _, module, key in held]  # type: ignore[union-attr]
+        total = compiled(batch)
+        looked = True
+        for (path, module, key), value in zip(held, before, strict=True):
+            if not torch.equal(module._buffers[key], value):  # type: ignore[arg-type]
+                raise InputError(
+                    "plan: compile with recompute",
+                    f"{path} changes in forward, and would again where that is computed again",
+                    "use compile: none, or recompute: none",
+                )
+        return total
+
+    return loss_sum
 
 
 def steady(

@@ -49,9 +49,21 @@ class Passage:
         self.take: Any = None
         self.form = 0
         self.left = 0  # blocks of the piece that have not run
+        self.passed = 0  # blocks before it that were called
 
     def begin(self, piece: range, take: Any) -> None:
-        self.piece, self.take, self.left = piece, take, len(piece)
+        self.piece, self.take, self.left, self.passed = piece, take, len(piece), 0
+
+    def pass_by(self, number: int) -> None:
+        """A block before the piece is called: each of them once, in order, or devices would wait for what nobody sends."""
+        if number != self.passed:
+            raise not_in_a_row()
+        self.passed += 1
+
+    def end(self) -> None:
+        """The piece has run."""
+        if self.left < 0:
+            raise not_in_a_row()
 
     def refuse(self, name: str, module: nn.Module, inputs: Any) -> None:
         """A module of which this device has no values is called where its output is used. Raises InputError."""
@@ -71,6 +83,10 @@ class Passage:
             raise InputError(
                 "plan: pp", f"a block returns {type(hidden).__name__}, and no hidden states to hand on", "use pp: 1"
             )
+
+
+def not_in_a_row() -> InputError:
+    return InputError("plan: pp", "the model does not call its blocks in a row, each once", "use pp: 1")
 
 
 class Leaves(BaseException):
@@ -97,7 +113,9 @@ class Elsewhere(nn.Module):
         if not isinstance(hidden, Tensor):
             raise InputError("plan: pp", "the model hands no hidden states from block to block", "use pp: 1")
         if self.number >= passage.piece.stop:
+            passage.end()
             raise Leaves(hidden)
+        passage.pass_by(self.number)
         if self.given is not None:
             hidden = self.given(hidden)
         if self.number == passage.piece.start - 1:

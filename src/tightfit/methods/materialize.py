@@ -30,7 +30,7 @@ from tightfit.job import ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.mesh import Mesh, grown, onto_meta, shrink
-from tightfit.methods.run import Run, kind_of
+from tightfit.methods.run import Run, kind_of, refuse_hooks
 from tightfit.methods.shards import comes_and_goes
 from tightfit.methods.stages import pieces_of, pieces_with
 from tightfit.models import find_blocks, places_of
@@ -38,7 +38,7 @@ from tightfit.models.create import model_factory
 from tightfit.plan import Plan
 
 SLACK_BYTES = 2**20  # host memory for parameters beside the largest one there: biases and norms stay with their weight
-CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CAST = (torch.float16, torch.bfloat16, torch.float32)  # what is kept in 64 bits was widened for a reason
 VARIANTS = ({"materialize": "device"},)
 
 
@@ -139,7 +139,7 @@ def weights_dtype(plan: Plan) -> torch.dtype:
 def kept_dtype(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     """The type of one parameter or buffer of `module` in a model whose weights are `dtype`.
 
-    Only floating-point tensors are cast. Two kinds stay in fp32, as 16 bits would lose what they are for:
+    Only floating-point tensors of up to 32 bits are cast. Two kinds stay in fp32, as 16 bits would lose what they are for:
     the frequencies of rotary embeddings, which are multiplied by positions; and normalisations with running statistics,
     whose small updates would be rounded away. The latter keep their weight and bias in fp32 too: torch's batch_norm
     takes 16-bit inputs with either everything else in 16 bits or everything else in fp32.
@@ -179,6 +179,7 @@ def create_on_device(
     with _Staging(device, dtype, divided, own, put):
         created = factory()
     if divided is not None:
+        refuse_hooks(created, "plan: zero=3")
         onto_meta(created)
     return _finished(created, device, dtype)
 
@@ -308,11 +309,12 @@ class _Staging(TorchFunctionMode):
     def _place(self, parameter: nn.Parameter) -> None:
         del self.staged[id(parameter)]
         self.placed[parameter] = parameter.device, parameter.dtype
+        dtype = self.kept[parameter] if parameter.dtype in CAST else parameter.dtype  # widened since it was registered
         if id(parameter) in self.foreign:
-            nothing = torch.zeros((), dtype=self.kept[parameter], device=self.device)
+            nothing = torch.zeros((), dtype=dtype, device=self.device)
             parameter.data = nothing.expand(parameter.shape)
             return
-        values = parameter.data.to(self.device, self.kept[parameter])
+        values = parameter.data.to(self.device, dtype)
         if self.put is not None:
             there = self.stored.get(parameter)
             self.stored[parameter] = self.put(values) if there is None else there.copy_(values)

@@ -31,7 +31,7 @@ from tightfit.methods.pipedream import PipeDream
 from tightfit.methods.row import Pipeline
 from tightfit.methods.run import Run
 from tightfit.methods.sequences import dividing
-from tightfit.methods.stages import pieces_of, pieces_with, staged
+from tightfit.methods.stages import pieces_of, pieces_with, refuse_idle_devices, staged
 from tightfit.models import find_blocks, places_of
 from tightfit.plan import Plan
 
@@ -61,6 +61,8 @@ def apply(run: Run, plan: Plan) -> Run:
     own = [number for number in range(plan.stages) if number % plan.pp == run.mesh.rank("pp")]
     places = places_of(run.model, blocks)
     _refuse_what_cannot_be_cut(run.model, places, len(blocks))
+    trained = [places[name] for name, parameter in run.model.named_parameters() if parameter.requires_grad]
+    refuse_idle_devices(plan, pieces, trained)
     ends = {
         name for name, where in places.items() if len(pieces_with(where, pieces)) > 1
     }  # on the first device and on the last

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -259,7 +259,7 @@ def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -
     def forward_again_in_backward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if torch.compiler.is_compiling():  # the compiler recomputes operations, and changes a buffer once
+        if torch.compiler.is_compiling():  # see compile.py for buffers that it would change
             contexts: dict[str, Any] = {"context_fn": partial(selective_contexts, selective)} if selective else {}
             return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
         before = buffers.values()
@@ -308,13 +308,31 @@ def contexts_of(
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """What surrounds the first forward and the second."""
     first, second = selective_contexts(selective) if selective else (nullcontext(), nullcontext())
+    return first, _Again(lambda: buffers.rewound(before), second)
 
-    @contextmanager
-    def again() -> Iterator[None]:
-        with buffers.rewound(before), second:
-            yield
 
-    return first, again()
+class _Again:
+    """What surrounds each of the forwards that are computed again: two where the first took gradients of its own."""
+
+    def __init__(self, rewound: Callable[[], AbstractContextManager[None]], kept: AbstractContextManager[Any]) -> None:
+        self.rewound, self.kept = rewound, kept
+        self.open: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self.rewound())
+            stack.enter_context(self.kept)
+            self.open.append(stack.pop_all())
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool | None:
+        done = self.open.pop().__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError) and "has been mutated" in str(error):
+            raise InputError(
+                "plan: recompute=selective",
+                "a block writes in place to what is kept of it (relu(inplace=True), add_)",
+                "use recompute: full, or write to a new tensor",
+            ) from error
+        return done
 
 
 def selective_contexts(selective: int) -> Any:
@@ -351,11 +369,16 @@ def recompute_segment(blocks: list[nn.Module]) -> None:
     last_call: dict[str, Any] = {}
 
     def head(first: Any, *args: Any, **kwargs: Any) -> Any:
+        if last_call:  # nobody took what it gave last: it was called by itself
+            raise _not_in_a_row()
         output = whole(first, *args, **kwargs)
-        last_call.update(output=output, args=args, kwargs=kwargs)
+        if len(forwards) > 1:
+            last_call.update(output=output, args=args, kwargs=kwargs)
         return output
 
     def hand_on(position: int, first: Any, *args: Any, **kwargs: Any) -> Any:
+        if not last_call:
+            raise _not_in_a_row()
         shared = len(args) == len(last_call["args"]) and kwargs.keys() == last_call["kwargs"].keys()
         shared = shared and all(a is b for a, b in zip(args, last_call["args"], strict=True))
         shared = shared and all(kwargs[name] is last_call["kwargs"][name] for name in kwargs)

@@ -16,9 +16,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from tightfit.errors import InputError
 from tightfit.methods.deferred import Deferred
-from tightfit.methods.hollow import Elsewhere, Leaves, Passage
+from tightfit.methods.hollow import Elsewhere, Leaves, Passage, not_in_a_row
 from tightfit.methods.mesh import Mesh
 from tightfit.methods.run import Filler, Run, kind_of, to_device, weights_named
 from tightfit.models.objective import Batch
@@ -151,7 +150,8 @@ class Pipeline:
         finally:
             self._leave(action.chunk)
         if action.chunk != self.last:
-            raise InputError("plan: pp", "the model does not call its blocks in a row", "use pp: 1")
+            raise not_in_a_row()
+        self.passage.end()
         self.alive[action.chunk, action.micro_batch] = _Alive(_first(taken), loss, scale if counts else 0.0)
         return loss.detach() if counts else None
 

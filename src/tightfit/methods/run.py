@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.methods.mesh import Mesh, Slice
 from tightfit.methods.stores import TARGET, Store
@@ -207,6 +208,17 @@ def slices_of(run: Run) -> dict[nn.Parameter, Slice]:
     """What the optimizer of `run` holds of a parameter that is cut among the tp devices -> how it is cut."""
     parameters = dict(run.model.named_parameters())
     return {run.weights.get(parameters[name], parameters[name]): part for name, part in run.slices.items()}
+
+
+def refuse_hooks(model: nn.Module, asked: str) -> None:
+    """Raise InputError for a parameter with a hook on its gradient, which a method would lose that puts another in its place."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise InputError(
+                asked,
+                f"{name} has a hook on its gradient, of which a device has only a part",
+                "use neither, or no hook",
+            )
 
 
 def whole(run: Run, weight: Tensor, value: Tensor) -> Tensor:

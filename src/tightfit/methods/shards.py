@@ -12,7 +12,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,14 +23,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from tightfit.entries import Gathered, Parameter
+from tightfit.errors import InputError
 from tightfit.job import ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.methods.ahead import bring_ahead
 from tightfit.methods.collectives import GatherByRow, ScatterByRow, goes_by_row
 from tightfit.methods.mesh import DATA, Mesh, Statistics, on_mesh
-from tightfit.methods.run import Run
+from tightfit.methods.run import Run, refuse_hooks
 from tightfit.methods.stores import Gradients, Store, is_apart
-from tightfit.models import find_blocks
+from tightfit.models import find_blocks, places_of
 from tightfit.plan import Plan
 
 
@@ -77,6 +78,19 @@ def comes_and_goes(plan: Plan, kind: str) -> bool:
     """Whether parameters are on a device of this kind (cpu, cuda) only while their block is at work. A processor works with
     those that are offloaded where they are mapped."""
     return plan.zero == 3 or (kind == "cuda" and "parameters" in plan.offload)
+
+
+def refuse_what_stays_whole(described: Iterable[tuple[str, int, tuple[int, ...]]], blocks: int, plan: Plan) -> None:
+    """Raise InputError for parameters (name, dims, places: see `places_of`) that fully_shard cannot divide by rows, or bring
+    together for one block at a time."""
+    asked, fix = (
+        ("plan: zero=3", "use zero: 2") if plan.zero == 3 else ("plan: offload=parameters", "leave them out of it")
+    )
+    for name, dims, places in described:
+        if dims == 0:
+            raise InputError(asked, f"{name} is a single number, without rows", f"make it torch.ones(1), say, or {fix}")
+        if len(places) > 1 and any(0 <= place < blocks for place in places):
+            raise InputError(asked, f"{name} is used by several blocks, of which one is there at a time", fix)
 
 
 def blocks_of(run: Run) -> list[nn.Module]:
@@ -160,6 +174,10 @@ def _store(model: nn.Module, store: Store) -> None:
 def sharded(run: Run, plan: Plan) -> Run:
     """`run` with parameters that come and go."""
     assert run.mesh is not None
+    named = find_blocks(run.model, run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None)
+    places, parameters = places_of(run.model, named), dict(run.model.named_parameters())
+    refuse_what_stays_whole(((name, parameters[name].dim(), used) for name, used in places.items()), len(named), plan)
+    refuse_hooks(run.model, "plan: zero=3" if plan.zero == 3 else "plan: offload=parameters")
     store = run.store if "parameters" in plan.offload else None
     shards = Shards(run.model, blocks_of(run), run.mesh, narrow_type(plan), store, "gradients" in plan.offload)
     return replace(run, reduction=shards, weights=shards.weights)

@@ -11,6 +11,7 @@ from tightfit.entries import Stage
 from tightfit.errors import InputError
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
+from tightfit.methods.hollow import not_in_a_row
 from tightfit.methods.mesh import latency, link
 from tightfit.plan import Plan
 from tightfit.program import Buffer, Linear, Operation, Passage, Timeline
@@ -40,9 +41,25 @@ def pieces_with(places: Iterable[int], pieces: list[range]) -> set[int]:
     return {min(bisect_right(ends, max(place, 0)), len(pieces) - 1) for place in places}
 
 
+def refuse_idle_devices(plan: Plan, pieces: list[range], trained: list[tuple[int, ...]]) -> None:
+    """Raise InputError, on every device, where one of them would have nothing to train. trained: see `places_of`."""
+    for device in range(plan.pp):
+        own = set(range(device, plan.stages, plan.pp))
+        if not any(pieces_with(places, pieces) & own for places in trained):
+            raise InputError(
+                f"plan: pp={plan.pp}",
+                f"device {device} of the pipeline would have no trainable parameter",
+                "use pp: 1, or a split that gives each device some of those that are trained",
+            )
+
+
 def staged(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """The ledger of one device: its pieces' passages, parameters and updates, and the order of its actions."""
     pieces = pieces_of(plan, ledger.blocks)
+    called = [passage.block for passage in ledger.training if passage.phase == "forward" and passage.block is not None]
+    if called != sorted(set(called)):
+        raise not_in_a_row()
+    refuse_idle_devices(plan, pieces, [parameter.places for parameter in ledger.parameters if parameter.trainable])
     number = ledger.device
     own = [piece for piece in range(plan.stages) if piece % plan.pp == number]
     mine = {p.name for p in ledger.parameters if pieces_with(p.places, pieces) & set(own)}

@@ -32,7 +32,7 @@ from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.cutter import GATHERED, Cutter
 from tightfit.methods.mesh import latency, message
-from tightfit.methods.run import Run
+from tightfit.methods.run import Run, refuse_hooks
 from tightfit.methods.sequences import Sequences
 from tightfit.models import find_blocks
 from tightfit.plan import Plan
@@ -101,6 +101,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 def apply(run: Run, plan: Plan) -> Run:
     assert run.mesh is not None
+    refuse_hooks(run.model, f"plan: tp={plan.tp}")
     table = table_of(run)
     _check_heads(run.model, plan.tp)
     sequences = _sequences(run, plan) if plan.sequence_parallel else None

@@ -27,7 +27,7 @@ from tightfit.machine import Machine
 from tightfit.methods.buckets import Scattered, bucket_bytes
 from tightfit.methods.mesh import Mesh, Statistics, message, same_everywhere
 from tightfit.methods.run import Run
-from tightfit.methods.shards import gathered_bytes, gathered_of, narrow_names, sharded
+from tightfit.methods.shards import gathered_bytes, gathered_of, narrow_names, refuse_what_stays_whole, sharded
 from tightfit.plan import Plan
 
 VARIANTS = (
@@ -55,6 +55,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         messages.append(replace(message("parameters", moved, plan, machine, ("dp_shard",), buckets), hides=False))
         ledger = replace(ledger, sent=Sent(pieces, min(bucket, size), always=plan.zero == 2))
     else:
+        known = [p for p in ledger.parameters if p.places]  # buffers are nowhere
+        refuse_what_stays_whole(((p.name, len(p.shape), p.places) for p in known), ledger.blocks, plan)
         narrow = narrow_names(ledger)
         gathered = sum(gathered_bytes(p, narrow) for p in ledger.parameters if p.trainable)
         gathers = 2 * ledger.micro_batches * (pieces - 1) / pieces * gathered

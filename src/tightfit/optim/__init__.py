@@ -73,7 +73,9 @@ def _make(train: Train, groups: list[dict[str, Any]], fused: bool) -> Optimizer:
         case "adamw":
             return torch.optim.AdamW(groups, lr=rate, betas=train.betas, eps=train.epsilon, fused=kernel)
         case "sgd":
-            return torch.optim.SGD(groups, lr=rate, momentum=train.momentum, fused=kernel)
+            sgd = torch.optim.SGD(groups, lr=rate, momentum=train.momentum, fused=kernel)
+            sgd.register_step_pre_hook(_begin_late_momenta)
+            return sgd
         case "adafactor":
             return torch.optim.Adafactor(groups, lr=rate)
         case "lamb":
@@ -83,6 +85,16 @@ def _make(train: Train, groups: list[dict[str, Any]], fused: bool) -> Optimizer:
         case "lion":
             return Lion(groups, lr=rate, betas=train.betas)
     raise AssertionError(train.optimizer)
+
+
+def _begin_late_momenta(optimizer: Optimizer, *arguments: Any) -> None:
+    """Zeros as momentum where a parameter's first gradient comes late: torch's fused kernel knows only a first step of all."""
+    for group in optimizer.param_groups:
+        moving = [parameter for parameter in group["params"] if parameter.grad is not None and group["momentum"]]
+        late = [one for one in moving if optimizer.state.get(one, {}).get("momentum_buffer") is None]
+        if len(late) < len(moving):
+            for parameter in late:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _make_muon(model: nn.Module, trainable: list[nn.Parameter], train: Train) -> Optimizer:

@@ -134,8 +134,11 @@ def worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any], best_
     model and its states alone do not fit, one plan stands for all, the leanest where nothing else fits either.
 
     best_s  seconds of a step that are to be beaten
+
+    Raises InputError where the model can have none of them.
     """
     found: list[Estimate] = []
+    refused: list[InputError] = []
     ruled_out: dict[Any, list[Plan]] = {}
     divided: dict[Plan, int] = {}  # the lowest stage of ZeRO that makes enough room, with everything else as in a plan
     reached: dict[Any, int] = {}  # the largest micro-batch that fits, or is of use, with nothing that makes room
@@ -149,12 +152,20 @@ def worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any], best_
             continue
         larger = [plan for plan in plans if plan.micro_batch_of(batch) > reached.get(least, 0)]
         if larger:
-            seen = _growing(estimator, larger, best_s) if start.pp > 1 else _largest(estimator, larger)
+            try:
+                seen = _growing(estimator, larger, best_s) if start.pp > 1 else _largest(estimator, larger)
+            except (
+                InputError
+            ) as error:  # what this model cannot have, such as rows of a parameter that is a single number
+                refused.append(error)
+                continue
             found += seen
             if seen[-1].fits:  # so that room for larger micro-batches is of no use
                 divided[undivided] = min(plans[0].zero, divided.get(undivided, plans[0].zero))
             if plans[0].replace(micro_batch=None) == least:
                 reached[least] = _reached(seen, batch)
+    if not found and not ruled_out and refused:
+        raise refused[0]
     if any(one.fits for one in found):
         if start.tp * start.pp * start.cp > 1:  # of which many are looked at, and each would be traced
             return found

@@ -86,6 +86,7 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, tuple[_Storage, weakref.ref[torch.UntypedStorage]]] = {}
         self._made: list[int] = []
         self._known: set[int] = set()
+        self._hooks: list[Any] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -135,8 +136,6 @@ class Recorder(TorchDispatchMode):
 
     def end_backward(self) -> None:
         self._enter_backward(-1)
-        for hook in self._hooks:
-            hook.remove()
 
     def mark_saved(self, tensor: Tensor) -> Tensor:
         passage = self.program[-1]
@@ -234,6 +233,8 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._live.clear()
+        for hook in self._hooks:
+            hook.remove()
 
 
 def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], output: Any) -> Operation:
