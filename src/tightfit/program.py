@@ -96,12 +96,19 @@ class Passage:
     part      "block" for one of the repeated blocks, else where it lies between them
     block     its position among the model's blocks, None for what is no block
     phase     forward, backward, inference (a forward that keeps nothing) or optimizer
+    call      of a block that a forward calls more than once: which time
     """
 
     part: str
     phase: str
     timeline: Timeline
     block: int | None = None
+    call: int = 0
+
+    @property
+    def place(self) -> tuple[str, str, int | None, int]:
+        """What a passage is told by."""
+        return self.part, self.phase, self.block, self.call
 
 
 @dataclass(frozen=True, slots=True)
