@@ -66,18 +66,24 @@ class Timeline:
     needed  how many of the events, and of the operations, come before the last tensor that backward needs: where a
             recomputation stops
     inputs  of a block: the buffers that it was called with
+    kept    of a forward: the buffers, its own or others', that it keeps for backward
     """
 
     events: tuple[tuple[Buffer, int], ...] = ()
     operations: tuple[Operation, ...] = ()
     needed: tuple[int, int] = (0, 0)
     inputs: tuple[Buffer, ...] = ()
+    kept: frozenset[Buffer] = frozenset()
 
     def then(self, other: Timeline) -> Timeline:
         events, operations = other.needed
         needed = (len(self.events) + events, len(self.operations) + operations) if events else self.needed
         return Timeline(
-            self.events + other.events, self.operations + other.operations, needed, self.inputs + other.inputs
+            self.events + other.events,
+            self.operations + other.operations,
+            needed,
+            self.inputs + other.inputs,
+            self.kept | other.kept,
         )
 
     @property

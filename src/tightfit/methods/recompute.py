@@ -110,7 +110,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 def _recomputed(
     training: tuple[Passage, ...], inference: tuple[Passage, ...], segments: tuple[range, ...], selective: int
 ) -> tuple[Passage, ...]:
-    edit = _Recomputation(training, inference, selective)
+    edit = _Recomputation(training, inference, segments, selective)
     for segment in segments:
         for calls in zip(*(edit.calls.get(block, ()) for block in segment), strict=False):
             edit.recompute(calls)
@@ -123,9 +123,16 @@ Call = tuple[int, int]  # a block, and which of its calls: each is recomputed by
 class _Recomputation:
     """Edits a training program: segments of blocks that are computed again in backward."""
 
-    def __init__(self, training: tuple[Passage, ...], inference: tuple[Passage, ...], selective: int) -> None:
+    def __init__(
+        self,
+        training: tuple[Passage, ...],
+        inference: tuple[Passage, ...],
+        segments: tuple[range, ...],
+        selective: int,
+    ) -> None:
         self.training, self.selective = list(training), selective
         self.inference = {(p.block, p.call): p.timeline for p in inference if p.block is not None}
+        self.passing = {buffer for passage in inference[:-1] for buffer in passage.timeline.gone}  # gone before its end
         self.forward: dict[Call, int] = {}  # call -> where its forward stands
         self.backward: dict[Call, list[int]] = {}
         for place, passage in enumerate(self.training):
@@ -133,10 +140,17 @@ class _Recomputation:
                 self.forward[passage.block, passage.call] = place
             elif passage.block is not None:
                 self.backward.setdefault((passage.block, passage.call), []).append(place)
+        self.copies: dict[int, list[Buffer]] = {}  # of a block's weights, which autocast makes in its first call
         self.calls: dict[int, list[Call]] = {}  # of each block, those that backward comes to, in order
         for call in self.forward:
             if call in self.backward:
                 self.calls.setdefault(call[0], []).append(call)
+        blocks = {block for segment in segments for block in segment}
+        self.kept: set[Buffer] = set()  # by others than made it; a recomputed block keeps all that it is called with
+        for passage in self.training:
+            if passage.phase == "forward":
+                here, whole = passage.timeline, passage.block in blocks
+                self.kept.update(here.inputs if whole else here.kept.difference(here.born))
         self.end = max(place for place, passage in enumerate(self.training) if passage.phase == "forward")
 
     def recompute(self, segment: tuple[Call, ...]) -> None:
@@ -145,23 +159,36 @@ class _Recomputation:
         for call in segment:
             before = self.training[self.forward[call]].timeline
             saved = {buffer for place in self.backward[call] for buffer in self.training[place].timeline.gone}
+            anew = [replace(copy) for copy in self.copies.get(call[0], [])]  # autocast makes them once in a forward
+            self._put(self.backward[call][-1], self._backward_of(call).then(_freed(anew)))
+            again = again.then(Timeline(tuple((copy, 1) for copy in anew)))
             again = again.then(self._second(before, saved, stops=call == last))
             if call != segment[0]:
                 again = again.then(_freed([buffer for buffer in before.inputs if self._leaves(call, buffer)]))
-            self._forward(call, before, saved, keep_input=call == segment[0])
+            handed_on = self._handed_on(before, saved) if call == last else {}
+            self._forward(call, before, saved, handed_on, keep_input=call == segment[0])
+            again = _freed(list(handed_on.values())).then(again)
         place = self.backward[last][0]
         self._put(place, again.then(self.training[place].timeline))
 
     def _put(self, place: int, timeline: Timeline) -> None:
         self.training[place] = replace(self.training[place], timeline=timeline)
 
-    def _forward(self, call: Call, before: Timeline, saved: set[Buffer], keep_input: bool) -> None:
+    def _handed_on(self, before: Timeline, saved: set[Buffer]) -> dict[Buffer, Buffer]:
+        """Of what a block keeps for itself what others keep too, such as the result of a ReLU at its end: to each its copy that
+        the first forward leaves to them, for the second makes the block's own."""
+        products = _kept_products(before, self.selective) if self.selective else set()
+        return {buffer: replace(buffer) for buffer in before.born if buffer in (saved & self.kept) - products}
+
+    def _forward(
+        self, call: Call, before: Timeline, saved: set[Buffer], handed_on: dict[Buffer, Buffer], keep_input: bool
+    ) -> None:
         """The block's first forward in place of the one that keeps everything; `saved` is what backward would free."""
-        kept = _survivors(before, saved)
+        kept = {*_survivors(before, saved), *handed_on}
         if self.selective:
-            products = _kept_products(before, self.selective)
-            kept = [buffer for buffer in before.born if buffer in kept or buffer in products]
-        first = _as(self.inference.get(call, self.inference[call[0], 0]), kept, bool(self.selective))
+            kept |= _kept_products(before, self.selective)
+        left = [handed_on.get(buffer, buffer) for buffer in before.born if buffer in kept]
+        first = _as(self.inference.get(call, self.inference[call[0], 0]), left, bool(self.selective))
         inputs = before.inputs
         if keep_input:
             for buffer in inputs:
@@ -170,8 +197,13 @@ class _Recomputation:
         else:
             first = first.then(_freed([buffer for buffer in inputs if buffer in saved]))
         self._put(self.forward[call], replace(first, inputs=inputs))
-        held = [buffer for buffer in first.born if buffer not in first.gone and buffer not in kept]
-        self._put(self.end, self.training[self.end].timeline.then(_freed(held)))  # autocast's copies of weights
+        held = [buffer for buffer in first.born if buffer not in first.gone and buffer not in left]
+        soon = [buffer for buffer in held if buffer in self.passing]  # what nobody keeps of what it returns
+        after = next(iter(self._after(call)), self.end)
+        self._put(after, self.training[after].timeline.then(_freed(soon)))
+        stay = [buffer for buffer in held if buffer not in self.passing]  # autocast's copies of weights
+        self._put(self.end, self.training[self.end].timeline.then(_freed(stay)))
+        self.copies.setdefault(call[0], [buffer for buffer in stay if buffer.maker == "aten._to_copy"])
 
     def _backward_of(self, call: Call) -> Timeline:
         return self.training[self.backward[call][-1]].timeline

@@ -55,7 +55,8 @@ class _Fit:
         else:
             events, needed = self._compressed(small, large), (0, 0)
         inputs = tuple(self._buffer(one, other) for one, other in zip(small.inputs, large.inputs, strict=True))
-        return Timeline(events, self._operations(small.operations, large.operations), needed, inputs)
+        kept = frozenset(self.buffers[buffer] for buffer in small.kept if buffer in self.buffers)
+        return Timeline(events, self._operations(small.operations, large.operations), needed, inputs, kept)
 
     def _buffer(self, small: Buffer, large: Buffer) -> Buffer:
         if small not in self.buffers:

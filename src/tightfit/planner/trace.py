@@ -61,6 +61,7 @@ class _Open:
     operations: list[Operation] = field(default_factory=list)
     needed: tuple[int, int] = (0, 0)
     inputs: list[_Storage] = field(default_factory=list)
+    kept: set[_Storage] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -144,6 +145,7 @@ class Recorder(TorchDispatchMode):
     def mark_saved(self, tensor: Tensor) -> Tensor:
         passage = self.program[-1]
         passage.needed = len(passage.events), len(passage.operations)
+        passage.kept.update(self._live[key][0] for key in map(id, storages_of(tensor)) if key in self._live)
         return tensor.detach()
 
     def take_turns(self, of: Sequence[int]) -> Iterator[int]:
@@ -339,6 +341,7 @@ def _passages(program: list[_Open]) -> tuple[Passage, ...]:
             tuple(opened.operations),
             opened.needed,
             tuple(_buffer(seen) for seen in opened.inputs),
+            frozenset(_buffer(seen) for seen in opened.kept),
         )
         closed.append((opened, timeline))
         if opened.block is not None and opened.stands_for is None:
