@@ -292,10 +292,12 @@ def trace(
     blocks: list[nn.Module],
     training: bool = True,
     missing: Mapping[int, int] | None = None,
+    every: bool = False,
 ) -> tuple[Passage, ...]:
     """The program of one micro-batch of fake tensors: forward and backward, or a forward that keeps nothing.
 
     missing  numbers of blocks that were taken out of the model, and for each the one that stands for it
+    every    whether all of the others run, those too that are known to do the same
 
     Leaves the model as it was, but for its gradients: none.
     """
@@ -307,7 +309,7 @@ def trace(
     with (
         torch.set_grad_enabled(training),
         recorder,
-        watched(blocks, recorder, missing),
+        watched(blocks, recorder, missing, every),
         taken_by(recorder.take_turns),
         ExitStack() as stack,
     ):
