@@ -66,18 +66,24 @@ class Timeline:
     needed  how many of the events, and of the operations, come before the last tensor that backward needs: where a
             recomputation stops
     inputs  of a block: the buffers that it was called with
+    kept    of a forward: the buffers, its own or others', that it keeps for backward
     """
 
     events: tuple[tuple[Buffer, int], ...] = ()
     operations: tuple[Operation, ...] = ()
     needed: tuple[int, int] = (0, 0)
     inputs: tuple[Buffer, ...] = ()
+    kept: frozenset[Buffer] = frozenset()
 
     def then(self, other: Timeline) -> Timeline:
         events, operations = other.needed
         needed = (len(self.events) + events, len(self.operations) + operations) if events else self.needed
         return Timeline(
-            self.events + other.events, self.operations + other.operations, needed, self.inputs + other.inputs
+            self.events + other.events,
+            self.operations + other.operations,
+            needed,
+            self.inputs + other.inputs,
+            self.kept | other.kept,
         )
 
     @property
@@ -96,12 +102,19 @@ class Passage:
     part      "block" for one of the repeated blocks, else where it lies between them
     block     its position among the model's blocks, None for what is no block
     phase     forward, backward, inference (a forward that keeps nothing) or optimizer
+    call      of a block that a forward calls more than once: which time
     """
 
     part: str
     phase: str
     timeline: Timeline
     block: int | None = None
+    call: int = 0
+
+    @property
+    def place(self) -> tuple[str, str, int | None, int]:
+        """What a passage is told by."""
+        return self.part, self.phase, self.block, self.call
 
 
 @dataclass(frozen=True, slots=True)

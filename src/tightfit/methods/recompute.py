@@ -110,77 +110,115 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 def _recomputed(
     training: tuple[Passage, ...], inference: tuple[Passage, ...], segments: tuple[range, ...], selective: int
 ) -> tuple[Passage, ...]:
-    edit = _Recomputation(training, inference, selective)
+    edit = _Recomputation(training, inference, segments, selective)
     for segment in segments:
-        edit.recompute(list(segment))
+        for calls in zip(*(edit.calls.get(block, ()) for block in segment), strict=False):
+            edit.recompute(calls)
     return tuple(edit.training)
+
+
+Call = tuple[int, int]  # a block, and which of its calls: each is recomputed by itself
 
 
 class _Recomputation:
     """Edits a training program: segments of blocks that are computed again in backward."""
 
-    def __init__(self, training: tuple[Passage, ...], inference: tuple[Passage, ...], selective: int) -> None:
+    def __init__(
+        self,
+        training: tuple[Passage, ...],
+        inference: tuple[Passage, ...],
+        segments: tuple[range, ...],
+        selective: int,
+    ) -> None:
         self.training, self.selective = list(training), selective
-        self.inference = {p.block: p.timeline for p in inference if p.block is not None}
-        self.forward: dict[int, int] = {}  # block -> where its forward stands
-        self.backward: dict[int, list[int]] = {}
+        self.inference = {(p.block, p.call): p.timeline for p in inference if p.block is not None}
+        self.passing = {buffer for passage in inference[:-1] for buffer in passage.timeline.gone}  # gone before its end
+        self.forward: dict[Call, int] = {}  # call -> where its forward stands
+        self.backward: dict[Call, list[int]] = {}
         for place, passage in enumerate(self.training):
             if passage.block is not None and passage.phase == "forward":
-                self.forward[passage.block] = place
+                self.forward[passage.block, passage.call] = place
             elif passage.block is not None:
-                self.backward.setdefault(passage.block, []).append(place)
+                self.backward.setdefault((passage.block, passage.call), []).append(place)
+        self.copies: dict[int, list[Buffer]] = {}  # of a block's weights, which autocast makes in its first call
+        self.calls: dict[int, list[Call]] = {}  # of each block, those that backward comes to, in order
+        for call in self.forward:
+            if call in self.backward:
+                self.calls.setdefault(call[0], []).append(call)
+        blocks = {block for segment in segments for block in segment}
+        self.kept: set[Buffer] = set()  # by others than made it; a recomputed block keeps all that it is called with
+        for passage in self.training:
+            if passage.phase == "forward":
+                here, whole = passage.timeline, passage.block in blocks
+                self.kept.update(here.inputs if whole else here.kept.difference(here.born))
         self.end = max(place for place, passage in enumerate(self.training) if passage.phase == "forward")
 
-    def recompute(self, segment: list[int]) -> None:
+    def recompute(self, segment: tuple[Call, ...]) -> None:
         """Keep the first block's input alone; before the last block's backward compute the whole segment again."""
-        if not all(block in self.forward and block in self.backward for block in segment):
-            return  # a block that the forward leaves out
         again, last = Timeline(), segment[-1]
-        for block in segment:
-            before = self.training[self.forward[block]].timeline
-            saved = {buffer for place in self.backward[block] for buffer in self.training[place].timeline.gone}
-            again = again.then(self._second(before, saved, stops=block == last))
-            if block != segment[0]:
-                again = again.then(_freed([buffer for buffer in before.inputs if self._leaves(block, buffer)]))
-            self._forward(block, before, saved, keep_input=block == segment[0])
+        for call in segment:
+            before = self.training[self.forward[call]].timeline
+            saved = {buffer for place in self.backward[call] for buffer in self.training[place].timeline.gone}
+            anew = [replace(copy) for copy in self.copies.get(call[0], [])]  # autocast makes them once in a forward
+            self._put(self.backward[call][-1], self._backward_of(call).then(_freed(anew)))
+            again = again.then(Timeline(tuple((copy, 1) for copy in anew)))
+            again = again.then(self._second(before, saved, stops=call == last))
+            if call != segment[0]:
+                again = again.then(_freed([buffer for buffer in before.inputs if self._leaves(call, buffer)]))
+            handed_on = self._handed_on(before, saved) if call == last else {}
+            self._forward(call, before, saved, handed_on, keep_input=call == segment[0])
+            again = _freed(list(handed_on.values())).then(again)
         place = self.backward[last][0]
         self._put(place, again.then(self.training[place].timeline))
 
     def _put(self, place: int, timeline: Timeline) -> None:
         self.training[place] = replace(self.training[place], timeline=timeline)
 
-    def _forward(self, block: int, before: Timeline, saved: set[Buffer], keep_input: bool) -> None:
+    def _handed_on(self, before: Timeline, saved: set[Buffer]) -> dict[Buffer, Buffer]:
+        """Of what a block keeps for itself what others keep too, such as the result of a ReLU at its end: to each its copy that
+        the first forward leaves to them, for the second makes the block's own."""
+        products = _kept_products(before, self.selective) if self.selective else set()
+        return {buffer: replace(buffer) for buffer in before.born if buffer in (saved & self.kept) - products}
+
+    def _forward(
+        self, call: Call, before: Timeline, saved: set[Buffer], handed_on: dict[Buffer, Buffer], keep_input: bool
+    ) -> None:
         """The block's first forward in place of the one that keeps everything; `saved` is what backward would free."""
-        kept = _survivors(before, saved)
+        kept = {*_survivors(before, saved), *handed_on}
         if self.selective:
-            products = _kept_products(before, self.selective)
-            kept = [buffer for buffer in before.born if buffer in kept or buffer in products]
-        first = _as(self.inference[block], kept, bool(self.selective))
+            kept |= _kept_products(before, self.selective)
+        left = [handed_on.get(buffer, buffer) for buffer in before.born if buffer in kept]
+        first = _as(self.inference.get(call, self.inference[call[0], 0]), left, bool(self.selective))
         inputs = before.inputs
         if keep_input:
             for buffer in inputs:
-                if self._take_away(block, buffer):
-                    self._put(self.backward[block][-1], self._backward_of(block).then(_freed([buffer])))
+                if self._take_away(call, buffer):
+                    self._put(self.backward[call][-1], self._backward_of(call).then(_freed([buffer])))
         else:
             first = first.then(_freed([buffer for buffer in inputs if buffer in saved]))
-        self._put(self.forward[block], replace(first, inputs=inputs))
-        held = [buffer for buffer in first.born if buffer not in first.gone and buffer not in kept]
-        self._put(self.end, self.training[self.end].timeline.then(_freed(held)))  # autocast's copies of weights
+        self._put(self.forward[call], replace(first, inputs=inputs))
+        held = [buffer for buffer in first.born if buffer not in first.gone and buffer not in left]
+        soon = [buffer for buffer in held if buffer in self.passing]  # what nobody keeps of what it returns
+        after = next(iter(self._after(call)), self.end)
+        self._put(after, self.training[after].timeline.then(_freed(soon)))
+        stay = [buffer for buffer in held if buffer not in self.passing]  # autocast's copies of weights
+        self._put(self.end, self.training[self.end].timeline.then(_freed(stay)))
+        self.copies.setdefault(call[0], [buffer for buffer in stay if buffer.maker == "aten._to_copy"])
 
-    def _backward_of(self, block: int) -> Timeline:
-        return self.training[self.backward[block][-1]].timeline
+    def _backward_of(self, call: Call) -> Timeline:
+        return self.training[self.backward[call][-1]].timeline
 
-    def _after(self, block: int) -> list[int]:
+    def _after(self, call: Call) -> list[int]:
         """Where an input of the block may be let go once the block has returned: right after it, or at forward's end."""
-        return [place for place in (self.forward[block] + 1, self.end) if self.training[place].block is None]
+        return [place for place in (self.forward[call] + 1, self.end) if self.training[place].block is None]
 
-    def _leaves(self, block: int, buffer: Buffer) -> bool:
+    def _leaves(self, call: Call, buffer: Buffer) -> bool:
         """Whether the buffer goes after the block's forward, because nothing keeps it for backward."""
-        return any(buffer in self.training[place].timeline.gone for place in self._after(block))
+        return any(buffer in self.training[place].timeline.gone for place in self._after(call))
 
-    def _take_away(self, block: int, buffer: Buffer) -> bool:
+    def _take_away(self, call: Call, buffer: Buffer) -> bool:
         """Let the buffer live on after the forward; whether it did not before."""
-        for place in self._after(block):
+        for place in self._after(call):
             timeline = self.training[place].timeline
             if buffer in timeline.gone:
                 events = tuple(event for event in timeline.events if event != (buffer, -1))

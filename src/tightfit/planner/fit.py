@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from tightfit.program import TRACED, Buffer, Linear, Operation, Passage, Timeline
@@ -16,12 +17,12 @@ def fitted(
     A passage that runs different operations at the two (a loop over chunks) keeps its largest instant and its end, and
     its operations by kind. None where the passages themselves differ, or what they leave to each other.
     """
-    if [(one.part, one.phase, one.block) for one in small] != [(one.part, one.phase, one.block) for one in large]:
+    if [one.place for one in small] != [one.place for one in large]:
         return None
     fit = _Fit(samples)
     try:
         return tuple(
-            Passage(one.part, one.phase, fit.timeline(one.timeline, other.timeline), one.block)
+            replace(one, timeline=fit.timeline(one.timeline, other.timeline))
             for one, other in zip(small, large, strict=True)
         )
     except _Differs:
@@ -54,7 +55,8 @@ class _Fit:
         else:
             events, needed = self._compressed(small, large), (0, 0)
         inputs = tuple(self._buffer(one, other) for one, other in zip(small.inputs, large.inputs, strict=True))
-        return Timeline(events, self._operations(small.operations, large.operations), needed, inputs)
+        kept = frozenset(self.buffers[buffer] for buffer in small.kept if buffer in self.buffers)
+        return Timeline(events, self._operations(small.operations, large.operations), needed, inputs, kept)
 
     def _buffer(self, small: Buffer, large: Buffer) -> Buffer:
         if small not in self.buffers:

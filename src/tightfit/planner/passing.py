@@ -44,14 +44,17 @@ def stand_ins(blocks: list[nn.Module], lists: list[str] | None = None) -> dict[i
 
 
 @contextmanager
-def watched(blocks: list[nn.Module], recorder: Passages, missing: Mapping[int, int] | None = None) -> Iterator[None]:
+def watched(
+    blocks: list[nn.Module], recorder: Passages, missing: Mapping[int, int] | None = None, every: bool = False
+) -> Iterator[None]:
     """Within, each block's forward is a passage of its own, and those between the second and the last of a kind skip.
 
     missing  numbers of blocks that were taken out before, and for each the one that stands for it: they are passages too
+    every    whether none skips
     """
     absent = missing or {}
     numbers = [number for number in range(len(blocks) + len(absent)) if number not in absent]
-    second = {numbers[number]: numbers[like] for number, like in stand_ins(blocks).items()}
+    second = {numbers[number]: numbers[like] for number, like in ({} if every else stand_ins(blocks)).items()}
     names = ["forward" if block._compiled_call_impl is None else "_compiled_call_impl" for block in blocks]
     before = [block.__dict__.get(name) for block, name in zip(blocks, names, strict=True)]
     outputs: dict[int, Any] = {}

@@ -41,6 +41,7 @@ from tightfit.planner.example import example, is_padded, sized
 from tightfit.planner.fakes import FakeValues, traceable
 from tightfit.planner.fit import fitted
 from tightfit.planner.kept import identity, kept
+from tightfit.planner.passing import stand_ins
 from tightfit.planner.storages import tensor_bytes, tensors_in
 from tightfit.planner.target import as_on, processes
 from tightfit.planner.thin import Depth, created
@@ -61,8 +62,11 @@ class Programs:
     blocks: int
 
 
-class _NotThin(Exception):
-    """A model does not run without the blocks that were taken out of it."""
+TAKEN_OUT, PASSED, RUN = range(3)  # what becomes in a trace of the blocks that are like another
+
+
+class _Short(Exception):
+    """A model failed where blocks that are like another did not run. Its argument: what to do with them instead."""
 
 
 class Profiler:
@@ -78,7 +82,7 @@ class Profiler:
         self._models: dict[tuple[torch.dtype, bool], tuple[nn.Module, Depth]] = {}
         self._parts: dict[Any, tuple[nn.Module, Depth]] = {}
         self._traced: dict[Any, dict[int, Programs]] = {}  # by what decides the program, then by samples
-        self._whole = False  # whether the model only runs with all of its blocks
+        self._alike = TAKEN_OUT  # until a model does not run so
         self._fits: dict[Any, Programs | None] = {}  # None: not linear in the batch, so traced at each size
         self._updates: dict[Any, dict[str, Update]] = {}
         self._parameters: dict[Any, tuple[Parameter, ...]] = {}
@@ -163,18 +167,18 @@ class Profiler:
         return kept(what, lambda: self._trace(plan, samples, training))
 
     def _trace(self, plan: Plan, samples: int, training: bool) -> Programs:
-        try:
-            return self._traced_once(plan, samples, training)
-        except _NotThin:
-            self._whole = True
-        try:
-            return self._traced_once(plan, samples, training)
-        except InputError:  # it was not for what was taken out
-            self._whole = False
-            raise
+        before = self._alike
+        while True:
+            try:
+                return self._traced_once(plan, samples, training)
+            except _Short as short:
+                (self._alike,) = short.args
+            except InputError:  # it was not for these
+                self._alike = before
+                raise
 
     def _traced_once(self, plan: Plan, samples: int, training: bool) -> Programs:
-        """Raises _NotThin for a model that fails where blocks were taken out of it."""
+        """Raises _Short for a model that fails where some of its blocks do not run."""
         with processes(plan.tp * plan.cp), self._mode, FakeValues(self.padded), as_on(self.device):
             run, depth = self._run(plan)
             name = self._blocks_name
@@ -192,10 +196,14 @@ class Profiler:
             try:
                 with traceable(run.model):
                     batch = self._sized(plan, samples)
-                    passages = trace(run.model, run.loss_sum, batch, blocks, training, depth.missing)
+                    passages = trace(
+                        run.model, run.loss_sum, batch, blocks, training, depth.missing, every=self._alike == RUN
+                    )
             except InputError as error:
                 if depth.missing:
-                    raise _NotThin from error
+                    raise _Short(PASSED) from error
+                if self._alike != RUN and stand_ins(blocks):
+                    raise _Short(RUN) from error
                 raise
             return Programs(passages, parameters, count)
 
@@ -246,7 +254,7 @@ class Profiler:
                 spec
             )  # a user's module may hold what a copy would share, or lose, and read its blocks as it likes
             return model, Depth(tuple(path for path, _ in find_blocks(model, self._blocks_name)))
-        whole = whole or self._whole
+        whole = whole or self._alike != TAKEN_OUT
         if (dtype, whole) not in self._models:
             self._models[dtype, whole] = created(spec, create, whole)
         model, depth = self._models[dtype, whole]

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tightfit.engine.build import build
 from tightfit.engine.step import Step, accumulate, drain, take_step, update
+from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Figure, Machine
 from tightfit.methods import optimizer_states, shards
@@ -128,7 +129,10 @@ def _first_step(run: Run, micro_batches: list[Batch]) -> None:
             drain(run)
         return
     apart = run.plan.compile != "model" and run.plan.recompute != "sqrt"  # whether each block runs by itself
-    with shortened(shards.blocks_of(run) if apart else []):
+    try:
+        with traceable(), shortened(shards.blocks_of(run) if apart else []):
+            accumulate(run, micro_batches, lambda: 1)
+    except InputError:  # perhaps for what a block that was passed through did not leave
         accumulate(run, micro_batches, lambda: 1)
     for weight in (weight for group in run.optimizer.param_groups for weight in group["params"]):
         if weight.grad is None:

@@ -54,12 +54,14 @@ class _Open:
     part: str
     phase: str
     block: int | None = None  # itself, or the one before
+    call: int = 0  # which of that block's calls
     first: int = 0  # sequence number of its first node
     stands_for: int | None = None  # the block whose passages are repeated here, where this one was passed through
     events: list[tuple[_Storage, int]] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     needed: tuple[int, int] = (0, 0)
     inputs: list[_Storage] = field(default_factory=list)
+    kept: set[_Storage] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -82,6 +84,7 @@ class Recorder(TorchDispatchMode):
         self.parameters = parameters
         self.passages: list[_Open] = []  # in the order of forward
         self.program: list[_Open] = []  # in the order in which they happened
+        self._calls: Counter[tuple[str, int | None]] = Counter()  # of each part, so far
         self.phase = "forward"
         self._live: dict[int, tuple[_Storage, weakref.ref[torch.UntypedStorage]]] = {}
         self._made: list[int] = []
@@ -107,7 +110,8 @@ class Recorder(TorchDispatchMode):
     def begin(self, part: str, block: int | None = None, stands_for: int | None = None) -> None:
         """A passage of the forward begins."""
         first = torch.autograd._get_sequence_nr()
-        opened = _Open(part, self.phase, block, first, stands_for)
+        opened = _Open(part, self.phase, block, self._calls[part, block], first, stands_for)
+        self._calls[part, block] += 1
         self.passages.append(opened)
         self.program.append(opened)
 
@@ -140,6 +144,7 @@ class Recorder(TorchDispatchMode):
     def mark_saved(self, tensor: Tensor) -> Tensor:
         passage = self.program[-1]
         passage.needed = len(passage.events), len(passage.operations)
+        passage.kept.update(self._live[key][0] for key in map(id, storages_of(tensor)) if key in self._live)
         return tensor.detach()
 
     def take_turns(self, of: Sequence[int]) -> Iterator[int]:
@@ -176,11 +181,12 @@ class Recorder(TorchDispatchMode):
         for between in range(self._lowest - 1, position, -1):
             passed = self.passages[between]
             if passed.stands_for is not None:
-                self.program.append(_Open(passed.part, "backward", passed.block, stands_for=passed.stands_for))
+                again = _Open(passed.part, "backward", passed.block, passed.call, stands_for=passed.stands_for)
+                self.program.append(again)
         self._position, self._lowest = position, min(self._lowest, position)
         if position >= 0:
             here = self.passages[position]
-            self.program.append(_Open(here.part, "backward", here.block))
+            self.program.append(_Open(here.part, "backward", here.block, here.call))
 
     def _find_passage(self) -> None:
         node = torch._C._current_autograd_node()
@@ -287,10 +293,12 @@ def trace(
     blocks: list[nn.Module],
     training: bool = True,
     missing: Mapping[int, int] | None = None,
+    every: bool = False,
 ) -> tuple[Passage, ...]:
     """The program of one micro-batch of fake tensors: forward and backward, or a forward that keeps nothing.
 
     missing  numbers of blocks that were taken out of the model, and for each the one that stands for it
+    every    whether all of the others run, those too that are known to do the same
 
     Leaves the model as it was, but for its gradients: none.
     """
@@ -302,7 +310,7 @@ def trace(
     with (
         torch.set_grad_enabled(training),
         recorder,
-        watched(blocks, recorder, missing),
+        watched(blocks, recorder, missing, every),
         taken_by(recorder.take_turns),
         ExitStack() as stack,
     ):
@@ -328,7 +336,7 @@ def trace(
 
 def _passages(program: list[_Open]) -> tuple[Passage, ...]:
     """The recorded program, with the passages of blocks that were passed through filled in."""
-    whole: dict[tuple[str, int, str], Timeline] = defaultdict(Timeline)
+    whole: dict[tuple[str, int, str], dict[int, Timeline]] = defaultdict(dict)  # by call
     closed: list[tuple[_Open, Timeline]] = []
     for opened in program:
         timeline = Timeline(
@@ -336,18 +344,20 @@ def _passages(program: list[_Open]) -> tuple[Passage, ...]:
             tuple(opened.operations),
             opened.needed,
             tuple(_buffer(seen) for seen in opened.inputs),
+            frozenset(_buffer(seen) for seen in opened.kept),
         )
         closed.append((opened, timeline))
         if opened.block is not None and opened.stands_for is None:
-            key = opened.part, opened.block, opened.phase
-            whole[key] = whole[key].then(timeline) if key in whole else timeline
+            calls = whole[opened.part, opened.block, opened.phase]
+            calls[opened.call] = calls[opened.call].then(timeline) if opened.call in calls else timeline
     passages = []
     for opened, timeline in closed:
         if opened.stands_for is not None:
-            timeline = whole[opened.part, opened.stands_for, opened.phase]
+            calls = whole[opened.part, opened.stands_for, opened.phase]
+            timeline = calls.get(opened.call) or calls.get(max(calls, default=0), Timeline())
         if timeline.events or timeline.operations:
             block = opened.block if opened.part == "block" else None
-            passages.append(Passage(opened.part, opened.phase, timeline, block))
+            passages.append(Passage(opened.part, opened.phase, timeline, block, opened.call))
     return tuple(passages)
 
 
