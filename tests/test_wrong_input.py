@@ -118,6 +118,8 @@ MISTAKES = [
     # training
     Mistake("batch of nothing", {"train.batch": 0}, ("batch", "more than 0")),
     Mistake("batch is text", {"train.batch": "many"}, ("batch", "whole number")),
+    Mistake("batch is a boolean", {"train.batch": True}, ("train: batch", "not true")),
+    Mistake("learning rate is a boolean", {"train.learning_rate": True}, ("learning_rate", "not true")),
     Mistake("steps and epochs", {"train.epochs": 2}, ("steps", "epochs", "keep the one")),
     Mistake("unknown optimizer", {"train.optimizer": "adam"}, ("adamw",)),
     Mistake("unknown schedule", {"train.schedule": "cosin"}, ("cosine",)),
@@ -145,6 +147,8 @@ MISTAKES = [
     # the plan
     Mistake("unknown plan field", {"plan": {"precison": "fp32"}}, ("did you mean 'precision'",)),
     Mistake("unknown precision", {"plan": {"precision": "bf16"}}, ("bf16-mixed",)),
+    Mistake("micro-batch is a boolean", {"plan": {"micro_batch": True}}, ("plan: micro_batch", "not true")),
+    Mistake("zero is a boolean", {"plan": {"zero": True, "dp_shard": 2}}, ("zero", "not true")),
     Mistake("unknown recompute", {"plan": {"recompute": "some"}}, ("selective", "every-2")),
     Mistake("bf16 where only fp32 is allowed", {"allow": [], "plan": {"precision": "bf16-mixed"}}, ("allow: [bf16]",)),
     Mistake("8-bit states not allowed", {"plan": {"states": "8-bit"}}, ("8-bit-states",)),
