@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tightfit.__main__ import main
+from tightfit.errors import InputError
+from tightfit.plan import Plan
+from tightfit.report.commands import check_out
+from tightfit.report.session import begin_files
 
 from .. import tiny
 
@@ -110,8 +117,67 @@ def test_a_loss_that_is_no_number_ends_the_run_and_keeps_what_was_saved(
     )
     message = capsys.readouterr().err
     assert "train.clip" in message
+    assert "in the data" in message
+    assert f"{out / 'checkpoints' / 'step-'}" in message
     assert "Traceback" not in message
     assert list((out / "checkpoints").glob("step-*/state.pt"))
+
+
+NAN = """
+import torch
+
+def model():
+    return torch.nn.Linear(3, 2)
+
+def data():
+    return [(torch.full((3,), float("nan")), 1) for _ in range(8)]
+"""
+
+
+def test_a_loss_that_never_was_a_number_is_looked_for_in_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(NAN)
+    parts = {name: {"python": f"own.py:{name}"} for name in ("model", "data")}
+    job, out = tmp_path / "job.yaml", tmp_path / "out"
+    job.write_text(yaml.safe_dump({**parts, "train": {"batch": 4, "steps": 3, "trackers": []}}))
+    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 1
+    message = capsys.readouterr().err
+    assert "no checkpoint was written before" in message
+    assert "values in the data" in message
+    assert "train.learning_rate" not in message
+
+
+def full(*arguments: Any, **options: Any) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_said_before_anything_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, out = tiny.write(tmp_path), tmp_path / "out"
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 2
+    shown = capsys.readouterr()
+    assert "No space left" in shown.err
+    assert "another folder with --out" in shown.err
+    assert "plan" not in shown.out
+    assert not out.exists()
+
+
+def test_a_disk_that_is_full_when_a_run_begins_is_an_input_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(InputError, match="make room there"):
+        begin_files(tiny.job(), Plan(), None, tmp_path / "out", 0)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="a folder that takes no files, whoever asks")
+def test_a_folder_that_cannot_be_made_is_refused() -> None:
+    with pytest.raises(InputError, match="cannot be written to") as raised:
+        check_out(Path("/proc/foo"), False)
+    assert "another folder" in str(raised.value)
 
 
 def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:

@@ -7,6 +7,7 @@ import logging
 import os
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from tightfit.job import Job, ModelSpec, apply_change
 from tightfit.machine import Machine
 from tightfit.plan import Plan, read_pins
 from tightfit.planner.complete import ALLOCATOR, complete
+from tightfit.report.failure import not_writable
 from tightfit.rules import needed_permissions
 from tightfit.units import format_bytes, format_count, format_seconds
 
@@ -253,8 +255,15 @@ def check_out(out: Path, resume: bool) -> None:
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out}", "is a file", "name a folder")
     there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise InputError(f"--out {out}", f"{there} cannot be written to", "name another folder")
+    if not there.is_dir():
+        raise InputError(f"--out {out}", f"{there} is a file", "name another folder")
+    try:
+        with tempfile.TemporaryFile(
+            dir=there
+        ) as trial:  # what rights say is not all: disks are full, and /proc takes no files
+            trial.write(bytes(4096))
+    except OSError as error:
+        raise not_writable(out, error) from error
     if not resume and any((out / "checkpoints").glob("step-*")):
         raise InputError(
             f"--out {out}",
