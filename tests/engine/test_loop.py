@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import tightfit
 from tightfit.engine.loop import total_steps
+from tightfit.errors import InputError
 
 from .. import tiny
 
@@ -21,6 +23,20 @@ def test_steps_say_what_they_did() -> None:
     assert all(step.gradient_norm and step.gradient_norm > 0 and step.seconds > 0 for step in steps)
     assert steps[0].learning_rate == pytest.approx(1e-2)
     assert steps[-1].learning_rate == pytest.approx(1e-2 / 8)
+
+
+def test_labels_beyond_a_models_classes_are_named() -> None:
+    job = tightfit.Job(model=lambda: torch.nn.Linear(3, 5), data=[(torch.zeros(3), 7)] * 4)
+    run = tightfit.build(job)
+    with pytest.raises(InputError, match=r"labels that are none of the model's 5 classes \(Target 7(.|\n)*from 0 to 4"):
+        next(iter(tightfit.train(run)))
+
+    def generated(batch: object) -> torch.Tensor:
+        raise RuntimeError("kernel, some/cache/of.cpp:68, index out of bounds: 0 <= tmp21 < 5L")
+
+    compiled = replace(run, plan=tightfit.Plan(compile="model"), loss_sum=generated)
+    with pytest.raises(InputError, match="none of the model's classes(.|\n)*plan.compile=none"):
+        next(iter(tightfit.train(compiled)))
 
 
 def test_learning_rate_scales_with_the_batch() -> None:

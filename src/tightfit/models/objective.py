@@ -78,9 +78,16 @@ def cross_entropy_objective(
 
     def total(model: nn.Module, batch: Batch) -> Tensor:
         values = logits(model, batch)
-        return functional.cross_entropy(
-            values.flatten(0, -2).float(), targets(batch).flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        try:
+            return functional.cross_entropy(
+                values.flatten(0, -2).float(), targets(batch).flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+        except IndexError as error:  # of a model of the user's own, whose classes nobody knew before
+            raise InputError(
+                "data",
+                f"has labels that are none of the model's {values.shape[-1]} classes ({error})",
+                f"number the classes from 0 to {values.shape[-1] - 1}, or give the model's last layer as many as there are",
+            ) from error
 
     def count(batch: Batch) -> int:
         return int((targets(batch) != IGNORED).sum())
