@@ -37,6 +37,23 @@ VIT = {
     "num_attention_heads": 2,
     "intermediate_size": 32,
 }
+SPARSE = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = torch.nn.Embedding(9, 4, sparse=True), torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.table(x).mean(1))
+
+def make():
+    return Model()
+
+def data():
+    return [(torch.arange(3), i % 2) for i in range(8)]
+"""
 
 
 @dataclass(frozen=True)
@@ -83,6 +100,15 @@ MISTAKES = [
         "not a module", {"model": {"python": "m.py:make"}}, ("nn.Module",), files={"m.py": "def make(): return 1\n"}
     ),
     Mistake("wrong blocks", {"model.blocks": "model.layrs", "plan": {"recompute": "full"}}, ("model.layers",)),
+    *(
+        Mistake(
+            f"sparse gradients with {name}",
+            {"model": {"python": "m.py:make"}, "data": {"python": "m.py:data"}, "plan": plan},
+            ("model (table)", "sparse=False"),
+            files={"m.py": SPARSE},
+        )
+        for name, plan in (("any plan", {}), ("the reference", "reference"))
+    ),
     # the data
     Mistake("two sources", {"data.text": "x"}, ("text and synthetic", "exactly one")),
     Mistake("unknown data field", {"data.sequence_lenght": 4}, ("did you mean 'sequence_length'",)),
