@@ -148,6 +148,36 @@ def test_a_loss_that_never_was_a_number_is_looked_for_in_the_data(
     assert "train.learning_rate" not in message
 
 
+UNSHIFTED = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(9, 9)
+
+    def forward(self, input_ids):
+        return self.table(input_ids)
+
+def data():
+    return [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
+"""
+
+
+@pytest.mark.filterwarnings("default::tightfit.errors.TightfitWarning")
+def test_a_warning_is_a_line_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(UNSHIFTED)
+    job, train = tmp_path / "job.yaml", {"batch": 4, "steps": 1, "trackers": []}
+    job.write_text(
+        yaml.safe_dump({"model": {"python": "own.py:Model"}, "data": {"python": "own.py:data"}, "train": train})
+    )
+    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(tmp_path / "out")) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines if "labels are taken as they are" in line] == ["warning"]
+
+
 def full(*arguments: Any, **options: Any) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
 

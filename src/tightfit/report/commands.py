@@ -8,16 +8,17 @@ import os
 import statistics
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
 
 from tightfit.engine.launch import enter_environment, start_processes, take_surroundings
-from tightfit.errors import DoesNotFit, InputError, TightfitError
+from tightfit.errors import DoesNotFit, InputError, TightfitError, TightfitWarning
 from tightfit.job import Job, ModelSpec, apply_change
 from tightfit.machine import Machine
 from tightfit.plan import Plan, read_pins
@@ -28,9 +29,28 @@ from tightfit.units import format_bytes, format_count, format_seconds
 
 
 def quiet_libraries() -> None:
-    """Keep other libraries' notes out of a command's output. Of this process only."""
+    """Keep other libraries' notes out of a command's output, and say tightfit's own warnings in a line, once of all processes.
+    Of this process only."""
+    warnings.showwarning = _show_in_a_line
     for name in ("torchao", "torch.utils._pytree", "torch.utils.flop_counter"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+_show = warnings.showwarning
+
+
+def _show_in_a_line(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    if not issubclass(category, TightfitWarning):
+        _show(message, category, filename, lineno, file, line)
+    elif os.environ.get("RANK", "0") == "0":
+        print(f"warning  {message}", file=sys.stderr)
 
 
 def quiet_transformers(job: Job) -> None:
