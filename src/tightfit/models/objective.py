@@ -141,8 +141,9 @@ assert set(TASKS) == set(get_args(Task))
 def objective_of(loss: Any, task: str | None) -> Objective:
     """The objective of a job: its own Objective, its callable `loss(output, batch)`, or that of the model's task.
 
-    A callable returns the mean loss over the batch's samples; `batch` is the whole batch, and the model is called
-    with batch["inputs"] or batch[0], or with everything but "labels" where the batch is a dict without "inputs".
+    A callable returns the mean loss over the samples of `batch`, a micro-batch, and the model is called with
+    batch["inputs"] or batch[0], or with everything but "labels" where the batch is a dict without "inputs". A mean over
+    something else, such as the tokens that count, depends on how micro-batches cut the batch: that is an Objective's.
     """
     if isinstance(loss, Objective):
         return loss
