@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sysconfig
 import traceback
 from pathlib import Path
@@ -27,7 +28,7 @@ def not_writable(out: Path, error: OSError) -> InputError:
     return InputError(
         f"--out {out}",
         f"cannot be written to ({error.strerror or error})",
-        "make room there, or name another folder with --out",
+        f"{'make room there, or ' if error.errno == errno.ENOSPC else ''}name another folder with --out",
     )
 
 
