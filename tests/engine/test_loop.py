@@ -10,6 +10,7 @@ import torch
 
 import tightfit
 from tightfit.engine.loop import total_steps
+from tightfit.engine.step import clip
 from tightfit.errors import InputError
 
 from .. import tiny
@@ -37,6 +38,30 @@ def test_labels_beyond_a_models_classes_are_named() -> None:
     compiled = replace(run, plan=tightfit.Plan(compile="model"), loss_sum=generated)
     with pytest.raises(InputError, match=r"none of the model's classes(.|\n)*plan\.compile=none"):
         next(iter(tightfit.train(compiled)))
+
+
+class Alone:
+    """A mesh of one device."""
+
+    def size(self, axis: str) -> int:
+        return 1
+
+    def sum(self, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        return value
+
+
+def test_complex_gradients_are_clipped_on_a_mesh_as_without_one() -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.ParameterDict({"wave": torch.randn(4, 4, dtype=torch.complex64), "bias": torch.randn(4)})
+
+    run = tightfit.build(tightfit.Job(model=model, data=[(torch.zeros(3), 0)] * 4, train=tightfit.Train(steps=1)))
+    clipped = []
+    for mesh in (None, Alone()):
+        for parameter in run.model.parameters():
+            parameter.grad = 3 * parameter.detach()
+        norm = clip(replace(run, mesh=mesh), 1.0)  # type: ignore[arg-type]
+        clipped.append((norm, *(parameter.grad for parameter in run.model.parameters())))
+    torch.testing.assert_close(clipped[0], clipped[1])
 
 
 def test_learning_rate_scales_with_the_batch() -> None:

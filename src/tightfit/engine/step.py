@@ -194,7 +194,8 @@ def clip(run: Run, limit: float) -> float:
     for weight, gradient in zip(weights, gradients, strict=True):
         if weight in elsewhere:
             continue
-        squares[int(weight not in cut)] += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        squares[int(weight not in cut)] += torch.linalg.vector_norm(real, dtype=torch.float32).square()
     squares[1] /= run.mesh.size("tp")
     divided = run.reduction.parts if run.reduction is not None else ()
     norm = run.mesh.sum(squares, (*divided, "tp", "pp")).sum().sqrt()
