@@ -37,6 +37,23 @@ VIT = {
     "num_attention_heads": 2,
     "intermediate_size": 32,
 }
+SPARSE = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = torch.nn.Embedding(9, 4, sparse=True), torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.table(x).mean(1))
+
+def make():
+    return Model()
+
+def data():
+    return [(torch.arange(3), i % 2) for i in range(8)]
+"""
 
 
 @dataclass(frozen=True)
@@ -83,6 +100,15 @@ MISTAKES = [
         "not a module", {"model": {"python": "m.py:make"}}, ("nn.Module",), files={"m.py": "def make(): return 1\n"}
     ),
     Mistake("wrong blocks", {"model.blocks": "model.layrs", "plan": {"recompute": "full"}}, ("model.layers",)),
+    *(
+        Mistake(
+            f"sparse gradients with {name}",
+            {"model": {"python": "m.py:make"}, "data": {"python": "m.py:data"}, "plan": plan},
+            ("model (table)", "sparse=False"),
+            files={"m.py": SPARSE},
+        )
+        for name, plan in (("any plan", {}), ("the reference", "reference"))
+    ),
     # the data
     Mistake("two sources", {"data.text": "x"}, ("text and synthetic", "exactly one")),
     Mistake("unknown data field", {"data.sequence_lenght": 4}, ("did you mean 'sequence_length'",)),
@@ -118,6 +144,8 @@ MISTAKES = [
     # training
     Mistake("batch of nothing", {"train.batch": 0}, ("batch", "more than 0")),
     Mistake("batch is text", {"train.batch": "many"}, ("batch", "whole number")),
+    Mistake("batch is a boolean", {"train.batch": True}, ("train: batch", "not true")),
+    Mistake("learning rate is a boolean", {"train.learning_rate": True}, ("learning_rate", "not true")),
     Mistake("steps and epochs", {"train.epochs": 2}, ("steps", "epochs", "keep the one")),
     Mistake("unknown optimizer", {"train.optimizer": "adam"}, ("adamw",)),
     Mistake("unknown schedule", {"train.schedule": "cosin"}, ("cosine",)),
@@ -145,6 +173,8 @@ MISTAKES = [
     # the plan
     Mistake("unknown plan field", {"plan": {"precison": "fp32"}}, ("did you mean 'precision'",)),
     Mistake("unknown precision", {"plan": {"precision": "bf16"}}, ("bf16-mixed",)),
+    Mistake("micro-batch is a boolean", {"plan": {"micro_batch": True}}, ("plan: micro_batch", "not true")),
+    Mistake("zero is a boolean", {"plan": {"zero": True, "dp_shard": 2}}, ("zero", "not true")),
     Mistake("unknown recompute", {"plan": {"recompute": "some"}}, ("selective", "every-2")),
     Mistake("bf16 where only fp32 is allowed", {"allow": [], "plan": {"precision": "bf16-mixed"}}, ("allow: [bf16]",)),
     Mistake("8-bit states not allowed", {"plan": {"states": "8-bit"}}, ("8-bit-states",)),

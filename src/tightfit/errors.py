@@ -1,4 +1,4 @@
-"""What can go wrong, each with the exit code the command line ends with.
+"""What can go wrong, each with the exit code the command line ends with; and what is only warned of.
 
 An error says what was asked, what was found, and the smallest change that works.
 """
@@ -32,3 +32,7 @@ class DoesNotFit(TightfitError):
     """The job does not fit the machine's memory with this plan. Exit code 3."""
 
     exit_code = 3
+
+
+class TightfitWarning(UserWarning):
+    """What works as it was asked for, and may not be what was meant."""

@@ -237,7 +237,8 @@ class Job(Value):
     model  a ModelSpec (or its mapping), or any callable that returns an nn.Module
     data   a DataSpec (or its mapping), or a map-style or iterable dataset of samples
     loss   left out, it follows from the model's task; else a callable `loss(output, batch)` that returns the
-           mean over the batch's samples, a `tightfit.Objective`, or in a file {python: "file.py:function"}
+           mean over the batch's samples, a `tightfit.Objective`, or in a file {python: "file.py:function"}. A mean
+           over anything but samples (tokens that count, say) is another one under micro_batch: give an Objective
     allow  what may change numerics; left out it is [bf16], and [] keeps fp32:
            tf32, bf16, fp16                          what the arithmetic runs in; either 16-bit type allows tf32 too
            bf16-states, 8-bit-states, 4-bit-states   how wide optimizer states are kept

@@ -8,11 +8,12 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from tightfit.errors import InputError
@@ -29,6 +30,9 @@ class Value(BaseModel):
         self._fill(fields, type(self).__name__.lower())
 
     def _fill(self, fields: dict[str, Any], where: str) -> None:
+        for name, value in fields.items():  # Python counts True as 1, and so would pydantic
+            if isinstance(value, bool) and _is_number(type(self), name):
+                raise InputError(f"{where}: {name}", f"{value} is not a number", "write a number, not true or false")
         try:
             super().__init__(**fields)
         except ValidationError as error:
@@ -153,6 +157,16 @@ def explain_validation(cls: type[BaseModel], error: ValidationError, where: str)
     branches = [detail for detail in details if _path(detail) == path]  # of a union, each with what it would take
     fixes = dict.fromkeys(_fix(cls, path, detail) for detail in branches)
     return InputError(place, _found(first), ", or ".join(fixes))
+
+
+@cache
+def _is_number(cls: type[BaseModel], name: str) -> bool:
+    """Whether a field takes numbers, and neither booleans nor what it reads in a way of its own."""
+    field = cls.model_fields.get(name)
+    if field is None or any(isinstance(one, BeforeValidator) for one in field.metadata):
+        return False
+    leaves = _leaves(field.annotation)
+    return bool not in leaves and any(leaf in (int, float) or type(leaf) is int for leaf in leaves)
 
 
 def _path(detail: ErrorDetails) -> list[int | str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tightfit.data import UserStream, open_samples
-from tightfit.errors import InputError
+from tightfit.errors import InputError, TightfitWarning
 
 from .conftest import make_job
 
@@ -70,6 +70,34 @@ def test_ragged_rows_are_padded() -> None:
     masked = at(opened(rows, "masked-lm"), [0, 1])
     assert masked["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
     assert not opened([rows[0]] * 2, "causal-lm").ragged
+
+
+class Streamed(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}])
+
+
+def test_unshifted_labels_are_warned_of_where_no_task_says_what_they_are() -> None:
+    rows = list(Streamed())
+    model: Any = lambda: torch.nn.Embedding(4, 4)  # noqa: E731
+    with pytest.warns(TightfitWarning, match=r"labels are taken as they are: (.|\n)*task: causal-lm} shifts them"):
+        opened(rows, model)
+    with pytest.warns(TightfitWarning, match="shifts them"):
+        assert opened(Streamed(), model).sample_items == 3
+    for task in ("causal-lm", "classification"):  # and any other warning is an error here
+        opened(rows, {"python": "own.py:model", "task": task})
+    opened(rows, model, loss=lambda output, batch: output.sum())
+    opened([{"input_ids": [1, 2, 3], "labels": 1}], model)
+
+
+def test_labels_that_are_missing_are_asked_for_as_the_task_takes_them() -> None:
+    rows = [{"input_ids": [1, 2, 3]}]
+    with pytest.raises(InputError, match="a copy of input_ids: the task shifts it"):
+        opened(rows, "causal-lm")
+    with pytest.raises(InputError, match="and task: causal-lm beside the model's python, which shifts it"):
+        opened(rows, {"python": "own.py:model"})
+    with pytest.raises(InputError, match="add the field labels, or"):
+        opened(rows, "masked-lm")
 
 
 WRONG = [

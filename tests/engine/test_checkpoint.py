@@ -150,6 +150,20 @@ def test_a_file_that_is_missing_or_damaged_is_named(kind: str, gone: bool, tmp_p
     assert "delete" in str(raised.value)
 
 
+def test_a_damaged_state_is_said_to_be_and_nothing_else(tmp_path: Path) -> None:
+    run = tightfit.build(tiny.job())
+    next(iter(tightfit.train(run)))
+    for step, way_out in ((1, "another --out"), (2, "delete")):
+        file = tightfit.save(run, tmp_path, step) / "state.pt"
+        whole = file.read_bytes()
+        file.write_bytes(b"\x01" + whole[1:2000])
+        with pytest.raises(InputError, match=f"step-0000000{step}: its state.pt is damaged\n") as raised:
+            tightfit.resume(run, tmp_path)
+        assert way_out in raised.value.fix
+        assert "weights_only" not in str(raised.value)
+        file.write_bytes(whole)
+
+
 def test_a_resumed_run_writes_nothing_into_the_checkpoint(tmp_path: Path) -> None:
     run = tightfit.build(tiny.job())
     list(itertools.islice(tightfit.train(run), 2))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import tightfit
 from tightfit.engine.loop import total_steps
+from tightfit.engine.step import clip
+from tightfit.errors import InputError
 
 from .. import tiny
 
@@ -21,6 +24,44 @@ def test_steps_say_what_they_did() -> None:
     assert all(step.gradient_norm and step.gradient_norm > 0 and step.seconds > 0 for step in steps)
     assert steps[0].learning_rate == pytest.approx(1e-2)
     assert steps[-1].learning_rate == pytest.approx(1e-2 / 8)
+
+
+def test_labels_beyond_a_models_classes_are_named() -> None:
+    job = tightfit.Job(model=lambda: torch.nn.Linear(3, 5), data=[(torch.zeros(3), 7)] * 4)
+    run = tightfit.build(job)
+    with pytest.raises(InputError, match=r"labels that are none of the model's 5 classes \(Target 7(.|\n)*from 0 to 4"):
+        next(iter(tightfit.train(run)))
+
+    def generated(batch: object) -> torch.Tensor:
+        raise RuntimeError("kernel, some/cache/of.cpp:68, index out of bounds: 0 <= tmp21 < 5L")
+
+    compiled = replace(run, plan=tightfit.Plan(compile="model"), loss_sum=generated)
+    with pytest.raises(InputError, match=r"none of the model's classes(.|\n)*plan\.compile=none"):
+        next(iter(tightfit.train(compiled)))
+
+
+class Alone:
+    """A mesh of one device."""
+
+    def size(self, axis: str) -> int:
+        return 1
+
+    def sum(self, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        return value
+
+
+def test_complex_gradients_are_clipped_on_a_mesh_as_without_one() -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.ParameterDict({"wave": torch.randn(4, 4, dtype=torch.complex64), "bias": torch.randn(4)})
+
+    run = tightfit.build(tightfit.Job(model=model, data=[(torch.zeros(3), 0)] * 4, train=tightfit.Train(steps=1)))
+    clipped = []
+    for mesh in (None, Alone()):
+        for parameter in run.model.parameters():
+            parameter.grad = 3 * parameter.detach()
+        norm = clip(replace(run, mesh=mesh), 1.0)  # type: ignore[arg-type]
+        clipped.append((norm, *(parameter.grad for parameter in run.model.parameters())))
+    torch.testing.assert_close(clipped[0], clipped[1])
 
 
 def test_learning_rate_scales_with_the_batch() -> None:

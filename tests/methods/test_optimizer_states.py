@@ -119,3 +119,21 @@ def test_endless_data_needs_steps_unless_the_schedule_is_constant() -> None:
     assert constant.learning_rate(10**6) == 0.5
     with pytest.raises(InputError, match=r"train\.steps"):
         optimizer_states.apply(make_run(Train(schedule="cosine"), samples=None), Plan())
+
+
+@pytest.mark.parametrize(
+    ("fields", "optimizer", "fix"),
+    [
+        ({"fused_optimizer": True}, "sgd", "fused_optimizer: false"),
+        ({"precision": "bf16-true"}, "adamw", "precision: fp32 or bf16-mixed"),
+        ({"states": "8-bit"}, "adamw", "states: fp32"),
+        ({}, "lion", "optimizer: adamw or sgd"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "+".join(one),
+)
+def test_complex_parameters_are_refused_what_is_of_real_ones(fields: dict[str, Any], optimizer: str, fix: str) -> None:
+    model = nn.ParameterDict({"wave": torch.randn(4, 4, dtype=torch.complex64), "bias": torch.zeros(4)})
+    with pytest.raises(InputError, match=r"complex parameters \(wave\)") as raised:
+        optimizer_states.optimizer_of(model, Train(optimizer=optimizer), Plan(**fields))
+    assert fix in raised.value.fix
+    optimizer_states.optimizer_of(model, Train(optimizer="sgd"), Plan())

@@ -130,3 +130,8 @@ def test_what_cannot_be_optimized_is_refused() -> None:
         make_optimizer(nn.Linear(3, 3), Train(optimizer="muon"))
     with pytest.raises(InputError, match="no trainable parameter"):
         make_optimizer(nn.Linear(3, 3).requires_grad_(False), Train())
+    sparse = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+    with pytest.raises(InputError, match=r"\(0\): is an Embedding with sparse gradients(.|\n)*sparse=False"):
+        make_optimizer(sparse, Train())
+    sparse[0].weight.requires_grad_(False)
+    make_optimizer(sparse, Train())

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
+from torch import Tensor, nn
 
 import tightfit
 from tests.planner import cases
@@ -258,3 +260,31 @@ def test_what_is_faster_and_does_not_fit_stands_beside_what_is_slower() -> None:
     assert others[0].fits
     assert not others[1].fits
     assert others[1].total_s < chosen.total_s
+
+
+class Spectrum(nn.Module):
+    """A model whose weight is complex, followed by a layer of real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.view_as_real(torch.fft.fft(x) @ self.weight).flatten(1))
+
+
+def test_a_complex_model_is_given_nothing_that_is_of_real_numbers_only() -> None:
+    job = tightfit.Job(
+        model=Spectrum,
+        data=[(torch.zeros(8), 1)] * 8,
+        train=tightfit.Train(batch=4, steps=10),
+        allow=["bf16", "8-bit-states"],
+    )
+    found = search(job, Machine.named("l4"))
+    assert found[0].plan.precision == "bf16-mixed"
+    assert {(one.plan.fused_optimizer, one.plan.precision, one.plan.states) for one in found} == {
+        (False, "bf16-mixed", "fp32")
+    }
+    with pytest.raises(InputError, match="fused_optimizer: false"):
+        search(job, Machine.named("l4"), {"fused_optimizer": True})

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tightfit.__main__ import main
+from tightfit.errors import InputError
+from tightfit.plan import Plan
+from tightfit.report.commands import check_out
+from tightfit.report.session import begin_files
 
 from .. import tiny
 
@@ -110,8 +117,97 @@ def test_a_loss_that_is_no_number_ends_the_run_and_keeps_what_was_saved(
     )
     message = capsys.readouterr().err
     assert "train.clip" in message
+    assert "in the data" in message
+    assert f"{out / 'checkpoints' / 'step-'}" in message
     assert "Traceback" not in message
     assert list((out / "checkpoints").glob("step-*/state.pt"))
+
+
+NAN = """
+import torch
+
+def model():
+    return torch.nn.Linear(3, 2)
+
+def data():
+    return [(torch.full((3,), float("nan")), 1) for _ in range(8)]
+"""
+
+
+def test_a_loss_that_never_was_a_number_is_looked_for_in_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(NAN)
+    parts = {name: {"python": f"own.py:{name}"} for name in ("model", "data")}
+    job, out = tmp_path / "job.yaml", tmp_path / "out"
+    job.write_text(yaml.safe_dump({**parts, "train": {"batch": 4, "steps": 3, "trackers": []}}))
+    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 1
+    message = capsys.readouterr().err
+    assert "no checkpoint was written before" in message
+    assert "values in the data" in message
+    assert "train.learning_rate" not in message
+
+
+UNSHIFTED = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(9, 9)
+
+    def forward(self, input_ids):
+        return self.table(input_ids)
+
+def data():
+    return [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
+"""
+
+
+@pytest.mark.filterwarnings("default::tightfit.errors.TightfitWarning")
+def test_a_warning_is_a_line_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(UNSHIFTED)
+    job, train = tmp_path / "job.yaml", {"batch": 4, "steps": 1, "trackers": []}
+    job.write_text(
+        yaml.safe_dump({"model": {"python": "own.py:Model"}, "data": {"python": "own.py:data"}, "train": train})
+    )
+    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(tmp_path / "out")) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines if "labels are taken as they are" in line] == ["warning"]
+
+
+def full(*arguments: Any, **options: Any) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_said_before_anything_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, out = tiny.write(tmp_path), tmp_path / "out"
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 2
+    shown = capsys.readouterr()
+    assert "No space left" in shown.err
+    assert "another folder with --out" in shown.err
+    assert "plan" not in shown.out
+    assert not out.exists()
+
+
+def test_a_disk_that_is_full_when_a_run_begins_is_an_input_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(InputError, match="make room there"):
+        begin_files(tiny.job(), Plan(), None, tmp_path / "out", 0)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="a folder that takes no files, whoever asks")
+def test_a_folder_that_cannot_be_made_is_refused() -> None:
+    with pytest.raises(InputError, match="cannot be written to") as raised:
+        check_out(Path("/proc/foo"), False)
+    assert "another folder" in str(raised.value)
 
 
 def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
@@ -124,17 +220,23 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     )
 
 
-def test_a_signal_stops_after_the_step_and_saves(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "several"),
+    [(signal.SIGTERM, []), (signal.SIGINT, ["--nproc", "2", "--set", "plan.dp_replicate=2"])],
+    ids=["one process", "two"],
+)
+def test_a_signal_stops_after_the_step_and_saves(number: signal.Signals, several: list[str], tmp_path: Path) -> None:
     job, out = tiny.write(tmp_path, steps=100_000), tmp_path / "out"
-    process = start("train", str(job), "--plan", "reference", "--out", str(out))
+    process = start("train", str(job), "--plan", "reference", "--out", str(out), *several)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step 1/"):
             break
-    process.send_signal(signal.SIGTERM)
-    shown, _ = process.communicate(timeout=60)
+    process.send_signal(number)
+    shown, said = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "--resume" in shown
+    assert "Traceback" not in said
     (saved,) = (out / "checkpoints").glob("step-*")
     assert int(saved.name.removeprefix("step-")) == len(losses(out))
 

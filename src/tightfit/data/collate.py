@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.nn.functional import pad
 from torch.utils.data import default_collate
 
 from tightfit.data.samples import ModelInput
-from tightfit.errors import InputError
+from tightfit.errors import InputError, TightfitWarning
 from tightfit.models.objective import IGNORED, Batch
 
 
@@ -63,6 +64,28 @@ def items_in(sample: Any) -> int:
     return sample["input_ids"].numel() if isinstance(sample, dict) and "input_ids" in sample else 1
 
 
+_LABELS = {
+    "causal-lm": "add the field labels, a copy of input_ids: the task shifts it by one",
+    None: "add the field labels (to predict the next token a copy of input_ids, and task: causal-lm beside the model's python, "
+    "which shifts it by one)",
+}
+
+
+def warn_unshifted(sample: Any, model: ModelInput) -> None:
+    """Say what becomes of labels like a language model's where nothing says that the model is one."""
+    if model.task is not None or model.own_loss or not isinstance(sample, dict):
+        return
+    ids, labels = sample.get("input_ids"), sample.get("labels")
+    if isinstance(ids, Tensor) and isinstance(labels, Tensor) and ids.dim() and ids.shape == labels.shape:
+        warnings.warn(
+            "samples have input_ids and labels of one shape, and the model has no task, so labels are taken as they are: "
+            'model: {python: "file.py:function", task: causal-lm} shifts them by one to predict the next token, '
+            "task: classification says that they are meant as they are",
+            TightfitWarning,
+            stacklevel=2,
+        )
+
+
 def check_labelled(sample: Any, model: ModelInput) -> None:
     """Refuse samples that have no labels where the loss of the model's task needs them."""
     if model.own_loss:
@@ -72,7 +95,7 @@ def check_labelled(sample: Any, model: ModelInput) -> None:
             raise InputError(
                 "data",
                 f"samples have the fields {', '.join(map(str, sample))} and no labels",
-                "add the field labels (for causal-lm a copy of input_ids), or give the job a loss",
+                f"{_LABELS.get(model.task, 'add the field labels')}, or give the job a loss",
             )
     elif model.task not in (None, "classification"):
         raise InputError(

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from tightfit.data.collate import as_tensors, check_labelled, collate, items_in, tensors_in
+from tightfit.data.collate import as_tensors, check_labelled, collate, items_in, tensors_in, warn_unshifted
 from tightfit.data.order import Integers, key
 from tightfit.data.randomness import Randomness, seed_generators
 from tightfit.data.samples import ModelInput, single
@@ -77,6 +77,7 @@ class UserSamples:
         count = min(_SEEN, len(dataset))
         seen = self._samples(range(count), [0] * count)
         check_labelled(seen[0], model)
+        warn_unshifted(seen[0], model)
         self.ragged = len({tuple(tensor.shape for tensor in tensors_in(sample)) for sample in seen}) > 1
         self.sample_items = max(map(items_in, seen))
 
@@ -130,7 +131,9 @@ class UserStream:
     @property
     def sample_items(self) -> int:
         """Tokens of the first sample, or 1."""
-        return items_in(as_tensors(next(self._samples())))
+        sample = as_tensors(next(self._samples()))
+        warn_unshifted(sample, self.model)
+        return items_in(sample)
 
     def _samples(self) -> Iterator[Any]:
         for epoch in itertools.count():

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 from tightfit.plan import Plan
 
@@ -75,10 +78,12 @@ def first_host(hosts: str) -> str:
 def start_processes(count: int) -> int:
     """Run this very command in `count` processes of this host that train together; the exit code of the first that failed.
 
-    PyTorch's elastic agent starts them, watches them, and ends the others when one fails.
+    PyTorch's elastic agent starts them, watches them, and ends the others when one fails. Ctrl-C and SIGTERM are passed on to
+    them, and their answer waited for: the agent would give them half a minute to save, and end in a traceback.
     """
     import logging
 
+    import psutil
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -95,7 +100,19 @@ def start_processes(count: int) -> int:
         rdzv_endpoint="127.0.0.1:0",
         max_restarts=0,
         monitor_interval=0.1,
+        signals_to_handle="SIGHUP,SIGQUIT",
     )
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        processes = psutil.Process().children()
+        if not processes:
+            raise KeyboardInterrupt
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, pass_on)
     arguments = ["-m", "tightfit", *_without_nproc(sys.argv[1:])]
     try:
         elastic_launch(config, sys.executable)(*arguments)

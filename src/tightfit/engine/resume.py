@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tightfit.engine.checkpoint import newest
+from tightfit.engine.checkpoint import checkpoints, newest
 from tightfit.engine.randomness import seed_all, set_random_states
 from tightfit.engine.saved import is_divided, lies_as, names_of, whole_shape
 from tightfit.errors import InputError
@@ -126,8 +126,10 @@ def _read(path: Path) -> dict[str, Any]:
     except Exception as error:  # what torch raises for a damaged file depends on where it is damaged
         raise InputError(
             f"resume from {path}",
-            f"its state.pt is damaged ({' '.join(str(error).split())[:160]})",
-            f"delete {path}: the run goes on from the checkpoint before it",
+            "its state.pt is damaged",
+            f"delete {path}: the run goes on from the checkpoint before it"
+            if len(checkpoints(path.parent)) > 1
+            else "start afresh with another --out: there is no checkpoint before it",
         ) from error
 
 

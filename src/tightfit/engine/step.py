@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tightfit.errors import InputError
 from tightfit.methods.mesh import AXES, DATA
 from tightfit.methods.run import Filler, Run, slices_of, to_device, weights_named
 from tightfit.models.objective import Batch, processed_count, sample_count
@@ -104,7 +106,8 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -
         counts = not isinstance(batch, Filler)
         if run.reduction is not None:
             run.reduction.begin(last)
-        loss = run.loss_sum(to_device(batch if counts else batch.batch, run))
+        with _compiled_indices_named(run):
+            loss = run.loss_sum(to_device(batch if counts else batch.batch, run))
         share = scale()  # asked for by all devices at the same point, also where nothing counts
         if counts:
             total += loss.detach()
@@ -114,6 +117,21 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -
         if run.reduction is not None:
             run.reduction.end(last)
     return losses
+
+
+@contextmanager
+def _compiled_indices_named(run: Run) -> Iterator[None]:
+    """Turn the bare index that a compiled model says is out of bounds into what it is; uncompiled, the loss says it itself."""
+    try:
+        yield
+    except RuntimeError as error:
+        if run.plan.compile != "model" or "index out of bounds" not in str(error):
+            raise
+        raise InputError(
+            "data",
+            "has a label that is none of the model's classes, or an id that it has no embedding for",
+            "number labels and ids from 0 and below what the model has; --set plan.compile=none says which it is",
+        ) from error
 
 
 def update(run: Run) -> tuple[float | None, bool]:
@@ -176,7 +194,8 @@ def clip(run: Run, limit: float) -> float:
     for weight, gradient in zip(weights, gradients, strict=True):
         if weight in elsewhere:
             continue
-        squares[int(weight not in cut)] += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        squares[int(weight not in cut)] += torch.linalg.vector_norm(real, dtype=torch.float32).square()
     squares[1] /= run.mesh.size("tp")
     divided = run.reduction.parts if run.reduction is not None else ()
     norm = run.mesh.sum(squares, (*divided, "tp", "pp")).sum().sqrt()

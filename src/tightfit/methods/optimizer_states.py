@@ -21,6 +21,7 @@ from functools import partial
 from torch import nn
 from torch.optim import Optimizer
 
+from tightfit.errors import InputError
 from tightfit.job import Train
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
@@ -41,6 +42,8 @@ VARIANTS = (
     {"states": "4-bit"},
     {"update_in_backward": True},
 )
+
+COMPLEX = ("adamw", "sgd")  # optimizers that take a complex number as two real ones, which torch's do
 
 
 def wanted(plan: Plan) -> bool:
@@ -88,7 +91,9 @@ def optimizer_of(
     """The job's optimizer with the plan's kernels, width of states and rounding, over `weights` in place of parameters.
 
     store  another memory than the device's, for what the plan offloads; device: the kind of that which updates
+    Raises InputError for what cannot be optimized, or not so.
     """
+    check_complex(model, train, plan)
     optimizer: Optimizer = make_optimizer(model, train, plan.fused_optimizer, weights)
     wide = plan.precision == "fp16-true"  # squares of gradients vanish in fp16, so its states are fp32
     if _one_by_one(plan, device):
@@ -96,6 +101,27 @@ def optimizer_of(
         apart = store if brings(plan, device) else None
         return PerParameter(optimizer, plan.states, plan.rounding, train.seed, wide, keep, apart)
     return optimizer
+
+
+def check_complex(model: nn.Module, train: Train, plan: Plan) -> None:
+    """Refuse what is of real numbers only, for a model whose parameters are complex. Raises InputError."""
+    name = next((name for name, parameter in model.named_parameters() if parameter.is_complex()), None)
+    if name is None:
+        return
+    found = f"the model has complex parameters ({name}), and"
+    if train.optimizer not in COMPLEX:
+        raise InputError(
+            f"job: train.optimizer={train.optimizer}",
+            f"{found} it is defined for real ones",
+            f"use optimizer: {' or '.join(COMPLEX)}, or keep two real numbers for each (torch.view_as_complex)",
+        )
+    for asked, why, fix in (
+        (plan.fused_optimizer, "torch's fused kernels take real ones", "use fused_optimizer: false"),
+        (plan.is_true, "none are of 16 bits", "use precision: fp32 or bf16-mixed"),
+        (plan.states != "fp32", "narrow states are of real ones", "use states: fp32"),
+    ):
+        if asked:
+            raise InputError(f"plan: {plan}", f"{found} {why}", fix)
 
 
 def apply(run: Run, plan: Plan) -> Run:

@@ -382,6 +382,20 @@ def _model_class(spec: ModelSpec, config: Any) -> Any:
     )
 
 
+def has_complex(model: Any) -> bool:
+    """Whether a model of the user's own has complex parameters; no other has. One that cannot be created on tensors without
+    values has none as far as is known."""
+    if isinstance(model, ModelSpec) and not model.python:
+        return False
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    try:
+        with FakeTensorMode():
+            return any(parameter.is_complex() for parameter in model_factory(model)().parameters())
+    except InputError:
+        return False
+
+
 def is_transformers_model(model: nn.Module) -> bool:
     """Whether a model is one of transformers', which is not imported to know it."""
     transformers = sys.modules.get("transformers")

@@ -78,9 +78,16 @@ def cross_entropy_objective(
 
     def total(model: nn.Module, batch: Batch) -> Tensor:
         values = logits(model, batch)
-        return functional.cross_entropy(
-            values.flatten(0, -2).float(), targets(batch).flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        try:
+            return functional.cross_entropy(
+                values.flatten(0, -2).float(), targets(batch).flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+        except IndexError as error:  # of a model of the user's own, whose classes nobody knew before
+            raise InputError(
+                "data",
+                f"has labels that are none of the model's {values.shape[-1]} classes ({error})",
+                f"number the classes from 0 to {values.shape[-1] - 1}, or give the model's last layer as many as there are",
+            ) from error
 
     def count(batch: Batch) -> int:
         return int((targets(batch) != IGNORED).sum())
@@ -134,8 +141,9 @@ assert set(TASKS) == set(get_args(Task))
 def objective_of(loss: Any, task: str | None) -> Objective:
     """The objective of a job: its own Objective, its callable `loss(output, batch)`, or that of the model's task.
 
-    A callable returns the mean loss over the batch's samples; `batch` is the whole batch, and the model is called
-    with batch["inputs"] or batch[0], or with everything but "labels" where the batch is a dict without "inputs".
+    A callable returns the mean loss over the samples of `batch`, a micro-batch, and the model is called with
+    batch["inputs"] or batch[0], or with everything but "labels" where the batch is a dict without "inputs". A mean over
+    something else, such as the tokens that count, depends on how micro-batches cut the batch: that is an Objective's.
     """
     if isinstance(loss, Objective):
         return loss

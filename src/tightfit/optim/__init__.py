@@ -31,8 +31,9 @@ def make_optimizer(
     It also loads what a PerParameter around an optimizer like it has saved.
     weights  what is updated in place of a parameter: a view of the part of it that this device keeps
     `train.epsilon` is that of AdamW and LAMB; Adafactor keeps torch's own, which mean something else.
-    Raises InputError where nothing is trainable, or where the optimizer has no fused kernel.
+    Raises InputError where nothing is trainable, where gradients would be sparse, or where the optimizer has no fused kernel.
     """
+    _check_dense(model)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise InputError("job: model", "has no trainable parameter", "set requires_grad on the parameters to train")
@@ -50,6 +51,17 @@ def make_optimizer(
         _put(optimizer, weights)
     optimizer.register_load_state_dict_pre_hook(load_plain)
     return optimizer
+
+
+def _check_dense(model: nn.Module) -> None:
+    """Refuse sparse gradients, which neither accumulate in place, nor are divided, nor saved in what an optimizer keeps of them."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise InputError(
+                f"job: model ({name})",
+                f"is an {type(module).__name__} with sparse gradients, which no plan trains",
+                f"create it with sparse=False, or freeze it: {name}.weight.requires_grad_(False)",
+            )
 
 
 def _put(optimizer: Optimizer, weights: dict[nn.Parameter, nn.Parameter]) -> None:

@@ -52,9 +52,10 @@ def _options(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> dict[st
     share = start.share_of(batch)
     micro = sorted({share, *(share // pieces for pieces in (2, 4, 8, 16, 32, 64) if share // pieces)}, reverse=True)
     precisions = [start.precision]  # chosen by what this machine multiplies fastest, of what the job allows
-    if start.precision == "bf16-mixed" and "precision" not in pins and _is_worth_narrowing(estimator, start):
+    real = not estimator.profiler.is_complex
+    if real and start.precision == "bf16-mixed" and "precision" not in pins and _is_worth_narrowing(estimator, start):
         precisions.append("bf16-true")
-    widths = [width for width in ("bf16", "8-bit", "4-bit") if f"{width}-states" in job.allowed]
+    widths = [width for width in ("bf16", "8-bit", "4-bit") if f"{width}-states" in job.allowed and real]
     return {
         "precision": precisions,
         "micro_batch": [None if size == share else size for size in micro],

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 from tightfit.job import DataSpec, Job, ModelSpec
 from tightfit.machine import Machine
-from tightfit.models import task_of
+from tightfit.models import has_complex, task_of
 from tightfit.plan import Plan
 from tightfit.rules import RULES, check
 
@@ -39,7 +39,7 @@ def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, di
             continue
         candidate = plan.replace(**{field: value})
         admitted = all(rule.holds(candidate, job, machine.device) for rule in RULES)
-        if admitted and (field not in _MODEL_DECIDES or model_takes(job, candidate)):
+        if admitted and _model_admits(job, field, candidate):
             plan, reasons[field] = candidate, reason
     check(plan, job, machine.device)
     return plan, reasons
@@ -85,7 +85,11 @@ def _choices(job: Job, machine: Machine) -> Iterator[tuple[str, Any, str]]:
         yield "non_blocking", True, "copies overlap the device's work"
 
 
-_MODEL_DECIDES = ("chunked_loss", "attention")  # what works with some models, and with others is refused
+def _model_admits(job: Job, field: str, plan: Plan) -> bool:
+    """Whether the model takes what works with some, and with others is refused."""
+    if field == "fused_optimizer":
+        return not has_complex(job.model)
+    return field not in ("chunked_loss", "attention") or model_takes(job, plan)
 
 
 def _is_of_transformers(job: Job) -> bool:

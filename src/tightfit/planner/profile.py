@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -34,7 +34,7 @@ from tightfit.methods import (
 )
 from tightfit.methods.mesh import make_mesh
 from tightfit.methods.run import Run
-from tightfit.models import find_blocks, load_python, places_of, task_of
+from tightfit.models import find_blocks, has_complex, load_python, places_of, task_of
 from tightfit.models.objective import Batch, Objective, objective_of, processed_count, sample_count
 from tightfit.plan import Plan
 from tightfit.planner.example import example, is_padded, sized
@@ -91,6 +91,11 @@ class Profiler:
     @property
     def _blocks_name(self) -> str | None:
         return self.job.model.blocks if isinstance(self.job.model, ModelSpec) else None
+
+    @cached_property
+    def is_complex(self) -> bool:
+        """Whether the model has parameters that are kept in no fewer bits than they are."""
+        return has_complex(self.job.model)
 
     def ledger(self, plan: Plan) -> Ledger:
         """The first ledger of `plan`: its precision, kernels and optimizer, and no other method: the whole batch at once."""

@@ -298,7 +298,7 @@ def _cut_by(
 
 def _by_precision(estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float) -> list[Estimate]:
     """Estimates of plans that cut the job as `start` does, in a narrower precision where none fits in its own, nor was found to."""
-    if "precision" in pins:
+    if "precision" in pins or estimator.profiler.is_complex:
         return worth_knowing(estimator, start, pins, best_s)
     found = worth_knowing(estimator, start, {**pins, "precision": start.precision}, best_s)
     if start.precision == "bf16-mixed" and math.isinf(best_s) and not any(one.fits for one in found):

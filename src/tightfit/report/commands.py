@@ -7,28 +7,50 @@ import logging
 import os
 import statistics
 import sys
+import tempfile
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
 
 from tightfit.engine.launch import enter_environment, start_processes, take_surroundings
-from tightfit.errors import DoesNotFit, InputError, TightfitError
+from tightfit.errors import DoesNotFit, InputError, TightfitError, TightfitWarning
 from tightfit.job import Job, ModelSpec, apply_change
 from tightfit.machine import Machine
 from tightfit.plan import Plan, read_pins
 from tightfit.planner.complete import ALLOCATOR, complete
+from tightfit.report.failure import not_writable
 from tightfit.rules import needed_permissions
 from tightfit.units import format_bytes, format_count, format_seconds
 
 
 def quiet_libraries() -> None:
-    """Keep other libraries' notes out of a command's output. Of this process only."""
+    """Keep other libraries' notes out of a command's output, and say tightfit's own warnings in a line, once of all processes.
+    Of this process only."""
+    warnings.showwarning = _show_in_a_line
     for name in ("torchao", "torch.utils._pytree", "torch.utils.flop_counter"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+_show = warnings.showwarning
+
+
+def _show_in_a_line(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    if not issubclass(category, TightfitWarning):
+        _show(message, category, filename, lineno, file, line)
+    elif os.environ.get("RANK", "0") == "0":
+        print(f"warning  {message}", file=sys.stderr)
 
 
 def quiet_transformers(job: Job) -> None:
@@ -253,8 +275,15 @@ def check_out(out: Path, resume: bool) -> None:
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out}", "is a file", "name a folder")
     there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise InputError(f"--out {out}", f"{there} cannot be written to", "name another folder")
+    if not there.is_dir():
+        raise InputError(f"--out {out}", f"{there} is a file", "name another folder")
+    try:
+        with tempfile.TemporaryFile(
+            dir=there
+        ) as trial:  # what rights say is not all: disks are full, and /proc takes no files
+            trial.write(bytes(4096))
+    except OSError as error:
+        raise not_writable(out, error) from error
     if not resume and any((out / "checkpoints").glob("step-*")):
         raise InputError(
             f"--out {out}",

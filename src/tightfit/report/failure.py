@@ -1,10 +1,13 @@
-"""What a command says when something failed that tightfit did not foresee: what, where, and how to see more."""
+"""What a command says when it failed for a reason outside tightfit: what, where, and how to see more."""
 
 from __future__ import annotations
 
+import errno
 import sysconfig
 import traceback
 from pathlib import Path
+
+from tightfit.errors import InputError
 
 LINES = 4  # of the message: what torch wraps stands on the second or third
 _HOME = str(Path(__file__).parent.parent)
@@ -18,6 +21,15 @@ def describe_failure(error: Exception) -> str:
     said = [line.rstrip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     message = "\n    ".join(said[:LINES])
     return f"{type(error).__name__}: {message}{where}\n  for the whole traceback: tightfit --traceback ..."
+
+
+def not_writable(out: Path, error: OSError) -> InputError:
+    """What is said of a run's folder that cannot be made or written into: no rights, no such place, no room."""
+    return InputError(
+        f"--out {out}",
+        f"cannot be written to ({error.strerror or error})",
+        f"{'make room there, or ' if error.errno == errno.ENOSPC else ''}name another folder with --out",
+    )
 
 
 def _is_own(filename: str) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from tightfit.engine.build import build
-from tightfit.engine.checkpoint import check_folder, newest, save
+from tightfit.engine.checkpoint import check_folder, checkpoints, newest, save
 from tightfit.engine.loop import evaluate, total_steps, train
 from tightfit.engine.resume import resume
 from tightfit.engine.step import Step, everywhere, local
@@ -32,6 +32,7 @@ from tightfit.methods.mesh import leads
 from tightfit.methods.run import Run
 from tightfit.plan import Plan
 from tightfit.record import Record
+from tightfit.report.failure import not_writable
 from tightfit.report.out_of_memory import memory_errors_named
 from tightfit.report.progress import Bar, Lines, progress
 from tightfit.report.sample import sample_text
@@ -85,12 +86,15 @@ def train_in_folder(
 
 
 def begin_files(job: Job, plan: Plan, predicted: dict[str, Any] | None, out: Path, start: int) -> list[dict[str, Any]]:
-    """The files that a run leaves before it begins; returns the metrics of the `start` steps that are done."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "job.yaml").write_text(job.to_yaml(), encoding="utf-8")
-    (out / "plan.yaml").write_text(plan.to_yaml(), encoding="utf-8")
-    (out / "predicted.json").write_text(json.dumps(predicted, indent=1) + "\n", encoding="utf-8")
-    return keep_metrics(out / "metrics.jsonl", start)
+    """The files that a run leaves before it begins; returns the metrics of the `start` steps that are done. Raises InputError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "job.yaml").write_text(job.to_yaml(), encoding="utf-8")
+        (out / "plan.yaml").write_text(plan.to_yaml(), encoding="utf-8")
+        (out / "predicted.json").write_text(json.dumps(predicted, indent=1) + "\n", encoding="utf-8")
+        return keep_metrics(out / "metrics.jsonl", start)
+    except OSError as error:
+        raise not_writable(out, error) from error
 
 
 def _train(
@@ -173,14 +177,17 @@ def _check_loss(result: Step, overflows: int, out: Path) -> None:
             "  fix: precision: bf16-mixed, loss_scale: dynamic, or a smaller train.learning_rate"
         )
     if not math.isfinite(result.loss) and not result.skipped:
-        raise _diverged(f"the loss became {result.loss} at {step}", out)
+        raise _diverged(f"the loss became {result.loss} at {step}", out, updated=result.step > 0)
 
 
-def _diverged(what: str, out: Path) -> TightfitError:
-    return TightfitError(
-        f"{what}; the checkpoints in {out / 'checkpoints'} are from before\n"
-        "  fix: a smaller train.learning_rate, more train.warmup, or train.clip: 1.0"
-    )
+def _diverged(what: str, out: Path, updated: bool = True) -> TightfitError:
+    """updated: whether there was an update yet, which a learning rate could have made too large."""
+    saved = checkpoints(out / "checkpoints")
+    before = f"the newest checkpoint, {saved[-1]}, is from before" if saved else "no checkpoint was written before"
+    rate = "a smaller train.learning_rate, more train.warmup, or train.clip: 1.0; else "
+    where = "look for NaN, infinite or very large values in the data"
+    beside = "" if updated else ", the initial weights and the loss: no update has been made yet"
+    return TightfitError(f"{what}; {before}\n  fix: {rate if updated else ''}{where}{beside}")
 
 
 def _save(run: Run, out: Path, done: int) -> None:
