@@ -40,6 +40,8 @@ class Update:
     transient_bytes: int
     operations: tuple[Operation, ...] = ()
     foreach_bytes: int = 0  # of the transient bytes, what a kernel over all parameters holds for each of them at once
+    left_bytes: int = 0  # of the transient bytes, what is still there while the next parameter of its group is updated
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

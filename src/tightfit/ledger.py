@@ -279,7 +279,10 @@ class Ledger:
     def _update_bytes(self) -> float:
         if self.update_in_backward or not self.updates:
             return 0.0
-        largest = max(update.transient_bytes for update in self.updates.values())
+        largest, left = 0, dict[int, int]()
+        for update in self.updates.values():
+            largest = max(largest, update.transient_bytes + left.get(update.group, 0))
+            left[update.group] = update.left_bytes
         together = sum(update.foreach_bytes for update in self.updates.values())
         return max(largest, together) if self.foreach else largest
 

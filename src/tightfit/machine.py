@@ -136,6 +136,8 @@ class Machine(Value):
         as the nearest kind that was, else from the device's figures. What generated kernels compute takes no time where that
         was not measured: a GPU's wait for memory."""
         dtype = {"bool": "float32", "int64": "float32", "float64": "float32"}.get(dtype, dtype)
+        if dtype == "tf32" and f"{kind}/tf32" not in self.rates and "tf32" in self.matrix_flops_per_s:
+            return self._matrix_rate(dtype) * _SHARE_OF_PRODUCTS.get(kind, 1.0)
         for key in (f"{kind}/{dtype}", f"{_NEAREST.get(kind, kind)}/{dtype}", f"{kind}/float32"):
             if key in self.rates:
                 return _interpolated(self.rates[key], size)
@@ -153,8 +155,10 @@ class Machine(Value):
         return self.memory_bytes_per_s.value if self.memory_bytes_per_s else _UNKNOWN_BANDWIDTH[self.device]
 
     def _matrix_rate(self, dtype: str) -> float:
-        name = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, "fp32")
-        figure = self.matrix_flops_per_s.get(name) or (self.matrix_flops_per_s.get("fp16") if name == "bf16" else None)
+        name = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "tf32": "tf32"}.get(dtype, "fp32")
+        figure = self.matrix_flops_per_s.get(name)
+        if figure is None and name in ("bf16", "tf32"):  # which devices without units for them multiply as fp32
+            figure = self.matrix_flops_per_s.get("fp32")
         if figure is not None:
             return figure.value
         return _UNKNOWN_FLOPS[self.device] * (2.0 if name != "fp32" else 1.0) * self.cores

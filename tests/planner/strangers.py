@@ -113,6 +113,37 @@ class Scan(nn.Module):
         return self.head(torch.stack(outputs, 1) * functional.silu(gate))
 
 
+class DropsPaths(nn.Module):
+    """Blocks skipped for some samples, each with its share, asked of a tensor; the first with none. A number scales the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late = nn.ModuleList(), nn.ModuleList()
+        for blocks, rates in zip(
+            (self.early, self.late), torch.linspace(0, 0.0, 4, device="cpu").split([2, 2]), strict=True
+        ):
+            blocks.extend(Skipped(rate) for rate in rates.tolist())
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+        self.head = nn.Linear(256, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.early, *self.late):
+            x = block(x)
+        return self.temperature * self.head(x)
+
+
+class Skipped(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate, self.inner = rate, nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        changed = torch.tanh(self.inner(x))
+        if self.rate:
+            changed = changed * (torch.rand_like(changed) > self.rate) / (1 - self.rate)
+        return x + changed
+
+
 class TwoTowers(nn.Module):
     """Users and items embedded apart, each from several inputs, and compared (Covington et al. 2016)."""
 
@@ -149,6 +180,10 @@ def sequences() -> list[Any]:
     return [(torch.randint(0, 256, (32,)), torch.randint(0, 256, (32,))) for _ in range(SAMPLES)]
 
 
+def rows() -> list[Any]:
+    return [(torch.randn(9, 256), torch.randint(0, 7, (9,))) for _ in range(SAMPLES)]
+
+
 def visits() -> list[Any]:
     return [
         {"user": torch.tensor(number), "traits": torch.randn(8), "words": torch.randint(0, 3000, (12,))}
@@ -163,5 +198,6 @@ STRANGERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]], Cal
     "gathering-experts": (GatheringExperts, sequences, mean_cross_entropy),
     "lstm": (Recurrent, sequences, mean_cross_entropy),
     "scan": (Scan, sequences, mean_cross_entropy),
+    "drops-paths": (DropsPaths, rows, mean_cross_entropy),
     "two-towers": (TwoTowers, visits, in_batch),
 }

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 from torch import Tensor, nn
 
 import tightfit
@@ -21,13 +22,14 @@ from tightfit.machine import Machine
 from tightfit.models import model_config, shallow
 from tightfit.planner import finalists
 from tightfit.planner import search as searching
-from tightfit.planner.complete import FEW_BLOCKS
+from tightfit.planner.complete import FEW_BLOCKS, complete
 from tightfit.planner.estimate import Estimator
 from tightfit.planner.rehearse import rehearse
 from tightfit.planner.search import search
 from tightfit.planner.time import Clock
 from tightfit.planner.waterfall import waterfall
 from tightfit.report.commands import explain_command
+from tightfit.report.explain import show
 from tightfit.report.picture import draw_memory
 
 GPU = Machine.named("a100-80gb")
@@ -57,6 +59,56 @@ def test_a_limit_that_bites_gives_a_leaner_plan_that_keeps_it() -> None:
 def test_pins_are_kept() -> None:
     chosen = search(cases.job("llama"), GPU, {"precision": "fp32", "micro_batch": 2})[0]
     assert (chosen.plan.precision, chosen.plan.micro_batch) == ("fp32", 2)
+
+
+@pytest.mark.parametrize("name", ["llama", "vit"])
+def test_tf32_is_faster_where_a_device_has_units_for_it_and_takes_the_same_memory(name: str) -> None:
+    job, wide = cases.job(name).replace(allow=["tf32"]), tightfit.Plan()
+    estimator = Estimator(job, GPU)
+    single, narrow = estimator.estimate(wide), estimator.estimate(wide.replace(precision="tf32"))
+    assert single.time.compute_s > 1.2 * narrow.time.compute_s
+    assert single.peak.rows == narrow.peak.rows
+    old = Estimator(job, Machine.named("v100-32gb"))
+    assert old.estimate(wide).time.step_s == old.estimate(wide.replace(precision="tf32")).time.step_s
+
+
+@pytest.mark.parametrize(
+    ("device", "allow", "precision"),
+    [
+        ("a100-80gb", ["tf32"], "tf32"),
+        ("v100-32gb", ["tf32"], "fp32"),
+        ("v100-32gb", ["bf16"], "fp32"),
+        ("v100-32gb", ["fp16"], "fp16-mixed"),
+        ("a100-80gb", [], "fp32"),
+    ],
+)
+def test_of_the_types_that_are_allowed_the_one_that_the_device_multiplies_fastest_is_begun_with(
+    device: str, allow: list[str], precision: str
+) -> None:
+    assert complete(cases.job("bert").replace(allow=allow), Machine.named(device), {})[0].precision == precision
+
+
+def test_the_chunked_loss_is_taken_where_it_is_faster_or_memory_is_short() -> None:
+    job = cases.job("llama")
+    pins = {"recompute": "none", "micro_batch": None, "update_in_backward": False, "states": "fp32"}
+    free = search(job, GPU, pins)[0]
+    same = Estimator(job, GPU).estimate(free.plan.replace(chunked_loss=1024))
+    assert free.plan.chunked_loss is None
+    assert free.time.step_s < same.time.step_s
+    assert same.peak_bytes < free.peak_bytes
+    short = search(limited(same.peak_bytes + 1e6), GPU, pins)
+    assert short[0].plan.chunked_loss == 1024
+    assert any(one.plan == free.plan and one.rejected_because.startswith("needs") for one in short)
+    assert search(job, GPU, {"chunked_loss": 1024})[0].plan.chunked_loss == 1024
+
+
+def test_a_wider_type_is_taken_where_casts_take_longer_than_products_save() -> None:
+    job = cases.job("bert").replace(allow=["bf16"])
+    chosen = search(job, GPU)[0]
+    mixed = Estimator(job, GPU).estimate(chosen.plan.replace(precision="bf16-mixed"))
+    assert chosen.plan.precision == "tf32"
+    assert chosen.total_s < mixed.total_s
+    assert search(job, GPU, {"precision": "bf16-mixed"})[0].plan.precision == "bf16-mixed"
 
 
 def test_where_nothing_fits_the_largest_rows_and_what_would_help_are_said() -> None:
@@ -183,6 +235,20 @@ def explain(path: Path, plan: str | None, machine: str, memory: str | None, as_j
     explain_command(path, plan, machine, memory, 3, False, None, [], as_json)
 
 
+def test_explain_says_after_how_many_steps_compiling_is_made_up_for(capsys: pytest.CaptureFixture[str]) -> None:
+    estimator = Estimator(cases.job("llama"), GPU)
+    compiled = estimator.estimate(tightfit.Plan(compile="block"))
+    stages = waterfall(estimator, compiled.plan)
+    saved = stages[0].step_s - stages[1].step_s
+    assert stages[1].method == "+ compile"
+    show(Console(width=200), [compiled], stages)
+    steps = f"{int(compiled.compile_s / saved) + 1:,}"
+    assert f"to compile (made up for in {steps} steps)" in capsys.readouterr().out
+    slower = replace(stages[1], step_s=2 * stages[0].step_s)
+    show(Console(width=200), [compiled], [stages[0], slower])
+    assert "made up" not in capsys.readouterr().out
+
+
 def test_explain_prints_what_scripts_read(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     explain(job_file, None, "a100-80gb", None, as_json=True)
     said = json.loads(capsys.readouterr().out)
@@ -282,9 +348,9 @@ def test_a_complex_model_is_given_nothing_that_is_of_real_numbers_only() -> None
         allow=["bf16", "8-bit-states"],
     )
     found = search(job, Machine.named("l4"))
-    assert found[0].plan.precision == "bf16-mixed"
+    assert found[0].plan.precision == "tf32"
     assert {(one.plan.fused_optimizer, one.plan.precision, one.plan.states) for one in found} == {
-        (False, "bf16-mixed", "fp32")
+        (False, "tf32", "fp32")
     }
     with pytest.raises(InputError, match="fused_optimizer: false"):
         search(job, Machine.named("l4"), {"fused_optimizer": True})

@@ -39,6 +39,12 @@ def test_a_strangers_model_is_explained_as_it_runs(name: str, micro_batch: int |
     assert predicted.time.step_s > 0
 
 
+def test_a_weight_that_is_a_number_written_out_is_cast_like_the_others() -> None:
+    plan = tightfit.Plan(precision="bf16-true", rounding="kahan")
+    of = {one.name: one for one in estimate(job("drops-paths"), plan).ledger.parameters}
+    assert of["temperature"].bytes == 2
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_followed_is_refused_and_it_is_said_why(name: str) -> None:
     with pytest.raises(InputError, match=REFUSED[name]) as error:

@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -239,6 +241,30 @@ def test_a_signal_stops_after_the_step_and_saves(number: signal.Signals, several
     assert "Traceback" not in said
     (saved,) = (out / "checkpoints").glob("step-*")
     assert int(saved.name.removeprefix("step-")) == len(losses(out))
+
+
+def test_a_process_that_the_system_ends_is_said(tmp_path: Path) -> None:
+    job, out = tiny.write(tmp_path, steps=100_000, checkpoint_every=1), tmp_path / "out"
+    process = start(
+        "train", str(job), "--plan", "reference", "--out", str(out), "--nproc", "2", "--set", "plan.dp_replicate=2"
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            break
+    while not list((out / "checkpoints").glob("step-*")):
+        time.sleep(0.02)
+    _, second = sorted(psutil.Process(process.pid).children(), key=lambda child: int(child.environ()["RANK"]))
+    second.kill()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert said.splitlines()[-2:] == [
+        "tightfit: TightfitError: process 1 was ended by SIGKILL, as a system does when memory runs out: "
+        "a smaller plan.micro_batch, plan.recompute, or fewer processes take less",
+        "  what was saved is kept: --resume goes on from there",
+    ]
+    assert "Traceback" not in said
+    assert list((out / "checkpoints").glob("step-*"))
 
 
 LIMITED = """

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from tightfit.errors import TightfitError
 from tightfit.plan import Plan
 
 KEEP_MEMORY = ":".join(
@@ -117,8 +118,20 @@ def start_processes(count: int) -> int:
     try:
         elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
-        return error.get_first_failure()[1].exitcode
+        process, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            raise _killed(process, -failure.exitcode) from None
+        return failure.exitcode
     return 0
+
+
+def _killed(process: int, number: int) -> TightfitError:
+    """What is said where a process was ended from outside, which could not say anything itself."""
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    said = f"process {process} was ended by {name}"
+    if number == signal.SIGKILL:
+        said += ", as a system does when memory runs out: a smaller plan.micro_batch, plan.recompute, or fewer processes take less"
+    return TightfitError(f"{said}\n  what was saved is kept: --resume goes on from there")
 
 
 def _without_nproc(arguments: list[str]) -> list[str]:

@@ -15,20 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tightfit.ledger import traced
+from tightfit.ledger import Ledger
+from tightfit.machine import Machine
 from tightfit.methods.run import Run
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.plan import Plan
+from tightfit.program import Passage, Timeline
 
 LARGEST_FP16 = 65504.0
 
 
-cost = traced
+_PRODUCTS = frozenset(
+    f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
+)  # that take their factors in tf32; attention's own kernels do not
 VARIANTS = (
     {"precision": "bf16-mixed"},
     {"precision": "bf16-true"},
@@ -42,6 +47,27 @@ VARIANTS = (
 
 def wanted(plan: Plan) -> bool:
     return True  # the type of the arithmetic is always decided, or a tf32 run would leave its mark on the next one
+
+
+def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
+    """What each type makes of the program is traced; tf32 changes no buffer and no operation, but the rate of products."""
+    if plan.precision != "tf32":
+        return ledger
+    inference = ledger.inference
+    return replace(ledger, training=_in_tf32(ledger.training), inference=lambda: _in_tf32(inference()))
+
+
+@lru_cache(16)  # whoever plays a program knows its timelines by identity
+def _in_tf32(passages: tuple[Passage, ...]) -> tuple[Passage, ...]:
+    known: dict[Timeline, Timeline] = {}
+    for timeline in dict.fromkeys(passage.timeline for passage in passages):
+        products = (one.name in _PRODUCTS and one.dtype == "float32" for one in timeline.operations)
+        done = (
+            replace(one, dtype="tf32") if product else one
+            for one, product in zip(timeline.operations, products, strict=True)
+        )
+        known[timeline] = replace(timeline, operations=tuple(done))
+    return tuple(replace(passage, timeline=known[passage.timeline]) for passage in passages)
 
 
 def apply(run: Run, plan: Plan) -> Run:

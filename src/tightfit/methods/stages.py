@@ -222,7 +222,7 @@ def _left_for_later(forward: tuple[Passage, ...]) -> Linear:
     total = Linear()
     for operation in _products(forward):
         _, rows, columns, depth = operation.sizes
-        width = {"float32": 4, "float64": 8}.get(operation.dtype, 2)
+        width = {"float32": 4, "tf32": 4, "float64": 8}.get(operation.dtype, 2)
         for length in (columns, depth):
             total = total + rows.times(length.fixed * width * operation.count.fixed)
     return total

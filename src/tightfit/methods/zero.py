@@ -94,6 +94,7 @@ def _scaled(update: Update, share: float) -> Update:
         state_bytes=math.ceil(update.state_bytes * share),
         transient_bytes=math.ceil(update.transient_bytes * share),
         foreach_bytes=math.ceil(update.foreach_bytes * share),
+        left_bytes=math.ceil(update.left_bytes * share),
         operations=operations,
     )
 

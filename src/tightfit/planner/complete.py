@@ -72,14 +72,16 @@ def _choices(job: Job, machine: Machine) -> Iterator[tuple[str, Any, str]]:
         yield "precision", "bf16-mixed", "this machine multiplies bf16 faster, and the job allows it"
     elif "fp16" in job.allowed and has_fast_fp16(machine):
         yield "precision", "fp16-mixed", "this machine multiplies fp16 faster, and the job allows it"
+    elif "tf32" in job.allowed and has_fast_tf32(machine):
+        yield "precision", "tf32", "this machine multiplies tf32 faster, and the job allows it"
     if of_transformers and task in ("causal-lm", "masked-lm", "seq2seq-lm"):
-        yield "chunked_loss", 1024, "all logits at once are the largest activation of a small language model"
+        yield "chunked_loss", 1024, "logits are never all there at once"
     if machine.device == "cpu" and of_transformers and task == "causal-lm" and sequence <= 1024:
         yield "attention", "blocked", "plain products are faster here than the fused attention kernel"
     yield "fused_optimizer", True, "one pass over the states in place of several"
     if (job.train.steps or COMPILE_PAYS_AFTER_STEPS) >= COMPILE_PAYS_AFTER_STEPS and can_compile(machine):
         regions = "block" if of_transformers else "model"
-        yield "compile", regions, f"pays for itself within about {COMPILE_PAYS_AFTER_STEPS} steps"
+        yield "compile", regions, "fused kernels: fewer of them, and less memory traffic"
     if machine.device == "cuda":
         yield "pin_memory", True, "page-locked buffers copy about twice as fast"
         yield "non_blocking", True, "copies overlap the device's work"
@@ -153,6 +155,12 @@ def has_fast_fp16(machine: Machine) -> bool:
         return False
     known = machine.matrix_flops_per_s
     return "fp16" not in known or "fp32" not in known or known["fp16"].value > 1.2 * known["fp32"].value
+
+
+def has_fast_tf32(machine: Machine) -> bool:
+    """Whether fp32 products are faster with factors in tf32, as the table has it, or a calibration."""
+    known = machine.matrix_flops_per_s
+    return "tf32" in known and "fp32" in known and known["tf32"].value > 1.2 * known["fp32"].value
 
 
 def has_fast_bf16(machine: Machine) -> bool:

@@ -12,8 +12,14 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tightfit.errors import InputError
 
@@ -25,11 +31,15 @@ _FILLS = frozenset(  # what an initialisation does, to values only
         torch.ops.aten.zero_.default,
     }
 )
+_PARTS = frozenset({torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default, torch.ops.aten.slice.Tensor})
 
 
 class FakeValues(TorchDispatchMode):
-    """Answers what asks fake tensors for their values: 1, or true. A step then runs without any. What only fills them is not
-    done, and their device is said at once: both are asked of a deep model thousands of times.
+    """Answers what asks fake tensors for their values: 1, or true, where they are not known. A step then runs without any.
+    What only fills them is not done, and their device is said at once: both are asked of a deep model thousands of times.
+
+    Known are whole numbers that a model writes out, and what it spaces evenly on a processor: each block's share of dropped
+    paths, in many models of images, of which 0 makes blocks without any.
 
     transformers looks at an attention mask only where it is no fake tensor, and else builds masks that a training would
     not: within, it looks, unless `padded`, for then there is something to mask.
@@ -58,14 +68,39 @@ class FakeValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _FILLS and isinstance(args[0], FakeTensor):
+            args[0].constant = None
             return args[0]
+        if func is torch.ops.aten.lift_fresh.default:  # of `torch.tensor(1.0)`, as a weight may be, which is cast later
+            made = func(*args)
+            if isinstance(made, FakeTensor) and made.is_floating_point():
+                made.constant = None  # torch would go by its type for ever
+            return made
+        if func is torch.ops.aten.linspace.default or (func in _PARTS and _constant(args[0]) is not None):
+            return _known(func, args, kwargs or {})
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if func is torch.ops.aten._local_scalar_dense.default:
-            return _one(args[0])
+            return func(*args) if _constant(args[0]) is not None else _one(args[0])
         if func is torch.ops.aten.equal.default:
             return True
         return func(*args, **(kwargs or {}))
+
+
+def _known(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `func` makes of constants, with its values where it is on a processor."""
+    made = func(*args, **kwargs)
+    fakes = tree_leaves(made)
+    if all(fake.device.type == "cpu" for fake in fakes):
+        with unset_fake_temporarily():
+            real = tree_leaves(func(*(_constant(one) if isinstance(one, Tensor) else one for one in args), **kwargs))
+        for fake, value in zip(fakes, real, strict=True):
+            fake.constant = value
+    return made
+
+
+def _constant(value: Any) -> Tensor | None:
+    """The value of a tensor without values, where it is known."""
+    return value.constant if isinstance(value, FakeTensor) else None
 
 
 def _never(tensor: Any = None) -> bool:

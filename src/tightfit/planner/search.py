@@ -21,7 +21,7 @@ from tightfit.machine import Machine
 from tightfit.methods.compile import COMPILE_S
 from tightfit.plan import Plan
 from tightfit.planner.candidates import candidates, is_legal
-from tightfit.planner.complete import complete
+from tightfit.planner.complete import complete, has_fast_tf32
 from tightfit.planner.cuts import balanced, by_promise, cut_fields, schedules, with_samples, with_sequences
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.finalists import first_that_fits
@@ -82,15 +82,15 @@ def search(
         pins = dict(pins or {})
         supplied = with_samples(machine, job, pins)
         start, _ = complete(job, supplied, pins)
-        start = _first_possible(
+        start, leaner = _first_possible(
             lambda one: _with_best_kernels(estimator, one, pins), with_sequences(estimator, start, pins)
         )
         start = _with_workers(estimator, start, pins)
         if start.pp > 1:
             start = start.replace(**balanced(estimator, start, pins, start.pp))
-        found = worth_knowing(estimator, start, pins) if supplied is machine else []
+        found = _worth_knowing(estimator, start, pins, leaner) if supplied is machine else []
         if machine.devices_per_node * machine.nodes > 1:
-            found += _cuts_worth_knowing(estimator, start, pins, found)
+            found += _cuts_worth_knowing(estimator, start.replace(**leaner), pins, found)
         if not found:
             complete(job, machine, pins)  # which says what is wrong
         if not any(one.fits for one in found) and "offload" in job.allowed and "offload" not in pins:
@@ -98,10 +98,10 @@ def search(
                 where: dict[str, Any] = {"offload": words, "offload_to": "disk" if machine.device == "cpu" else "host"}
                 if machine.device == "cpu" and "allocator" not in pins:
                     where["allocator"] = "lean"
-                found += worth_knowing(estimator, start.replace(**where), {**pins, **where})
+                found += worth_knowing(estimator, start.replace(**leaner, **where), {**pins, **where})
     else:
         found = [estimator.estimate(plan) for plan in among if is_legal(plan, job, machine.device)]
-    fitting = sorted((one for one in found if one.fits), key=lambda one: (one.total_s, one.peak_bytes))
+    fitting = sorted((one for one in found if one.fits), key=_soonest)
     finals = first_that_fits(estimator, fitting, job)
     chosen, found = finals.chosen, [finals.seen(one) for one in found]
     if chosen is None:
@@ -118,13 +118,23 @@ def _nearest(others: list[Estimate], chosen: Estimate) -> list[Estimate]:
     not, the one that lacks least; then the rest."""
     others = list({one.plan: one for one in others}.values())
     rejected = [one for one in others if not one.fits or one.rejected_because]
-    fitting = sorted(
-        (one for one in others if one.fits and not one.rejected_because), key=lambda one: (one.total_s, one.peak_bytes)
-    )
+    fitting = sorted((one for one in others if one.fits and not one.rejected_because), key=_soonest)
     faster = sorted((one for one in rejected if one.total_s < chosen.total_s), key=lambda one: one.peak_bytes)
     rest = sorted((one for one in rejected if one.total_s >= chosen.total_s), key=lambda one: one.total_s)
     in_turn = [one for pair in itertools.zip_longest(fitting, faster) for one in pair if one is not None]
     return in_turn + rest
+
+
+def _worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any], leaner: dict[str, Any]) -> list[Estimate]:
+    """As `worth_knowing`; with the kernels that make the model smaller and slower, too, where the fastest plan does not fit."""
+    found = worth_knowing(estimator, start, pins)
+    if leaner and not (found and estimator.settle(min(found, key=_soonest)).fits):
+        found += worth_knowing(estimator, start.replace(**leaner), pins)
+    return found
+
+
+def _soonest(one: Estimate) -> tuple[float, float]:
+    return one.total_s, one.peak_bytes
 
 
 def worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float = math.inf) -> list[Estimate]:
@@ -317,23 +327,43 @@ def _first_possible(find: Callable[[Plan], Found], plans: list[Plan]) -> Found:
     return find(plans[-1])
 
 
-def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Plan:
-    """`start` with each of what decides the kernels switched off where the plan is predicted to finish sooner without.
+def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
+    """`start` with each of what decides the kernels switched off where the plan is predicted to finish sooner without; and of
+    that, what makes a model smaller, for where memory is short.
 
-    What makes a model smaller stays, for it only costs time where memory is plenty. Compiling is decided last, and once:
-    its traces take longest. None is made where the run is so short that compiling costs more than it could ever save.
+    Compiling is decided late, and once: its traces take longest. None is made where the run is so short that compiling
+    costs more than it could ever save.
     """
+    cut = start.tp * start.pp * start.cp > 1
     best = estimator.estimate(start if "compile" in pins else start.replace(compile="none"))
-    tried = [{"attention": "sdpa"}] if "attention" not in pins and start.attention != "sdpa" else []
-    if best.plan.compile != start.compile:
+    tried: list[dict[str, Any]] = []
+    if "attention" not in pins and start.attention != "sdpa":
+        tried.append({"attention": "sdpa"})
+    if "chunked_loss" not in pins and start.chunked_loss is not None and not cut:
+        tried.append({"chunked_loss": None})
+    if best.plan.compile != start.compile and COMPILE_S[estimator.machine.device] < _most_saved_s(best):
         tried.append({"compile": start.compile})
     for fields in tried:
-        if "compile" in fields and COMPILE_S[estimator.machine.device] >= _most_saved_s(best):
-            continue
         other = estimator.estimate(best.plan.replace(**fields))
         if other.total_s < best.total_s:
             best = other
-    return best.plan
+    wider = "tf32" if has_fast_tf32(estimator.machine) else "fp32"
+    if "precision" not in pins and not cut and _may_be_faster(estimator, best, wider):
+        other = estimator.estimate(best.plan.replace(precision=wider))
+        if other.total_s < best.total_s:
+            best = other
+    names = [name for name in ("chunked_loss", "precision") if getattr(best.plan, name) != getattr(start, name)]
+    return best.plan, {name: getattr(start, name) for name in names}
+
+
+def _may_be_faster(estimator: Estimator, one: Estimate, wider: str) -> bool:
+    """Whether the plan may be faster in a wider type, without autocast's casts: where they take longer than it saves in products."""
+    narrow_rate, rate = estimator.machine.rate(one.plan.precision), estimator.machine.rate(wider)
+    if not one.plan.precision.endswith("mixed") or narrow_rate is None or rate is None:
+        return False
+    launch_s = estimator.clock.launch_s
+    casts_s = sum(seconds + count * launch_s for _, kind, seconds, count in one.time.rows if kind == "cast")
+    return casts_s > (narrow_rate / rate - 1) * one.time.compute_s
 
 
 def _most_saved_s(one: Estimate) -> float:

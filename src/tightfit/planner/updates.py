@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -10,7 +12,7 @@ from tightfit.entries import Update
 from tightfit.methods.precision import LossScaler
 from tightfit.planner.storages import tensor_bytes, tensors_in
 from tightfit.planner.trace import Recorder, recorded
-from tightfit.program import Operation, play
+from tightfit.program import Operation, Timeline, play
 
 
 def trace_updates(model: nn.Module, optimizer: Optimizer, together: bool = False) -> dict[str, Update]:
@@ -24,15 +26,22 @@ def trace_updates(model: nn.Module, optimizer: Optimizer, together: bool = False
     groups = {parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
     if together:
         take_all_at_once(optimizer)
-    updates = {}
+    updates: dict[str, Update] = {}
+    largest: dict[int, tuple[Update, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter in groups:
-            key = groups[parameter], tuple(parameter.shape), parameter.dtype
+            number = groups[parameter]
+            key = number, tuple(parameter.shape), parameter.dtype
             if key not in known:
-                at_once = bool(optimizer.param_groups[groups[parameter]].get("foreach"))
-                known[key] = _update(optimizer, parameter, at_once)
+                known[key] = _update(optimizer, parameter, number)
             updates[name] = known[key]
-    return updates
+            if number not in largest or known[key].transient_bytes > largest[number][0].transient_bytes:
+                largest[number] = known[key], parameter
+    left = {number: _left(optimizer, parameter, update) for number, (update, parameter) in largest.items()}
+    return {
+        name: replace(update, left_bytes=int(update.transient_bytes * left[update.group]))
+        for name, update in updates.items()
+    }
 
 
 def take_all_at_once(optimizer: Optimizer) -> None:
@@ -42,20 +51,46 @@ def take_all_at_once(optimizer: Optimizer) -> None:
             group["foreach"] = True
 
 
-def _update(optimizer: Optimizer, parameter: Tensor, at_once: bool) -> Update:
+def _update(optimizer: Optimizer, parameter: Tensor, group: int) -> Update:
+    timeline = _second_update(optimizer, [parameter])
+    transient = _largest(timeline)
+    states = tensor_bytes(tensors_in(optimizer.state[parameter]))
+    at_once = optimizer.param_groups[group].get("foreach")
+    return Update(states, transient, timeline.operations, transient if at_once else 0, group=group)
+
+
+def _left(optimizer: Optimizer, parameter: Tensor, alone: Update) -> float:
+    """The share of an update's transient bytes that is still there while the next parameter of its group is updated: what
+    a loop over parameters last gave a name. Traced on one that is alike."""
+    if alone.foreach_bytes or not alone.transient_bytes:
+        return 0.0
+    next_one, params = nn.Parameter(torch.empty_like(parameter)), optimizer.param_groups[alone.group]["params"]
+    params.append(next_one)
+    try:
+        both = _largest(_second_update(optimizer, [parameter, next_one]))
+    finally:
+        params.pop()
+        optimizer.state.pop(next_one, None)
+    return both / alone.transient_bytes - 1
+
+
+def _second_update(optimizer: Optimizer, parameters: list[Tensor]) -> Timeline:
+    """Of these alone; the first makes the states."""
     for _ in range(2):
-        parameter.grad = torch.empty_like(parameter)
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
         recorder = Recorder({})
-        recorder.know([parameter, parameter.grad, optimizer.state])
+        recorder.know([*parameters, *(parameter.grad for parameter in parameters), optimizer.state])
         with recorder:
             recorder.begin("update")
             optimizer.step()
-        parameter.grad = None
-    passages = recorded(recorder)
-    timeline = passages[0].timeline
-    transient = int(sum(play(timeline, 1).largest.values()))
-    states = tensor_bytes(tensors_in(optimizer.state[parameter]))
-    return Update(states, transient, timeline.operations, transient if at_once else 0)
+        for parameter in parameters:
+            parameter.grad = None
+    return recorded(recorder)[0].timeline
+
+
+def _largest(timeline: Timeline) -> int:
+    return int(sum(play(timeline, 1).largest.values()))
 
 
 def trace_clipping(parameters: list[nn.Parameter], scaled: bool, clip: float | None) -> tuple[Operation, ...]:

@@ -348,12 +348,12 @@ def verify_command(path: Path, plan: str | None, steps: int, changes: list[str],
     quiet_libraries()
     machine = Machine.detect()
     job, pins = read_job(path, plan, changes)
-    chosen, reasons = complete(job, machine, pins)
     console = Console(stderr=as_json)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(f"job      {job!r}\nmachine  {machine!r}")
-    announce(say, job, chosen, reasons)
     quiet_transformers(job)
+    _, chosen, reasons = decide(job, machine, pins, say)
+    announce(say, job, chosen, reasons)
     from tightfit.measure.verify import verify
     from tightfit.report.out_of_memory import memory_errors_named
 

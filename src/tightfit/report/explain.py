@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+import math
 from typing import Any
 
 from rich.console import Console
@@ -60,9 +62,9 @@ def show(console: Console, estimates: list[Estimate], stages: list[Stage]) -> No
         say(f"host     {_beside(chosen.host, chosen.limits.get('host memory'))}")
     if chosen.ledger.disk or "disk" in chosen.limits:
         say(f"disk     {_beside(chosen.disk, chosen.limits.get('disk'))}")
-    say(f"speed    {_speed(chosen)}")
-    math = ", ".join(chosen.changes_math)
-    say(f"numerics {math + ': changed, as the job allows' if math else 'unchanged'}")
+    say(f"speed    {_speed(chosen)}{_made_up_for(chosen, stages)}")
+    changes = ", ".join(chosen.changes_math)
+    say(f"numerics {changes + ': changed, as the job allows' if changes else 'unchanged'}")
     say("")
     console.print(waterfall_table(stages), highlight=False)
     say("")
@@ -77,6 +79,14 @@ def show(console: Console, estimates: list[Estimate], stages: list[Stage]) -> No
     if len(estimates) > 1:
         say("")
         console.print(others_table(estimates[1:], chosen), highlight=False)
+
+
+def _made_up_for(chosen: Estimate, stages: list[Stage]) -> str:
+    """After how many steps compiling has saved what it takes."""
+    for before, stage in itertools.pairwise(stages):
+        if stage.method == "+ compile" and stage.step_s < before.step_s:
+            return f" (made up for in {math.ceil(chosen.compile_s / (before.step_s - stage.step_s)):,} steps)"
+    return ""
 
 
 def _say(console: Console) -> Any:
