@@ -165,6 +165,10 @@ class Train(Value):
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = Field(1e-8, gt=0)
     momentum: float = Field(0.9, ge=0, lt=1)
+    trust: float = Field(1e-3, gt=0, description="LARS: share of its norm that a layer may move by in a step")
+    norm_clamp: tuple[float, float] | None = Field(
+        None, description="LAMB: the least and the largest norm that a weight counts with"
+    )
     schedule: ScheduleName = "constant"
     warmup: int = Field(0, ge=0, description="steps of linear warm-up")
     decay: float = Field(0.2, gt=0, le=1, description="warmup-stable-decay: share of the steps that decay")
@@ -203,6 +207,12 @@ class Train(Value):
                 f"job: train.scale_learning_rate={self.scale_learning_rate}",
                 "no batch to scale from",
                 "add train.base_batch, the batch that learning_rate was chosen for",
+            )
+        if self.norm_clamp is not None and not 0 <= self.norm_clamp[0] <= self.norm_clamp[1]:
+            raise InputError(
+                "job: train.norm_clamp",
+                f"{list(self.norm_clamp)} are no norms, the smaller one first",
+                "use two numbers such as [0, 10]",
             )
         if any(not 0 <= beta < 1 for beta in self.betas):
             raise InputError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -38,6 +39,27 @@ def test_labels_beyond_a_models_classes_are_named() -> None:
     compiled = replace(run, plan=tightfit.Plan(compile="model"), loss_sum=generated)
     with pytest.raises(InputError, match=r"none of the model's classes(.|\n)*plan\.compile=none"):
         next(iter(tightfit.train(compiled)))
+
+
+class Pair(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return super().forward(input), input
+
+
+@pytest.mark.parametrize(
+    ("model", "label", "said"),
+    [
+        (lambda: torch.nn.Linear(3, 5), [0, 1], r"makes \(4, 5\) of labels \(4, 2\)"),
+        (lambda: torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Flatten(0)), 0, r"makes \(4,\) of labels \(4,\)"),
+        (lambda: Pair(3, 5), 0, "returns tuple, which has no logits"),
+    ],
+    ids=["a label for each position", "no classes", "a tuple"],
+)
+def test_an_output_that_fits_no_label_is_named(model: Callable[[], torch.nn.Module], label: object, said: str) -> None:
+    data = [(torch.zeros(3), torch.tensor(label))] * 4
+    run = tightfit.build(tightfit.Job(model=model, data=data, train=tightfit.Train(batch=4, steps=1)))
+    with pytest.raises(InputError, match=said + r"(.|\n)*job its own loss"):
+        next(iter(tightfit.train(run)))
 
 
 class Alone:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
 
 import tightfit
-from tightfit.methods.microbatch import advice, correct_batch_norm
+from tightfit.machine import Machine
+from tightfit.methods.microbatch import correct_batch_norm
 from tightfit.models.objective import sample_count
+from tightfit.planner.estimate import Estimator
 
 from .. import tiny
 
@@ -57,14 +61,26 @@ def test_build_corrects_by_the_number_of_pieces() -> None:
     assert 1 - (1 - momenta[4]) ** 3 == pytest.approx(0.1)
 
 
-def test_advice_names_widths_that_waste_tiles() -> None:
-    assert advice(8, [64, 128, 4096], "cuda") == []
-    assert advice(3, [16, 32], "cpu") == []
-    odd, loose, micro_batch = advice(6, [50257, 72, 50257], "cuda")
-    assert "50257" in odd
-    assert "50264" in odd
-    assert "72" in loose
-    assert "128" in loose
-    assert "micro_batch 6" in micro_batch
-    assert "8" in micro_batch
-    assert len(advice(3, [24], "cpu")) == 1
+@pytest.mark.parametrize(
+    ("device", "widths", "micro_batch", "said"),
+    [
+        ("a100-80gb", (64, 128, 512), 8, []),
+        ("a100-80gb", (64, 100, 512), 8, ["layer width 100: 128 would fill tiles of 64"]),
+        ("a100-80gb", (72, 128, 514), 8, ["layer width 72: 128", "layer width 514: 576"]),
+        ("a100-80gb", (64, 128, 512), 6, ["micro_batch 6: a multiple of 8, such as 8"]),
+        ("host", (16, 32, 48), 6, []),
+        ("host", (16, 24, 50), 6, ["layer width 24: 32", "layer width 50: 64"]),
+    ],
+)
+def test_advice_names_sizes_that_waste_tiles(
+    device: str, widths: tuple[int, ...], micro_batch: int, said: list[str]
+) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(*sizes) for sizes in pairwise(widths)))
+
+    data = [(torch.zeros(widths[0]), 1)] * 24
+    job = tightfit.Job(model=model, data=data, train=tightfit.Train(batch=24, steps=1))
+    machine = Machine.detect() if device == "host" else Machine.named(device)
+    advice = Estimator(job, machine).estimate(tightfit.Plan(micro_batch=micro_batch)).advice
+    assert len(advice) == len(said)
+    assert all(line.startswith(start) for line, start in zip(advice, said, strict=True))

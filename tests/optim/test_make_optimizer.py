@@ -135,3 +135,23 @@ def test_what_cannot_be_optimized_is_refused() -> None:
         make_optimizer(sparse, Train())
     sparse[0].weight.requires_grad_(False)
     make_optimizer(sparse, Train())
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "moved"),
+    [("lars", {"trust": 0.01, "momentum": 0.0}, 0.01 * 0.5), ("lamb", {"norm_clamp": (0.0, 0.25)}, 0.5 * 0.25)],
+)
+def test_how_far_a_layer_moves_is_set_by_the_job(name: str, fields: dict[str, object], moved: float) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    nn.init.constant_(model.weight, 0.125)  # of norm 0.5
+    before = model.weight.detach().clone()
+    optimizer = make_optimizer(model, Train(optimizer=name, learning_rate=0.5, **fields))
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    rate = 0.5 if name == "lars" else 1.0
+    torch.testing.assert_close((model.weight - before).norm(), torch.tensor(rate * moved))
+
+
+def test_norms_the_wrong_way_round_are_refused() -> None:
+    with pytest.raises(InputError, match="smaller one first"):
+        Train(optimizer="lamb", norm_clamp=(2.0, 1.0))

@@ -249,6 +249,31 @@ def test_explain_says_after_how_many_steps_compiling_is_made_up_for(capsys: pyte
     assert "made up" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        ({}, (4, 4, 8)),
+        ({"precision": "bf16-mixed"}, (4, 4, 8)),
+        ({"precision": "bf16-true"}, (2, 2, 4)),
+        ({"precision": "bf16-true", "rounding": "kahan"}, (2, 2, 10)),
+        ({"micro_batch": 2}, (4, 4, 8)),
+    ],
+    ids=str,
+)
+def test_explain_says_how_the_states_of_a_parameter_are_counted(
+    plan: dict[str, Any], expected: tuple[int, int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    estimator = Estimator(cases.job("llama"), GPU)
+    one = estimator.estimate(tightfit.Plan(**plan))
+    assert tuple(one.bytes_per_parameter.values()) == pytest.approx(expected, abs=0.01)
+    show(Console(width=200), [one], waterfall(estimator, one.plan))
+    shown = capsys.readouterr().out
+    assert f"{sum(expected)} bytes a parameter: parameters {expected[0]}, gradients {expected[1]}" in shown
+    assert ("16-bit copy" in shown) == (one.plan.precision == "bf16-mixed")
+    freed = estimator.estimate(tightfit.Plan(update_in_backward=True)).bytes_per_parameter
+    assert freed["gradients"] < 2
+
+
 def test_explain_prints_what_scripts_read(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     explain(job_file, None, "a100-80gb", None, as_json=True)
     said = json.loads(capsys.readouterr().out)

@@ -72,6 +72,9 @@ def test_files_of_a_run_and_going_on(
     assert len(record["loss"]) == 8
     assert len(record["step_s"]) == 5
     assert sum(record["peak_bytes"]["rows"].values()) == record["peak_bytes"]["measured"]
+    peaks = [json.loads(line)["peak_bytes"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert set(peaks) == {None, record["peak_bytes"]["measured"]}
+    assert peaks[0] is None
 
     assert command(monkeypatch, "train", str(job), "--out", str(out)) == 2  # would overwrite
     assert "--resume" in capsys.readouterr().err

@@ -67,11 +67,11 @@ class Observer:
         """Expected seconds of a step, as `speed`."""
         return statistics.median(step.seconds for step in self.timed or [latest])
 
-    def peak_bytes(self) -> int:
-        """Peak bytes of the device so far; on CPU of the process until a step was sampled."""
+    def peak_bytes(self) -> int | None:
+        """Peak bytes of tensors so far; on a processor those of the step that is sampled, None until then."""
         if self.run.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.run.device)
-        return self.peak.total if self.peak else process_peak_bytes()
+        return self.peak.total if self.peak else None
 
     def _largest_peak(self) -> Peak | None:
         """Of all devices, that of the one that holds the most: what is predicted is that one's. All of them take part."""

@@ -10,6 +10,7 @@ Source  gradient accumulation; normalised by the items that count over the whole
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import replace
 
 from torch import nn
@@ -19,6 +20,8 @@ from tightfit.machine import Machine
 from tightfit.methods.run import Run
 from tightfit.plan import Plan
 
+LINEAR = ("aten.mm", "aten.addmm")
+WORTH = 0.02  # of products' FLOPs, from which on a layer's width is spoken of
 VARIANTS = ({"micro_batch": 3},)
 
 
@@ -46,21 +49,28 @@ def correct_batch_norm(model: nn.Module, pieces: int) -> None:
             module.momentum = 1 - (1 - module.momentum) ** (1 / pieces)
 
 
-def advice(micro_batch: int, widths: list[int], device: str) -> list[str]:
-    """What to change so that matrix products fill the hardware's tiles: sizes in multiples of 8, or 64 on big GPUs.
+def advice(ledger: Ledger, device: str) -> list[str]:
+    """What to change so that the products of a forward fill the hardware's tiles: sizes in multiples of 8, or 64 on big GPUs.
 
     Source: NVIDIA, Matrix Multiplication Background User's Guide (tensor cores, 16-bit types).
     """
-    multiple = 64 if device == "cuda" else 16
-    odd = sorted({width for width in widths if width % 8})
-    loose = sorted({width for width in widths if width % 8 == 0 and width % multiple and width > multiple})
-    said = [f"layer width {width}: pad to {math.ceil(width / 8) * 8}, a multiple of 8" for width in odd]
-    said += [
+    shares: dict[int, float] = defaultdict(float)  # of products' FLOPs, by the width of a layer
+    rows: dict[float, float] = defaultdict(float)  # by the rows that a micro-batch gives them
+    for phase, _, operation, count in ledger.operations():
+        if phase == "forward" and operation.name in LINEAR and operation.sizes:
+            _, length, *widths = (size.at(ledger.micro_batch) for size in operation.sizes)
+            flops = operation.flops.at(ledger.micro_batch) * count
+            rows[length] += flops
+            for width in set(widths):
+                shares[int(width)] += flops
+    total, multiple = sum(rows.values()), 64 if device == "cuda" else 16
+    worth = sorted(width for width, share in shares.items() if share >= WORTH * total and width > 8)
+    said = [
         f"layer width {width}: {math.ceil(width / multiple) * multiple} would fill tiles of {multiple}"
-        for width in loose
+        for width in worth
+        if width % 8 or (width % multiple and width > multiple)
     ]
-    if device == "cuda" and micro_batch % 8:
-        said.append(
-            f"micro_batch {micro_batch}: a multiple of 8 (such as {math.ceil(micro_batch / 8) * 8}) fills half-precision tiles"
-        )
+    if device == "cuda" and rows and max(rows, key=lambda length: rows[length]) % 8:
+        better = math.ceil(ledger.micro_batch / 8) * 8
+        said.append(f"micro_batch {ledger.micro_batch}: a multiple of 8, such as {better}, would fill tiles")
     return said

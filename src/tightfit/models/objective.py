@@ -77,10 +77,16 @@ def cross_entropy_objective(
     """Cross entropy summed over the targets that are not IGNORED, computed in fp32 whatever the logits are."""
 
     def total(model: nn.Module, batch: Batch) -> Tensor:
-        values = logits(model, batch)
+        values, labels = logits(model, batch), targets(batch)
+        if values.dim() < 2 or values.shape[:-1].numel() != labels.numel():
+            raise InputError(
+                "job: model",
+                f"makes {tuple(values.shape)} of labels {tuple(labels.shape)}, where each label has logits of its own in the last dim",
+                "let the model return logits (*labels, classes), or give the job its own loss",
+            )
         try:
             return functional.cross_entropy(
-                values.flatten(0, -2).float(), targets(batch).flatten(), ignore_index=IGNORED, reduction="sum"
+                values.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
             )
         except IndexError as error:  # of a model of the user's own, whose classes nobody knew before
             raise InputError(
@@ -107,8 +113,18 @@ def _labels(batch: Batch) -> Tensor:
 def _model_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Logits of a model called with everything in the batch but its labels."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    output = model(**inputs)
-    return output if isinstance(output, Tensor) else output.logits
+    return _logits_of(model(**inputs))
+
+
+def _logits_of(output: Any) -> Tensor:
+    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(found, Tensor):
+        raise InputError(
+            "job: model",
+            f"returns {type(output).__name__}, which has no logits",
+            "let it return them as a tensor or as `.logits`, or give the job its own loss",
+        )
+    return found
 
 
 def _seq2seq_logits(model: nn.Module, batch: Batch) -> Tensor:
@@ -122,7 +138,7 @@ def _seq2seq_logits(model: nn.Module, batch: Batch) -> Tensor:
 def _class_logits(model: nn.Module, batch: Batch) -> Tensor:
     if isinstance(batch, dict):
         return _model_logits(model, batch)
-    return model(batch[0])
+    return _logits_of(model(batch[0]))
 
 
 def _class_targets(batch: Batch) -> Tensor:

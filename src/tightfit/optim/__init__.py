@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -91,9 +92,10 @@ def _make(train: Train, groups: list[dict[str, Any]], fused: bool) -> Optimizer:
         case "adafactor":
             return torch.optim.Adafactor(groups, lr=rate)
         case "lamb":
-            return LAMB(groups, lr=rate, betas=train.betas, eps=train.epsilon)
+            clamp = train.norm_clamp or (0.0, math.inf)
+            return LAMB(groups, lr=rate, betas=train.betas, eps=train.epsilon, clamp=clamp)
         case "lars":
-            return LARS(groups, lr=rate, momentum=train.momentum)
+            return LARS(groups, lr=rate, momentum=train.momentum, trust=train.trust)
         case "lion":
             return Lion(groups, lr=rate, betas=train.betas)
     raise AssertionError(train.optimizer)

@@ -13,7 +13,7 @@ from tightfit.files import HELD, file_bytes
 from tightfit.job import Job
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods import METHODS
+from tightfit.methods import METHODS, microbatch
 from tightfit.plan import Plan
 from tightfit.planner.profile import Profiler
 from tightfit.planner.reserve import reserved_bytes
@@ -116,6 +116,18 @@ class Estimate:
         rate = self.machine.rate(self.plan.precision)
         return self.ledger.model_flops() / self.time.step_s / rate if rate else None
 
+    @cached_property
+    def bytes_per_parameter(self) -> dict[str, float]:
+        """Of the model's states, by row: the most of each that a device holds in a step, over the parameters that it works on."""
+        count = sum(parameter.count for parameter in self.ledger.parameters)
+        rows = [rows for _, _, rows in self.ledger.instants()]
+        return {name: max(one[name] for one in rows) / count for name in ("parameters", "gradients", "optimizer")}
+
+    @property
+    def advice(self) -> list[str]:
+        """Sizes of the model, where devices have its layers whole, and of micro-batches that would fill the hardware's tiles."""
+        return [] if self.plan.tp > 1 else microbatch.advice(self.ledger, self.machine.device)
+
     def explain(self) -> str:
         """The plan, its memory by row at the largest instant, and its time by kind of operation, as text."""
         rows = sorted(self.peak.rows.items(), key=lambda row: -row[1])
@@ -137,6 +149,8 @@ class Estimate:
             "plan": self.plan.content(),
             "fits": self.fits,
             "changes_math": self.changes_math,
+            "bytes_per_parameter": self.bytes_per_parameter,
+            "advice": self.advice,
             "memory": {**{row: round(size) for row, size in self.peak.rows.items()}, "peak": round(self.peak_bytes)},
             "host_memory": {**{row: round(size) for row, size in self.host.items()}, "peak": round(self.host_bytes)},
             "disk": {**{row: round(size) for row, size in self.disk.items()}, "peak": round(sum(self.disk.values()))},

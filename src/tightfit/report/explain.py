@@ -58,6 +58,7 @@ def show(console: Console, estimates: list[Estimate], stages: list[Stage]) -> No
     say = _say(console)
     say(f"plan     {_fields(chosen)}")
     say(f"memory   {format_bytes(chosen.peak_bytes)} of {format_bytes(chosen.limit_bytes)}: {_verdict(chosen)}")
+    say(f"states   {_states(chosen)}")
     if sum(chosen.host.values()):
         say(f"host     {_beside(chosen.host, chosen.limits.get('host memory'))}")
     if chosen.ledger.disk or "disk" in chosen.limits:
@@ -65,6 +66,8 @@ def show(console: Console, estimates: list[Estimate], stages: list[Stage]) -> No
     say(f"speed    {_speed(chosen)}{_made_up_for(chosen, stages)}")
     changes = ", ".join(chosen.changes_math)
     say(f"numerics {changes + ': changed, as the job allows' if changes else 'unchanged'}")
+    for advice in chosen.advice:
+        say(f"advice   {advice}")
     say("")
     console.print(waterfall_table(stages), highlight=False)
     say("")
@@ -79,6 +82,15 @@ def show(console: Console, estimates: list[Estimate], stages: list[Stage]) -> No
     if len(estimates) > 1:
         say("")
         console.print(others_table(estimates[1:], chosen), highlight=False)
+
+
+def _states(estimate: Estimate) -> str:
+    """Bytes of each parameter's states; what is counted differs from text to text, and so is said."""
+    parts = estimate.bytes_per_parameter
+    said = f"{sum(parts.values()):.3g} bytes a parameter: " + ", ".join(
+        f"{row} {size:.3g}" for row, size in parts.items()
+    )
+    return said + (", and 2 of its 16-bit copy while it is used" if estimate.plan.precision.endswith("mixed") else "")
 
 
 def _made_up_for(chosen: Estimate, stages: list[Stage]) -> str:

@@ -17,16 +17,17 @@ LINE_EVERY_S = 5.0
 
 
 class View(Protocol):
-    def show(self, step: Step, items_per_s: float, peak_bytes: int, left_s: float) -> None: ...
+    def show(self, step: Step, items_per_s: float, peak_bytes: int | None, left_s: float) -> None: ...
 
     def say(self, line: str) -> None: ...
 
 
-def describe(step: Step, items_per_s: float, unit: str, peak_bytes: int, left_s: float) -> str:
-    """loss, learning rate, speed, peak memory and time left, in one line."""
+def describe(step: Step, items_per_s: float, unit: str, peak_bytes: int | None, left_s: float) -> str:
+    """loss, learning rate, speed, peak memory once it is known, and time left, in one line."""
+    peak = "" if peak_bytes is None else f"peak {format_bytes(peak_bytes)}  "
     return (
         f"loss {step.loss:.4f}  lr {step.learning_rate:.2e}  {format_count(items_per_s)} {unit}/s  "
-        f"peak {format_bytes(peak_bytes)}  left {format_seconds(left_s)}"
+        f"{peak}left {format_seconds(left_s)}"
     )
 
 
@@ -44,7 +45,7 @@ class Lines:
     ) -> None:
         return None
 
-    def show(self, step: Step, items_per_s: float, peak_bytes: int, left_s: float) -> None:
+    def show(self, step: Step, items_per_s: float, peak_bytes: int | None, left_s: float) -> None:
         now = time.monotonic()
         if step.step + 1 == self.total or now - self.shown_at >= LINE_EVERY_S:
             self.shown_at = now
@@ -73,7 +74,7 @@ class Bar:
     ) -> None:
         self.progress.stop()
 
-    def show(self, step: Step, items_per_s: float, peak_bytes: int, left_s: float) -> None:
+    def show(self, step: Step, items_per_s: float, peak_bytes: int | None, left_s: float) -> None:
         text = describe(step, items_per_s, self.unit, peak_bytes, left_s)
         self.progress.update(self.task, completed=step.step + 1, description=text)
 
