@@ -99,8 +99,9 @@ def test_machines_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_a_machine_without_bf16_takes_fp16_where_the_job_allows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    wide = ("--set", "model.hidden_size=1024", "--set", "model.intermediate_size=4096", "--set", "train.batch=32")
     for allow, precision in (("[bf16]", "fp32"), ("[fp16]", "fp16-mixed")):
-        arguments = ("--machine", "t4", "--json", "--set", f"allow={allow}", *PINNED)
+        arguments = ("--machine", "t4", "--json", "--set", f"allow={allow}", *wide, *PINNED)
         assert command(monkeypatch, "explain", str(tiny.write(tmp_path)), *arguments) == 0
         assert json.loads(capsys.readouterr().out)["plans"][0]["plan"]["precision"] == precision
 
