@@ -18,12 +18,14 @@ from tightfit.values import Value
 
 
 class PeakBytes(Value):
-    """Peak bytes of one device: predicted and measured. On CPU `measured` is of live tensors and `process` the RSS beside it."""
+    """Peak bytes of one device: predicted and measured. On CPU `measured` is of live tensors and `process` the RSS beside it,
+    which is predicted, too."""
 
     predicted: int | None = None
     measured: int | None = None
     reserved: int | None = None
     process: int | None = None
+    predicted_process: int | None = None
     rows: dict[str, int] = Field(default_factory=dict)
 
 

@@ -15,6 +15,7 @@ from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods import METHODS, microbatch
 from tightfit.plan import Plan
+from tightfit.planner.heap import held_bytes
 from tightfit.planner.profile import Profiler
 from tightfit.planner.reserve import reserved_bytes
 from tightfit.planner.thin import with_blocks
@@ -25,6 +26,7 @@ from tightfit.units import format_bytes, format_seconds
 
 CONTEXT_BYTES = 500 * 2**20  # of a CUDA process beside its allocator: the context, and the kernels that torch loads
 WORKSPACE_BYTES = 2 * (2 * 4096 + 8 * 16) * 2**10  # of cuBLAS, for the thread of forward and that of backward
+KERNELS_BYTES = 64 * 2**20  # that libraries of kernels take on a processor when they are first called
 MARGIN = 0.03  # that is left free for what no row foresees: a share of what is predicted, not of what is there already
 # Of a CUDA process in host memory: Python, torch and transformers 0.4 GiB (measured), the driver's libraries 1 (assumed).
 HOST_PROCESS_BYTES = 1.4 * 2**30
@@ -37,7 +39,7 @@ class Estimate:
 
     limit_bytes       what the device may hold
     rehearsed         the peak that a rehearsal on fake tensors found, with the same runtime row; None until then
-    settled           whether what a CUDA device's allocator reserves beyond the tensors is in the peak
+    settled           whether what the allocator takes beyond the tensors is in the peak
     host              bytes in the memory of one host, of all its devices' processes, by what they are for: on a processor, what
                       is there beside the devices'; disk: bytes of files, offloaded or of checkpoints
     limits            bytes that may be used, of what is limited: memory, host memory, disk
@@ -308,18 +310,22 @@ class Estimator:
         return self.runtime_bytes + whole / plan.pp
 
     def settle(self, estimate: Estimate) -> Estimate:
-        """The estimate with what a CUDA device's allocator reserves beyond the tensors: too long to ask of every plan."""
-        if self.machine.device != "cuda" or estimate.settled:
+        """The estimate with what is known late, or takes too long to ask of every plan: what the allocator takes beyond the
+        tensors and, of a process that has traced and will train, what it holds by now."""
+        if estimate.settled:
             return estimate
-        peak, ledger = estimate.peak, estimate.ledger
+        peak, ledger, on_cpu = estimate.peak, estimate.ledger, self.machine.device == "cpu"
         if ledger.gathered is not None:  # the allocator's model follows whole gradients: here each leaves as it is made
             ledger = replace(ledger, gathered=None, sent=Sent(1, 1.0, always=True))
         tensors = (
             ledger.peak().total - sum(ledger.fixed.values()) if ledger.messages else peak.total - peak.rows["runtime"]
         )
-        more = max(reserved_bytes(ledger, expandable=estimate.plan.allocator == "tuned") - tensors, 0.0)
-        rows = {**peak.rows, "allocator": more}
-        return replace(estimate, peak=replace(peak, total=peak.total + more, rows=rows), settled=True)
+        taken = held_bytes(ledger) if on_cpu else reserved_bytes(ledger, expandable=estimate.plan.allocator == "tuned")
+        rows = {**peak.rows, "allocator": max(taken - tensors, 0.0)}
+        if on_cpu:
+            rows["runtime"] = max(rows["runtime"], psutil.Process().memory_info().rss) + KERNELS_BYTES
+        total = peak.total + sum(rows[row] - peak.rows[row] for row in ("allocator", "runtime"))
+        return replace(estimate, peak=replace(peak, total=total, rows=rows), settled=True)
 
 
 def _looked_at(devices: int) -> list[int]:

@@ -44,7 +44,7 @@ OFFLOADED = {  # what is tried where nothing else fits
 WORTH = 0.1  # of a step's time that cutting the model must promise to save
 WAITS = 0.02  # of a step, for samples, from which on other processes prepare them: so many at most
 WORKERS = 8
-RESERVED = 1.15  # times its tensors a CUDA device's allocator may take
+RESERVED = 1.15  # times its tensors an allocator may take
 MAKES_NO_ROOM: dict[str, Any] = {"recompute": "none", "update_in_backward": False}
 
 Found = TypeVar("Found")
@@ -205,9 +205,7 @@ def _with_workers(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Pl
 
 def _reached(seen: list[Estimate], batch: int) -> int:
     """The largest micro-batch that fits for sure; all of the batch where larger ones fit and are slower."""
-    fitting = [
-        one for one in seen if one.peak_bytes * (RESERVED if one.machine.device == "cuda" else 1) <= one.limit_bytes
-    ]
+    fitting = [one for one in seen if one.peak_bytes * RESERVED <= one.limit_bytes]
     if not fitting:
         return 0
     last = max(fitting, key=lambda one: one.plan.micro_batch_of(batch))

@@ -324,13 +324,13 @@ def summary(record: dict[str, Any], out: Path) -> str:
         lines.append(f"compile  {format_seconds(record['compile_s'])} in the first step, not counted in the speed")
     if peak["measured"]:
         rows = ", ".join(f"{name} {format_bytes(value)}" for name, value in peak["rows"].items() if value)
-        lines.append(
-            f"memory   {format_bytes(peak['measured'])} at the peak ({rows}); process {format_bytes(peak['process'])}"
-        )
+        lines.append(f"memory   {format_bytes(peak['measured'])} at the peak ({rows})")
         if peak["predicted"]:
             lines.append(f"         {_beside(peak['predicted'], peak['measured'], format_bytes)}")
+    if peak["predicted_process"]:
+        lines.append(f"process  {_beside(peak['predicted_process'], peak['process'], format_bytes)}")
     elif peak["process"]:
-        lines.append(f"memory   process {format_bytes(peak['process'])}")
+        lines.append(f"process  {format_bytes(peak['process'])}")
     for name, words in (
         ("skipped_steps", "steps skipped because fp16 overflowed"),
         ("damaged_samples", "damaged samples skipped"),

@@ -227,5 +227,5 @@ def show_analysis(console: Console, estimate: Estimate, record: Record) -> None:
 
 
 def logical_rows(estimate: Estimate) -> dict[str, float]:
-    """The rows that storages make up: what a process holds beside them is left out."""
-    return {row: size for row, size in estimate.peak.rows.items() if row != "runtime" and size}
+    """The rows that storages make up: what a process holds beside them, and what lies between, is left out."""
+    return {row: size for row, size in estimate.peak.rows.items() if row not in ("runtime", "allocator") and size}

@@ -76,9 +76,9 @@ def train_in_folder(
         record = observer.record(machine)
     if predicted is not None:
         tensors = [size for row, size in predicted["memory"].items() if row not in ("peak", "runtime", "allocator")]
-        record = record.replace(
-            peak_bytes=record.peak_bytes.replace(predicted=sum(tensors)), predicted_step_s=predicted["time"]["step_s"]
-        )
+        whole = predicted["memory"]["peak"] if machine.device == "cpu" else None
+        peak = record.peak_bytes.replace(predicted=sum(tensors), predicted_process=whole)
+        record = record.replace(peak_bytes=peak, predicted_step_s=predicted["time"]["step_s"])
     record = record.replace(loss=[*((line["step"], line["loss"]) for line in earlier), *record.loss])
     if leads():
         (out / "record.json").write_text(json.dumps(record.content(), indent=1) + "\n")
