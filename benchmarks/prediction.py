@@ -22,6 +22,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +139,10 @@ def measure(pair: dict[str, Any], steps: int) -> dict[str, Any]:
         train=tightfit.Train(optimizer=pair["optimizer"], batch=batch, steps=steps + SAMPLED + 1),
     )
     plan, machine = tightfit.Plan(**pair["plan"]), tightfit.Machine.detect()
-    estimate = Estimator(job, machine).estimate(plan)
+    estimator = Estimator(job, machine)
+    estimate = estimator.estimate(plan)
     rehearsed = rehearse(job, plan).total
+    settled = estimator.settle(estimate)
     run = build(job, plan, machine)
     observer = Observer(run, 0)
     usual = machine.control_s
@@ -158,6 +161,8 @@ def measure(pair: dict[str, Any], steps: int) -> dict[str, Any]:
         "folded_bytes": round(estimate.peak.total - estimate.peak.rows["runtime"]),
         "rehearsed_bytes": rehearsed,
         "measured_bytes": record.peak_bytes.measured,
+        "predicted_process_bytes": round(settled.peak_bytes),
+        "process_bytes": record.peak_bytes.process,
         "predicted_s": estimate.time.step_s,
         "measured_s": statistics.median(ratios) * usual.value,
         "step_s": record.step_s,
@@ -165,27 +170,30 @@ def measure(pair: dict[str, Any], steps: int) -> dict[str, Any]:
     }
 
 
-def show(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Print each pair and the errors' medians and worst; returns these."""
-    errors: dict[str, list[float]] = {"folded": [], "rehearsed": [], "time": []}
+def show(rows: list[dict[str, Any]], memory: bool) -> dict[str, dict[str, float]]:
+    """Print each pair and the errors' medians and worst; returns these. memory: alone"""
+    errors: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         mistakes = {
             "folded": row["folded_bytes"] / row["measured_bytes"] - 1,
             "rehearsed": row["rehearsed_bytes"] / row["measured_bytes"] - 1,
-            "time": row["predicted_s"] / row["measured_s"] - 1,
         }
+        if "process_bytes" in row:
+            mistakes["process"] = row["predicted_process_bytes"] / row["process_bytes"] - 1
+        if not memory:
+            mistakes["time"] = row["predicted_s"] / row["measured_s"] - 1
         for name, value in mistakes.items():
             errors[name].append(abs(value))
         plan = ", ".join(f"{name}={value}" for name, value in row["plan"].items()) or "reference"
         said = "  ".join(f"{name} {value:+7.1%}" for name, value in mistakes.items())
         print(f"{row['model']:10s} {row['optimizer']:9s} {said}  {plan}")
     summary = {name: {"median": statistics.median(values), "worst": max(values)} for name, values in errors.items()}
-    paces = sorted(pace for row in rows for pace in row["pace"])
-    print(
-        f"pace       {paces[0]:.2f} to {paces[-1]:.2f} times that of the calibration, median {statistics.median(paces):.2f}"
-    )
+    if not memory:
+        paces = sorted(pace for row in rows for pace in row["pace"])
+        middle = statistics.median(paces)
+        print(f"pace       {paces[0]:.2f} to {paces[-1]:.2f} times that of the calibration, median {middle:.2f}")
     for name, both in summary.items():
-        print(f"{name:10s} {len(rows)} pairs: median error {both['median']:.1%}, worst {both['worst']:.1%}")
+        print(f"{name:10s} {len(errors[name])} pairs: median error {both['median']:.1%}, worst {both['worst']:.1%}")
     return summary
 
 
@@ -194,6 +202,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the pairs as JSON; those that are there are not run again")
     parser.add_argument("--only", help="the pairs of one model")
     parser.add_argument("--single", action="store_true", help="the pairs that compute in fp32")
+    parser.add_argument("--memory", action="store_true", help="memory alone, in fewer steps")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each pair")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -208,13 +217,13 @@ def main() -> None:
         if arguments.single and "precision" in pair["plan"]:
             continue
         same = [row for row in there if "pace" in row and all(row[name] == value for name, value in pair.items())]
-        row = same[0] if same else run_alone(pair, arguments.steps)
+        row = same[0] if same else run_alone(pair, 1 if arguments.memory else arguments.steps)
         rows.append(row)
         if arguments.out:
             write(arguments.out, rows)
         print(f"\r{len(rows)} pairs", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    summary = show(rows)
+    summary = show(rows, arguments.memory)
     if arguments.out:
         write(arguments.out, rows, summary)
 

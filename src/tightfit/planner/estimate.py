@@ -309,6 +309,11 @@ class Estimator:
         whole = weights + states + there / (plan.shards if plan.zero >= 2 else 1)
         return self.runtime_bytes + whole / plan.pp
 
+    @cached_property
+    def _runtime_at_last(self) -> float:
+        """Bytes of the `runtime` row on a processor, once plans were traced; the same for all that are compared."""
+        return float(max(self.runtime_bytes, psutil.Process().memory_info().rss) + KERNELS_BYTES)
+
     def settle(self, estimate: Estimate) -> Estimate:
         """The estimate with what is known late, or takes too long to ask of every plan: what the allocator takes beyond the
         tensors and, of a process that has traced and will train, what it holds by now."""
@@ -323,7 +328,7 @@ class Estimator:
         taken = held_bytes(ledger) if on_cpu else reserved_bytes(ledger, expandable=estimate.plan.allocator == "tuned")
         rows = {**peak.rows, "allocator": max(taken - tensors, 0.0)}
         if on_cpu:
-            rows["runtime"] = max(rows["runtime"], psutil.Process().memory_info().rss) + KERNELS_BYTES
+            rows["runtime"] = self._runtime_at_last
         total = peak.total + sum(rows[row] - peak.rows[row] for row in ("allocator", "runtime"))
         return replace(estimate, peak=replace(peak, total=total, rows=rows), settled=True)
 

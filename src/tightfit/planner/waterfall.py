@@ -42,13 +42,13 @@ class Stage:
 def waterfall(estimator: Estimator, plan: Plan) -> list[Stage]:
     """From the reference plan to `plan`; methods that it does not use are left out."""
     whole, differences = Plan(), plan.differences()
-    first = estimator.estimate(whole)
-    stages = [Stage("one device, fp32, keep everything", "", first.peak.total, first.time.step_s)]
+    first = estimator.settle(estimator.estimate(whole))
+    stages = [Stage("one device, fp32, keep everything", "", first.peak_bytes, first.time.step_s)]
     for method, fields in METHOD_FIELDS.items():
         changed = {name: differences[name] for name in fields if name in differences}
         if changed:
             whole = whole.replace(**changed)
-            one = estimator.estimate(whole)
+            one = estimator.settle(estimator.estimate(whole))
             said = ", ".join(f"{name}={value}" for name, value in changed.items())
-            stages.append(Stage(f"+ {method}", said, one.peak.total, one.time.step_s))
+            stages.append(Stage(f"+ {method}", said, one.peak_bytes, one.time.step_s))
     return stages
