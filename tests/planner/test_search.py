@@ -91,8 +91,9 @@ def test_of_the_types_that_are_allowed_the_one_that_the_device_multiplies_fastes
 def test_the_chunked_loss_is_taken_where_it_is_faster_or_memory_is_short() -> None:
     job = cases.job("llama")
     pins = {"recompute": "none", "micro_batch": None, "update_in_backward": False, "states": "fp32"}
-    free = search(job, GPU, pins)[0]
-    same = Estimator(job, GPU).estimate(free.plan.replace(chunked_loss=1024))
+    estimator = Estimator(job, GPU)
+    free = search(job, GPU, pins, estimator)[0]
+    same = estimator.estimate(free.plan.replace(chunked_loss=1024))
     assert free.plan.chunked_loss is None
     assert free.time.step_s < same.time.step_s
     assert same.peak_bytes < free.peak_bytes
@@ -104,8 +105,9 @@ def test_the_chunked_loss_is_taken_where_it_is_faster_or_memory_is_short() -> No
 
 def test_a_wider_type_is_taken_where_casts_take_longer_than_products_save() -> None:
     job = cases.job("bert").replace(allow=["bf16"])
-    chosen = search(job, GPU)[0]
-    mixed = Estimator(job, GPU).estimate(chosen.plan.replace(precision="bf16-mixed"))
+    estimator = Estimator(job, GPU)
+    chosen = search(job, GPU, None, estimator)[0]
+    mixed = estimator.estimate(chosen.plan.replace(precision="bf16-mixed"))
     assert chosen.plan.precision == "tf32"
     assert chosen.total_s < mixed.total_s
     assert search(job, GPU, {"precision": "bf16-mixed"})[0].plan.precision == "bf16-mixed"
