@@ -12,6 +12,8 @@ from functools import cached_property
 
 TRACED = ("activations", "temporaries", "gradients", "optimizer", "parameters")  # rows that events may be of
 
+LINEAR = ("aten.mm", "aten.addmm")  # products with the weights of a layer
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:

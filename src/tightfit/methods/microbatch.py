@@ -19,8 +19,8 @@ from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.run import Run
 from tightfit.plan import Plan
+from tightfit.program import LINEAR
 
-LINEAR = ("aten.mm", "aten.addmm")
 WORTH = 0.02  # of products' FLOPs, from which on a layer's width is spoken of
 VARIANTS = ({"micro_batch": 3},)
 

@@ -14,10 +14,8 @@ from tightfit.machine import Machine
 from tightfit.methods.hollow import not_in_a_row
 from tightfit.methods.mesh import latency, link
 from tightfit.plan import Plan
-from tightfit.program import Buffer, Linear, Operation, Passage, Timeline
+from tightfit.program import LINEAR, Buffer, Linear, Operation, Passage, Timeline
 from tightfit.timetable import split_evenly, timetable
-
-_LINEAR = ("aten.mm", "aten.addmm")  # products whose weights' gradients can wait
 
 
 def pieces_of(plan: Plan, blocks: int) -> list[range]:
@@ -231,7 +229,7 @@ def _left_for_later(forward: tuple[Passage, ...]) -> Linear:
 def _products(passages: Iterable[Passage]) -> Iterable[Operation]:
     for passage in passages:
         for operation in passage.timeline.operations:
-            if operation.name in _LINEAR and len(operation.sizes) == 4:
+            if operation.name in LINEAR and len(operation.sizes) == 4:
                 yield operation
 
 
