@@ -125,6 +125,11 @@ class Machine(Value):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.to_json())
 
+    @property
+    def speed_is(self) -> str:
+        """What is to be said of predicted times; empty where somebody has printed or measured how fast the machine is."""
+        return "" if self.matrix_flops_per_s else "a guess until this machine is measured: tightfit machine --calibrate"
+
     def rate(self, precision: str) -> float | None:
         """Measured matrix rate (FLOP/s) of the type a plan's precision multiplies in; None if not measured."""
         kind = precision.split("-")[0]
@@ -161,7 +166,7 @@ class Machine(Value):
             figure = self.matrix_flops_per_s.get("fp32")
         if figure is not None:
             return figure.value
-        return _UNKNOWN_FLOPS[self.device] * (2.0 if name != "fp32" else 1.0) * self.cores
+        return _UNKNOWN_FLOPS[self.device] * (2.0 if name != "fp32" else 1.0) * (self.cores if self.device == "cpu" else 1)
 
     def __repr__(self) -> str:
         rates = ", ".join(f"{kind} {format_flops(figure.value)}" for kind, figure in self.matrix_flops_per_s.items())
@@ -272,15 +277,20 @@ def _detect_cuda() -> Machine | None:
 
     if not torch.cuda.is_available():
         return None
-    properties = torch.cuda.get_device_properties(0)
-    return Machine(
+    properties, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
+    found = Machine(
         name=properties.name,
         device="cuda",
-        devices_per_node=torch.cuda.device_count(),
+        devices_per_node=count,
         cores=os.cpu_count() or 1,
         memory_bytes=Figure(value=properties.total_memory, source="system", detail="device memory"),
         host_memory_bytes=Figure(value=_host_memory(), source="system", detail="usable physical memory"),
     )
+    for name, row in devices().items():
+        if properties.name in row.get("called", ()):
+            seen = ("name", "cores", "memory_bytes", "host_memory_bytes")
+            return _of_table(name, row, count, 1).replace(**{field: getattr(found, field) for field in seen})
+    return found
 
 
 def _host_memory() -> int:

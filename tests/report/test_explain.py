@@ -20,3 +20,10 @@ def test_an_estimate_explains_itself() -> None:
     assert "samples/s" not in estimate.explain()
     assert estimate.tokens_per_s is None
     assert estimate.samples_per_s > 0
+
+
+def test_an_explanation_says_that_a_machine_s_speed_is_a_guess() -> None:
+    job = cases.job("gpt2")
+    here = Machine.detect()
+    for machine, guessed in ((here.replace(rates={}, matrix_flops_per_s={}), True), (Machine.named("l4"), False)):
+        assert ("--calibrate" in tightfit.explain(job, machine, tightfit.Plan())) is guessed

@@ -23,6 +23,8 @@ KEEP_MEMORY = ":".join(
         "glibc.malloc.trim_threshold=1099511627776",  # give nothing back
         "glibc.malloc.mmap_threshold=1099511627776",  # map nothing on its own
         "glibc.malloc.top_pad=67108864",
+        "glibc.malloc.tcache_count=0",  # free small blocks are one with what they touch: large ones fit where such were
+        "glibc.malloc.mxfast=0",
     )
 )
 

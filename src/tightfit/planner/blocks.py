@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import bisect
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 from tightfit.ledger import Ledger
+from tightfit.program import Passage
 
 
 class Free:
@@ -62,6 +63,9 @@ class Owned(ABC):
     @abstractmethod
     def release(self, block: Any) -> None: ...
 
+    def enter(self, passage: Passage | None) -> None:
+        """What follows is of `passage`; None: of none."""
+
     def take(self, owner: object, size: float) -> None:
         self._taken[owner].append(self.allocate(int(size)))
 
@@ -89,11 +93,14 @@ def played(heap: Owned, ledger: Ledger, steps: int, late: bool = False) -> Itera
     for parameter in ledger.parameters:
         heap.take("parameters", parameter.bytes)
     gradients: set[tuple[str, str, float]] = set()
+    states = _states(ledger)
+    missing = Counter(states.values())  # the first step makes them, each after its gradient
     for step in range(steps):
         before, gradients = gradients, set()
         for visit in ledger.visits():
             heap.take("batch", ledger.batch_bytes * ledger.micro_batch)
             for passage in visit.passages:
+                heap.enter(passage)
                 if passage.phase == "backward":
                     heap.free(before)
                 for buffer, sign in passage.timeline.events:
@@ -103,20 +110,40 @@ def played(heap: Owned, ledger: Ledger, steps: int, late: bool = False) -> Itera
                     if sign > 0:
                         heap.take(owner, size)
                     elif sign < 0:
+                        state = states.get(buffer.parameter)
+                        if ledger.update_in_backward and buffer.row == "gradients" and state and missing[state]:
+                            missing[state] -= 1
+                            _make(heap, *state)
                         heap.give(owner)
                     if buffer.row == "gradients":
                         gradients.add(owner)
+            heap.enter(None)
             heap.give("batch")
             yield step
-        _update(heap, ledger, first=step == 0)
+        for state in missing.elements():
+            _make(heap, *state)
+        missing.clear()
+        _update(heap, ledger)
         if not late:
             heap.free(gradients)
         yield step
 
 
-def _update(heap: Owned, ledger: Ledger, first: bool) -> None:
-    for update in ledger.updates.values() if first else ():
-        heap.take("optimizer", update.state_bytes)
+def _states(ledger: Ledger) -> dict[str, tuple[int, int]]:
+    """By parameter, bytes of its optimizer's states, and of the largest block of these: as much as it takes itself."""
+    sizes = {parameter.name: parameter.bytes for parameter in ledger.parameters}
+    return {
+        name: (update.state_bytes, min(sizes[name], update.state_bytes)) for name, update in ledger.updates.items() if update.state_bytes
+    }
+
+
+def _make(heap: Owned, state_bytes: int, block: int) -> None:
+    while state_bytes > 0:
+        heap.take("optimizer", min(block, state_bytes))
+        state_bytes -= block
+
+
+def _update(heap: Owned, ledger: Ledger) -> None:
     if ledger.update_in_backward:
         return
     for update in ledger.updates.values():

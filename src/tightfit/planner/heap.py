@@ -8,9 +8,12 @@ and seen freed, and the other to twice that; a training has shown it all of its 
 the system fills them with zeros when they are first written to.
 
 torch asks for blocks at a multiple of 64 bytes. For such a one glibc looks for so much more than is used, and gives the ends back,
-which small blocks of others take. Where they keep them, no block fits where one of its size was, until a neighbour has gone, too: a
-heap is larger than what lies in it. How many do depends on objects that no ledger has. What a process holds is predicted as if all
-did, for memory that is not there ends a run; what a step fetches as if none did, which is nearer to measured times.
+which small blocks take. While these are there, what was freed neither serves its own size again nor is one with its neighbours: a heap
+is larger than what lies in it. Those that stay are what autograd notes of a passage until its backward has ended. Where glibc was told
+to keep memory it was told as well to make small blocks one with what they touch at once (`engine/launch.py`): a note for each saved
+tensor lies where a block was. Left alone, it keeps small blocks in caches, and half of a forward's blocks leave one behind. Which do
+was read off measured processes. What a process holds is predicted with them; what a step fetches without, which is nearer to measured
+times.
 """
 
 from __future__ import annotations
@@ -19,12 +22,15 @@ import math
 
 from tightfit.ledger import Ledger
 from tightfit.planner.blocks import Free, Owned, played
+from tightfit.program import Passage
 
 ALIGNED = 64  # bytes, torch's on processors: glibc looks for so much more, and 32 of its own
 ROUNDED = 16
 PAGE = 4096
 LARGEST_THRESHOLD = 32 * 2**20
 ENDS = ALIGNED + 2 * ROUNDED  # of a block, which others take
+NOTE = 48  # bytes of what is noted of a passage
+LEFT = 2  # one of so many blocks leaves a note behind where small blocks are cached
 PAD = 128 * 2**10  # by which the heap grows and is cut beyond what is asked
 STEPS = 3  # played; the last counts
 
@@ -32,16 +38,17 @@ STEPS = 3  # played; the last counts
 class Heap(Owned):
     """A process's memory as glibc deals it out where nobody has told it how, or where it was told to keep it.
 
-    lost     bytes at the ends of a block that others keep
+    keeps    it was told to
+    notes    what is noted of passages takes the ends of blocks
     fetched  bytes from the system so far
     most     bytes that the process has had at once
     """
 
-    def __init__(self, keeps: bool = False, lost: int = 0) -> None:
+    def __init__(self, keeps: bool = False, notes: bool = False) -> None:
         super().__init__()
-        self.lost = lost
         self.fetched = 0
         self.most = 0
+        self._keeps = keeps
         self._maps_from = math.inf if keeps else LARGEST_THRESHOLD
         self._trim = math.inf if keeps else 2 * PAD
         self._mapped = 0
@@ -49,12 +56,36 @@ class Heap(Owned):
         self._top = 0  # where the blocks end
         self._end = 0  # of the heap
         self._written = 0  # up to where its pages are there
+        self._with_notes = notes
+        self._forwards: list[list[tuple[int, int]]] = []  # notes of those whose backward has not begun
+        self._notes: list[tuple[int, int]] = []  # of this passage
+        self._phase = ""
+        self._noted = 0  # blocks so far
+        self._unplaced = 0  # notes that no block has gone for yet
+
+    def enter(self, passage: Passage | None) -> None:
+        if self._phase == "backward":
+            for note in self._notes:
+                self._release(*note)
+        self._phase, self._unplaced = "" if passage is None else passage.phase, 0
+        if self._phase == "forward":
+            self._notes = []
+            self._forwards.append(self._notes)
+        elif self._phase == "backward":
+            self._notes = self._forwards.pop() if self._forwards else []
+
+    def take(self, owner: object, size: float) -> None:
+        super().take(owner, size)
+        saved = isinstance(owner, tuple) and owner[0] == "activations"
+        if self._with_notes and self._phase and (saved or (self._phase == "forward" and not self._keeps)):
+            self._noted += 1
+            self._unplaced += self._keeps or self._noted % LEFT == 0
 
     def allocate(self, size: int) -> tuple[int | None, int]:
         size = -(-(size + ENDS + ROUNDED // 2) // ROUNDED) * ROUNDED
         if size < LARGEST_THRESHOLD:
             self._trim = max(self._trim, 2 * size)
-        block = self._free.take(size + self.lost)
+        block = self._free.take(size)
         if block is not None:
             address, found = block
             if found > size:
@@ -78,6 +109,13 @@ class Heap(Owned):
         if address is None:
             self._mapped -= size
             return
+        if self._unplaced and size > PAGE:
+            self._unplaced -= 1
+            size -= NOTE
+            self._notes.append((address + size, NOTE))
+        self._release(address, size)
+
+    def _release(self, address: int, size: int) -> None:
         address, size = self._free.give(address, size)
         if address + size < self._top:
             return
@@ -93,7 +131,7 @@ def held_bytes(ledger: Ledger) -> float:
     blocks are mapped by themselves, more where freed ones wait to be used again."""
     if ledger.mapped_from is not None:
         return 0.0
-    heap = Heap(ledger.keeps_memory, lost=ENDS)
+    heap = Heap(ledger.keeps_memory, notes=True)
     for _ in played(heap, ledger, STEPS):
         pass
     return heap.most

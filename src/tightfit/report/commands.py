@@ -116,7 +116,7 @@ def train_command(
     if predicted is not None:
         say(
             f"predict  {format_bytes(tensor_bytes_of(predicted))} of tensors at the peak, "
-            f"{format_seconds(predicted['time']['step_s'])} a step"
+            f"{format_seconds(predicted['time']['step_s'])} a step{f' ({machine.speed_is})' if machine.speed_is else ''}"
         )
     quiet_transformers(job)
     from tightfit.report.session import train_in_folder

@@ -64,6 +64,8 @@ def show(console: Console, estimates: list[Estimate], stages: list[Stage]) -> No
     if chosen.ledger.disk or "disk" in chosen.limits:
         say(f"disk     {_beside(chosen.disk, chosen.limits.get('disk'))}")
     say(f"speed    {_speed(chosen)}{_made_up_for(chosen, stages)}")
+    if chosen.machine.speed_is:
+        say(f"         {chosen.machine.speed_is}")
     changes = ", ".join(chosen.changes_math)
     say(f"numerics {changes + ': changed, as the job allows' if changes else 'unchanged'}")
     for advice in chosen.advice:

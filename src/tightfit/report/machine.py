@@ -42,8 +42,8 @@ def machine_command(name: str | None, known: bool, calibrate: bool, records: lis
     for row in machine_rows(machine):
         table.add_row(*row)
     console.print(table)
-    if not machine.matrix_flops_per_s and name is None:
-        console.print("not measured yet: tightfit machine --calibrate")
+    if machine.speed_is:
+        console.print(f"its speed is {machine.speed_is}")
 
 
 def read_record(path: Path) -> Record:
