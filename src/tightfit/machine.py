@@ -166,7 +166,9 @@ class Machine(Value):
             figure = self.matrix_flops_per_s.get("fp32")
         if figure is not None:
             return figure.value
-        return _UNKNOWN_FLOPS[self.device] * (2.0 if name != "fp32" else 1.0) * (self.cores if self.device == "cpu" else 1)
+        return (
+            _UNKNOWN_FLOPS[self.device] * (2.0 if name != "fp32" else 1.0) * (self.cores if self.device == "cpu" else 1)
+        )
 
     def __repr__(self) -> str:
         rates = ", ".join(f"{kind} {format_flops(figure.value)}" for kind, figure in self.matrix_flops_per_s.items())

@@ -147,15 +147,18 @@ def test_pair_on_several_devices_of_all(name: str, items: list[Variant]) -> None
 WITH_WORKERS = [p for p in PAIRS if has_workers(p) and not is_compiled(p)]
 
 
-@pytest.mark.parametrize("items", [p for p in WITH_WORKERS if not on_several(p)], ids=named)
+USUAL_WITH_WORKERS = [p for p in WITH_WORKERS if not on_several(p) and all(map(is_usual, p))]
+
+
+@pytest.mark.parametrize("items", USUAL_WITH_WORKERS, ids=named)
 def test_pair_with_workers(items: list[Variant]) -> None:
     """On one model: each of these starts processes, which takes seconds, and what they prepare is the same batches."""
     hold("batchnorm", items)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("items", [p for p in WITH_WORKERS if on_several(p)], ids=named)
-def test_pair_with_workers_of_several_devices(items: list[Variant]) -> None:
+@pytest.mark.parametrize("items", [p for p in WITH_WORKERS if p not in USUAL_WITH_WORKERS], ids=named)
+def test_pair_with_workers_of_all(items: list[Variant]) -> None:
     hold("batchnorm", items)
 
 
@@ -177,9 +180,24 @@ def fresh_compiler() -> Any:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("name", cases.NAMES)
-@pytest.mark.parametrize("items", [s for s in SINGLES if is_compiled(s)], ids=named)
+COMPILED = [(name, single) for name in cases.NAMES for single in SINGLES if is_compiled(single)]
+WHOLE = {"compile": "model"}  # generates most code
+
+
+@pytest.mark.parametrize(
+    ("name", "items"),
+    [
+        pytest.param(
+            name,
+            items,
+            id=f"{named(items)}-{name}",
+            marks=pytest.mark.slow if items[0][1] == WHOLE and name not in ("llama", "batchnorm") else [],
+        )
+        for name, items in COMPILED
+    ],
+)
 def test_compiled(name: str, items: list[Variant], fresh_compiler: None) -> None:
+    """The slow suite compiles every model as a whole, too; the quick one the usual one and the one with buffers."""
     hold(name, items)
 
 

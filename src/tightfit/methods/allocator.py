@@ -4,14 +4,16 @@ at once (lean), so that the process takes no more than its tensors.
 Saves   time: on CPU glibc hands large blocks back to the kernel and fetches (and zeroes) them anew at every step;
         on CUDA it saves memory, as expandable segments leave fewer holes.
 Costs   on CPU the process keeps its largest size until it ends, and the holes that other sizes leave (many where
-        parameters come and go). lean leaves none, and fetches every block anew.
+        parameters come and go). Small blocks are kept in no caches, so that large ones fit where they lay (a quarter
+        less where much is recomputed). lean leaves no holes, and fetches every block anew.
 When    tuned always, lean where memory is what is short; whatever the user's environment says of the allocator wins.
 Order   first: it decides how every later byte is allocated.
 Source  glibc manual, "Malloc Tunable Parameters" (mallopt, glibc.malloc.hugetlb); PyTorch, "CUDA semantics",
         expandable_segments.
 
-What can be changed in a running process is changed here; huge pages for all of glibc's memory have to be asked for
-before the process starts, which the command line does (`engine/launch.py`).
+What can be changed in a running process is changed here; huge pages for all of glibc's memory, and no caches, have to be
+asked for before the process starts, which the command line does (`engine/launch.py`). A program of your own that trains
+within a limit on memory should be started with the same GLIBC_TUNABLES: what is predicted of `tuned` supposes them.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from tightfit.optim.per_parameter import PerParameter
 from tightfit.optim.schedule import learning_rate, total_steps
 from tightfit.optim.whole import WholeParameters
 from tightfit.plan import Plan
+from tightfit.program import Linear, Operation
 from tightfit.rules import BY_MATRIX
 
 VARIANTS = (
@@ -43,6 +44,7 @@ VARIANTS = (
     {"update_in_backward": True},
 )
 
+CALL = 50  # launches of an operation take as long as a call of an optimizer, between the products of a backward
 COMPLEX = ("adamw", "sgd")  # optimizers that take a complex number as two real ones, which torch's do
 
 
@@ -53,10 +55,15 @@ def wanted(plan: Plan) -> bool:
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """States, transients and operations of each update are traced; here is when the updates happen, and how many at once.
 
-    On CUDA torch's default kernels take all parameters at once, and what they need meanwhile exists for all of them.
+    On CUDA torch's default kernels take all parameters at once, and what they need meanwhile exists for all of them. An update
+    of one parameter by itself is a call of the whole optimizer.
     """
     together = takes_all_at_once(plan, machine.device)
-    return replace(ledger, update_in_backward=plan.update_in_backward, foreach=together)
+    ledger = replace(ledger, update_in_backward=plan.update_in_backward, foreach=together)
+    if not _one_by_one(plan, machine.device):
+        return ledger
+    calls = Operation("call", "float32", Linear(), Linear(), count=Linear(float(CALL * len(ledger.updates))))
+    return replace(ledger, whole_step=(*ledger.whole_step, calls))
 
 
 def takes_all_at_once(plan: Plan, device: str) -> bool:

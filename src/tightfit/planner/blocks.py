@@ -54,6 +54,7 @@ class Owned(ABC):
     """An allocator whose blocks have owners: any number each, of which the last one taken is the first one given back."""
 
     def __init__(self) -> None:
+        self.passage: Passage | None = None
         self._taken: dict[object, list[Any]] = defaultdict(list)
 
     @abstractmethod
@@ -65,6 +66,7 @@ class Owned(ABC):
 
     def enter(self, passage: Passage | None) -> None:
         """What follows is of `passage`; None: of none."""
+        self.passage = passage
 
     def take(self, owner: object, size: float) -> None:
         self._taken[owner].append(self.allocate(int(size)))
@@ -133,7 +135,9 @@ def _states(ledger: Ledger) -> dict[str, tuple[int, int]]:
     """By parameter, bytes of its optimizer's states, and of the largest block of these: as much as it takes itself."""
     sizes = {parameter.name: parameter.bytes for parameter in ledger.parameters}
     return {
-        name: (update.state_bytes, min(sizes[name], update.state_bytes)) for name, update in ledger.updates.items() if update.state_bytes
+        name: (update.state_bytes, min(sizes[name], update.state_bytes))
+        for name, update in ledger.updates.items()
+        if update.state_bytes
     }
 
 

@@ -26,7 +26,7 @@ from tightfit.units import format_bytes, format_seconds
 
 CONTEXT_BYTES = 500 * 2**20  # of a CUDA process beside its allocator: the context, and the kernels that torch loads
 WORKSPACE_BYTES = 2 * (2 * 4096 + 8 * 16) * 2**10  # of cuBLAS, for the thread of forward and that of backward
-KERNELS_BYTES = 32 * 2**20  # that libraries of kernels take on a processor when they are first called
+KERNELS_BYTES = 40 * 2**20  # that libraries of kernels take on a processor when they are first called
 MARGIN = 0.03  # that is left free for what no row foresees: a share of what is predicted, not of what is there already
 # Of a CUDA process in host memory: Python, torch and transformers 0.4 GiB (measured), the driver's libraries 1 (assumed).
 HOST_PROCESS_BYTES = 1.4 * 2**30

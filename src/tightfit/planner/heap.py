@@ -59,27 +59,31 @@ class Heap(Owned):
         self._with_notes = notes
         self._forwards: list[list[tuple[int, int]]] = []  # notes of those whose backward has not begun
         self._notes: list[tuple[int, int]] = []  # of this passage
-        self._phase = ""
         self._noted = 0  # blocks so far
-        self._unplaced = 0  # notes that no block has gone for yet
+        self._waits = False  # a note, for the next block that goes: others that come before that find room elsewhere
 
     def enter(self, passage: Passage | None) -> None:
         if self._phase == "backward":
             for note in self._notes:
                 self._release(*note)
-        self._phase, self._unplaced = "" if passage is None else passage.phase, 0
+        super().enter(passage)
+        self._waits = False
         if self._phase == "forward":
             self._notes = []
             self._forwards.append(self._notes)
         elif self._phase == "backward":
             self._notes = self._forwards.pop() if self._forwards else []
 
+    @property
+    def _phase(self) -> str:
+        return "" if self.passage is None else self.passage.phase
+
     def take(self, owner: object, size: float) -> None:
         super().take(owner, size)
         saved = isinstance(owner, tuple) and owner[0] == "activations"
         if self._with_notes and self._phase and (saved or (self._phase == "forward" and not self._keeps)):
             self._noted += 1
-            self._unplaced += self._keeps or self._noted % LEFT == 0
+            self._waits |= self._keeps or self._noted % LEFT == 0
 
     def allocate(self, size: int) -> tuple[int | None, int]:
         size = -(-(size + ENDS + ROUNDED // 2) // ROUNDED) * ROUNDED
@@ -109,8 +113,8 @@ class Heap(Owned):
         if address is None:
             self._mapped -= size
             return
-        if self._unplaced and size > PAGE:
-            self._unplaced -= 1
+        if self._waits and size > PAGE:
+            self._waits = False
             size -= NOTE
             self._notes.append((address + size, NOTE))
         self._release(address, size)

@@ -16,6 +16,7 @@ from tightfit.plan import Plan
 from tightfit.rules import check
 
 _SAID = ("can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "alloc_failed")
+_SAID_BY_ONEDNN = "could not create a primitive"  # of one that it has no kernel for it says more
 
 
 @contextmanager
@@ -38,7 +39,8 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return any(words in str(error).lower() for words in _SAID)
+    said = str(error).lower()
+    return any(words in said for words in _SAID) or said.endswith(_SAID_BY_ONEDNN)
 
 
 def lighter(plan: Plan, job: Job, device: str) -> str:
