@@ -123,6 +123,7 @@ PLANS: tuple[dict[str, Any], ...] = (
     {},
     {"recompute": "full"},
     {"recompute": "selective"},
+    {"recompute": "selective", "precision": "bf16-mixed", "micro_batch": 128},
     {"recompute": "every-2"},
     {"recompute": "full", "precision": "bf16-mixed", "micro_batch": 128},
 )
@@ -166,3 +167,20 @@ def test_segments_of_a_model_that_goes_through_its_blocks_twice(
     plan = tightfit.Plan(recompute="sqrt")
     folded = fold(profilers[model], plan, Machine.detect()).peak().total
     assert folded == pytest.approx(rehearse(job(model), plan).total, rel=0.02)
+
+
+@pytest.mark.parametrize("model", [Twice, InTurn])
+def test_blocks_that_are_called_twice_compute_the_same_casts_again(model: type[nn.Module]) -> None:
+    """Autocast keeps its copy of a weight for a second call, which has none when it is computed again. With copies of its own each
+    call's gradient is widened before they are summed."""
+
+    same = job(model)
+
+    def losses(**fields: Any) -> list[float]:
+        plan = tightfit.Plan(precision="bf16-mixed", micro_batch=SAMPLES // 2, **fields)
+        return [result.loss for result in tightfit.train(build(same, plan))]
+
+    expected = losses()
+    found = losses(recompute="selective")
+    assert found[0] == expected[0]
+    assert found == pytest.approx(expected, rel=1e-3)

@@ -189,6 +189,9 @@ class _Recomputation:
             kept |= _kept_products(before, self.selective)
         left = [handed_on.get(buffer, buffer) for buffer in before.born if buffer in kept]
         first = _as(self.inference.get(call, self.inference[call[0], 0]), left, bool(self.selective))
+        if self.selective:  # a later call makes its own copies of weights
+            anew = [replace(copy) for copy in self.copies.get(call[0], [])]
+            first = Timeline(tuple((copy, 1) for copy in anew)).then(first).then(_freed(anew))
         inputs = before.inputs
         if keep_input:
             for buffer in inputs:
@@ -293,6 +296,7 @@ def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -
     them as it found them: running statistics are updated once, and a buffer that the output depends on is the same.
     """
     buffers = ChangingBuffers([buffer for module in modules for buffer in module.buffers()])
+    casts = Casts()
 
     def forward_again_in_backward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -301,9 +305,9 @@ def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -
             contexts: dict[str, Any] = {"context_fn": partial(selective_contexts, selective)} if selective else {}
             return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
         before = buffers.values()
-        output = checkpoint(
-            forward, *args, use_reentrant=False, context_fn=partial(contexts_of, buffers, before, selective), **kwargs
-        )
+        contexts = {"context_fn": partial(contexts_of, buffers, before, casts, selective)}
+        with casts.first_forward() if selective else nullcontext():
+            output = checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
         buffers.notice(before)
         return output
 
@@ -341,24 +345,48 @@ class ChangingBuffers:
                     buffer.copy_(value)
 
 
+class Casts:
+    """Autocast's copies of a block's weights, which it makes once in a forward and uses again in later calls of the block. What is
+    computed again makes its own: a later call does so the first time, too, for both have to be the same operations."""
+
+    def __init__(self) -> None:
+        self.calls = 0  # whose second forward is still to come
+
+    @contextmanager
+    def first_forward(self) -> Iterator[None]:
+        used = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(used and self.calls == 0)
+        self.calls += 1
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(used)
+
+    @contextmanager
+    def second_forward(self) -> Iterator[None]:
+        self.calls = max(self.calls - 1, 0)
+        yield
+
+
 def contexts_of(
-    buffers: ChangingBuffers, before: list[tuple[Tensor, Tensor]], selective: int
+    buffers: ChangingBuffers, before: list[tuple[Tensor, Tensor]], casts: Casts, selective: int
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """What surrounds the first forward and the second."""
     first, second = selective_contexts(selective) if selective else (nullcontext(), nullcontext())
-    return first, _Again(lambda: buffers.rewound(before), second)
+    return first, _Again([lambda: buffers.rewound(before), casts.second_forward], second)
 
 
 class _Again:
     """What surrounds each of the forwards that are computed again: two where the first took gradients of its own."""
 
-    def __init__(self, rewound: Callable[[], AbstractContextManager[None]], kept: AbstractContextManager[Any]) -> None:
-        self.rewound, self.kept = rewound, kept
+    def __init__(self, around: list[Callable[[], AbstractContextManager[None]]], kept: AbstractContextManager[Any]) -> None:
+        self.around, self.kept = around, kept
         self.open: list[ExitStack] = []
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            stack.enter_context(self.rewound())
+            for begin in self.around:
+                stack.enter_context(begin())
             stack.enter_context(self.kept)
             self.open.append(stack.pop_all())
 
