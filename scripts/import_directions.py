@@ -40,6 +40,7 @@ NO_METHODS = (
     "methods.deferred",
     "methods.hollow",
     "methods.pipedream",
+    "methods.recomputation",
     "methods.row",
     "methods.sequences",
     "methods.stages",
