@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tightfit.engine import launch
 from tightfit.engine.launch import KEEP_MEMORY, enter_environment, environment, first_host, take_surroundings
 from tightfit.plan import Plan
 
@@ -121,3 +122,16 @@ def test_a_pod_of_one_process_is_a_host_of_its_own() -> None:
 )
 def test_first_host_of_a_list(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
+
+
+def test_processes_show_tracebacks_where_the_command_was_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.launcher import api
+
+    started: list[tuple[str, ...]] = []
+    monkeypatch.setattr(api, "elastic_launch", lambda config, entry: lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(launch.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(sys, "argv", ["tightfit", "train", "job.yaml", "--nproc", "2"])
+    for asked in ([], ["--traceback"]):
+        monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "tightfit", *asked, *sys.argv[1:]])
+        assert launch.start_processes(2) == 0
+        assert started[-1] == ("-m", "tightfit", *asked, "train", "job.yaml")

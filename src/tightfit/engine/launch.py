@@ -116,7 +116,8 @@ def start_processes(count: int) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, pass_on)
-    arguments = ["-m", "tightfit", *_without_nproc(sys.argv[1:])]
+    shown = ["--traceback"] if "--traceback" in sys.orig_argv else []  # which this process has taken out
+    arguments = ["-m", "tightfit", *shown, *_without_nproc(sys.argv[1:])]
     try:
         elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as error:
