@@ -60,14 +60,14 @@ class Heap(Owned):
         self._forwards: list[list[tuple[int, int]]] = []  # notes of those whose backward has not begun
         self._notes: list[tuple[int, int]] = []  # of this passage
         self._noted = 0  # blocks so far
-        self._waits = False  # a note, for the next block that goes: others that come before that find room elsewhere
+        self._waiting = 0  # notes for the next blocks that go
 
     def enter(self, passage: Passage | None) -> None:
         if self._phase == "backward":
             for note in self._notes:
                 self._release(*note)
         super().enter(passage)
-        self._waits = False
+        self._waiting = 0
         if self._phase == "forward":
             self._notes = []
             self._forwards.append(self._notes)
@@ -83,7 +83,10 @@ class Heap(Owned):
         saved = isinstance(owner, tuple) and owner[0] == "activations"
         if self._with_notes and self._phase and (saved or (self._phase == "forward" and not self._keeps)):
             self._noted += 1
-            self._waits |= self._keeps or self._noted % LEFT == 0
+            if self._keeps:
+                self._waiting = 1  # where several come before a block goes, the others find room elsewhere
+            elif self._noted % LEFT == 0:
+                self._waiting += 1
 
     def allocate(self, size: int) -> tuple[int | None, int]:
         size = -(-(size + ENDS + ROUNDED // 2) // ROUNDED) * ROUNDED
@@ -113,8 +116,8 @@ class Heap(Owned):
         if address is None:
             self._mapped -= size
             return
-        if self._waits and size > PAGE:
-            self._waits = False
+        if self._waiting and size > PAGE:
+            self._waiting -= 1
             size -= NOTE
             self._notes.append((address + size, NOTE))
         self._release(address, size)
