@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,13 @@ BEST = {
 }
 LEAN = {
     "precision": "bf16-true",
-    "compile": "block",
     "attention": "blocked",
-    "chunked_loss": 512,
+    "chunked_loss": 256,
     "fused_optimizer": True,
     "materialize": "device",
     "micro_batch": 2,
+    "recompute": "every-2",
+    "allocator": "tuned",
 }
 
 CONTENDERS: dict[str, dict[str, Any]] = {
@@ -102,7 +103,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
         "recompute": True,
     },
     "tightfit, reference plan": {"kind": "tightfit", "plan": {}},
-    "tightfit, best plan": {"kind": "tightfit", "plan": BEST, "environment": KEEP_MEMORY},
+    "tightfit, best plan": {"kind": "tightfit", "plan": BEST},
     "tightfit, lean plan": {"kind": "tightfit", "plan": LEAN},
 }
 
@@ -285,8 +286,15 @@ def tokens_of(job: Any) -> Iterator[Any]:
 
 
 def measure(name: str, steps: int) -> dict[str, Any]:
-    """Run one contender in a new process with the environment it is given."""
-    environment = {**os.environ, **CONTENDERS[name].get("environment", {})}
+    """Run one contender in a new process with the environment it is given; a plan's as `tightfit train` would start it."""
+    from tightfit import Plan
+    from tightfit.engine import launch
+
+    contender = CONTENDERS[name]
+    added = contender.get("environment", {})
+    if contender["kind"] == "tightfit":
+        added = launch.environment(Plan(**contender["plan"]), "cpu", os.environ)
+    environment = {**os.environ, **added}
     command = [sys.executable, __file__, "--child", name, "--steps", str(steps)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -324,33 +332,60 @@ def _ratio(rates: list[float], control: list[float] | None) -> float | None:
 
 
 def product_limit() -> dict[str, float]:
-    """Tokens/s if a step were nothing but its matrix products in bf16, at their own shapes; and the square matrix rate."""
+    """Tokens/s if a step were nothing but its matrix products in bf16, at their own shapes; and the square matrix rate.
+
+    Each product writes where one has been written before. `head_tokens_per_s` is the whole step at the rate that the
+    output layer's product reaches when it takes new memory for what it makes, as it does in a loop that keeps none.
+    """
     import torch
 
-    def seconds(m: int, k: int, n: int) -> float:
-        left, right = torch.randn(m, k).bfloat16(), torch.randn(k, n).bfloat16()
-        out = torch.empty(m, n, dtype=torch.bfloat16)
+    def timed(call: Callable[[], Any]) -> float:
         times = []
         for _ in range(12):
             began = time.perf_counter()
-            torch.mm(left, right, out=out)
+            call()
             times.append(time.perf_counter() - began)
         return statistics.median(times[2:])
+
+    def seconds(m: int, k: int, n: int, batch: int = 1) -> float:
+        left, right = torch.randn(batch, m, k).bfloat16(), torch.randn(batch, k, n).bfloat16()
+        out = torch.empty(batch, m, n, dtype=torch.bfloat16)
+        if batch == 1:  # another kernel than a batch of products
+            return timed(lambda: torch.mm(left[0], right[0], out=out[0]))
+        return timed(lambda: torch.bmm(left, right, out=out))
 
     def layer(k: int, n: int) -> float:
         """Forward, gradient of the input, gradient of the weight of a (k, n) linear layer over a step's tokens."""
         return seconds(TOKENS, k, n) + seconds(TOKENS, n, k) + seconds(n, TOKENS, k)
 
+    def attention(heads: int, length: int, width: int, rows: int = 64) -> float:
+        """Scores and sums of values by blocks of queries that see no later key, and the four products of backward."""
+        pairs = [
+            (seconds(rows, width, keys, heads), seconds(rows, keys, width, heads), seconds(keys, rows, width, heads))
+            for keys in range(rows, length + 1, rows)
+        ]
+        return sum(2 * scores + 2 * summed + 2 * turned for scores, summed, turned in pairs)
+
     total = 6 * (4 * layer(384, 384) + 2 * layer(384, 1024) + layer(1024, 384)) + layer(384, 8192)
+    total += 6 * attention(16 * 6, 256, 64)
     size = 2048
-    return {"products_tokens_per_s": TOKENS / total, "square_flops_per_s": 2 * size**3 / seconds(size, size, size)}
+    hidden, head = torch.randn(TOKENS, 384).bfloat16(), torch.randn(384, 8192).bfloat16()
+    rate = 2 * TOKENS * 384 * 8192 / timed(lambda: torch.mm(hidden, head))
+    return {
+        "products_tokens_per_s": TOKENS / total,
+        "head_tokens_per_s": rate / FLOPS_PER_TOKEN,
+        "head_flops_per_s": rate,
+        "square_flops_per_s": 2 * size**3 / seconds(size, size, size),
+    }
+
+
+FLOPS_PER_TOKEN = 6 * 13.77e6 + 12 * 6 * 384 * 256
 
 
 def print_table(rows: list[dict[str, Any]], limit: dict[str, float]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    flops_per_token = 6 * 13.77e6 + 12 * 6 * 384 * 256
     table = Table(
         "contender",
         "tokens/s",
@@ -359,6 +394,7 @@ def print_table(rows: list[dict[str, Any]], limit: dict[str, float]) -> None:
         "RSS GB",
         "loss",
         "of products",
+        "of the head's",
         "of square rate",
         box=None,
     )
@@ -366,7 +402,8 @@ def print_table(rows: list[dict[str, Any]], limit: dict[str, float]) -> None:
         ratios = [f"{row[n]:.2f}" if row[n] else "" for n in ("to_trainer_default", "to_best_tuned_other")]
         shares = [
             f"{row['tokens_per_s'] / limit['products_tokens_per_s']:.0%}",
-            f"{row['tokens_per_s'] * flops_per_token / limit['square_flops_per_s']:.0%}",
+            f"{row['tokens_per_s'] / limit['head_tokens_per_s']:.0%}",
+            f"{row['tokens_per_s'] * FLOPS_PER_TOKEN / limit['square_flops_per_s']:.0%}",
         ]
         table.add_row(
             row["name"],
@@ -376,10 +413,11 @@ def print_table(rows: list[dict[str, Any]], limit: dict[str, float]) -> None:
             f"{row['loss']:.3f}",
             *shares,
         )
-    console = Console(width=130)
+    console = Console(width=140)
     console.print(table)
     console.print(
         f"limits: {limit['products_tokens_per_s']:.0f} tokens/s from the step's own bf16 products, "
+        f"{limit['head_tokens_per_s']:.0f} at the {limit['head_flops_per_s'] / 1e9:.0f} GFLOP/s of its output layer, "
         f"{limit['square_flops_per_s'] / 1e9:.0f} GFLOP/s for square ones of 2048"
     )
 

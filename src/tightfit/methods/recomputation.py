@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from tightfit.program import Buffer, Passage, Timeline
+from tightfit.program import Buffer, Linear, Operation, Passage, Timeline
 
 PRODUCTS = frozenset(
     {
@@ -30,11 +30,25 @@ _PRODUCT_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in PRO
 _COUNTED_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in COUNTED)
 
 
+# launches of an operation take as long as what torch does in Python, beside computing again:
+SEGMENT = 33  # for a segment that is computed again
+HOOKED = 2.3  # for an operation in it, whose tensors pass through hooks
+DISPATCHED = 2.3  # for an operation, each of both times, that is asked whether it is kept
+
+
 @lru_cache(64)  # plans that divide the same work differently ask for the same
 def with_recomputation(
-    training: tuple[Passage, ...], inference: tuple[Passage, ...], segments: tuple[range, ...], selective: int
+    training: tuple[Passage, ...],
+    inference: tuple[Passage, ...],
+    segments: tuple[range, ...],
+    selective: int,
+    compiled: bool = False,
 ) -> tuple[Passage, ...]:
-    edit = _Recomputation(training, inference, segments, selective)
+    """The program in which these segments of blocks are computed again; selective: see recompute.py.
+
+    compiled  kernels that the compiler made compute again what they need: nothing is done in Python
+    """
+    edit = _Recomputation(training, inference, segments, selective, compiled)
     for segment in segments:
         for calls in zip(*(edit.calls.get(block, ()) for block in segment), strict=False):
             edit.recompute(calls)
@@ -53,8 +67,9 @@ class _Recomputation:
         inference: tuple[Passage, ...],
         segments: tuple[range, ...],
         selective: int,
+        compiled: bool,
     ) -> None:
-        self.training, self.selective = list(training), selective
+        self.training, self.selective, self.compiled = list(training), selective, compiled
         self.inference = {(p.block, p.call): p.timeline for p in inference if p.block is not None}
         self.passing = {buffer for passage in inference[:-1] for buffer in passage.timeline.gone}  # gone before its end
         self.forward: dict[Call, int] = {}  # call -> where its forward stands
@@ -79,9 +94,10 @@ class _Recomputation:
 
     def recompute(self, segment: tuple[Call, ...]) -> None:
         """Keep the first block's input alone; before the last block's backward compute the whole segment again."""
-        again, last = Timeline(), segment[-1]
+        again, last, asked = Timeline(), segment[-1], 0
         for call in segment:
             before = self.training[self.forward[call]].timeline
+            asked += len(before.operations)
             saved = {buffer for place in self.backward[call] for buffer in self.training[place].timeline.gone}
             anew = [replace(copy) for copy in self.copies.get(call[0], [])]  # autocast makes them once in a forward
             self._put(self.backward[call][-1], self._backward_of(call).then(_freed(anew)))
@@ -93,7 +109,14 @@ class _Recomputation:
             self._forward(call, before, saved, handed_on, keep_input=call == segment[0])
             again = _freed(list(handed_on.values())).then(again)
         place = self.backward[last][0]
+        if not self.compiled:
+            again = again.then(self._in_python(len(again.operations), asked))
         self._put(place, again.then(self.training[place].timeline))
+
+    def _in_python(self, again: int, asked: int) -> Timeline:
+        """What torch does in Python for a segment of which so many operations are computed again."""
+        count = SEGMENT + HOOKED * again + (2 * DISPATCHED * asked if self.selective else 0.0)
+        return Timeline((), (Operation("call", "float32", Linear(), Linear(), count=Linear(count)),))
 
     def _put(self, place: int, timeline: Timeline) -> None:
         self.training[place] = replace(self.training[place], timeline=timeline)

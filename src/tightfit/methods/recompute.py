@@ -83,7 +83,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         segments = [range(start, min(start + length, ledger.blocks)) for start in range(0, ledger.blocks, length)]
     else:
         segments = [range(block, block + 1) for block in range(0, ledger.blocks, _every(plan))]
-    training = with_recomputation(ledger.training, ledger.inference(), tuple(segments), _selective(plan))
+    compiled = plan.compile != "none"
+    training = with_recomputation(ledger.training, ledger.inference(), tuple(segments), _selective(plan), compiled)
     return replace(ledger, training=training)
 
 
