@@ -1,17 +1,37 @@
-"""How tests are dealt out to workers: those that start processes of their own run in one, which keeps the processes."""
+"""What all tests share: a cache of their own, a machine whose speed is always the same, and how they are dealt out to workers.
+
+Those that start processes of their own run in one worker, which keeps the processes.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tightfit.machine import Figure, Machine
+from tightfit.planner.complete import has_fast_bf16
+
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache")
 
 _SEVERAL = re.compile(
     r"engine/test_(several_devices|limits|hosts|freed)"
     r"|methods/test_(collectives|pipeline|tensor_parallel|parameter_server|data_parallel|shards|context_parallel|offload)"
     r"|contract/.*[\[,+](dp_replicate|dp_shard|cp|tp|pp|parameter_server)="
 )
+
+
+def pytest_configure() -> None:
+    """Plans are chosen by a machine's figures: here they depend neither on what it was measured to do nor on a glance at it."""
+    machine = Machine.detect()
+    if machine.device == "cpu" and not machine.matrix_flops_per_s:
+        types = {"fp32": "float32", **({"bf16": "bfloat16"} if has_fast_bf16(machine) else {})}
+        rates = {kind: machine.achieved("product", dtype, 1e9) for kind, dtype in types.items()}
+        figures = {kind: Figure(value=rate, source="measured", detail="of tests") for kind, rate in rates.items()}
+        machine.replace(matrix_flops_per_s=figures).keep()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -20,10 +20,11 @@ from tightfit.values import Value, nearest
 
 
 class Figure(Value):
-    """One number of a machine and where it comes from: measured here, published by the maker, or read from the system."""
+    """One number of a machine and where it comes from: measured here, in a minute or at a glance of seconds, published by the
+    maker, or read from the system."""
 
     value: float
-    source: Literal["measured", "published", "system"]
+    source: Literal["measured", "glance", "published", "system"]
     detail: str = ""
 
 
@@ -128,7 +129,10 @@ class Machine(Value):
     @property
     def speed_is(self) -> str:
         """What is to be said of predicted times; empty where somebody has printed or measured how fast the machine is."""
-        return "" if self.matrix_flops_per_s else "a guess until this machine is measured: tightfit machine --calibrate"
+        if not self.matrix_flops_per_s:
+            return "a guess until this machine is measured: tightfit machine --calibrate"
+        glanced = any(figure.source == "glance" for figure in self.matrix_flops_per_s.values())
+        return "after a glance of seconds at this machine; tightfit machine --calibrate looks closer" if glanced else ""
 
     def rate(self, precision: str) -> float | None:
         """Measured matrix rate (FLOP/s) of the type a plan's precision multiplies in; None if not measured."""
@@ -146,6 +150,8 @@ class Machine(Value):
         for key in (f"{kind}/{dtype}", f"{_NEAREST.get(kind, kind)}/{dtype}", f"{kind}/float32"):
             if key in self.rates:
                 return _interpolated(self.rates[key], size)
+        if kind in COMPUTED and self.device == "cpu" and f"{_COMPUTED[kind]}/float32" in self.rates:
+            return _interpolated(self.rates[f"{_COMPUTED[kind]}/float32"], size)
         if kind in COMPUTED:
             return math.inf
         if kind in _ARITHMETIC:
@@ -225,13 +231,14 @@ _NEAREST = {
     "convolution backward": "convolution",
     "batch norm": "reduction",
 }
-COMPUTED = (  # within generated kernels, beside what they move
-    "compiled random",
-    "compiled exp",
-    "compiled tanh",
-    "compiled erf",
-    "compiled pooling",
-)
+_COMPUTED = {  # within generated kernels, beside what they move: and what is nearest of what a processor does without them
+    "compiled random": "random",
+    "compiled exp": "transcendental",
+    "compiled tanh": "tanh",
+    "compiled erf": "gelu",
+    "compiled pooling": "pooling",
+}
+COMPUTED = tuple(_COMPUTED)
 _SHARE_OF_PRODUCTS = {
     "attention": 0.6,
     "attention backward": 0.5,

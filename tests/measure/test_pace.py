@@ -61,7 +61,7 @@ def test_rates_of_a_slow_moment_are_brought_to_the_usual_pace(tmp_path: Path, mo
 
     monkeypatch.setattr(pace, "control_s", machine.control_s)
     monkeypatch.setattr(calibration, "Pace", Steady)
-    monkeypatch.setattr(calibration, "_matrix_rates", lambda kind, device: {512: 1e9 * machine.next()})
+    monkeypatch.setattr(calibration, "_matrix_rates", lambda kind, device, sizes: {512: 1e9 * machine.next()})
     monkeypatch.setattr(
         calibration,
         "measure_rates",

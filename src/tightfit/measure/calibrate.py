@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -17,6 +21,7 @@ from tightfit.measure.timing import timed
 
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+GLANCE_SIZES = (512,)
 PATIENCE_S = 1.0  # a size that would take longer than this is not measured, nor are larger ones
 LARGE, SMALL = 2**26, 2**12  # bytes of the sums that two processes are timed by
 
@@ -29,11 +34,9 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
     device = torch.device(machine.device)
     pace = Pace(device)
     by_size: dict[str, dict[int, float]] = {}
-    for kind in TYPES:
-        if kind == "tf32" and machine.device != "cuda":
-            continue
+    for kind in _types(device):
         say(f"matrix products in {kind}")
-        rates = _matrix_rates(kind, device)
+        rates = _matrix_rates(kind, device, SIZES)
         control_s = pace.stretch()
         by_size[kind] = {size: rate * control_s for size, rate in rates.items()}
     kinds = measure_rates(device, pace, say)
@@ -45,9 +48,8 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
     sums_ended_s, usual_s = pace.stretch(), pace.usual
     now, sums_now = usual_s / ended_s, usual_s / sums_ended_s  # seconds then are so many seconds at the usual pace
     by_size = {kind: {size: amount / usual_s for size, amount in table.items()} for kind, table in by_size.items()}
-    best = {kind: max(table.items(), key=lambda item: item[1]) for kind, table in by_size.items() if table}
     measured = machine.replace(
-        matrix_flops_per_s={kind: _figure(rate, f"square matrices of {size}") for kind, (size, rate) in best.items()},
+        matrix_flops_per_s=_best(by_size),
         matrix_flops_per_s_by_size=by_size,
         rates={kind: {size: amount / usual_s for size, amount in table.items()} for kind, table in kinds.items()},
         efficiency={},  # that of runs was of other rates
@@ -68,17 +70,61 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
     return measured
 
 
-def _figure(value: float, detail: str) -> Figure:
-    return Figure(value=value, source="measured", detail=detail)
+def glance(machine: Machine) -> Machine:
+    """This machine with figures that take seconds: of operations of small sizes, none compiled. Kept like those of `calibrate`,
+    if the cache can be written. A process of its own looks, for what is measured leaves its trace in a heap."""
+    code = "import sys; from tightfit.measure.calibrate import glanced; sys.stdout.write(glanced(sys.stdin.read()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=machine.to_json(), capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:  # memory that is short, for one: then its speed stays a guess, and is said to be
+        return machine
+    seen = Machine.model_validate_json(done.stdout.splitlines()[-1])
+    with contextlib.suppress(OSError):
+        seen.keep()
+    return seen
 
 
-def _matrix_rates(kind: str, device: torch.device) -> dict[int, float]:
+def glanced(text: str) -> str:
+    """What `glance` finds of a machine, on the machine itself; from JSON to JSON, of one line."""
+    machine = Machine.model_validate_json(text)
+    device = torch.device(machine.device)
+    by_size = {kind: _matrix_rates(kind, device, GLANCE_SIZES) for kind in _types(device)}
+    kinds = measure_rates(device, Pace(device, watched=False), lambda line: None, glance=True)
+    bandwidth, launch_s = _memory_bandwidth(device), _launch_s(device)
+    seen = machine.replace(
+        matrix_flops_per_s=_best(by_size, "glance"),
+        matrix_flops_per_s_by_size=by_size,
+        rates=kinds,
+        memory_bytes_per_s=_figure(bandwidth, "copy of 256 MiB, read and written", "glance"),
+        launch_s=_figure(launch_s, "a chain of products of single numbers, forward and backward", "glance"),
+    )
+    return seen.to_json()
+
+
+def _types(device: torch.device) -> list[str]:
+    return [kind for kind in TYPES if kind != "tf32" or device.type == "cuda"]
+
+
+def _best(
+    by_size: dict[str, dict[int, float]], source: Literal["measured", "glance"] = "measured"
+) -> dict[str, Figure]:
+    """The rate of each type at the size that is fastest."""
+    best = {kind: max(table.items(), key=lambda item: item[1]) for kind, table in by_size.items() if table}
+    return {kind: _figure(rate, f"square matrices of {size}", source) for kind, (size, rate) in best.items()}
+
+
+def _figure(value: float, detail: str, source: Literal["measured", "glance"] = "measured") -> Figure:
+    return Figure(value=value, source=source, detail=detail)
+
+
+def _matrix_rates(kind: str, device: torch.device, sizes: Iterable[int]) -> dict[int, float]:
     """FLOP/s of square products by size; stops where the next size would outlast PATIENCE_S."""
     rates: dict[int, float] = {}
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
     try:
-        for size in SIZES:
+        for size in sizes:
             if rates and 2 * size**3 / min(rates.values()) > PATIENCE_S:
                 break
             left, right = (torch.randn(size, size, device=device).to(TYPES[kind]) for _ in range(2))

@@ -42,14 +42,16 @@ def control_s(device: torch.device) -> float:
 
 
 class Pace:
-    """The control before and after each stretch of measurements. A GPU is nobody else's: it is taken to be always as fast."""
+    """The control before and after each stretch of measurements. A GPU is nobody else's: it is taken to be always as fast.
+    watched: False takes a processor to be so, too."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, watched: bool = True) -> None:
         self.device = device
+        self.moves = watched and device.type == "cpu"
         self.seen: list[float] = [self._now()]
 
     def _now(self) -> float:
-        return control_s(self.device) if self.device.type == "cpu" else 1.0
+        return control_s(self.device) if self.moves else 1.0
 
     def stretch(self) -> float:
         """Seconds of the control, on average, before and after what was measured since the last call."""

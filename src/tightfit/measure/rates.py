@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tightfit.machine import Machine
+from tightfit.machine import COMPUTED, Machine
 from tightfit.measure.pace import Pace
 from tightfit.measure.timing import timed
 from tightfit.methods.allocator import keep_freed_memory
@@ -25,13 +25,21 @@ BYTES = (2**16, 2**19, 2**22, 2**25, 2**27)
 COLD = 2**24  # bytes of inputs between two uses of the same memory: about what a block of a model touches
 MOST_SETS = 256
 PATIENCE_S = 0.25  # that one run of a case may take
+LEAST_S, ALONE_S = 0.02, 0.2  # that a case is timed; one that is the only one of its kind
+GLANCE_S, GLANCE_CASES = (
+    0.003,
+    3,
+)  # of a glance: how long a case is timed at least, and how many of a kind, the small ones
 
 Work = Callable[[], object]
 Case = tuple[int, float, Work]  # size, FLOPs or bytes moved, what is timed
 
 
-def measure_rates(device: torch.device, pace: Pace, say: Callable[[str], None]) -> dict[str, dict[int, float]]:
-    """ "kind/dtype" -> size -> FLOP or bytes in the time of the control. Takes about a minute on two cores."""
+def measure_rates(
+    device: torch.device, pace: Pace, say: Callable[[str], None], glance: bool = False
+) -> dict[str, dict[int, float]]:
+    """ "kind/dtype" -> size -> FLOP or bytes in the time of the control. Takes about a minute on two cores; a glance, which
+    leaves out large sizes and what has to be compiled, two seconds."""
     rates: dict[str, dict[int, float]] = {}
     if device.type == "cpu":
         fetched = _fetch_rate(device)
@@ -39,23 +47,30 @@ def measure_rates(device: torch.device, pace: Pace, say: Callable[[str], None]) 
         keep_freed_memory()  # what fetching costs is told apart
     for name, dtype in DTYPES.items():
         for kind, cases in _KINDS.items():
+            if glance and kind in COMPUTED:
+                continue
             say(f"{kind} in {name}")
-            table = _table(cases(dtype, device), device)
+            if glance:
+                table = _table(itertools.islice(cases(dtype, device), GLANCE_CASES), device, GLANCE_S, GLANCE_S)
+            else:
+                table = _table(cases(dtype, device), device, least_s=ALONE_S if kind in COMPUTED else LEAST_S)
             control_s = pace.stretch()
             if table:
                 rates[f"{kind}/{name}"] = {size: rate * control_s for size, rate in table.items()}
     return rates
 
 
-def _table(cases: Iterator[Case], device: torch.device) -> dict[int, float]:
-    """Rates by size, from small to large; stops where the next size would outlast PATIENCE_S, as a product does in a type
+def _table(
+    cases: Iterator[Case], device: torch.device, patience_s: float = PATIENCE_S, least_s: float = LEAST_S
+) -> dict[int, float]:
+    """Rates by size, from small to large; stops where the next size would outlast the patience, as a product does in a type
     that the processor has no instructions for: what is larger goes on at the rate of the last."""
     rates: dict[int, float] = {}
     rate = math.inf
     for size, amount, work in cases:
-        if amount / rate > PATIENCE_S:
+        if amount / rate > patience_s:
             break
-        rate = rates[size] = amount / timed(work, device, least_s=0.02)
+        rate = rates[size] = amount / timed(work, device, least_s=least_s)
     return rates
 
 
@@ -362,4 +377,4 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.randn(shape, device=device).to(dtype)
+    return torch.empty(shape, device=device).uniform_(-1, 1).to(dtype)

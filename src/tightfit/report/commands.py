@@ -88,13 +88,14 @@ def train_command(
     out = out or Path("runs") / path.stem
     if nproc > 1 and world == 1:
         check_out(out, resume)  # said once, before processes are started
+        this_machine(print)
         sys.exit(start_processes(nproc))
     if nproc not in (1, world):
         raise InputError(f"--nproc {nproc}", f"{world} processes have been started already", "leave it out")
-    machine = Machine.detect().of_processes(here, max(world // here, 1))
-    enter_environment(Plan(allocator=pins.get("allocator", ALLOCATOR)), machine.device)
+    enter_environment(Plan(allocator=pins.get("allocator", ALLOCATOR)), Machine.detect().device)
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    machine = (this_machine(say) if world == 1 else Machine.detect()).of_processes(here, max(world // here, 1))
 
     def plan_it() -> tuple[dict[str, Any] | None, Plan]:
         check_out(out, resume)
@@ -221,8 +222,9 @@ def explain_command(
     timeline: Path | None = None,
 ) -> None:
     quiet_libraries()
-    machine = Machine.detect() if machine_name is None else Machine.named(machine_name)
     job, pins = read_job(path, plan, [*changes, *([f"limits.memory={memory}"] if memory else [])])
+    console = Console(stderr=True, soft_wrap=True) if as_json else Console()
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     if analyze and machine_name is not None:
         raise InputError("--analyze", f"runs here, and --machine asks of {machine_name}", "leave one of them out")
     for option, file in (("--picture", picture), ("--timeline", timeline)):
@@ -230,6 +232,7 @@ def explain_command(
             from tightfit.report.picture import check_picture
 
             check_picture(option, file)
+    machine = this_machine(say) if machine_name is None else Machine.named(machine_name)
     quiet_transformers(job)
     from tightfit.planner.estimate import Estimator
     from tightfit.planner.search import search
@@ -254,11 +257,10 @@ def explain_command(
         from tightfit.report.picture import draw_timeline
 
         draw_timeline(estimates[0].slots, str(estimates[0].plan), timeline)
-    console = Console(stderr=as_json, soft_wrap=True) if as_json else Console()
     if as_json:
         print(json.dumps(explained(estimates)))
     else:
-        console.print(f"job      {job!r}\nmachine  {machine!r}", highlight=False, markup=False, soft_wrap=True)
+        say(f"job      {job!r}\nmachine  {machine!r}")
         show(console, estimates, waterfall(estimator, estimates[0].plan))
     if analyze:
         from tightfit.measure.analyze import analyze as run_steps
@@ -268,6 +270,17 @@ def explain_command(
         raise DoesNotFit(
             f"needs {format_bytes(estimates[0].peak_bytes)}, {format_bytes(estimates[0].limit_bytes)} are there"
         )
+
+
+def this_machine(say: Callable[[str], None]) -> Machine:
+    """The machine that this is; one that nobody has measured is looked at for a few seconds, once."""
+    machine = Machine.detect()
+    if machine.device != "cpu" or machine.matrix_flops_per_s:
+        return machine
+    say("a glance at this machine, some seconds, once, to know how fast it is")
+    from tightfit.measure.calibrate import glance
+
+    return glance(machine)
 
 
 def check_out(out: Path, resume: bool) -> None:
@@ -346,10 +359,10 @@ def _beside(predicted: float, measured: float, form: Callable[[float], str]) -> 
 
 def verify_command(path: Path, plan: str | None, steps: int, changes: list[str], as_json: bool) -> None:
     quiet_libraries()
-    machine = Machine.detect()
     job, pins = read_job(path, plan, changes)
     console = Console(stderr=as_json)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    machine = this_machine(say)
     say(f"job      {job!r}\nmachine  {machine!r}")
     quiet_transformers(job)
     _, chosen, reasons = decide(job, machine, pins, say)
