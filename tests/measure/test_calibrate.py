@@ -1,0 +1,55 @@
+"""A glance at a machine: what it finds, and where it is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.report.test_session import command
+from tightfit.machine import COMPUTED, Machine, calibration_path
+from tightfit.measure import calibrate
+
+from .. import tiny
+
+
+def test_a_glance_finds_what_steps_are_predicted_from_and_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = Machine.detect()
+    assert "guess" in before.speed_is
+    seen = calibrate.glance(before)
+    assert "glance" in seen.speed_is
+    assert Machine.detect() == seen
+    assert all(figure.source == "glance" for figure in seen.matrix_flops_per_s.values())
+    assert {"product/float32", "product/bfloat16", "elementwise/float32", "update/float32"} <= seen.rates.keys()
+    assert all(rate > 0 for table in seen.rates.values() for rate in table.values())
+    for kind in COMPUTED:  # which nothing was compiled for: as what is nearest
+        assert f"{kind}/float32" not in seen.rates
+        assert 0 < seen.achieved(kind, "float32", 2**20) < 1e13
+
+
+def test_a_glance_that_comes_to_nothing_leaves_a_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate.sys, "executable", "/bin/false")
+    machine = Machine.detect()
+    assert calibrate.glance(machine) == machine
+    assert not calibration_path(machine.name).exists()
+
+
+def test_commands_glance_once_at_a_machine_that_was_never_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    job = str(tiny.write(tmp_path))
+    assert command(monkeypatch, "train", job, "--plan", "reference", "--out", str(tmp_path / "out")) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("a glance at this machine")
+    assert "--calibrate looks closer" in said
+    assert command(monkeypatch, "explain", job, "--plan", "reference") == 0
+    said = capsys.readouterr().out
+    assert "a glance at this machine, " not in said
+    assert "--calibrate looks closer" in said
+    assert command(monkeypatch, "machine") == 0
+    assert "glance (square matrices" in " ".join(capsys.readouterr().out.split())
