@@ -28,6 +28,10 @@ class InputError(TightfitError, ValueError):
         return type(self), (self.asked, self.found, self.fix)
 
 
+class Untraceable(InputError):
+    """A model that cannot be followed on tensors without values: it trains, but what it takes cannot be foreseen."""
+
+
 class DoesNotFit(TightfitError):
     """The job does not fit the machine's memory with this plan. Exit code 3."""
 

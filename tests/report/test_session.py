@@ -183,6 +183,35 @@ def test_a_warning_is_a_line_of_the_command(
     assert [line.split()[0] for line in lines if "labels are taken as they are" in line] == ["warning"]
 
 
+RECURRENT = UNSHIFTED.replace("self.table(input_ids)", "self.head(self.layer(self.table(input_ids))[0])").replace(
+    "        self.table = torch.nn.Embedding(9, 9)\n",
+    """        self.table = torch.nn.Embedding(9, 9)
+        self.layer, self.head = torch.nn.LSTM(9, 9, batch_first=True), torch.nn.Linear(9, 9)
+""",
+)
+
+
+@pytest.mark.filterwarnings("default::tightfit.errors.TightfitWarning")
+def test_a_model_that_cannot_be_followed_trains_and_a_plan_that_is_refused_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(UNSHIFTED)
+    (tmp_path / "recurrent.py").write_text(RECURRENT)
+    train, paths = {"batch": 4, "steps": 1, "trackers": []}, {}
+    for name in ("own", "recurrent"):
+        parts = {"model": {"python": f"{name}.py:Model"}, "data": {"python": f"{name}.py:data"}}
+        paths[name] = tmp_path / f"{name}.yaml"
+        paths[name].write_text(yaml.safe_dump({**parts, "train": train}))
+    assert command(monkeypatch, "train", str(paths["recurrent"]), "--out", str(tmp_path / "out")) == 0
+    assert "predict  not possible: has LSTM" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "record.json").read_text()).get("predicted") is None
+    asked = ("--plan", "reference", "--set", "plan.recompute=full", "--out", str(tmp_path / "other"))
+    assert command(monkeypatch, "train", str(paths["own"]), *asked) == 2
+    said = capsys.readouterr()
+    assert "recompute" in said.err
+    assert "not possible" not in said.out
+
+
 def full(*arguments: Any, **options: Any) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tightfit.errors import InputError
+from tightfit.errors import InputError, Untraceable
 
 _FILLS = frozenset(  # what an initialisation does, to values only
     {
@@ -115,7 +115,7 @@ def _one(tensor: Tensor) -> bool | int | float:
 
 @contextmanager
 def traceable(model: nn.Module | None = None) -> Iterator[None]:
-    """Within, what cannot be followed on tensors without values is an InputError that says so, with the way out."""
+    """Within, what cannot be followed on tensors without values is an Untraceable that says so, with the way out."""
     recurrent = [type(module).__name__ for module in model.modules() if isinstance(module, nn.RNNBase)] if model else []
     if recurrent:
         raise _untraceable(
@@ -142,8 +142,8 @@ def _place(error: Exception) -> str:
     return f"{Path(last.filename).name}, line {last.lineno}"
 
 
-def _untraceable(found: str) -> InputError:
-    return InputError(
+def _untraceable(found: str) -> Untraceable:
+    return Untraceable(
         "job: model", found, "run it without a prediction: tightfit train measures what it cannot foresee"
     )
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tightfit.engine.launch import enter_environment, start_processes, take_surroundings
-from tightfit.errors import DoesNotFit, InputError, TightfitError, TightfitWarning
+from tightfit.errors import DoesNotFit, InputError, TightfitError, TightfitWarning, Untraceable
 from tightfit.job import Job, ModelSpec, apply_change
 from tightfit.machine import Machine
 from tightfit.plan import Plan, read_pins
@@ -194,7 +194,7 @@ def decide(
             found = estimator.settle(estimator.estimate(start))
         else:
             found = search(job, machine, pins, estimator)[0]
-    except InputError as error:
+    except Untraceable as error:
         say(f"predict  not possible: {error.found}")
         return None, start, reasons
     kept = {name: why for name, why in reasons.items() if getattr(found.plan, name) == getattr(start, name)}
