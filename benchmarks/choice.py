@@ -9,6 +9,9 @@ be within 5 % of the fastest of those that fit, and stay within the limit itself
 limit as search leaves (3 %); the fastest of all that merely stayed below it is shown beside. On the jobs marked so, the limit is
 enforced for real (RLIMIT_DATA): the chosen plan has to live with it, and the reference plan has to die of it.
 
+The machine is shared: a fixed piece of work (`measure/pace.py`) is timed before and after each process, and `step_s` is at the pace of
+the calibration; `pace` says which it was.
+
 `--measured FILE` takes what the plans took and how fast they were from an earlier comparison of this machine, and chooses anew.
 """
 
@@ -22,6 +25,7 @@ import resource
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +186,19 @@ def child(what: dict[str, Any]) -> dict[str, Any] | None:
     raise SystemExit(f"{what}: {done.stderr[-2000:]}")
 
 
-def compare(name: str, enforced: bool, measured: list[dict[str, Any]]) -> dict[str, Any]:
-    """Search's choice on one job beside every plan of the list. measured: plans that have run already."""
+def at_usual_pace(what: dict[str, Any], control: Callable[[], float]) -> dict[str, Any]:
+    """What a child says of its steps, their seconds brought to the pace of the calibration. control: what the fixed piece of
+    work takes now, in units of what it takes usually."""
+    before = control()
+    seen = child(what)
+    assert seen is not None
+    pace = 2 / (before + control())
+    return {**seen, "step_s": seen["step_s"] * pace, "pace": pace}
+
+
+def compare(name: str, enforced: bool, measured: list[dict[str, Any]], control: Callable[[], float]) -> dict[str, Any]:
+    """Search's choice on one job beside every plan of the list. measured: plans that have run already; control: as of
+    `at_usual_pace`."""
     from tightfit.planner.estimate import MARGIN
 
     said = child({"choose": name})
@@ -191,9 +206,7 @@ def compare(name: str, enforced: bool, measured: list[dict[str, Any]]) -> dict[s
     rows = list(measured)
     for fields in plans(JOBS[name][2])[len(rows) :]:
         print(f"\r{name}: {len(rows) + 1} plans", end="", file=sys.stderr, flush=True)
-        seen = child({"run": name, "plan": fields, "limit": None})
-        assert seen is not None
-        rows.append({"plan": fields, **seen})
+        rows.append({"plan": fields, **at_usual_pace({"run": name, "plan": fields, "limit": None}, control)})
     print(file=sys.stderr)
     chosen = next(row for row in rows if all(said["chosen"][key] == value for key, value in row["plan"].items()))
     below = [row for row in rows if row["process_bytes"] <= said["limit"]]
@@ -208,8 +221,7 @@ def compare(name: str, enforced: bool, measured: list[dict[str, Any]]) -> dict[s
         times: dict[int, list[float]] = {number: [row["step_s"]] for number, row in enumerate(near)}
         for _ in range(AGAIN):  # in turn, for a machine's speed drifts
             for number, row in enumerate(near):
-                seen = child({"run": name, "plan": row["plan"], "limit": None})
-                assert seen is not None
+                seen = at_usual_pace({"run": name, "plan": row["plan"], "limit": None}, control)
                 times[number].append(seen["step_s"])
         for number, row in enumerate(near):
             row["step_s"], row["runs_s"] = statistics.median(times[number]), times[number]
@@ -264,15 +276,28 @@ def main() -> None:
     taken = json.loads(arguments.measured.read_text())["jobs"] if arguments.measured else []
     ran = {row["job"]: row["rows"] for row in taken}
     rows = list(there)  # an interrupted comparison goes on
+    control = calibrated_control()
     for number, name in enumerate(JOBS):
         if name.startswith(arguments.only) and name not in {row["job"] for row in there}:
-            rows.append(compare(name, number < ENFORCED, ran.get(name, [])))
+            rows.append(compare(name, number < ENFORCED, ran.get(name, []), control))
             show(rows[-1])
             if arguments.out:
                 write(arguments.out, rows)
     print(
         f"worst {max(row['slower'] for row in rows):+.1%}, all within the limit: {all(row['within_limit'] for row in rows)}"
     )
+
+
+def calibrated_control() -> Callable[[], float]:
+    import torch
+
+    from tightfit.machine import Machine
+    from tightfit.measure.pace import control_s
+
+    usual = Machine.detect().control_s
+    if usual is None:
+        raise SystemExit("this machine is not calibrated: run tightfit machine --calibrate")
+    return lambda: control_s(torch.device("cpu")) / usual.value
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -11,9 +11,10 @@ torch asks for blocks at a multiple of 64 bytes. For such a one glibc looks for 
 which small blocks take. While these are there, what was freed neither serves its own size again nor is one with its neighbours: a heap
 is larger than what lies in it. Those that stay are what autograd notes of a passage until its backward has ended. Where glibc was told
 to keep memory it was told as well to make small blocks one with what they touch at once (`engine/launch.py`): a note for each saved
-tensor lies where a block was. Left alone, it keeps small blocks in caches, and half of a forward's blocks leave one behind. Which do
-was read off measured processes. What a process holds is predicted with them; what a step fetches without, which is nearer to measured
-times.
+tensor lies where a block was, and one for each twelfth of the others, whose operations are noted whether or not a tensor is kept
+(recomputation gives tensors away, not notes); outside of the model's blocks one of a passage, for a loss in chunks notes nothing. Left
+alone, it keeps small blocks in caches, and half of a forward's blocks leave one behind. Which do was read off measured processes, in
+fp32 and bf16. What a process holds is predicted with them; what a step fetches without, which is nearer to measured times.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ LARGEST_THRESHOLD = 32 * 2**20
 ENDS = ALIGNED + 2 * ROUNDED  # of a block, which others take
 NOTE = 48  # bytes of what is noted of a passage
 LEFT = 2  # one of so many blocks leaves a note behind where small blocks are cached
+UNSAVED = 12  # one of so many blocks that are not saved does where they are not
 PAD = 128 * 2**10  # by which the heap grows and is cut beyond what is asked
 STEPS = 3  # played; the last counts
 
@@ -60,6 +62,7 @@ class Heap(Owned):
         self._forwards: list[list[tuple[int, int]]] = []  # notes of those whose backward has not begun
         self._notes: list[tuple[int, int]] = []  # of this passage
         self._noted = 0  # blocks so far
+        self._elsewhere = 0  # blocks so far of a passage that is none of the model's
         self._waiting = 0  # notes for the next blocks that go
 
     def enter(self, passage: Passage | None) -> None:
@@ -67,7 +70,7 @@ class Heap(Owned):
             for note in self._notes:
                 self._release(*note)
         super().enter(passage)
-        self._waiting = 0
+        self._waiting = self._elsewhere = 0
         if self._phase == "forward":
             self._notes = []
             self._forwards.append(self._notes)
@@ -81,11 +84,18 @@ class Heap(Owned):
     def take(self, owner: object, size: float) -> None:
         super().take(owner, size)
         saved = isinstance(owner, tuple) and owner[0] == "activations"
-        if self._with_notes and self._phase and (saved or (self._phase == "forward" and not self._keeps)):
-            self._noted += 1
-            if self._keeps:
+        if not self._with_notes or not self._phase:
+            return
+        if self._keeps:
+            in_block = self.passage is not None and self.passage.part == "block"
+            self._elsewhere += not in_block
+            counts = not saved and (in_block or self._elsewhere <= UNSAVED)
+            self._noted += counts
+            if saved or (counts and self._noted % UNSAVED == 0):
                 self._waiting = 1  # where several come before a block goes, the others find room elsewhere
-            elif self._noted % LEFT == 0:
+        elif saved or self._phase == "forward":
+            self._noted += 1
+            if self._noted % LEFT == 0:
                 self._waiting += 1
 
     def allocate(self, size: int) -> tuple[int | None, int]:
