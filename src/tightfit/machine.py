@@ -147,6 +147,8 @@ class Machine(Value):
         dtype = {"bool": "float32", "int64": "float32", "float64": "float32"}.get(dtype, dtype)
         if dtype == "tf32" and f"{kind}/tf32" not in self.rates and "tf32" in self.matrix_flops_per_s:
             return self._matrix_rate(dtype) * _SHARE_OF_PRODUCTS.get(kind, 1.0)
+        if dtype == "float16" and f"{kind}/float16" not in self.rates:
+            return self._in_fp16(kind, size)
         for key in (f"{kind}/{dtype}", f"{_NEAREST.get(kind, kind)}/{dtype}", f"{kind}/float32"):
             if key in self.rates:
                 return _interpolated(self.rates[key], size)
@@ -157,6 +159,15 @@ class Machine(Value):
         if kind in _ARITHMETIC:
             return self._matrix_rate(dtype) * _SHARE_OF_PRODUCTS.get(kind, 1.0)
         return self.bandwidth(size)
+
+    def _in_fp16(self, kind: str, size: float) -> float:
+        """As in bf16, which is as wide; products by what the two types' were measured or printed to reach."""
+        known = self.matrix_flops_per_s
+        if kind not in _ARITHMETIC or "fp16" not in known:
+            return self.achieved(kind, "bfloat16", size)
+        if "bf16" not in known:  # on a device without units for bf16
+            return known["fp16"].value * _SHARE_OF_PRODUCTS.get(kind, 1.0)
+        return self.achieved(kind, "bfloat16", size) * known["fp16"].value / known["bf16"].value
 
     def bandwidth(self, moved: float) -> float:
         """Bytes/s at which memory is read and written by an operation that moves so many."""

@@ -18,7 +18,7 @@ import tightfit
 from tests.planner import cases
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import ModelSpec
-from tightfit.machine import Machine
+from tightfit.machine import Figure, Machine
 from tightfit.models import model_config, shallow
 from tightfit.planner import finalists
 from tightfit.planner import search as searching
@@ -70,6 +70,33 @@ def test_tf32_is_faster_where_a_device_has_units_for_it_and_takes_the_same_memor
     assert single.peak.rows == narrow.peak.rows
     old = Estimator(job, Machine.named("v100-32gb"))
     assert old.estimate(wide).time.step_s == old.estimate(wide.replace(precision="tf32")).time.step_s
+
+
+@pytest.mark.parametrize(("name", "precision"), [("bert", "mixed"), ("llama", "true")])
+def test_fp16_has_its_own_rate_where_a_device_has_no_units_for_bf16(name: str, precision: str) -> None:
+    """A V100 multiplies fp16 eight times as fast as fp32, and bf16 as slowly."""
+    job = cases.job(name).replace(allow=["fp16", "bf16"])
+    plans = {kind: tightfit.Plan(precision=kind) for kind in ("fp32", f"fp16-{precision}", f"bf16-{precision}")}
+    times = {}
+    for device in ("v100-32gb", "a100-80gb"):
+        estimator = Estimator(job, Machine.named(device))
+        wide, half, brain = (estimator.estimate(plan) for plan in plans.values())
+        assert half.peak.rows["activations"] == brain.peak.rows["activations"]
+        times[device] = [one.time.compute_s for one in (wide, half, brain)]
+    wide_s, half_s, brain_s = times["v100-32gb"]
+    assert half_s < 0.5 * wide_s
+    assert brain_s > 0.9 * wide_s
+    assert times["a100-80gb"][1] == times["a100-80gb"][2]
+
+
+def test_fp16_on_a_processor_that_was_measured_is_as_slow_as_it_is() -> None:
+    figures = {
+        name: Figure(value=value, source="measured") for name, value in (("fp32", 1e11), ("bf16", 4e11), ("fp16", 1e9))
+    }
+    rates = {"product/float32": {64: 1e11}, "product/bfloat16": {64: 3e11}, "elementwise/bfloat16": {64: 2e10}}
+    machine = Machine.detect().replace(matrix_flops_per_s=figures, rates=rates)
+    assert machine.achieved("product", "float16", 64) == pytest.approx(3e11 / 400)
+    assert machine.achieved("elementwise", "float16", 64) == 2e10
 
 
 @pytest.mark.parametrize(

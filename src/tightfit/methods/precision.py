@@ -26,7 +26,7 @@ from tightfit.machine import Machine
 from tightfit.methods.run import Run
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.plan import Plan
-from tightfit.program import Passage, Timeline
+from tightfit.program import Operation, Passage, Timeline
 
 LARGEST_FP16 = 65504.0
 
@@ -50,22 +50,33 @@ def wanted(plan: Plan) -> bool:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """What each type makes of the program is traced; tf32 changes no buffer and no operation, but the rate of products."""
-    if plan.precision != "tf32":
+    """What each type makes of the program is traced, fp16 as bf16, which is as wide; tf32 changes no buffer and no operation, but
+    the rate of products."""
+    if plan.precision == "tf32":
+        told = _in_tf32
+    elif plan.precision.startswith("fp16"):
+        told = _in_fp16
+    else:
         return ledger
     inference = ledger.inference
-    return replace(ledger, training=_in_tf32(ledger.training), inference=lambda: _in_tf32(inference()))
+    return replace(ledger, training=told(ledger.training), inference=lambda: told(inference()))
 
 
 @lru_cache(16)  # whoever plays a program knows its timelines by identity
 def _in_tf32(passages: tuple[Passage, ...]) -> tuple[Passage, ...]:
+    return _retyped(passages, lambda one: one.name in _PRODUCTS and one.dtype == "float32", "tf32")
+
+
+@lru_cache(16)
+def _in_fp16(passages: tuple[Passage, ...]) -> tuple[Passage, ...]:
+    return _retyped(passages, lambda one: one.dtype == "bfloat16", "float16")
+
+
+def _retyped(passages: tuple[Passage, ...], which: Callable[[Operation], bool], dtype: str) -> tuple[Passage, ...]:
+    """The passages with `dtype` in the operations for which `which` holds."""
     known: dict[Timeline, Timeline] = {}
     for timeline in dict.fromkeys(passage.timeline for passage in passages):
-        products = (one.name in _PRODUCTS and one.dtype == "float32" for one in timeline.operations)
-        done = (
-            replace(one, dtype="tf32") if product else one
-            for one, product in zip(timeline.operations, products, strict=True)
-        )
+        done = (replace(one, dtype=dtype) if which(one) else one for one in timeline.operations)
         known[timeline] = replace(timeline, operations=tuple(done))
     return tuple(replace(passage, timeline=known[passage.timeline]) for passage in passages)
 
