@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,12 @@ def test_a_glance_finds_what_steps_are_predicted_from_and_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    load = [99.0]
+    monkeypatch.setattr(os, "getloadavg", lambda: (load[0], 0.0, 0.0))
     before = Machine.detect()
+    assert calibrate.glance(before).matrix_flops_per_s
+    assert Machine.detect() == before  # a busy machine's is not kept
+    load[0] = 0.0
     assert "guess" in before.speed_is
     seen = calibrate.glance(before)
     assert "glance" in seen.speed_is
@@ -42,6 +48,7 @@ def test_commands_glance_once_at_a_machine_that_was_never_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     job = str(tiny.write(tmp_path))
     assert command(monkeypatch, "train", job, "--plan", "reference", "--out", str(tmp_path / "out")) == 0
     said = capsys.readouterr().out

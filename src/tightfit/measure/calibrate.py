@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import subprocess
 import sys
@@ -23,6 +24,8 @@ SIZES = (256, 512, 1024, 2048, 4096, 8192)
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GLANCE_SIZES = (512,)
 PATIENCE_S = 1.0  # a size that would take longer than this is not measured, nor are larger ones
+BUSY = 0.5  # load of a core, from which on a glance is not kept
+Pick = Callable[[list[float]], float]  # of the seconds of several runs
 LARGE, SMALL = 2**26, 2**12  # bytes of the sums that two processes are timed by
 
 
@@ -71,8 +74,10 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
 
 
 def glance(machine: Machine) -> Machine:
-    """This machine with figures that take seconds: of operations of small sizes, none compiled. Kept like those of `calibrate`,
-    if the cache can be written. A process of its own looks, for what is measured leaves its trace in a heap."""
+    """This machine with figures that take seconds: the fastest of a few runs of operations of small sizes, none compiled. Kept
+    like those of `calibrate`, unless the machine is busy with something else or the cache cannot be written. A process of its own
+    looks, for what is measured leaves its trace in a heap."""
+    busy = os.getloadavg()[0] > BUSY * machine.cores
     code = "import sys; from tightfit.measure.calibrate import glanced; sys.stdout.write(glanced(sys.stdin.read()))"
     done = subprocess.run(
         [sys.executable, "-c", code], input=machine.to_json(), capture_output=True, text=True, check=False
@@ -81,7 +86,8 @@ def glance(machine: Machine) -> Machine:
         return machine
     seen = Machine.model_validate_json(done.stdout.splitlines()[-1])
     with contextlib.suppress(OSError):
-        seen.keep()
+        if not busy:
+            seen.keep()
     return seen
 
 
@@ -89,9 +95,9 @@ def glanced(text: str) -> str:
     """What `glance` finds of a machine, on the machine itself; from JSON to JSON, of one line."""
     machine = Machine.model_validate_json(text)
     device = torch.device(machine.device)
-    by_size = {kind: _matrix_rates(kind, device, GLANCE_SIZES) for kind in _types(device)}
+    by_size = {kind: _matrix_rates(kind, device, GLANCE_SIZES, min) for kind in _types(device)}
     kinds = measure_rates(device, Pace(device, watched=False), lambda line: None, glance=True)
-    bandwidth, launch_s = _memory_bandwidth(device), _launch_s(device)
+    bandwidth, launch_s = _memory_bandwidth(device, min), _launch_s(device, min)
     seen = machine.replace(
         matrix_flops_per_s=_best(by_size, "glance"),
         matrix_flops_per_s_by_size=by_size,
@@ -118,7 +124,9 @@ def _figure(value: float, detail: str, source: Literal["measured", "glance"] = "
     return Figure(value=value, source=source, detail=detail)
 
 
-def _matrix_rates(kind: str, device: torch.device, sizes: Iterable[int]) -> dict[int, float]:
+def _matrix_rates(
+    kind: str, device: torch.device, sizes: Iterable[int], pick: Pick = statistics.median
+) -> dict[int, float]:
     """FLOP/s of square products by size; stops where the next size would outlast PATIENCE_S."""
     rates: dict[int, float] = {}
     before = torch.backends.cuda.matmul.allow_tf32
@@ -129,20 +137,20 @@ def _matrix_rates(kind: str, device: torch.device, sizes: Iterable[int]) -> dict
                 break
             left, right = (torch.randn(size, size, device=device).to(TYPES[kind]) for _ in range(2))
             out = torch.empty_like(left)
-            seconds = timed(lambda left=left, right=right, out=out: torch.mm(left, right, out=out), device)  # type: ignore[misc]
+            seconds = timed(lambda left=left, right=right, out=out: torch.mm(left, right, out=out), device, pick=pick)  # type: ignore[misc]
             rates[size] = 2 * size**3 / seconds
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
     return rates
 
 
-def _memory_bandwidth(device: torch.device) -> float:
+def _memory_bandwidth(device: torch.device, pick: Pick = statistics.median) -> float:
     source = torch.ones(2**28, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * 2**28 / timed(lambda: target.copy_(source), device)
+    return 2 * 2**28 / timed(lambda: target.copy_(source), device, pick=pick)
 
 
-def _launch_s(device: torch.device) -> float:
+def _launch_s(device: torch.device, pick: Pick = statistics.median) -> float:
     """Seconds to start one operation from Python and, in backward, from autograd: of a chain of tiny ones."""
     number = torch.zeros(1, device=device, requires_grad=True)
 
@@ -152,7 +160,7 @@ def _launch_s(device: torch.device) -> float:
             value = value * 1.0
         value.backward()
 
-    return timed(many, device) / 400
+    return timed(many, device, pick=pick) / 400
 
 
 def _copy_bandwidth(device: torch.device) -> float:

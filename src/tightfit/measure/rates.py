@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import cast
@@ -51,7 +52,7 @@ def measure_rates(
                 continue
             say(f"{kind} in {name}")
             if glance:
-                table = _table(itertools.islice(cases(dtype, device), GLANCE_CASES), device, GLANCE_S, GLANCE_S)
+                table = _table(itertools.islice(cases(dtype, device), GLANCE_CASES), device, GLANCE_S, GLANCE_S, min)
             else:
                 table = _table(cases(dtype, device), device, least_s=ALONE_S if kind in COMPUTED else LEAST_S)
             control_s = pace.stretch()
@@ -61,7 +62,11 @@ def measure_rates(
 
 
 def _table(
-    cases: Iterator[Case], device: torch.device, patience_s: float = PATIENCE_S, least_s: float = LEAST_S
+    cases: Iterator[Case],
+    device: torch.device,
+    patience_s: float = PATIENCE_S,
+    least_s: float = LEAST_S,
+    pick: Callable[[list[float]], float] = statistics.median,
 ) -> dict[int, float]:
     """Rates by size, from small to large; stops where the next size would outlast the patience, as a product does in a type
     that the processor has no instructions for: what is larger goes on at the rate of the last."""
@@ -70,7 +75,7 @@ def _table(
     for size, amount, work in cases:
         if amount / rate > patience_s:
             break
-        rate = rates[size] = amount / timed(work, device, least_s=least_s)
+        rate = rates[size] = amount / timed(work, device, least_s=least_s, pick=pick)
     return rates
 
 

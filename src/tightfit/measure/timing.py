@@ -1,4 +1,4 @@
-"""Median seconds of a piece of work on a device."""
+"""Seconds of a piece of work on a device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from collections.abc import Callable
 import torch
 
 
-def timed(work: Callable[[], object], device: torch.device, least_s: float = 0.2, least_runs: int = 3) -> float:
-    """Median seconds of `work`, after one run to warm up."""
+def timed(
+    work: Callable[[], object],
+    device: torch.device,
+    least_s: float = 0.2,
+    least_runs: int = 3,
+    pick: Callable[[list[float]], float] = statistics.median,
+) -> float:
+    """Seconds of `work`, after one run to warm up: the median of its runs, or what else `pick` makes of them."""
     work()
     _wait(device)
     times: list[float] = []
@@ -19,7 +25,7 @@ def timed(work: Callable[[], object], device: torch.device, least_s: float = 0.2
         work()
         _wait(device)
         times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return pick(times)
 
 
 def _wait(device: torch.device) -> None:
