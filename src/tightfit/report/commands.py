@@ -194,9 +194,10 @@ def decide(
             found = estimator.settle(estimator.estimate(start))
         else:
             found = search(job, machine, pins, estimator)[0]
-    except Untraceable as error:
-        say(f"predict  not possible: {error.found}")
-        return None, start, reasons
+    except InputError as error:
+        if isinstance(error, Untraceable):
+            say(f"predict  not possible: {error.found}")
+        return None, start, reasons  # what is wrong with the job or the plan is said where they are built, in order
     kept = {name: why for name, why in reasons.items() if getattr(found.plan, name) == getattr(start, name)}
     for name in Plan.field_names():
         if name not in pins and getattr(found.plan, name) != getattr(start, name):
