@@ -18,14 +18,13 @@ import torch
 from tightfit.machine import Figure, Machine
 from tightfit.measure.pace import Pace
 from tightfit.measure.rates import measure_rates
-from tightfit.measure.timing import timed
+from tightfit.measure.timing import Pick, timed
 
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GLANCE_SIZES = (512,)
 PATIENCE_S = 1.0  # a size that would take longer than this is not measured, nor are larger ones
 BUSY = 0.5  # load of a core, from which on a glance is not kept
-Pick = Callable[[list[float]], float]  # of the seconds of several runs
 LARGE, SMALL = 2**26, 2**12  # bytes of the sums that two processes are timed by
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from tightfit.machine import COMPUTED, Machine
 from tightfit.measure.pace import Pace
-from tightfit.measure.timing import timed
+from tightfit.measure.timing import Pick, timed
 from tightfit.methods.allocator import keep_freed_memory
 from tightfit.methods.attention import blocked_attention
 from tightfit.planner.complete import can_compile
@@ -66,7 +66,7 @@ def _table(
     device: torch.device,
     patience_s: float = PATIENCE_S,
     least_s: float = LEAST_S,
-    pick: Callable[[list[float]], float] = statistics.median,
+    pick: Pick = statistics.median,
 ) -> dict[int, float]:
     """Rates by size, from small to large; stops where the next size would outlast the patience, as a product does in a type
     that the processor has no instructions for: what is larger goes on at the rate of the last."""

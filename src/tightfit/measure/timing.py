@@ -9,12 +9,15 @@ from collections.abc import Callable
 import torch
 
 
+Pick = Callable[[list[float]], float]  # of the seconds of several runs
+
+
 def timed(
     work: Callable[[], object],
     device: torch.device,
     least_s: float = 0.2,
     least_runs: int = 3,
-    pick: Callable[[list[float]], float] = statistics.median,
+    pick: Pick = statistics.median,
 ) -> float:
     """Seconds of `work`, after one run to warm up: the median of its runs, or what else `pick` makes of them."""
     work()

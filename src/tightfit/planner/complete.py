@@ -166,9 +166,8 @@ def has_fast_tf32(machine: Machine) -> bool:
 def has_fast_bf16(machine: Machine) -> bool:
     """Whether bf16 products are faster than fp32 here: as measured, else by the processor's instructions or the GPU's age."""
     measured = machine.matrix_flops_per_s
-    if (
-        "fp32" in measured and measured["fp32"].source != "glance"
-    ):  # a table, a calibration: every type that is multiplied
+    glanced = any(figure.source == "glance" for figure in measured.values())
+    if "fp32" in measured and not glanced:  # the table, or a calibration, has every type that the device multiplies
         return "bf16" in measured and measured["bf16"].value > 1.2 * measured["fp32"].value
     if machine.device == "cuda":
         import torch
