@@ -24,7 +24,7 @@ LAYERS = (
     ("machines",),
     ("entries",),
     ("files", "values", "timetable", "program"),
-    ("units",),
+    ("plain", "units"),
     ("errors",),
 )
 NOTED = {  # each with its reason

@@ -6,6 +6,18 @@ An error says what was asked, what was found, and the smallest change that works
 from __future__ import annotations
 
 
+_LONGEST = 1500  # characters of a part of a message
+
+
+def _shown(text: str) -> str:
+    """A text as a terminal may show it: without control characters, and the middle of a long one left out."""
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)
+
+
 class TightfitError(Exception):
     """A run that failed for a reason tightfit can name. Exit code 1."""
 
@@ -21,8 +33,8 @@ class InputError(TightfitError, ValueError):
     exit_code = 2
 
     def __init__(self, asked: str, found: str, fix: str) -> None:
-        self.asked, self.found, self.fix = asked, found, fix
-        super().__init__(f"{asked}: {found}\n  fix: {fix}")
+        self.asked, self.found, self.fix = (_shown(part) for part in (asked, found, fix))
+        super().__init__(f"{self.asked}: {self.found}\n  fix: {self.fix}")
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
         return type(self), (self.asked, self.found, self.fix)

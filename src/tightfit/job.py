@@ -11,6 +11,7 @@ import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
 
 from tightfit.errors import InputError
+from tightfit.plain import check_plain, parse_yaml
 from tightfit.units import parse_bytes
 from tightfit.values import Value, nearest, read_yaml
 
@@ -93,7 +94,14 @@ class ModelSpec(Value):
             field = next(iter(extra))
             raise InputError(f"job: model.{field}", "unknown field", nearest(str(field), cls.field_names()))
         kept = {key: value for key, value in content.items() if key in own}
-        return {**kept, "config": {**content.get("config", {}), **extra}}
+        config = content.get("config") or {}
+        if not isinstance(config, dict):
+            raise InputError(
+                "job: model.config",
+                f"expected a mapping of config keys, found {config!r}",
+                "write it like config: {hidden_size: 384}, or its keys beside architecture",
+            )
+        return {**kept, "config": {**config, **extra}}
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -178,7 +186,7 @@ class Train(Value):
     batch: int = Field(32, gt=0)
     steps: int | None = Field(None, gt=0)
     epochs: float | None = Field(None, gt=0)
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     clip: float | None = Field(None, gt=0, description="largest norm of the whole gradient")
     scale_learning_rate: Literal["none", "linear", "sqrt"] = "none"
     base_batch: int | None = Field(None, gt=0, description="the batch the learning rate was chosen for")
@@ -376,7 +384,7 @@ def _flat(model: dict[str, Any]) -> dict[str, Any]:
 def apply_change(content: dict[str, Any], change: str) -> None:
     """Apply one KEY=VALUE text to a mapping of sections. Raises InputError."""
     key, equals, value = change.partition("=")
-    if not equals or not key.strip():
+    if not equals or not all(part.strip() for part in key.split(".")):
         raise InputError(f"--set {change}", "is not KEY=VALUE", "write it like --set train.steps=20")
     *path, last = key.strip().split(".")
     for part in path:
@@ -391,11 +399,14 @@ def apply_change(content: dict[str, Any], change: str) -> None:
             )
         content = inner
     try:
-        content[last] = yaml.safe_load(value)
-    except yaml.YAMLError:
+        content[last] = parse_yaml(value)
+    except yaml.YAMLError as error:
         raise InputError(
-            f"--set {change}", f"{value} is not a YAML value", f"quote it: --set '{key}=\"{value}\"'"
+            f"--set {change}",
+            f"{value} is not a YAML value ({getattr(error, 'problem', None) or error})",
+            f"quote it: --set '{key}=\"{value}\"'",
         ) from None
+    check_plain(content[last], f"--set {change}")
 
 
 def _absolute(content: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ _BYTES = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_MOST_BYTES = 2**63 - 1
 _NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e\+?[0-9]+)?"
 
 
@@ -29,7 +30,7 @@ def parse_bytes(text: str | int | float) -> int:
         number = float(match.group(1)) if match else math.nan
     else:
         number, size = (math.nan if isinstance(text, bool) or not isinstance(text, int | float) else text), 1
-    if size is None or not math.isfinite(number):
+    if size is None or not 0 <= number * size <= _MOST_BYTES:  # of no number, never
         raise InputError(f"size {text!r}", "not a number of bytes", "write it like 24GiB, 512MiB or 8e9")
     return int(number * size)
 

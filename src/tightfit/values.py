@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from tightfit.errors import InputError
+from tightfit.plain import MOST_BYTES, check_plain, parse_yaml, write_yaml
 
 
 class Value(BaseModel):
@@ -51,6 +52,13 @@ class Value(BaseModel):
         for name in content:
             if not isinstance(name, str):
                 raise InputError(f"{where}: {name}", "a field's name is text", f"write it in quotes: '{name}'")
+            if not name.strip():
+                raise InputError(f"{where}: {name!r}", "is an empty name", f"use one of: {', '.join(cls.field_names())}")
+        check_plain({name: value for name, value in content.items() if not _is_sequence(value)}, where)
+        return cls._made(content, where)
+
+    @classmethod
+    def _made(cls, content: dict[str, Any], where: str) -> Self:
         value = cls.__new__(cls)
         value._fill(content, where)
         return value
@@ -64,7 +72,7 @@ class Value(BaseModel):
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.content(), sort_keys=False, allow_unicode=True)
+        return write_yaml(self.content())
 
     def to_json(self) -> str:
         return json.dumps(self.content())
@@ -76,7 +84,7 @@ class Value(BaseModel):
             for name, field in type(self).model_fields.items()
             if name not in changes and field.alias not in changes
         }
-        return type(self).parse({**kept, **changes})
+        return type(self)._made({**kept, **changes}, type(self).__name__.lower())
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """Only what differs from the default, so that a value is one short line."""
@@ -92,17 +100,25 @@ class Value(BaseModel):
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML (or JSON) file. Raises InputError."""
     path = Path(path)
-    if not path.exists():
+    try:
+        if path.is_dir():
+            raise InputError(str(path), "is a folder, not a YAML file", "name the YAML file itself")
+        with path.open("rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+    except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], 1)
         raise InputError(
             str(path), "no such file", f"did you mean {path.parent / near[0]}?" if near else "check the path"
+        ) from None
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise InputError(str(path), f"cannot be read ({said})", "check the path and the file's permissions") from None
+    if len(raw) > MOST_BYTES:
+        raise InputError(
+            str(path), f"has more than {MOST_BYTES} bytes, too many for settings", "name a file of settings, not of data"
         )
-    if path.is_dir():
-        raise InputError(str(path), "is a folder, not a YAML file", "name the YAML file itself")
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except OSError as error:
-        raise InputError(str(path), f"cannot be read ({error.strerror})", "check the file's permissions") from None
+        content = parse_yaml(raw.decode())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -117,20 +133,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             f"expected a mapping of fields, found {type(content).__name__}",
             "write it as 'field: value' lines",
         )
+    check_plain(content, str(path))
     return content
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a field that is written twice, of which plain YAML keeps the last and says nothing."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
 
 
 def nearest(word: str, known: list[str]) -> str:
@@ -157,6 +161,11 @@ def explain_validation(cls: type[BaseModel], error: ValidationError, where: str)
     branches = [detail for detail in details if _path(detail) == path]  # of a union, each with what it would take
     fixes = dict.fromkeys(_fix(cls, path, detail) for detail in branches)
     return InputError(place, _found(first), ", or ".join(fixes))
+
+
+def _is_sequence(value: Any) -> bool:
+    """Of Python's own: as a file's it was looked into when it was read, else it may be a whole dataset."""
+    return isinstance(value, list | tuple)
 
 
 @cache

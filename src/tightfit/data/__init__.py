@@ -12,7 +12,7 @@ from tightfit.data.synthetic import SyntheticImages
 from tightfit.data.user import Given, Named, UserStream, open_user
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job, ModelSpec
-from tightfit.models import model_config, task_of
+from tightfit.models import model_config, task_of, text_config
 
 __all__ = ["ModelInput", "Order", "Samples", "UserStream", "model_input", "open_samples"]
 
@@ -36,7 +36,7 @@ def open_samples(job: Job) -> Samples | UserStream:
 def model_input(job: Job) -> ModelInput:
     """What a job's model takes, as far as its config says."""
     config = model_config(job.model) if isinstance(job.model, ModelSpec) else None
-    text = config and config.get_text_config()
+    text = text_config(config)
     size = getattr(config, "image_size", None)
     return ModelInput(
         task=task_of(job.model),

@@ -8,6 +8,7 @@ from tightfit.models.create import (
     model_factory,
     shallow,
     task_of,
+    text_config,
     vocabulary_size,
 )
 from tightfit.models.presets import Preset, preset, presets
@@ -26,5 +27,6 @@ __all__ = [
     "presets",
     "shallow",
     "task_of",
+    "text_config",
     "vocabulary_size",
 ]

@@ -121,13 +121,38 @@ def model_config(spec: ModelSpec) -> Any:
         kind = _config_class(architecture)
         keys = _config_keys(spec, kind)
         _check_heads(spec, kind, keys)
-        with as_input_error(f"job: model ({spec})", "change the config keys it names"):
-            config = transformers.AutoConfig.for_model(architecture, **keys)
+        config = _config_of(spec, architecture, keys)
     if getattr(config, "use_cache", False):
         config.use_cache = False  # training reads no cache, and some models warn when one meets recompute
-    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = config.pad_token_id or 0
+    is_pair = getattr(config, "is_encoder_decoder", False)  # of encoder and decoder; not every config says so, nor how it pads
+    if is_pair and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     return config
+
+
+def _config_of(spec: ModelSpec, architecture: str, keys: dict[str, Any]) -> Any:
+    """The config of these keys. Raises InputError that names the first key which is wrong by itself, where one is."""
+    import transformers
+
+    fix = "change the config keys it names"
+    try:
+        with as_input_error(f"job: model ({spec})", fix):
+            return transformers.AutoConfig.for_model(architecture, **keys)
+    except InputError:
+        for key in spec.config:
+            stored = _config_class(architecture).attribute_map.get(key, key)
+            if stored in keys:
+                with as_input_error(f"job: model.{key}={spec.config[key]!r}", "give a value such as its default"):
+                    transformers.AutoConfig.for_model(architecture, **{stored: keys[stored]})
+        raise
+
+
+def text_config(config: Any) -> Any:
+    """The part of a config that is about text, of a model of several kinds of input too; the config itself where there is none."""
+    try:
+        return config.get_text_config()
+    except (ValueError, AttributeError):  # several parts read text
+        return config
 
 
 def shallow(model: Any, blocks: int) -> ModelSpec | None:
@@ -144,7 +169,7 @@ def shallow(model: Any, blocks: int) -> ModelSpec | None:
 def vocabulary_size(spec: ModelSpec) -> int | None:
     """How many tokens the model knows; None for vision models and python callables."""
     config = model_config(spec)
-    return None if config is None else getattr(config.get_text_config(), "vocab_size", None)
+    return None if config is None else getattr(text_config(config), "vocab_size", None)
 
 
 def model_factory(model: Any, sequential: bool = False) -> Callable[[], nn.Module]:
@@ -298,7 +323,8 @@ def _config_keys(spec: ModelSpec, kind: Any) -> dict[str, Any]:
     _join_rope(keys)
     vocabulary = keys.get("vocab_size")
     for key, default in _defaults(kind).items():  # special tokens of the published vocabulary, which this one has not
-        if key.endswith("_token_id") and isinstance(default, int) and vocabulary and default >= vocabulary:
+        of_token = key.endswith("_token_id") and isinstance(default, int)
+        if of_token and isinstance(vocabulary, int) and 0 < vocabulary <= default:
             keys.setdefault(key, None)
     return keys
 

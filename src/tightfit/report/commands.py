@@ -25,7 +25,7 @@ from tightfit.plan import Plan, read_pins
 from tightfit.planner.complete import ALLOCATOR, complete
 from tightfit.report.failure import not_writable
 from tightfit.rules import needed_permissions
-from tightfit.units import format_bytes, format_count, format_seconds
+from tightfit.units import format_bytes, format_count, format_seconds, parse_bytes
 
 
 def quiet_libraries() -> None:
@@ -223,7 +223,8 @@ def explain_command(
     timeline: Path | None = None,
 ) -> None:
     quiet_libraries()
-    job, pins = read_job(path, plan, [*changes, *([f"limits.memory={memory}"] if memory else [])])
+    limit = [] if memory is None else [f"limits.memory={_bytes_of('--memory', memory)}"]
+    job, pins = read_job(path, plan, [*changes, *limit])
     console = Console(stderr=True, soft_wrap=True) if as_json else Console()
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     if analyze and machine_name is not None:
@@ -271,6 +272,13 @@ def explain_command(
         raise DoesNotFit(
             f"needs {format_bytes(estimates[0].peak_bytes)}, {format_bytes(estimates[0].limit_bytes)} are there"
         )
+
+
+def _bytes_of(option: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except InputError as error:
+        raise InputError(f"{option} {text}", error.found, error.fix) from None
 
 
 def this_machine(say: Callable[[str], None]) -> Machine:
