@@ -5,7 +5,6 @@ An error says what was asked, what was found, and the smallest change that works
 
 from __future__ import annotations
 
-
 _LONGEST = 1500  # characters of a part of a message
 
 

@@ -109,7 +109,12 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # of a tag that does not suit what follows it
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ) as error:  # of a tag that does not suit what follows it
             raise yaml.constructor.ConstructorError(
                 None, None, f"{str(getattr(node, 'value', ''))[:40]!r} is no {node.tag[len(_TAG) :]}", node.start_mark
             ) from error

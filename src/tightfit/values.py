@@ -53,7 +53,9 @@ class Value(BaseModel):
             if not isinstance(name, str):
                 raise InputError(f"{where}: {name}", "a field's name is text", f"write it in quotes: '{name}'")
             if not name.strip():
-                raise InputError(f"{where}: {name!r}", "is an empty name", f"use one of: {', '.join(cls.field_names())}")
+                raise InputError(
+                    f"{where}: {name!r}", "is an empty name", f"use one of: {', '.join(cls.field_names())}"
+                )
         check_plain({name: value for name, value in content.items() if not _is_sequence(value)}, where)
         return cls._made(content, where)
 
@@ -115,7 +117,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise InputError(str(path), f"cannot be read ({said})", "check the path and the file's permissions") from None
     if len(raw) > MOST_BYTES:
         raise InputError(
-            str(path), f"has more than {MOST_BYTES} bytes, too many for settings", "name a file of settings, not of data"
+            str(path),
+            f"has more than {MOST_BYTES} bytes, too many for settings",
+            "name a file of settings, not of data",
         )
     try:
         content = parse_yaml(raw.decode())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -17,6 +18,7 @@ from tightfit.data.collate import as_tensors, check_labelled, collate, items_in,
 from tightfit.data.order import Integers, key
 from tightfit.data.randomness import Randomness, seed_generators
 from tightfit.data.samples import ModelInput, single
+from tightfit.data.sharing import packed, unpacked
 from tightfit.errors import InputError, TightfitError
 from tightfit.models import load_python
 from tightfit.models.objective import Batch
@@ -36,12 +38,23 @@ class MapStyle(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """A dataset handed over in Python."""
+    """A dataset handed over in Python. Pickles with its tensors in shared memory, where all workers read them."""
 
     dataset: Any
 
     def __call__(self) -> Any:
         return self.dataset
+
+    @cached_property
+    def _packed(self) -> Any:
+        return packed(self.dataset)
+
+    def __reduce__(self) -> Any:
+        return _given, self._packed
+
+
+def _given(*parts: Any) -> Given:
+    return Given(unpacked(*parts))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import torch
 
-
 Pick = Callable[[list[float]], float]  # of the seconds of several runs
 
 

@@ -260,7 +260,12 @@ class _Read(IterableDataset[Any]):
 
 
 _END = None  # no batch is None
-_NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
+_NOT_PICKLABLE = (
+    pickle.PicklingError,
+    AttributeError,
+    TypeError,
+    RuntimeError,
+)  # the last is torch's, of a tensor with a graph
 
 
 def _or_error(make: Callable[[], Any]) -> Any:

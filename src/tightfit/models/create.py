@@ -124,7 +124,9 @@ def model_config(spec: ModelSpec) -> Any:
         config = _config_of(spec, architecture, keys)
     if getattr(config, "use_cache", False):
         config.use_cache = False  # training reads no cache, and some models warn when one meets recompute
-    is_pair = getattr(config, "is_encoder_decoder", False)  # of encoder and decoder; not every config says so, nor how it pads
+    is_pair = getattr(
+        config, "is_encoder_decoder", False
+    )  # of encoder and decoder; not every config says so, nor how it pads
     if is_pair and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     return config
