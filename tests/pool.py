@@ -24,8 +24,8 @@ _pools: dict[int, Pool] = {}
 class Pool:
     """`size` processes that have each other's addresses, as torchrun would start them."""
 
-    def __init__(self, size: int) -> None:
-        context = get_context("spawn")
+    def __init__(self, size: int, method: str = "spawn") -> None:
+        context = get_context(method)
         pairs = [context.Pipe() for _ in range(size)]
         self.ends = [mine for mine, _ in pairs]
         self.processes = [
@@ -38,11 +38,7 @@ class Pool:
 
     def run(self, where: str, *arguments: Any, **named: Any) -> list[Any]:
         """What the function `module:name` returns in each process. Raises the error of the first that fails."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        for end in self.ends:
-            end.send((port, where, arguments, named))
+        self.ask(where, *arguments, **named)
         results: dict[Connection, Any] = {}
         while len(results) < len(self.ends):
             answering = wait([end for end in self.ends if end not in results], TIMEOUT)
@@ -52,10 +48,22 @@ class Pool:
                 kind, results[end] = end.recv()  # type: ignore[union-attr, index]
                 if kind == "error":
                     raise results[end]  # type: ignore[index]
+        self.called()
+        return [results[end] for end in self.ends]
+
+    def ask(self, where: str, *arguments: Any, **named: Any) -> None:
+        """Have each process call the function: its answer comes through its end."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for end in self.ends:
+            end.send((port, where, arguments, named))
+
+    def called(self) -> None:
+        """Count a call that all have answered."""
         self.calls += 1
         if self.calls == TOGETHER:
             self.part()
-        return [results[end] for end in self.ends]
 
     def part(self) -> None:
         """Let the processes leave their groups, which all of them are done with: one after the other, or gloo's thread of one may
@@ -65,14 +73,20 @@ class Pool:
             for end in self.ends:
                 end.send(None)
             for end in self.ends:  # has let go of all that uses the groups
-                end.recv()
+                _answered(end)
             for end in self.ends:
                 end.send(None)
-                end.recv()
+                _answered(end)
 
     def close(self) -> None:
         for process in self.processes:
             process.kill()
+
+
+def _answered(end: Connection) -> None:
+    if not end.poll(TIMEOUT):
+        raise AssertionError("a process does not leave its groups")
+    end.recv()
 
 
 def together(size: int, where: str, *arguments: Any, **named: Any) -> list[Any]:
