@@ -23,7 +23,9 @@ CHUNK = 100
 class Draws:
     """Trials dealt out to lanes, each with processes of its own, and what came of them."""
 
-    def __init__(self, trials: list[Trial], folder: Path, failures: Path | None, shrinking: bool, limit_s: float) -> None:
+    def __init__(
+        self, trials: list[Trial], folder: Path, failures: Path | None, shrinking: bool, limit_s: float
+    ) -> None:
         self.trials, self.folder, self.failures, self.shrinking = trials, folder, failures, shrinking
         self.limit_s = limit_s
         self.next, self.counts, self.several = 0, Counter[str](), 0

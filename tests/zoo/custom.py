@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -659,7 +660,7 @@ class Perceptron(nn.Sequential):
     def __init__(self) -> None:
         widths = [WIDTH, 24, 24, CLASSES]
         layers: list[nn.Module] = []
-        for before, after in zip(widths, widths[1:], strict=False):
+        for before, after in itertools.pairwise(widths):
             layers += [nn.Linear(before, after), nn.Tanh()]
         super().__init__(*layers[:-1])
 
@@ -808,9 +809,10 @@ def several(model: nn.Module, batch: Any) -> Tensor:
     logits, sizes = model(batch[0])
     labels = batch[1]
     counts = (labels != -100).sum(1)
-    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") + (
-        counts * (sizes - labels.clamp_min(0).float().mean(1)).square()
-    ).sum()
+    return (
+        functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        + (counts * (sizes - labels.clamp_min(0).float().mean(1)).square()).sum()
+    )
 
 
 def plain_several(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
@@ -868,9 +870,7 @@ def visits() -> list[Any]:
 
 def targets() -> list[Any]:
     generator = torch.Generator().manual_seed(20)
-    return [
-        (tokens, torch.randn(8, CLASSES, generator=generator)) for tokens, _ in token_pairs()[:SAMPLES]
-    ]
+    return [(tokens, torch.randn(8, CLASSES, generator=generator)) for tokens, _ in token_pairs()[:SAMPLES]]
 
 
 def module(name: str, made: Any, samples: Any = token_pairs, plain: Any = pair, **own: Any) -> Entry:

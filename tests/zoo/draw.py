@@ -160,5 +160,3 @@ def _admitted(trial: Trial) -> bool:
     except InputError:
         return False
     return True
-
-

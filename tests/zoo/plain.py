@@ -12,10 +12,12 @@ import tightfit
 from tests.zoo import ALLOW, find
 from tests.zoo.entry import Entry
 from tightfit.engine.randomness import seed_all
+from tightfit.errors import InputError
 from tightfit.methods.microbatch import correct_batch_norm
 from tightfit.optim import make_optimizer
 
 BATCH, STEPS = 8, 2
+TYPES = {"true": torch.bfloat16, "fp64": torch.float64}
 Weights = dict[str, Tensor]
 
 
@@ -47,17 +49,18 @@ def make_job(entry: Entry, train: dict[str, Any]) -> tightfit.Job:
     )
 
 
-def train_plainly(
-    name: str, train: dict[str, Any], micro_batch: int | None, replicas: int, precision: str
-) -> Trained:
+def train_plainly(name: str, train: dict[str, Any], micro_batch: int | None, replicas: int, precision: str) -> Trained:
     """By the loop that anyone would write.
 
     micro_batch, replicas  how the batch is cut, for models in which a sample's result depends on the others of its forward:
                            then buffers are the means of the replicas'
-    precision              fp32; mixed is torch.autocast to bf16, true a model and inputs cast to it
+    precision              fp32; mixed is torch.autocast to bf16, true a model and inputs cast to it; fp64 says what fp32 rounds
     """
     entry = find(name)
-    run = tightfit.build(make_job(entry, train))  # for the weights it begins with and its batches, no more
+    try:
+        run = tightfit.build(make_job(entry, train))  # for the weights it begins with and its batches, no more
+    except InputError as error:
+        return Trained([], {}, {}, {}, str(error))
     settings, model = run.job.train, run.model
     start = tensors(model)
     try:
@@ -73,6 +76,8 @@ def _train(
     model, batches = run.model, run.data.steps(0, None)
     if precision == "true":
         narrow(model)
+    if precision == "fp64":
+        model.double()
     share = settings.batch // replicas
     size = min(micro_batch or share, share)
     correct_batch_norm(model, -(-share // size))
@@ -86,8 +91,8 @@ def _train(
         for part in pieces:
             put(model, before)
             for piece in part:
-                if precision == "true":
-                    piece = cast(piece)
+                if precision in TYPES:
+                    piece = cast(piece, TYPES[precision])
                 with torch.autocast("cpu", torch.bfloat16, enabled=precision == "mixed"):
                     loss, counted = entry.plain(model, piece)
                 loss.backward()
@@ -116,12 +121,12 @@ def narrow(model: nn.Module) -> None:
             parameter.data = parameter.data.bfloat16()
 
 
-def cast(batch: Any) -> Any:
+def cast(batch: Any, dtype: torch.dtype) -> Any:
     if isinstance(batch, Tensor):
-        return batch.bfloat16() if batch.is_floating_point() else batch
+        return batch.to(dtype) if batch.is_floating_point() else batch
     if isinstance(batch, dict):
-        return {name: cast(value) for name, value in batch.items()}
-    return [cast(value) for value in batch]
+        return {name: cast(value, dtype) for name, value in batch.items()}
+    return [cast(value, dtype) for value in batch]
 
 
 def split(batch: Any, size: int) -> list[Any]:

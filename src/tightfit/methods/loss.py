@@ -11,6 +11,7 @@ Source  Hsu et al. 2024, arXiv:2410.10989 (Liger kernel, fused linear cross entr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional
 
 from tightfit.errors import InputError
@@ -29,6 +31,7 @@ from tightfit.models.objective import IGNORED, Batch, Objective
 from tightfit.plan import Plan
 
 ROWS_IN_CACHE = 64
+ADDED = "final_logits_bias"  # what BART and its relatives call a buffer that they add to the logits
 Divided = tuple[int, dist.ProcessGroup]  # the first class that is here, and the devices that have the others
 cost = traced
 VARIANTS = ({"chunked_loss": 5},)
@@ -54,18 +57,75 @@ def _divided(run: Run) -> Divided | None:
 
 @dataclass
 class Head:
-    """A model's last linear layer, whose product can be left out for the time of a forward."""
+    """A model's last linear layer, whose product can be left out for the time of a forward.
+
+    added    a buffer that the model adds to the logits (BART's final_logits_bias), which is zero for that time
+    given    the hidden states of the last such forward; checked: whether the model has been seen to return them as they were
+    """
 
     layer: nn.Linear
+    model: nn.Module
     open: bool = False
+    given: Tensor | None = None
+    checked: bool = False
 
     def attach(self) -> None:
         product = self.layer.forward
 
         def forward(hidden: Tensor) -> Tensor:
-            return hidden if self.open else product(hidden)
+            if not self.open:
+                return product(hidden)
+            self.given = hidden
+            return hidden
 
         self.layer.forward = forward  # type: ignore[method-assign, assignment]
+
+    @property
+    def added(self) -> Tensor | None:
+        return self.model._buffers.get(ADDED)
+
+    def bias(self, first: int) -> Tensor | None:
+        """What is added to the products, of the classes from `first` on."""
+        if self.added is None:
+            return self.layer.bias
+        added = self.added.flatten()[first : first + len(self.layer.weight)]
+        return added if self.layer.bias is None else self.layer.bias + added
+
+    def hidden(self, logits: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch) -> Tensor:
+        """What the head is given when the model takes `batch`. Raises InputError where the model changes what the head returns."""
+        added, self.given = self.added, None
+        self.open = True
+        if added is not None:
+            self.model._buffers[ADDED] = added.new_zeros(1, 1)
+        try:
+            returned = logits(model, batch)
+        except RuntimeError as error:
+            if self.given is None or "must match the size" not in str(error):
+                raise
+            raise _changed() from error  # something as wide as the vocabulary was added to them
+        finally:
+            self.open = False
+            if added is not None:
+                self.model._buffers[ADDED] = added
+        self._check(returned)
+        self.given = None
+        return returned
+
+    @torch.compiler.disable
+    def _check(self, returned: Tensor) -> None:
+        """That what the model returned are the hidden states, but for their type: looked at once."""
+        given = self.given
+        if given is None or returned.shape[-1] != given.shape[-1] or returned.numel() != given.numel():
+            raise _changed()
+        if self.checked or returned is given or is_fake(returned):
+            return
+        self.checked = True
+        if not torch.equal(returned.detach(), given.detach().to(returned.dtype).view_as(returned)):
+            raise _changed()
+
+
+def _changed() -> InputError:
+    return InputError("plan: chunked_loss", "the model changes the logits after its head", "leave out chunked_loss")
 
 
 def chunked(
@@ -75,24 +135,22 @@ def chunked(
 
     Raises InputError where the logits are not the head's own output.
     """
-    head = Head(find_head(objective, model))
+    head = Head(find_head(objective, model), model)
     head.attach()
     assert objective.logits is not None
     assert objective.targets is not None
     logits, targets = objective.logits, objective.targets
 
     def total(model: nn.Module, batch: Batch) -> Tensor:
-        head.open = True
-        try:
-            hidden = logits(model, batch)
-        finally:
-            head.open = False
-        if hidden.shape[-1] != head.layer.in_features:
-            raise InputError(
-                "plan: chunked_loss", "the model changes the logits after its head", "leave out chunked_loss"
-            )
+        hidden = head.hidden(logits, model, batch)
         return linear_cross_entropy(
-            hidden.flatten(0, -2), head.layer.weight, head.layer.bias, targets(batch).flatten(), chunk, rows, divided
+            hidden.flatten(0, -2),
+            head.layer.weight,
+            head.bias(divided[0] if divided else 0),
+            targets(batch).flatten(),
+            chunk,
+            rows,
+            divided,
         )
 
     return replace(objective, total=total)

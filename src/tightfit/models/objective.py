@@ -130,9 +130,27 @@ def _logits_of(output: Any) -> Tensor:
 def _seq2seq_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Logits of an encoder-decoder whose decoder reads the labels moved one to the right (teacher forcing)."""
     if "decoder_input_ids" not in batch:
-        decoder_input = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])  # type: ignore[operator]
-        batch = {**batch, "decoder_input_ids": decoder_input}
+        batch = {**batch, "decoder_input_ids": _moved_right(model, batch["labels"])}
     return _model_logits(model, batch)
+
+
+def _moved_right(model: nn.Module, labels: Tensor) -> Tensor:
+    """What the decoder reads to predict `labels`: as the model says, else the token that it starts with and then the labels, as
+    transformers' models without a rule of their own do (M2M100, NLLB-MoE, Blenderbot). Raises InputError."""
+    prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if prepare is not None:
+        return prepare(labels=labels)
+    config: Any = getattr(model, "config", None)
+    start = getattr(config, "decoder_start_token_id", None)
+    if start is None:
+        raise InputError(
+            "job: model",
+            f"{type(model).__name__} does not say which token its decoder starts with",
+            "add the field decoder_input_ids to the samples, or give the model a config with decoder_start_token_id",
+        )
+    padding = getattr(config, "pad_token_id", None) or 0
+    moved = functional.pad(labels[:, :-1], (1, 0), value=start)
+    return moved.masked_fill(moved == IGNORED, padding)
 
 
 def _class_logits(model: nn.Module, batch: Batch) -> Tensor:

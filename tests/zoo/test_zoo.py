@@ -1,0 +1,126 @@
+"""A fixed part of the zoo: every model with a plan on one process, and drawn trials on several. `scripts/test --zoo` draws on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pool import together
+from tests.zoo import zoo
+from tests.zoo.draw import draw
+from tests.zoo.entry import Entry
+from tests.zoo.plain import train_plainly
+from tests.zoo.shrink import Failure, shrink
+from tests.zoo.trial import Found, Trial, attempt, compare, keep_reference
+
+PLANS: tuple[dict[str, Any], ...] = (
+    {},
+    {"micro_batch": 3},
+    {"recompute": "full"},
+    {"attention": "blocked", "update_in_backward": True},
+    {"recompute": "selective", "micro_batch": 2},
+    {"materialize": "device", "precision": "bf16-mixed"},
+    {"states": "8-bit"},
+)
+ENTRIES = list(zoo().values())
+QUICK = 3  # each so manieth of transformers' models is in the quick suite, and every module of our own
+
+
+def in_quick_suite(number: int, entry: Entry) -> bool:
+    return entry.kind == "custom" or number % QUICK == 0
+
+
+def hold(trial: Trial, folder: Path) -> Found:
+    """As a crew does, with the processes that other tests keep as well."""
+    found = Found("equal")
+    for wide in (False, True):
+        references = {}
+        for reference in trial.references(wide):
+            references[reference["precision"]] = path = str(folder / f"{reference['precision']}.pt")
+            keep_reference(path, reference)
+        if trial.processes == 1:
+            found = attempt(trial, references)
+        else:
+            found = min(
+                together(trial.processes, "tests.zoo.trial:attempt", trial, references),
+                key=lambda one: not one.failed,
+            )
+        if found.outcome != "different":
+            break
+    return found
+
+
+@pytest.mark.parametrize(
+    ("entry", "plan"),
+    [
+        pytest.param(
+            entry,
+            PLANS[number % len(PLANS)],
+            id=entry.name,
+            marks=[] if in_quick_suite(number, entry) else pytest.mark.slow,
+        )
+        for number, entry in enumerate(ENTRIES)
+    ],
+)
+def test_one_process(entry: Entry, plan: dict[str, Any], tmp_path: Path) -> None:
+    found = hold(Trial(entry.name, plan), tmp_path)
+    assert not found.failed, found.said + found.detail
+
+
+SEVERAL = [draw(21, number) for number in range(200)]
+
+
+@pytest.mark.parametrize(
+    "trial",
+    [
+        pytest.param(trial, marks=[] if number < 12 else pytest.mark.slow, id=f"{trial.model}-{trial.plan}")
+        for number, trial in enumerate(trial for trial in SEVERAL if trial.processes == 2)
+    ],
+)
+def test_several_processes(trial: Trial, tmp_path: Path) -> None:
+    found = hold(trial, tmp_path)
+    assert not found.failed, found.said + found.detail
+
+
+# The net itself -------------------------------------------------------------------------------------------------------
+
+
+def test_zoo_is_large() -> None:
+    assert sum(entry.kind != "custom" for entry in ENTRIES) >= 60
+    assert sum(entry.kind == "custom" for entry in ENTRIES) >= 30
+
+
+def test_draws_are_a_function_of_the_seed() -> None:
+    assert [draw(3, number) for number in range(20)] == [draw(3, number) for number in range(20)]
+    assert draw(3, 0) != draw(4, 0)
+    sizes = [draw(5, number).processes for number in range(300)]
+    assert sum(size > 1 for size in sizes) > 0.3 * len(sizes)
+    assert set(sizes) == {1, 2, 3, 4}
+
+
+def test_a_difference_is_seen() -> None:
+    """In the losses, in the weights together, and in one small tensor that drowns among the others."""
+    plain, trial = train_plainly("net", {}, None, 1, "fp32"), Trial("net")
+    good = {name: value.clone() for name, value in plain.weights.items()}
+    assert not compare(trial, plain.losses, False, good, {"fp32": plain})
+    assert "first loss" in compare(trial, [plain.losses[0] * 1.001, plain.losses[1]], False, good, {"fp32": plain})
+    assert "losses" in compare(trial, [plain.losses[0], plain.losses[1] * 1.001], False, good, {"fp32": plain})
+    for name in good:
+        untouched = {**good, name: plain.start[name]}
+        assert name in compare(trial, plain.losses, False, untouched, {"fp32": plain})
+
+
+def test_failures_are_shrunk() -> None:
+    """To the fields without which a trial does not fail."""
+
+    class Crew:
+        def hold(self, trial: Trial) -> Found:
+            fails = trial.plan.get("pp", 1) > 1 and trial.plan.get("recompute") == "full"
+            return Found("different" if fails else "equal")
+
+    plan = {"pp": 4, "schedule": "gpipe", "micro_batch": 2, "recompute": "full", "precision": "bf16-mixed"}
+    trial = Trial("net", plan, {"optimizer": "sgd", "clip": 1.0})
+    failure = shrink(Crew(), Failure(0, trial, Crew().hold(trial), "different"))
+    assert failure.smallest == Trial("net", {"pp": 2, "recompute": "full"})
