@@ -72,9 +72,7 @@ def make(model: str, config: str, keys: dict[str, Any]) -> nn.Module:
     """The class `model` of transformers, of the configuration class `config`."""
     import transformers
 
-    settings = getattr(transformers, config)(**keys)
-    settings.use_cache = False
-    return getattr(transformers, model)(settings)
+    return getattr(transformers, model)(getattr(transformers, config)(**keys))
 
 
 def given(name: str, kind: Kind, model: str, config: str, keys: dict[str, Any], samples: Any, **own: Any) -> Entry:

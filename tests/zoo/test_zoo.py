@@ -69,14 +69,16 @@ def test_one_process(entry: Entry, plan: dict[str, Any], tmp_path: Path) -> None
     assert not found.failed, found.said + found.detail
 
 
-SEVERAL = [draw(21, number) for number in range(200)]
+SEVERAL = [
+    trial for trial in (draw(21, number) for number in range(200)) if trial.processes == 2 and "pp" not in trial.plan
+]
 
 
 @pytest.mark.parametrize(
     "trial",
     [
-        pytest.param(trial, marks=[] if number < 12 else pytest.mark.slow, id=f"{trial.model}-{trial.plan}")
-        for number, trial in enumerate(trial for trial in SEVERAL if trial.processes == 2)
+        pytest.param(trial, marks=[] if number < 8 else pytest.mark.slow, id=f"{trial.model}-{trial.plan}")
+        for number, trial in enumerate(SEVERAL)
     ],
 )
 def test_several_processes(trial: Trial, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointError
 
 from tightfit.errors import InputError
 from tightfit.methods.mesh import AXES, DATA
@@ -113,7 +114,8 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -
             total += loss.detach()
         if last:
             losses = _begin_sum(run, total)
-        (loss * (share if counts else 0.0)).backward()
+        with _recomputation_named(run):
+            (loss * (share if counts else 0.0)).backward()
         if run.reduction is not None:
             run.reduction.end(last)
     return losses
@@ -131,6 +133,19 @@ def _compiled_indices_named(run: Run) -> Iterator[None]:
             "data",
             "has a label that is none of the model's classes, or an id that it has no embedding for",
             "number labels and ids from 0 and below what the model has; --set plan.compile=none says which it is",
+        ) from error
+
+
+@contextmanager
+def _recomputation_named(run: Run) -> Iterator[None]:
+    """Turn what torch says of a block that is not the same when it is computed again into what is wrong with the plan."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise InputError(
+            f"plan: recompute={run.plan.recompute}" if run.plan.recompute != "none" else "job: model",
+            "a block computes something else the second time: it keeps something of its first forward, or changes what it is given",
+            "use recompute: none" if run.plan.recompute != "none" else "leave the model's own recomputation out",
         ) from error
 
 

@@ -10,6 +10,7 @@ Source  Chen et al. 2016, arXiv:1604.06174 (sqrt); selective: Korthikanti et al.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -235,7 +236,8 @@ def recompute_segment(blocks: list[nn.Module]) -> None:
     whole = recomputed(chain, blocks)
     last_call: dict[str, Any] = {}
 
-    def head(first: Any, *args: Any, **kwargs: Any) -> Any:
+    def head(*args: Any, **kwargs: Any) -> Any:
+        first, args, kwargs = _with_first(forwards[0], args, kwargs)
         if last_call:  # nobody took what it gave last: it was called by itself
             raise _not_in_a_row()
         output = whole(first, *args, **kwargs)
@@ -243,7 +245,8 @@ def recompute_segment(blocks: list[nn.Module]) -> None:
             last_call.update(output=output, args=args, kwargs=kwargs)
         return output
 
-    def hand_on(position: int, first: Any, *args: Any, **kwargs: Any) -> Any:
+    def hand_on(position: int, *args: Any, **kwargs: Any) -> Any:
+        first, args, kwargs = _with_first(forwards[position], args, kwargs)
         if not last_call:
             raise _not_in_a_row()
         shared = len(args) == len(last_call["args"]) and kwargs.keys() == last_call["kwargs"].keys()
@@ -258,6 +261,18 @@ def recompute_segment(blocks: list[nn.Module]) -> None:
     blocks[0].forward = head
     for position, block in enumerate(blocks[1:], start=1):
         block.forward = partial(hand_on, position)
+
+
+def _with_first(
+    forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The first argument of a call of `forward`, which may have been given by name, and the others."""
+    if args:
+        return args[0], args[1:], kwargs
+    name = next(iter(inspect.signature(forward).parameters))
+    if name not in kwargs:
+        raise _not_in_a_row()
+    return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
 
 
 def _not_in_a_row() -> InputError:

@@ -185,9 +185,19 @@ def model_factory(model: Any, sequential: bool = False) -> Callable[[], nn.Modul
 
     def create() -> nn.Module:
         with _without_values() if _shapes_only() else nullcontext():
-            return make()
+            return _without_cache(make())
 
     return create
+
+
+def _without_cache(model: nn.Module) -> nn.Module:
+    """transformers' models fill a cache of keys and values as they run. Training reads none; a block that is computed again would
+    add its keys a second time."""
+    transformers = sys.modules.get("transformers")
+    for module in model.modules() if transformers is not None else ():
+        if isinstance(module, transformers.PreTrainedModel) and getattr(module.config, "use_cache", False):
+            module.config.use_cache = False
+    return model
 
 
 def _factory(model: Any, sequential: bool) -> Callable[[], nn.Module]:
