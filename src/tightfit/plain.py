@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -71,7 +71,7 @@ def _check(content: Any, where: str, path: tuple[str, ...], depth: int) -> None:
 class _Loader(yaml.SafeLoader):
     """Plain types only. Refuses a field that is written twice, of which plain YAML keeps the last and says nothing."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {  # type: ignore[misc]
         first: [(tag, pattern) for tag, pattern in known if tag[len(_TAG) :] in ("bool", "null", "merge")]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }

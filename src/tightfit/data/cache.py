@@ -14,7 +14,7 @@ from typing import Any
 from tightfit.errors import InputError
 from tightfit.machine import cache_folder
 
-_LAYOUT = 1  # raise it when what is stored changes its meaning
+_LAYOUT = 2  # raise it when what is stored changes its meaning
 
 
 def fingerprint(content: Any) -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import glob
 import io
+import itertools
 import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tightfit.data.cache import stamps
+from tightfit.data.long_records import LONG, LongRecord, incomplete
 from tightfit.data.samples import Damage
 from tightfit.errors import InputError
 from tightfit.job import DataSpec
@@ -21,6 +23,7 @@ from tightfit.values import nearest
 PYTHON_STDLIB = "python-stdlib"
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BLOCK_BYTES = 1 << 20
+_ROWS = 256  # of a parquet file that are decoded at once
 
 
 @dataclass(frozen=True)
@@ -150,12 +153,18 @@ def _read_text(files: list[Path], damage: Damage) -> Iterator[Document]:
 
 
 def _blocks(file: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file in blocks of about 1 MiB, each with the number of its first line."""
-    line = 1
+    """A file in blocks of about 1 MiB, each with the number of its first line: whole lines, or parts of one that is longer."""
+    line, rest = 1, b""
     with file.open("rb") as opened:
-        while lines := opened.readlines(_BLOCK_BYTES):
-            yield line, b"".join(lines)
-            line += len(lines)
+        while block := opened.read(_BLOCK_BYTES):
+            rest += block
+            cut = rest.rfind(b"\n") + 1 or (len(rest) - incomplete(rest[-4:]) if len(rest) > _BLOCK_BYTES else 0)
+            if cut:
+                yield line, rest[:cut]
+                line += rest.count(b"\n", 0, cut)
+                rest = rest[cut:]
+    if rest:
+        yield line, rest
 
 
 def _decode(file: Path, first: int, block: bytes, damage: Damage) -> str:
@@ -177,36 +186,80 @@ def _sound_lines(file: Path, first: int, block: bytes, damage: Damage) -> Iterat
 def _read_jsonl(files: list[Path], columns: Columns, damage: Damage) -> Iterator[Document]:
     for file in files:
         with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                place = f"{file}:{number}"
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    damage.report(place, f"not a line of JSON ({error})")
-                    continue
-                yield from _documents(place, row, columns, damage)
+            start = 0
+            for number in itertools.count(1):
+                line = lines.readline(LONG)
+                if not line:
+                    break
+                if len(line) == LONG and not line.endswith(b"\n"):
+                    stop = _line_end(lines)
+                    yield from _read_long(f"{file}:{number}", LongRecord(file, start, stop), columns, damage)
+                elif line.strip():
+                    yield from _read_line(f"{file}:{number}", line, columns, damage)
+                start = lines.tell()
+
+
+def _read_line(place: str, line: bytes, columns: Columns, damage: Damage) -> Iterator[Document]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        damage.report(place, f"not a line of JSON ({_said(error)})")
+    else:
+        yield from _documents(place, row, columns, damage)
+
+
+def _said(error: Exception) -> str:
+    return "nested too deep" if isinstance(error, RecursionError) else str(error)
+
+
+def _line_end(lines: BinaryIO) -> int:
+    """Go to the end of the line; returns the place of its last byte but the line end."""
+    while part := lines.readline(_BLOCK_BYTES):
+        if part.endswith(b"\n"):
+            return lines.tell() - 1
+    return lines.tell()
+
+
+def _read_long(place: str, record: LongRecord, columns: Columns, damage: Damage) -> Iterator[Document]:
+    """The document of a line that is too long to be read at once: its text in parts."""
+    try:
+        row = record.fields(columns.text)
+    except (ValueError, RecursionError) as error:
+        damage.report(place, f"not a line of JSON ({_said(error)})")
+        return
+    for whole in _documents(place, row, columns, damage):
+        before = None
+        for part in record.text(columns.text):
+            if before is not None:
+                yield Document(place, before, ends=False)
+            before = part
+        yield replace(whole, text=before or "")
 
 
 def _read_parquet(files: list[Path], columns: Columns, damage: Damage) -> Iterator[Document]:
+    """Rows one by one, and texts as the dictionary that they may be stored as: repeated ones make a small file large."""
     import pyarrow
     from pyarrow import parquet
 
     for file in files:
         number = 0
         try:
-            table = parquet.ParquetFile(file)
-            known = [name for name in columns.names() if name in table.schema_arrow.names]
-            if len(known) < len(columns.names()):
-                missing = next(name for name in columns.names() if name not in known)
-                damage.report(str(file), f"has no column {missing!r}; it has {', '.join(table.schema_arrow.names)}")
+            schema = parquet.read_schema(file)
+            missing = next((name for name in columns.names() if name not in schema.names), None)
+            if missing is not None:
+                damage.report(str(file), f"has no column {missing!r}; it has {', '.join(schema.names)}")
                 continue
-            for batch in table.iter_batches(1024, columns=known):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield from _documents(f"{file}: row {number}", row, columns, damage)
-        except (pyarrow.ArrowException, OSError) as error:
+            known = columns.names()
+            texts = [name for name in known if schema.field(name).type in (pyarrow.string(), pyarrow.large_string())]
+            with parquet.ParquetFile(file, read_dictionary=texts) as table:
+                for batch in table.iter_batches(_ROWS, columns=known):
+                    for index in range(batch.num_rows):
+                        number += 1
+                        row = {name: batch.column(name)[index].as_py() for name in known}
+                        yield from _documents(f"{file}: row {number}", row, columns, damage)
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
             damage.report(str(file), f"not readable as parquet after row {number} ({error})")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ from numpy.typing import NDArray
 
 from tightfit.data.cache import cached
 from tightfit.data.order import Integers
+from tightfit.data.pieces import PIECE, Piece, pieces_of
 from tightfit.data.samples import Damage
 from tightfit.data.text import Document, TextSource
 from tightfit.data.tokenizer import SpecialTokens
 from tightfit.errors import InputError
 
-_BATCH_CHARACTERS = 4_000_000
+_log = logging.getLogger(__name__)
+_BATCH_CHARACTERS = 1_000_000
 Mask = NDArray[np.bool_]
 
 
@@ -66,20 +69,22 @@ def token_file(
     def make(folder: Path) -> None:
         damage = Damage(skip_damaged)
         writer = _Writer(folder, tokenizer, special, template)
-        for documents in _batches(source.documents(damage)):
-            writer.write(documents)
+        counted = writer.counted(source.documents(damage))
+        for batch in _batches(pieces_of(counted, writer.encode, PIECE)):
+            writer.write(batch)
+            _log.info("tokenizing %s: %.0f million characters so far", source.name, writer.read)
         writer.finish(source.name, damage)
 
     return TokenFile(cached("tokens", identity, make))
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents in lists of some 4 MB, which the tokenizer encodes in parallel."""
-    batch: list[Document] = []
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces in lists of some 1 MB, which the tokenizer encodes in parallel: it takes some 200 bytes for each character."""
+    batch: list[Piece] = []
     size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text) + len(document.target or "")
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
         if size > _BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
@@ -99,25 +104,49 @@ class _Writer:
         self.written = {"text": 0, "target": 0}
         self.offsets = {"text": array("q", [0]), "target": array("q", [0])}
         self.labels: list[int | str] = []
+        self.read = 0.0  # million characters
+        self._closing: list[int] = []  # the special tokens after the document at hand
+        self._last = -1  # its last token
 
-    def write(self, documents: list[Document]) -> None:
-        self._append("text", [document.text for document in documents], [document.ends for document in documents])
-        targets = [document.target for document in documents if document.target is not None]
-        if targets:
-            self._append("target", targets, [True] * len(targets))
-        self.labels += [document.label for document in documents if document.label is not None]
+    def encode(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
 
-    def _append(self, part: str, texts: list[str], ends: list[bool]) -> None:
-        with (self.folder / f"{part}.bin").open("ab") as file:
-            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=self.template)
-            for encoding, last in zip(encodings, ends, strict=True):
-                ids = encoding.ids
-                if last and ids[-1:] != [self.special.end]:
-                    ids = [*ids, self.special.end]
-                np.array(ids, dtype=self.dtype).tofile(file)
-                self.written[part] += len(ids)
-                if last:
-                    self.offsets[part].append(self.written[part])
+    def counted(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """The same documents, of which labels are kept, and how long they are."""
+        for document in documents:
+            self.read += len(document.text) / 1e6
+            if document.ends and document.label is not None:
+                self.labels.append(document.label)
+            yield document
+
+    def write(self, batch: list[Piece]) -> None:
+        encodings = self.backend.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+        with (self.folder / "text.bin").open("ab") as text, (self.folder / "target.bin").open("ab") as target:
+            for piece, encoding in zip(batch, encodings, strict=True):
+                self._append(piece, encoding, target if piece.part == "target" else text)
+
+    def _append(self, piece: Piece, encoding: Any, file: Any) -> None:
+        ids = encoding.ids
+        if piece.begins:
+            before, self._closing = self._around(encoding) if self.template else ([], [])
+            ids = [*before, *ids]
+        if piece.ends:
+            ids = [*ids, *self._closing]
+            if (ids[-1] if ids else self._last) != self.special.end:
+                ids = [*ids, self.special.end]
+        np.array(ids, dtype=self.dtype).tofile(file)
+        self._last = -1 if piece.ends else ids[-1] if ids else self._last
+        self.written[piece.part] += len(ids)
+        if piece.ends:
+            self.offsets[piece.part].append(self.written[piece.part])
+
+    def _around(self, encoding: Any) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer puts before and after a text."""
+        ids, whole = encoding.ids, self.backend.post_process(encoding, None, True).ids
+        for before in range(len(whole) - len(ids) + 1):
+            if whole[before : before + len(ids)] == ids:
+                return whole[:before], whole[before + len(ids) :]
+        return [], []
 
     def finish(self, name: str, damage: Damage) -> None:
         """Write what is known only at the end. Raises InputError for labels of two kinds."""

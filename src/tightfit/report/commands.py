@@ -23,6 +23,7 @@ from tightfit.job import Job, ModelSpec, apply_change
 from tightfit.machine import Machine
 from tightfit.plan import Plan, read_pins
 from tightfit.planner.complete import ALLOCATOR, complete
+from tightfit.report.alive import never_silent
 from tightfit.report.failure import not_writable
 from tightfit.rules import needed_permissions
 from tightfit.units import format_bytes, format_count, format_seconds, parse_bytes
@@ -106,7 +107,8 @@ def train_command(
             if resume and plan is None and (out / "plan.yaml").exists()
             else pins
         )
-        predicted, chosen, reasons = decide(job, machine, kept, say)
+        with never_silent(say, "predicting plans"):
+            predicted, chosen, reasons = decide(job, machine, kept, say)
         announce(say, job, chosen, reasons)
         from tightfit.methods.mesh import check_world
 
@@ -243,11 +245,12 @@ def explain_command(
 
     estimator = Estimator(job, machine)
     pinned = set(pins) >= set(Plan.field_names())
-    estimates = (
-        [estimator.settle(estimator.estimate(Plan.parse(pins, "plan")))]
-        if pinned
-        else search(job, machine, pins, estimator)
-    )
+    with never_silent(say, "predicting plans"):
+        estimates = (
+            [estimator.settle(estimator.estimate(Plan.parse(pins, "plan")))]
+            if pinned
+            else search(job, machine, pins, estimator)
+        )
     estimates = estimates[:top]
     if picture is not None:
         from tightfit.report.picture import draw_memory
@@ -263,7 +266,9 @@ def explain_command(
         print(json.dumps(explained(estimates)))
     else:
         say(f"job      {job!r}\nmachine  {machine!r}")
-        show(console, estimates, waterfall(estimator, estimates[0].plan))
+        with never_silent(say, "predicting the plan method by method"):
+            stages = waterfall(estimator, estimates[0].plan)
+        show(console, estimates, stages)
     if analyze:
         from tightfit.measure.analyze import analyze as run_steps
 
@@ -374,12 +379,13 @@ def verify_command(path: Path, plan: str | None, steps: int, changes: list[str],
     machine = this_machine(say)
     say(f"job      {job!r}\nmachine  {machine!r}")
     quiet_transformers(job)
-    _, chosen, reasons = decide(job, machine, pins, say)
+    with never_silent(say, "predicting plans"):
+        _, chosen, reasons = decide(job, machine, pins, say)
     announce(say, job, chosen, reasons)
     from tightfit.measure.verify import verify
     from tightfit.report.out_of_memory import memory_errors_named
 
-    with memory_errors_named(chosen, job, machine.device):
+    with memory_errors_named(chosen, job, machine.device), never_silent(say, "training with the plan and without"):
         result = verify(job, chosen, machine, steps)
     if as_json:
         print(json.dumps(result.content()))

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -32,6 +33,7 @@ from tightfit.methods.mesh import leads
 from tightfit.methods.run import Run
 from tightfit.plan import Plan
 from tightfit.record import Record
+from tightfit.report.alive import never_silent
 from tightfit.report.failure import not_writable
 from tightfit.report.out_of_memory import memory_errors_named
 from tightfit.report.progress import Bar, Lines, progress
@@ -61,7 +63,10 @@ def train_in_folder(
     if again:
         newest(out / "checkpoints")
     with memory_errors_named(plan, job, machine.device):
-        run = build(job, plan, machine)
+        with never_silent(
+            partial(console.print, highlight=False, markup=False, soft_wrap=True), "preparing model and data"
+        ):
+            run = build(job, plan, machine)
         start, total = resume(run, out / "checkpoints") if again else 0, total_steps(run)
         if start >= total and (out / "record.json").exists():
             console.print(f"nothing left to train: {start} of {total} steps are done; raise train.steps to go on")

@@ -1,0 +1,165 @@
+"""One JSON object that is too long to be read at once: its fields, and one text of it in parts, from a mapped file.
+
+It is scanned twice, first to know that it is sound and what its short fields hold, then for the text.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LONG = 1 << 22  # bytes of a line from which on it is scanned in place
+PART = 1 << 20  # bytes of a text that are held at once
+MOST = 1 << 26  # bytes of a field other than the text
+
+_SPACE = re.compile(rb"[ \t\n\r]*")
+_UNITS = re.compile(rb'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')  # what a string is made of
+_HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}$")  # the first half of a pair
+_PLAIN = re.compile(rb"[-+0-9.eEa-zA-Z]+")
+_BRACKETS = {b"{": b"}", b"[": b"]"}
+
+
+@dataclass(frozen=True)
+class LongRecord:
+    """The object between two places of a file. Methods raise ValueError for what is not JSON, with what is wrong."""
+
+    file: Path
+    start: int
+    stop: int
+
+    def fields(self, text: str) -> dict[str, Any]:
+        """The fields of the object; of `text`, where it is a text, at most its first character stands for it."""
+        with self.file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            found: dict[str, Any] = {}
+            for name, at, is_text in _Scanner(data, self.start, self.stop).members():
+                if name == text and is_text:
+                    found[name] = next(iter(self._parts(data, at)), "")
+                    for part in self._parts(data, at):
+                        part.encode()  # a half of a pair raises a ValueError
+                    found[name] = found[name][:1]
+                else:
+                    end = _Scanner(data, at, self.stop).after_value()
+                    if end - at > MOST:
+                        raise ValueError(f"field {name!r} has more than {MOST} bytes")
+                    found[name] = json.loads(data[at:end])
+            return found
+
+    def text(self, name: str) -> Iterator[str]:
+        """The text of a field, of which `fields` has said that it is one, in parts."""
+        with self.file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            places = [at for known, at, _ in _Scanner(data, self.start, self.stop).members() if known == name]
+            yield from self._parts(data, places[-1])  # as json: of a field that is there twice the last
+
+    def _parts(self, data: mmap.mmap, at: int) -> Iterator[str]:
+        """The string that begins at a place, in parts of about PART bytes."""
+        place = at + 1
+        while data[place : place + 1] != b'"':
+            match = _UNITS.match(data, place, min(place + PART, self.stop))
+            assert match is not None
+            end = match.end()
+            end -= incomplete(data[max(place, end - 4) : end])
+            half = _HALF.search(data, max(place, end - 6), end)
+            if half and _backslashes(data, place, half.start()) % 2 == 0 and half.start() > place:
+                end = half.start()
+            if end == place:
+                raise ValueError(f"a string with {data[place : place + 1]!r} in it")
+            yield json.loads(b'"' + data[place:end] + b'"')
+            place = end
+
+
+class _Scanner:
+    def __init__(self, data: mmap.mmap, start: int, stop: int) -> None:
+        self.data, self.at, self.stop = data, start, stop
+
+    def members(self) -> Iterator[tuple[str, int, bool]]:
+        """Name of each member, where its value begins, and whether that is a string."""
+        self._take(b"{")
+        while self._peek() != b"}":
+            if self._peek() != b'"':
+                raise ValueError("a field without a name in quotes")
+            begin = self.at
+            self.at = self.after_value()
+            if self.at - begin > PART:
+                raise ValueError("a field whose name is too long")
+            name = json.loads(self.data[begin : self.at])
+            self._take(b":")
+            kind = self._peek()
+            place = self.at
+            self.at = self.after_value()
+            yield name, place, kind == b'"'
+            if self._peek() == b",":
+                self.at += 1
+                if self._peek() == b"}":
+                    raise ValueError("a comma before the end")
+            elif self._peek() != b"}":
+                raise ValueError("no comma between fields")
+        self.at += 1
+        if _SPACE.match(self.data, self.at, self.stop).end() != self.stop:  # type: ignore[union-attr]
+            raise ValueError("more after its end")
+
+    def after_value(self) -> int:
+        """Where the value that begins here ends."""
+        place, open_brackets = self.at, []
+        while True:
+            place = _SPACE.match(self.data, place, self.stop).end()  # type: ignore[union-attr]
+            letter = self.data[place : place + 1] if place < self.stop else b""
+            if letter == b'"':
+                place = self._after_string(place)
+            elif letter in _BRACKETS:
+                open_brackets.append(_BRACKETS[letter])
+                place += 1
+            elif open_brackets and letter in (open_brackets[-1], b",", b":"):
+                if letter == open_brackets[-1]:
+                    open_brackets.pop()
+                place += 1
+            else:
+                match = _PLAIN.match(self.data, place, self.stop)
+                if match is None:
+                    raise ValueError("it ends too early" if not letter else f"{letter!r} where a value should be")
+                place = match.end()
+            if not open_brackets:
+                return place
+
+    def _after_string(self, place: int) -> int:
+        match = _UNITS.match(self.data, place + 1, self.stop)
+        assert match is not None
+        end = match.end()
+        if end >= self.stop or self.data[end : end + 1] != b'"':
+            raise ValueError("a string without an end, or with a control character or a wrong escape")
+        return end + 1
+
+    def _peek(self) -> bytes:
+        self.at = _SPACE.match(self.data, self.at, self.stop).end()  # type: ignore[union-attr]
+        return self.data[self.at : self.at + 1] if self.at < self.stop else b""
+
+    def _take(self, letter: bytes) -> None:
+        if self._peek() != letter:
+            raise ValueError(f"no {letter.decode()!r} where one should be")
+        self.at += 1
+
+
+def incomplete(tail: bytes) -> int:
+    """How many of the last bytes are the beginning of a UTF-8 character."""
+    for length in range(1, min(len(tail), 3) + 1):
+        byte = tail[-length]
+        if byte >= 0xC0:
+            return length if length < (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) else 0
+        if byte < 0x80:
+            return 0
+    return 0
+
+
+def _backslashes(data: mmap.mmap, start: int, place: int) -> int:
+    """How many backslashes stand right before a place."""
+    count = 0
+    while place - count > start and data[place - count - 1 : place - count] == b"\\":
+        count += 1
+    return count
+
+
+__all__ = ["LONG", "LongRecord", "incomplete"]

@@ -1,0 +1,47 @@
+"""No command is silent for long: while it plans or prepares data, a line every few seconds says what it does."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tightfit.units import format_seconds
+
+SILENT_S = 8.0  # at most
+
+
+@contextmanager
+def never_silent(say: Callable[[str], None], what: str, every_s: float = SILENT_S) -> Iterator[None]:
+    """Within, a line every few seconds says what goes on: `what`, or what the package has logged last."""
+    latest, done, began = _Latest(what), threading.Event(), time.monotonic()
+    logger = logging.getLogger("tightfit")
+
+    def go_on() -> None:
+        while not done.wait(every_s):
+            say(f"working  {latest.said} ({format_seconds(time.monotonic() - began)})")
+
+    thread, level = threading.Thread(target=go_on, daemon=True), logger.level
+    logger.addHandler(latest)
+    logger.setLevel(logging.INFO)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        logger.setLevel(level)
+        logger.removeHandler(latest)
+
+
+class _Latest(logging.Handler):
+    """Keeps the last message."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(logging.INFO)
+        self.said = said
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said = record.getMessage()
