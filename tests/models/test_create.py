@@ -128,7 +128,7 @@ def test_rotary_keys_of_older_configs_change_a_preset():
             "num_attention_heads: 3",
         ),
         (ModelSpec(architecture="bert", config={"vocab_size": 0}), "vocab_size=0", "1 or more"),
-        (ModelSpec(architecture="llama", config={"hidden_size": "big"}), "model (llama)", "config keys"),
+        (ModelSpec(architecture="llama", config={"hidden_size": "big"}), "model.hidden_size='big'", "default, 4096"),
         (
             ModelSpec(architecture="llama", config={**SMALL, "num_key_value_heads": 1, "hidden_act": "swoosh"}),
             "model (llama)",

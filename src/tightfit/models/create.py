@@ -142,9 +142,11 @@ def _config_of(spec: ModelSpec, architecture: str, keys: dict[str, Any]) -> Any:
             return transformers.AutoConfig.for_model(architecture, **keys)
     except InputError:
         for key in spec.config:
-            stored = _config_class(architecture).attribute_map.get(key, key)
+            kind = _config_class(architecture)
+            stored = kind.attribute_map.get(key, key)
             if stored in keys:
-                with as_input_error(f"job: model.{key}={spec.config[key]!r}", "give a value such as its default"):
+                fix = f"give a value like its default, {_defaults(kind).get(stored)!r}"
+                with as_input_error(f"job: model.{key}={spec.config[key]!r}", fix):
                     transformers.AutoConfig.for_model(architecture, **{stored: keys[stored]})
         raise
 
@@ -193,7 +195,7 @@ def model_factory(model: Any, sequential: bool = False) -> Callable[[], nn.Modul
 def _without_cache(model: nn.Module) -> nn.Module:
     """transformers' models fill a cache of keys and values as they run. Training reads none; a block that is computed again would
     add its keys a second time."""
-    transformers = sys.modules.get("transformers")
+    transformers: Any = sys.modules.get("transformers")
     for module in model.modules() if transformers is not None else ():
         if isinstance(module, transformers.PreTrainedModel) and getattr(module.config, "use_cache", False):
             module.config.use_cache = False
@@ -202,7 +204,7 @@ def _without_cache(model: nn.Module) -> nn.Module:
 
 def _factory(model: Any, sequential: bool) -> Callable[[], nn.Module]:
     if not isinstance(model, ModelSpec):
-        return returning_module(model, getattr(model, "__qualname__", repr(model)))
+        return returning_module(model, getattr(model, "__qualname__", type(model).__name__))
     if model.python:
         return returning_module(load_python(model.python), model.python)
 

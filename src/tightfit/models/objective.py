@@ -6,15 +6,19 @@ count of the whole step, never by the number of micro-batches.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tightfit.errors import InputError
 from tightfit.job import Task
+from tightfit.models.losses import TorchLoss, explained, torch_loss
 
 Batch = Any  # what the data yields: usually dict[str, Tensor], else what torch's default_collate makes of samples
 IGNORED = -100  # the label of a position that does not count
@@ -113,7 +117,7 @@ def _labels(batch: Batch) -> Tensor:
 def _model_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Logits of a model called with everything in the batch but its labels."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
-    return _logits_of(model(**inputs))
+    return _logits_of(call_by_name(model, inputs))
 
 
 def _logits_of(output: Any) -> Tensor:
@@ -160,6 +164,10 @@ def _class_logits(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _class_targets(batch: Batch) -> Tensor:
+    if isinstance(batch, dict) and "labels" not in batch:
+        raise InputError(
+            "data", f"gives {_described(batch)} and no labels", "add the field labels, or give the job a loss"
+        )
     return batch["labels"] if isinstance(batch, dict) else batch[1]
 
 
@@ -173,19 +181,28 @@ assert set(TASKS) == set(get_args(Task))
 
 
 def objective_of(loss: Any, task: str | None) -> Objective:
-    """The objective of a job: its own Objective, its callable `loss(output, batch)`, or that of the model's task.
+    """The objective of a job: its own Objective, one of torch's losses, its callable `loss(output, batch)`, or that of the
+    model's task.
 
     A callable returns the mean loss over the samples of `batch`, a micro-batch, and the model is called with
     batch["inputs"] or batch[0], or with everything but "labels" where the batch is a dict without "inputs". A mean over
     something else, such as the tokens that count, depends on how micro-batches cut the batch: that is an Objective's.
     """
     if isinstance(loss, Objective):
-        return loss
+        return replace(loss, total=partial(_with_graph, loss.total))
     if loss is None:
         return TASKS[task or "classification"]
+    standard = torch_loss(loss)
+    if standard is not None:
+        return _of_torch(standard)
 
     def total(model: nn.Module, batch: Batch) -> Tensor:
-        value = loss(_call(model, batch), batch)
+        output = _call(model, batch)
+        value = explained(
+            lambda: loss(output, batch),
+            "job: loss",
+            f"it is called as loss(output, batch), where batch is {_described(batch)}, as the data gives it",
+        )
         if not isinstance(value, Tensor) or value.dim() != 0:
             raise InputError(
                 "loss",
@@ -194,14 +211,79 @@ def objective_of(loss: Any, task: str | None) -> Objective:
             )
         return value * sample_count(batch)
 
-    return Objective(total, sample_count, "samples")
+    return Objective(partial(_with_graph, total), sample_count, "samples")
+
+
+def _with_graph(total: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch) -> Tensor:
+    """The loss, held to be one that gradients can be had of."""
+    value = total(model, batch)
+    if torch.is_grad_enabled() and isinstance(value, Tensor) and not value.requires_grad:
+        raise InputError(
+            "job: loss",
+            "does not depend on the model's trainable weights: it has no graph",
+            "compute it from the model's output without .item(), .detach(), numpy or no_grad, and let some weights require gradients",
+        )
+    return value
+
+
+def _of_torch(loss: TorchLoss) -> Objective:
+    def total(model: nn.Module, batch: Batch) -> Tensor:
+        target = _target(batch)
+        inputs = batch
+        if isinstance(batch, dict):
+            inputs = {name: value for name, value in batch.items() if value is not target}
+        output = _logits_of(_call(model, inputs))
+        fix = "let targets suit the model's output, or write def loss(output, batch)"
+        return explained(lambda: loss.total(output, target), "job: loss", fix)
+
+    return Objective(partial(_with_graph, total), lambda batch: loss.count(_target(batch)), "samples")
+
+
+def _target(batch: Batch) -> Tensor:
+    """What one of torch's losses compares the output with."""
+    if isinstance(batch, dict):
+        for name in ("labels", "targets", "target"):
+            if isinstance(batch.get(name), Tensor):
+                return batch[name]
+    elif isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Tensor):
+        return batch[1]
+    raise InputError(
+        "data",
+        f"gives {_described(batch)}, and the loss needs a target",
+        "let samples be (input, target), or dicts with the field labels; or write def loss(output, batch)",
+    )
+
+
+def _described(batch: Batch) -> str:
+    if isinstance(batch, dict):
+        return f"a dict of {', '.join(map(str, batch))}"
+    if isinstance(batch, list | tuple):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    return f"a {type(batch).__name__}"
 
 
 def _call(model: nn.Module, batch: Batch) -> Any:
-    if isinstance(batch, dict):
-        if "inputs" in batch:
-            return model(batch["inputs"])
-        return model(**{name: value for name, value in batch.items() if name != "labels"})
-    if isinstance(batch, list | tuple):
-        return model(batch[0])
-    return model(batch)
+    if not isinstance(batch, dict):
+        return model(batch[0] if isinstance(batch, list | tuple) else batch)
+    if "inputs" in batch:
+        return model(batch["inputs"])
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return call_by_name(model, inputs)
+
+
+def call_by_name(model: nn.Module, inputs: dict[str, Any]) -> Any:
+    """The model called with named inputs. Raises InputError where it does not take these."""
+    if torch.compiler.is_compiling():
+        return model(**inputs)
+    try:
+        return model(**inputs)
+    except TypeError as error:
+        try:
+            inspect.signature(model.forward).bind(**inputs)
+        except TypeError as wrong:
+            raise InputError(
+                "data",
+                f"samples have the fields {', '.join(inputs)}, and the model's forward does not take these ({wrong})",
+                "name the fields as forward names its arguments, or let samples be (input, target)",
+            ) from error
+        raise

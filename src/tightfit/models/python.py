@@ -48,13 +48,16 @@ def returning_module(function: Any, name: str) -> Callable[[], nn.Module]:
     """`function`, held to what a model's function must be: callable without arguments, and returning an nn.Module."""
     from torch import nn
 
-    asked = f"job: model ({name})"
     if isinstance(function, nn.Module) or not callable(function):
+        made = type(function).__name__
         raise InputError(
-            asked,
-            f"is a {type(function).__name__}, not a function that returns a model",
-            "give a function: plans create the model where they need it",
+            f"job: model={made}(...)" if isinstance(function, nn.Module) else f"job: model={function!r}",
+            f"is a {made}, not a function that returns a model",
+            f"give a function that makes it, as plans create it where they need it: model=lambda: {made}(...)"
+            if isinstance(function, nn.Module)
+            else "give a function that returns the model",
         )
+    asked = f"job: model ({name})"
     try:
         inspect.signature(function).bind()
     except TypeError as error:
