@@ -14,13 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from tightfit.engine.checkpoint import checkpoints, newest
 from tightfit.engine.randomness import seed_all, set_random_states
-from tightfit.engine.saved import is_divided, lies_as, names_of, whole_shape
+from tightfit.engine.saved import is_divided, names_of, whole_shape
 from tightfit.errors import InputError
 from tightfit.files import Reader
 from tightfit.job import Job
 from tightfit.methods.mesh import rank
 from tightfit.methods.run import Run, part
 from tightfit.optim.per_parameter import unpack
+from tightfit.optim.whole import lies_as
 
 
 def resume(run: Run, folder: str | Path) -> int:
@@ -98,7 +99,7 @@ def _parts(run: Run, saved: Reader, counts: dict[str, dict[str, Any]]) -> dict[i
         if isinstance(value, dict):
             packed = {what: tensor.to(run.device) for what, tensor in value.items()}
             value = unpack(name, packed, torch.empty(shapes[owner], device=run.device))
-        if divided and lies_as(value, shapes[owner]):
+        if divided and lies_as(name, value, shapes[owner]):
             value = part(run, weight, value)
         return value.clone() if isinstance(value, Tensor) else value  # what is mapped is the file's
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from tightfit.methods.mesh import on_mesh
 from tightfit.methods.run import Run, whole
 from tightfit.optim.per_parameter import unpack
+from tightfit.optim.whole import lies_as
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def states_of(run: Run) -> Tensors:
                 for what, tensor in value.items():
                     key = f"{name}.{what}:{owner}"
                     sizes[key], makers[key] = tensor.nbytes, partial(_same, tensor)
-            elif isinstance(value, dict) or (divided and lies_as(value, weight.shape)):
+            elif isinstance(value, dict) or (divided and lies_as(name, value, weight.shape)):
                 width = 4 if isinstance(value, dict) else value.dtype.itemsize
                 sizes[key] = shapes[owner].numel() * width
                 makers[key] = partial(_brought_together, run, weight, name, value)
@@ -94,9 +95,4 @@ def is_divided(run: Run) -> bool:
     return bool(run.slices) or (run.reduction is not None and bool(run.reduction.parts))
 
 
-def lies_as(value: Any, shape: torch.Size) -> bool:
-    """Whether a state has one number for each of its parameter's; what has no dims is a counter."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape
-
-
-__all__ = ["Tensors", "is_divided", "lies_as", "model_of", "names_of", "states_of", "whole_shape"]
+__all__ = ["Tensors", "is_divided", "model_of", "names_of", "states_of", "whole_shape"]

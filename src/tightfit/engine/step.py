@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointError
 
 from tightfit.errors import InputError
+from tightfit.methods.buckets import made_everywhere
 from tightfit.methods.mesh import AXES, DATA
 from tightfit.methods.run import Filler, Run, slices_of, to_device, weights_named
 from tightfit.models.objective import Batch, processed_count, sample_count
@@ -168,14 +169,17 @@ def update(run: Run) -> tuple[float | None, bool]:
 
 def _sum_shared(run: Run) -> None:
     """Gradients that each tp device has of its part of the sequences, summed over them."""
-    gradients = [local(weight.grad) for weight in weights_named(run, run.shared) if weight.grad is not None]
-    if not gradients:
+    weights = [weight for weight in weights_named(run, run.shared) if weight.requires_grad]
+    if not weights:
         return
     assert run.mesh is not None
-    flat = torch.cat([gradient.reshape(-1).float() for gradient in gradients])
-    run.mesh.sum(flat, ("tp",))
-    for gradient, whole in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
-        gradient.copy_(whole.view(gradient.shape))
+    total = partial(run.mesh.sum, axes=("tp",))
+    with made_everywhere(weights, total):
+        gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
+        flat = torch.cat([gradient.reshape(-1).float() for gradient in gradients])
+        total(flat)
+        for gradient, whole in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+            gradient.copy_(whole.view(gradient.shape))
 
 
 def _weights(run: Run) -> list[torch.Tensor]:
@@ -213,9 +217,12 @@ def clip(run: Run, limit: float) -> float:
         squares[int(weight not in cut)] += torch.linalg.vector_norm(real, dtype=torch.float32).square()
     squares[1] /= run.mesh.size("tp")
     divided = run.reduction.parts if run.reduction is not None else ()
+    if run.plan.servers:  # which have all gradients, and the workers none
+        divided = (*divided, "dp_replicate")
     norm = run.mesh.sum(squares, (*divided, "tp", "pp")).sum().sqrt()
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, factor.to(gradients[0].device) if gradients else factor)  # which may be offloaded
+    if gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # which may be offloaded
     return float(norm)
 
 

@@ -9,13 +9,15 @@ Source  Li et al. 2020, arXiv:2006.15704 (buckets and overlap); Rajbhandari et a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
 
 from tightfit.methods.collectives import begin_scatter_rows, gather_rows
 from tightfit.optim.hooks import when_complete
@@ -179,8 +181,8 @@ class Summed:
         for bucket in self._reducer.buckets:
             for parameter, slot in zip(bucket.parameters, self._slots[id(bucket)], strict=False):
                 parameter.grad = slot.view(parameter.shape)
-        for bucket, place in self._missed:
-            if float(self._slots[id(bucket)][-1][place]) == 0:
+        for bucket in self._reducer.buckets:
+            for place in absent(self._slots[id(bucket)][-1], [place for at, place in self._missed if at is bucket]):
                 bucket.parameters[place].grad = None
         self._missed.clear()
         self._slots.clear()
@@ -204,6 +206,9 @@ class _Widened:
 class Scattered:
     """Of each parameter a device has a share, its rows (Shard(0) of a DTensor), and gets the sum of their gradients.
 
+    Behind the gradients each row of a bucket carries one number for each parameter: how many devices made its gradient.
+    Where none did in the whole step, a parameter has no gradient, as on one device.
+
     `shares` are the optimizer's parameters: views of these rows, so that what it updates is the model itself.
     `gather` then brings everyone's rows to everyone.
     """
@@ -219,11 +224,14 @@ class Scattered:
         self._reducer = Reducer(
             parameters, self.count, self._allocate, self._write, self._send, self._arrived, in_flight=1
         )
-        self._offsets = {
-            id(b): _offsets([self.rows(p) * _width(p) for p in b.parameters]) for b in self._reducer.buckets
+        self._offsets = {  # of each parameter, of the counts, and of the row's end
+            id(b): _offsets([*(self.rows(p) * _width(p) for p in b.parameters), len(b.parameters)])
+            for b in self._reducer.buckets
         }
         self.shares = {parameter: self._share(parameter, self.rank) for parameter in parameters}
         self._parts: dict[int, Tensor] = {}
+        self._counts: dict[int, Tensor] = {}  # of each bucket, how many devices made its gradients in this step
+        self._made: set[nn.Parameter] = set()  # whose gradients this one made
         self.begin = self._reducer.begin
 
     def rows(self, parameter: Tensor) -> int:
@@ -248,9 +256,11 @@ class Scattered:
         assert bucket.buffer is not None
         offsets, parameter = self._offsets[id(bucket)], bucket.parameters[place]
         slots = bucket.buffer[:, offsets[place] : offsets[place + 1]]
+        bucket.buffer[:, offsets[-2] + place] = 0.0 if gradient is None else 1.0
         if gradient is None:
             slots.zero_()
             return
+        self._made.add(parameter)
         flat = gradient.reshape(-1)
         if flat.numel() == slots.numel():
             slots.copy_(flat.view(self.count, -1))
@@ -276,16 +286,31 @@ class Scattered:
             share = self.shares[parameter]
             gradient = part[offsets[place] : offsets[place] + share.numel()].view(share.shape)
             share.grad = gradient if share.grad is None else share.grad.add_(gradient)
+        counts = part[offsets[-2] :]
+        if id(bucket) in self._counts:
+            self._counts[id(bucket)].add_(counts)
+        else:
+            self._counts[id(bucket)] = counts.clone()
 
     def finish(self) -> None:
         self._reducer.finish()
 
-    def sum_replicas(self) -> None:
-        """Once a step: the shares' gradients summed over the replicas of the group."""
+    def complete(self) -> None:
+        """Once a step: the shares' gradients summed over the replicas of the group, and none where nobody made one."""
+        self._sum_replicas()
+        for bucket in self._reducer.buckets:
+            missed = [place for place, parameter in enumerate(bucket.parameters) if parameter not in self._made]
+            for place in absent(self._counts[id(bucket)], missed):
+                self.shares[bucket.parameters[place]].grad = None
+        self._made.clear()
+        self._counts.clear()
+
+    def _sum_replicas(self) -> None:
         if self.replicas is None:
             return
         gradients = [share.grad for share in self.shares.values() if share.grad is not None]
-        for together in _by_type(gradients):
+        counts = [self._counts[id(bucket)] for bucket in self._reducer.buckets]
+        for together in _by_type([*gradients, *counts]):
             flat = torch.cat([gradient.reshape(-1) for gradient in together])
             dist.all_reduce(flat, group=self.replicas)
             for gradient, summed in zip(together, flat.split([g.numel() for g in together]), strict=True):
@@ -311,6 +336,32 @@ class Scattered:
                     for rank, slot in enumerate(slots):
                         first, last = self._range(parameter, rank)
                         flat[first * width : last * width].copy_(slot[: (last - first) * width])
+
+
+def absent(counts: Tensor, places: list[int]) -> list[int]:
+    """Of `places`, at which this device made no gradient, those where the devices' counts say that no other did. Nothing is
+    read where this device made them all. Who predicts takes the others for devices like this one."""
+    if not places or active_fake_mode() is not None:
+        return places
+    made = counts.tolist()
+    return [place for place in places if not made[place]]
+
+
+@contextmanager
+def made_everywhere(weights: Sequence[Tensor], total: Callable[[Tensor], object]) -> Iterator[None]:
+    """Within, each weight has a gradient: zeros where this device made none. Afterwards those have none that no device made.
+
+    total  sums a tensor over the devices, in place. All of them take part, with the same weights.
+    """
+    missed = [place for place, weight in enumerate(weights) if weight.grad is None]
+    counts = torch.ones(len(weights), device=weights[0].device)
+    for place in missed:
+        counts[place] = 0.0
+        weights[place].grad = torch.zeros_like(weights[place])
+    total(counts)
+    yield
+    for place in absent(counts, missed):
+        weights[place].grad = None
 
 
 def _height(parameter: Tensor) -> int:

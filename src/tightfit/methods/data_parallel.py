@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from tightfit.entries import Sent
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods.buckets import Summed, bucket_bytes
+from tightfit.methods.buckets import Summed, bucket_bytes, made_everywhere
 from tightfit.methods.mesh import Mesh, Statistics, message, same_everywhere
 from tightfit.methods.run import Run, Undivided
 from tightfit.plan import Plan
@@ -93,7 +94,8 @@ class LowRank:
     """PowerSGD: of each matrix M of gradients travel P = M Q and Q = M'P, `rank` columns each; the rest waits.
 
     What is left out of a step is added to the next step's gradients (error feedback). Vectors, and matrices that would
-    not get smaller, travel whole. A parameter without a gradient on some device counts as zeros there.
+    not get smaller, travel whole. A parameter without a gradient on some device counts as zeros there; one that has none on
+    any device waits as it is.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, rank: int) -> None:
@@ -106,9 +108,17 @@ class LowRank:
 
     @torch.no_grad()
     def finish(self) -> None:
+        before = dict(self.errors), self.columns
+        with made_everywhere(self.parameters, partial(dist.all_reduce, group=self.group)):
+            self._exchange()
         for parameter in self.parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                for kept, was in zip((self.errors, self.columns), before, strict=True):
+                    kept.pop(parameter, None)
+                    if parameter in was:
+                        kept[parameter] = was[parameter]
+
+    def _exchange(self) -> None:
         matrices = [parameter for parameter in self.parameters if self._shrinks(parameter)]
         self._sum([p.grad for p in self.parameters if not self._shrinks(p) and p.grad is not None])
         errors = {parameter: self._matrix(parameter) for parameter in matrices}

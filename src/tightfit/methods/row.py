@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
+from tightfit.methods.buckets import made_everywhere
 from tightfit.methods.deferred import Deferred
 from tightfit.methods.hollow import Elsewhere, Leaves, Passage, not_in_a_row
 from tightfit.methods.mesh import Mesh
@@ -286,10 +288,13 @@ class Pipeline:
     @torch.no_grad()
     def _sum_ends(self, run: Run) -> None:
         """Gradients of weights that the first and the last device both use."""
-        for weight in weights_named(run, self.shared):
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            dist.all_reduce(weight.grad, group=self.mesh.lines["ends"])
+        weights = [weight for weight in weights_named(run, self.shared) if weight.requires_grad]
+        if not weights:
+            return
+        total = partial(dist.all_reduce, group=self.mesh.lines["ends"])
+        with made_everywhere(weights, total):
+            for weight in weights:
+                total(weight.grad)
 
 
 def added(total: Tensor | None, loss: Tensor | None) -> Tensor | None:

@@ -132,7 +132,7 @@ class Rows:
         if self.always or last:
             self.rows.finish()
         if last:
-            self.rows.sum_replicas()
+            self.rows.complete()
             self.statistics.average()
 
     def updated(self) -> None:

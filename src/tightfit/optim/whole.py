@@ -10,6 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+_FACTORS = ("row_var", "col_var")  # of Adafactor: for rows and columns, whatever shape a part happens to have
+
+
+def lies_as(name: str, value: Any, shape: torch.Size) -> bool:
+    """Whether a state has one number for each of its parameter's; what has no dims is a counter."""
+    return name not in _FACTORS and isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape
+
 
 class WholeParameters(Optimizer):
     """Wraps a fresh optimizer and updates one parameter at a time, brought together for the time of its update.
@@ -49,7 +56,7 @@ class WholeParameters(Optimizer):
         weight = weight.clone() if weight.data_ptr() == parameter.data_ptr() else weight
         weight.grad = self._whole(parameter, parameter.grad)  # type: ignore[arg-type]
         states = {
-            name: self._whole(parameter, value) if self._is_part(value, parameter) else value
+            name: self._whole(parameter, value) if lies_as(name, value, parameter.shape) else value
             for name, value in kept.items()
         }
         inner.param_groups, inner.state = [{**group, "params": [weight]}], defaultdict(dict)
@@ -59,9 +66,5 @@ class WholeParameters(Optimizer):
         states = inner.state[weight]
         inner.param_groups, inner.state = [], defaultdict(dict)
         for name, value in states.items():
-            like = isinstance(value, Tensor) and value.dim() > 0 and value.shape == weight.shape
-            kept[name] = self._part(parameter, value).clone() if like else value
+            kept[name] = self._part(parameter, value).clone() if lies_as(name, value, weight.shape) else value
         parameter.copy_(self._part(parameter, weight))
-
-    def _is_part(self, value: Any, parameter: Tensor) -> bool:
-        return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
