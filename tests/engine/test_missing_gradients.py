@@ -7,6 +7,7 @@ device or a single micro-batch makes is one.
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def test_the_model_has_each_case() -> None:
     assert any(not any(there) for there in had)
     assert any(all(there) for there in had)
     assert any(not there[0] and any(there) for there in had)  # comes late
-    assert any(any(a and not b for a, b in zip(there, there[1:], strict=False)) for there in had)  # goes again
+    assert any(any(a and not b for a, b in pairwise(there)) for there in had)  # goes again
 
 
 @pytest.mark.parametrize("fields", DIVIDED, ids=named)

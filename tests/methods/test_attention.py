@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import SwinConfig, SwinForImageClassification
 
 from tightfit.methods import attention
 
@@ -19,3 +22,32 @@ def test_gradients_are_laid_out_as_the_compiler_is_told(batch: int) -> None:
         (gradient, query, key, value, output, kept, True),
         test_utils="test_faketensor",
     )
+
+
+SWIN: dict[str, Any] = {
+    "image_size": 16,
+    "patch_size": 2,
+    "window_size": 4,
+    "embed_dim": 8,
+    "depths": [2, 2],
+    "num_heads": [2, 2],
+    "num_labels": 3,
+    "drop_path_rate": 0.0,
+}
+
+
+def test_a_learned_bias_learns_as_with_the_fused_kernel() -> None:
+    """Swin's tables of relative positions, which are added to the scores, in shifted windows beside a mask."""
+    torch.manual_seed(3)
+    model = SwinForImageClassification(SwinConfig(**SWIN))
+    images = torch.randn(2, 3, 16, 16)
+    found = []
+    attention.register()
+    for kernel in ("sdpa", attention.NAME):
+        model.set_attn_implementation(kernel)
+        model.zero_grad(set_to_none=True)
+        model(images).logits.square().sum().backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert any("relative_position_bias_table" in name for name in found[0])
+    for name, gradient in found[0].items():
+        assert torch.allclose(found[1][name], gradient, rtol=1e-4, atol=1e-6), name

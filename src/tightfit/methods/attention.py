@@ -100,10 +100,10 @@ def attend(
 
 
 def additive(mask: Tensor, query: Tensor) -> Tensor:
-    """The mask as numbers to add to scores, of all heads: (batch, heads, length, length)."""
+    """The mask as numbers to add to scores: four dims, each of them as large as the scores' or 1."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
-    return mask.to(query.dtype).expand(query.shape[0], query.shape[1], query.shape[2], -1)
+    return mask.to(query.dtype)[(None,) * (4 - mask.dim())]
 
 
 def blocks(length: int, causal: bool) -> Iterator[tuple[int, int, int]]:
@@ -123,13 +123,16 @@ def blocked_attention(
 ) -> tuple[Tensor, Tensor]:
     """softmax(query @ key^T + bias) @ value, and the probabilities, block after block.
 
-    query (already scaled), key, value (batch, heads, length, width); bias (batch, heads, length, length) or None.
+    query (already scaled), key, value (batch, heads, length, width); bias (batch, heads, length, length), 1 in place of any
+    of these, or None.
     Returns (batch, heads, length, width) and (batch x heads, numbers of all blocks).
     """
     batch, heads, length, width = query.shape
     query, key, value = (part.reshape(batch * heads, length, width) for part in (query, key, value))
     output = query.new_empty(batch, length, heads, width).transpose(1, 2)
     kept = query.new_empty(batch * heads * probability_count(length, causal))
+    if bias is not None:
+        bias = bias.expand(batch, heads, length, length)
     for (start, end, keys), probabilities in zip(
         blocks(length, causal), views(kept, batch * heads, length, causal), strict=True
     ):
@@ -166,15 +169,24 @@ def _(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bo
 
 @torch.library.custom_op("tightfit::blocked_attention_backward", mutates_args=())
 def blocked_attention_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, kept: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, each (batch, heads, length, width), from the kept probabilities."""
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    kept: Tensor,
+    causal: bool,
+    bias: list[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, each (batch, heads, length, width), from the kept probabilities; and that of a bias of
+    the given shape, empty for None."""
     batch, heads, length, width = query.shape
     gradient, query, key, value, output = (
         part.reshape(batch * heads, length, width) for part in (gradient, query, key, value, output)
     )
     # by shape, and not like their inputs: those of a batch of one are views with the heads inside
     of_query, of_key, of_value = (make(query.shape) for make in (query.new_empty, key.new_zeros, value.new_zeros))
+    of_bias = query.new_zeros([0] if bias is None else bias)
     wide = torch.promote_types(query.dtype, torch.float32)
     mean = (gradient.to(wide) * output.to(wide)).sum(-1, keepdim=True).to(query.dtype)
     parts = zip(blocks(length, causal), views(kept.view(-1), batch * heads, length, causal), strict=True)
@@ -184,26 +196,39 @@ def blocked_attention_backward(
         of_scores = torch.bmm(rows, value[:, :keys].transpose(1, 2)).sub_(mean[:, start:end]).mul_(probabilities)
         of_query[:, start:end] = torch.bmm(of_scores, key[:, :keys])
         of_key[:, :keys].baddbmm_(of_scores.transpose(1, 2), query[:, start:end])
+        if bias is not None:
+            there = of_bias[:, :, slice(start, end) if bias[2] > 1 else slice(None), : keys if bias[3] > 1 else 1]
+            there += of_scores.view(batch, heads, end - start, keys).sum_to_size(there.shape)
     shape = (batch, heads, length, width)
-    return of_query.view(shape), of_key.view(shape), of_value.view(shape)
+    return of_query.view(shape), of_key.view(shape), of_value.view(shape), of_bias
 
 
 @blocked_attention_backward.register_fake
 def _(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, kept: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    kept: Tensor,
+    causal: bool,
+    bias: list[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, heads, length, width = query.shape
     empty = query.new_empty(batch, heads, length, width)
-    return empty, torch.empty_like(empty), torch.empty_like(empty)
+    return empty, torch.empty_like(empty), torch.empty_like(empty), query.new_empty([0] if bias is None else bias)
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    query, key, value, _, ctx.causal = inputs
+    query, key, value, bias, ctx.causal = inputs
+    ctx.bias = list(bias.shape) if bias is not None and bias.requires_grad else None
     ctx.save_for_backward(query, key, value, *output)
+    ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (*blocked_attention_backward(gradient, *ctx.saved_tensors, ctx.causal), None, None)
+    *found, of_bias = blocked_attention_backward(gradient, *ctx.saved_tensors, ctx.causal, ctx.bias)
+    return *found, None if ctx.bias is None else of_bias, None
 
 
 blocked_attention.register_autograd(_backward, setup_context=_keep)

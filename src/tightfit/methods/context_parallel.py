@@ -246,6 +246,12 @@ def attend(
         raise InputError(
             "plan: cp", f"the model's attention wants {asked[0]}, which the ring does not have", "use cp: 1"
         )
+    if attention_mask is not None and attention_mask.dtype is not torch.bool:
+        raise InputError(
+            "plan: cp",
+            "the model adds a bias of its own to the scores of attention, which the ring has not",
+            "use cp: 1",
+        )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -273,8 +279,9 @@ class RingAttention(torch.autograd.Function):
         scale: float,
         ring: _Place,
     ) -> Tensor:
-        output = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-        total = torch.full(query.shape[:-1], float("-inf"), device=query.device)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        output = torch.zeros(query.shape, dtype=wide, device=query.device)
+        total = torch.full(query.shape[:-1], float("-inf"), dtype=wide, device=query.device)
         for step, (keys, values, bias) in enumerate(_around(ring, key, value, seen)):
             rows, columns = _parts(step, ring, causal, query.shape[2])
             part, sums = _attention(
@@ -299,7 +306,8 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, seen, output, total = ctx.saved_tensors
         gradient, ring = gradients[0].contiguous(), ctx.ring
-        of_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        of_query = torch.zeros(query.shape, dtype=wide, device=query.device)
         arriving: _Arriving | None = None
         for step, (keys, values, bias) in enumerate(_around(ring, key, value, seen)):
             rows, columns = _parts(step, ring, ctx.causal, query.shape[2])
@@ -310,7 +318,7 @@ class RingAttention(torch.autograd.Function):
             of_query[:, :, rows] += parts[0]
             # the gradients of these keys and values come behind them, and end where those began
             if arriving is None:
-                of_keys, of_values = (torch.zeros(key.shape, dtype=torch.float32, device=key.device) for _ in range(2))
+                of_keys, of_values = (torch.zeros(key.shape, dtype=wide, device=key.device) for _ in range(2))
             else:
                 of_keys, of_values = arriving.wait()
             of_keys[:, :, columns] += parts[1]
@@ -399,7 +407,10 @@ def _attention_backward(
         )[:3]
     of_query, of_key, of_value = found
     if groups > 1:
-        of_key, of_value = (part.unflatten(1, (heads, groups)).float().sum(2) for part in (of_key, of_value))
+        of_key, of_value = (
+            part.unflatten(1, (heads, groups)).to(torch.promote_types(part.dtype, torch.float32)).sum(2)
+            for part in (of_key, of_value)
+        )
     return of_query, of_key, of_value
 
 

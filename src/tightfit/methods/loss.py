@@ -218,16 +218,13 @@ class LinearCrossEntropy(torch.autograd.Function):
         wanted = [learning and needed for needed in ctx.needs_input_grad[:3]]
         with torch.autocast(hidden.device.type, enabled=False):
             loss, gradients = _sum_and_gradients(hidden, weight, bias, targets, pieces, divided, dtype, wanted)
-        ctx.scaled = False
         ctx.types = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.save_for_backward(*gradients)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        assert not ctx.scaled, "the gradients of a chunked loss are scaled in place, so its backward runs once"
-        ctx.scaled = True
-        scaled = [
+        scaled = [  # in place, of which autograd keeps count: a second backward through the same graph raises
             None if gradient is None else gradient.mul_(gradients[0]).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.types, strict=True)
         ]
@@ -249,9 +246,10 @@ def _sum_and_gradients(
     narrow_weight, narrow_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     for_hidden = torch.empty_like(hidden, dtype=dtype) if wanted[0] else None
     one = len(hidden) <= chunk and weight.dtype == dtype  # a single product, which is in the weight's type anyway
-    for_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] and not one else None
-    for_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
-    loss = torch.zeros((), device=hidden.device)
+    wide = torch.promote_types(dtype, torch.float32)
+    for_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] and not one else None
+    for_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
+    loss = torch.zeros((), dtype=wide, device=hidden.device)
 
     def take(here: slice) -> None:  # whose tensors are gone at its end, before the next chunk's logits come
         nonlocal for_weight
@@ -267,7 +265,7 @@ def _sum_and_gradients(
             torch.mm(gradient, narrow_weight, out=for_hidden[here]).mul_(counts)
         if wanted[1] and one:
             for_weight = gradient.t() @ (rows * counts)
-        elif for_weight is not None and dtype == torch.float32:
+        elif for_weight is not None and dtype == wide:
             for_weight.addmm_(gradient.t(), rows * counts)
         elif for_weight is not None:
             for_weight += gradient.t() @ (rows * counts)
@@ -284,7 +282,7 @@ def cross_entropy_with_gradient(logits: Tensor, labels: Tensor, rows: int = ROWS
 
     The gradient is softmax less one at the label; in rows whose label is IGNORED it means nothing.
     """
-    loss = torch.zeros((), device=logits.device)
+    loss = torch.zeros((), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     for start in turns(range(0, len(logits), rows)):
         here = slice(start, start + rows)
         loss += _loss_and_gradient_within(logits[here], labels[here])
@@ -294,8 +292,9 @@ def cross_entropy_with_gradient(logits: Tensor, labels: Tensor, rows: int = ROWS
 def _loss_and_gradient_within(logits: Tensor, labels: Tensor) -> Tensor:
     counts = labels != IGNORED
     safe = labels.where(counts, 0).unsqueeze(1)
-    chosen, largest = logits.gather(1, safe).float(), logits.amax(-1, keepdim=True).float()
-    probability = functional.softmax(logits, -1, dtype=torch.float32)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    chosen, largest = logits.gather(1, safe).to(wide), logits.amax(-1, keepdim=True).to(wide)
+    probability = functional.softmax(logits, -1, dtype=wide)
     log_sum = largest - probability.amax(-1, keepdim=True).log()
     gradient_there = probability.gather(1, safe).sub_(1).to(logits.dtype)
     logits.copy_(probability).scatter_(1, safe, gradient_there)

@@ -49,7 +49,7 @@ def _over_classes(
     logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Of each token its loss, the probabilities of the classes here, its target's place among them, and whether it is here."""
-    values = logits.float()
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     largest = values.amax(-1)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     exponentials = (values - largest.unsqueeze(-1)).exp_()
