@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tightfit.entries import Sent, Update
+from tightfit.entries import EVERYWHERE, Sent, Update
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.buckets import Scattered, bucket_bytes
@@ -55,7 +55,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         messages.append(replace(message("parameters", moved, plan, machine, ("dp_shard",), buckets), hides=False))
         ledger = replace(ledger, sent=Sent(pieces, min(bucket, size), always=plan.zero == 2))
     else:
-        known = [p for p in ledger.parameters if p.places]  # buffers are nowhere
+        known = [p for p in ledger.parameters if p.places != EVERYWHERE]  # no buffers, which stay whole
         refuse_what_stays_whole(((p.name, len(p.shape), p.places) for p in known), ledger.blocks, plan)
         narrow = narrow_names(ledger)
         gathered = sum(gathered_bytes(p, narrow) for p in ledger.parameters if p.trainable)

@@ -161,7 +161,8 @@ class PerParameter(Optimizer):
             assert here.dtype is torch.bfloat16
             count = carried or 0
             # a function of these three, so that neither a resume nor the order of the updates changes the noise
-            self._generator.manual_seed(abs(hash((self._seed, self._number[parameter], count))))
+            number = self._number.get(parameter, 0)  # a planner's trace puts others in the place of the weights
+            self._generator.manual_seed(abs(hash((self._seed, number, count))))
             round_stochastically_(weight, self._generator)
             self.state[parameter]["roundings"] = count + 1
         here.copy_(weight)
