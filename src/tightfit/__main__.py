@@ -1,11 +1,14 @@
 """The entry of `tightfit` and `python -m tightfit`: runs a command and turns what goes wrong into an exit code.
 
-0 done, 1 the run failed, 2 the input is wrong, 3 it does not fit.
+0 done, 1 the run failed, 2 the input is wrong, 3 it does not fit; 128 and the signal's number where a signal ended it.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from typing import NoReturn
 
 
 def main() -> None:
@@ -23,17 +26,30 @@ def main() -> None:
         if show:
             raise
         print(f"tightfit: {type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _end(error.exit_code)
     except KeyboardInterrupt:
         print("tightfit: interrupted", file=sys.stderr)
-        sys.exit(1)
+        _end(128 + signal.SIGINT)
+    except SystemExit as ended:
+        _end(ended.code)
     except Exception as error:
         if show:
             raise
         from tightfit.report.failure import describe_failure
 
         print(f"tightfit: {describe_failure(error)}", file=sys.stderr)
-        sys.exit(1)
+        _end(1)
+
+
+def _end(code: str | int | None) -> NoReturn:
+    """Exit. A process that leaves others behind in the middle of something does so at once: what its threads still wait for would
+    keep it, or end it in another way."""
+    group = sys.modules.get("torch.distributed.distributed_c10d")
+    if code and isinstance(code, int) and group is not None and group.is_initialized() and group.get_world_size() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

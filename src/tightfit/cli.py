@@ -40,12 +40,36 @@ def train(
         int,
         typer.Option("--nproc", min=1, metavar="N", help="processes of this host that train together, a device each"),
     ] = 1,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            "--timeout",
+            min=0.01,
+            metavar="MINUTES",
+            help="wait so long for a process that does not answer, then end all",
+        ),
+    ] = 10.0,
+    interface: Annotated[
+        str | None,
+        typer.Option("--interface", metavar="NAME", help="the network interface that leads to the other hosts"),
+    ] = None,
+    requeue_code: Annotated[
+        int | None,
+        typer.Option(
+            "--requeue-code",
+            min=1,
+            max=255,
+            metavar="CODE",
+            help="exit code once SIGTERM or SIGUSR1 has ended the run, which is saved; left out, 143 or 138",
+        ),
+    ] = None,
     changes: Changes = None,
 ) -> None:
     """Train a job: plan what was left open, train, checkpoint, and leave a record."""
     from tightfit.report.commands import train_command
+    from tightfit.report.together import Surroundings
 
-    train_command(job, plan, out, resume, changes or [], nproc)
+    train_command(job, plan, out, resume, changes or [], nproc, Surroundings(timeout * 60, interface, requeue_code))
 
 
 @app.command()

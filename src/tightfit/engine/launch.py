@@ -5,10 +5,14 @@ Imports no torch before processes are started, so that starting again is cheap.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +31,10 @@ KEEP_MEMORY = ":".join(
         "glibc.malloc.mxfast=0",
     )
 )
+
+PASSED_ON = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+GRACE_S = 30.0  # for processes to end by themselves once one has failed
+POLL_S = 0.1
 
 
 def environment(plan: Plan, device: str, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -81,51 +89,83 @@ def first_host(hosts: str) -> str:
 def start_processes(count: int) -> int:
     """Run this very command in `count` processes of this host that train together; the exit code of the first that failed.
 
-    PyTorch's elastic agent starts them, watches them, and ends the others when one fails. Ctrl-C and SIGTERM are passed on to
-    them, and their answer waited for: the agent would give them half a minute to save, and end in a traceback.
+    This process keeps the store in which they find each other, passes signals on to them, and when one fails ends the others:
+    those that do not end by themselves within GRACE_S, and at once those that are stopped.
     """
-    import logging
-
-    import psutil
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # which process failed, and how, it says itself
+    listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(cores // count, 1)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        run_id=str(os.getpid()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        signals_to_handle="SIGHUP,SIGQUIT",
-    )
+    environ = {
+        "OMP_NUM_THREADS": str(max(cores // count, 1)),
+        **os.environ,
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(listening.getsockname()[1]),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # as torch says it: the launcher keeps the store
+    }
+    shown = ["--traceback"] if "--traceback" in sys.orig_argv else []  # which this process has taken out
+    command = [sys.executable, "-m", "tightfit", *shown, *_without_nproc(sys.argv[1:])]
+    children: list[subprocess.Popen[bytes]] = []
+    asked: set[int] = set()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        processes = psutil.Process().children()
-        if not processes:
-            raise KeyboardInterrupt
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+        asked.add(number)
+        for child in children:
+            child.send_signal(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in PASSED_ON:
         signal.signal(number, pass_on)
-    shown = ["--traceback"] if "--traceback" in sys.orig_argv else []  # which this process has taken out
-    arguments = ["-m", "tightfit", *shown, *_without_nproc(sys.argv[1:])]
     try:
-        elastic_launch(config, sys.executable)(*arguments)
-    except ChildFailedError as error:
-        process, failure = error.get_first_failure()
-        if failure.exitcode < 0:
-            raise _killed(process, -failure.exitcode) from None
-        return failure.exitcode
-    return 0
+        for rank in range(count):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if not asked:  # a session of its own: a terminal's Ctrl-C comes once, from here
+                children.append(subprocess.Popen(command, env={**environ, **place}, start_new_session=True))
+        return _wait_for(children, asked, listening) if len(children) == count else 128 + min(asked)
+    finally:
+        for child in children:
+            _kill(child)
+
+
+def _wait_for(children: list[subprocess.Popen[bytes]], asked: set[int], listening: socket.socket) -> int:
+    from tightfit.methods.rendezvous import keep_store, within  # with torch, while the processes import it too
+
+    store = within(keep_store("127.0.0.1", listening=listening))
+    first: int | None = None
+    until = math.inf
+    while running := [child for child in children if child.poll() is None]:
+        failed = next((rank for rank, child in enumerate(children) if child.returncode), None)
+        if first is None and failed is not None:
+            first, until = failed, time.monotonic() + GRACE_S
+            if children[failed].returncode < 0:  # it could not say so itself
+                store.compare_set("failed", "", f"{failed}:1")
+        for child in running if first is not None else ():
+            if time.monotonic() > until or _is_stopped(child):
+                _kill(child)
+        time.sleep(POLL_S)
+    if first is None:
+        first = next((rank for rank, child in enumerate(children) if child.returncode), 0)
+    code = children[first].returncode
+    if code >= 0:
+        return code
+    if -code in asked:
+        return 128 - code
+    raise _killed(first, -code)
+
+
+def _is_stopped(child: subprocess.Popen[bytes]) -> bool:
+    import psutil
+
+    with suppress(psutil.Error):
+        return bool(psutil.Process(child.pid).status() == psutil.STATUS_STOPPED)
+    return False
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """End a process, and those that it has started, if it still runs."""
+    if child.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def _killed(process: int, number: int) -> TightfitError:

@@ -16,6 +16,7 @@ from tightfit.engine.randomness import randomness_kept, seed_all
 from tightfit.engine.step import Step, drain, take_step
 from tightfit.errors import InputError
 from tightfit.methods.mesh import DATA
+from tightfit.methods.progress import doing
 from tightfit.methods.run import Filler, Run, to_device
 from tightfit.models.objective import Batch
 from tightfit.optim import schedule
@@ -48,12 +49,14 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step) -> Iterator[Step
         seed_all(run.job.train.seed + 1 + 7919 * place)  # dropout draws the same numbers however the model was created
     waiting: deque[Step] = deque()
     began = time.perf_counter()
+    doing("reading data", start)
     for step, micro_batches in zip(range(start, total_steps(run)), run.data.steps(start * batch, until), strict=False):
         result = take(run, micro_batches, step)
         ended = time.perf_counter()
         waiting.append(replace(result, seconds=ended - began))
         if run.stages is None or len(waiting) > run.stages.delay:
             yield _with_loss(run, waiting.popleft())
+        doing("reading data", step + 1)
         began = time.perf_counter()
     drain(run)
     while waiting:
@@ -76,7 +79,8 @@ def evaluate(run: Run, samples: int | None = None) -> float:
     drain(run)
     total, items = 0.0, 0
     with evaluating(run.model), randomness_kept():
-        for batch in run.data.held_out(samples or run.job.train.evaluate_samples):
+        for number, batch in enumerate(run.data.held_out(samples or run.job.train.evaluate_samples)):
+            doing(f"evaluation, micro-batch {number + 1}")
             if run.stages is not None:
                 items += 0 if isinstance(batch, Filler) else run.objective.count(batch)
                 total += float(run.stages.evaluate(run, batch))

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointError
 from tightfit.errors import InputError
 from tightfit.methods.buckets import made_everywhere
 from tightfit.methods.mesh import AXES, DATA
+from tightfit.methods.progress import doing
 from tightfit.methods.run import Filler, Run, slices_of, to_device, weights_named
 from tightfit.models.objective import Batch, processed_count, sample_count
 
@@ -46,6 +47,7 @@ class Step:
 
 def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
     """Accumulate the gradients of `micro_batches` (on the host; this device's part) and update the weights once."""
+    doing("forward and backward", step)
     real = [batch for batch in micro_batches if not isinstance(batch, Filler)]
     counts = [sum(map(count, real)) for count in (run.objective.count, sample_count, processed_count)]
     counted = over_data(run, counts)
@@ -105,6 +107,7 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -
     total = torch.zeros((), device=run.device)
     for number, batch in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
+        doing(f"forward and backward of micro-batch {number + 1}")
         counts = not isinstance(batch, Filler)
         if run.reduction is not None:
             run.reduction.begin(last)
@@ -153,6 +156,7 @@ def _recomputation_named(run: Run) -> Iterator[None]:
 def update(run: Run) -> tuple[float | None, bool]:
     """Unscale, clip, step. Returns the gradient norm (where the job clips) and whether the gradients were finite."""
     finite, norm = True, None
+    doing("update")
     _sum_shared(run)
     if run.loss_scale is not None:
         finite = everywhere(run, run.loss_scale.unscale(_weights(run)))
@@ -196,9 +200,14 @@ def drain(run: Run) -> None:
 
 def everywhere(run: Run, holds: bool) -> bool:
     """Whether something holds on every device."""
+    return not greatest(run, int(not holds))
+
+
+def greatest(run: Run, number: int) -> int:
+    """The greatest of all devices' numbers."""
     if run.mesh is None:
-        return holds
-    return bool(run.mesh.sum(torch.tensor(int(holds), device=run.device), AXES, dist.ReduceOp.MIN))
+        return number
+    return int(run.mesh.sum(torch.tensor(number, device=run.device), AXES, dist.ReduceOp.MAX))
 
 
 def clip(run: Run, limit: float) -> float:

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tightfit.entries import Message
 from tightfit.errors import InputError
 from tightfit.machine import Machine
+from tightfit.methods.rendezvous import choose_interface, meet
 from tightfit.methods.stores import is_apart
 from tightfit.plan import Plan
 
@@ -212,15 +214,20 @@ def leads() -> bool:
     return rank() == 0
 
 
-def join(kind: str) -> None:
-    """Join the processes that train together, where that has not been done. kind: of their devices (cpu, cuda)."""
+def join(kind: str, store: dist.Store | None = None, timeout: timedelta | None = None) -> None:
+    """Join the processes that train together, where that has not been done.
+
+    kind     of their devices (cpu, cuda)
+    store    in which they leave each other notes; left out, made here
+    timeout  of each operation of theirs; left out, torch's own
+    """
     if not dist.is_initialized():
         if kind == "cuda":
             torch.cuda.set_device(local_device(kind))
-        if world_size() > 1:
-            dist.init_process_group(BACKENDS[kind])
-        else:  # which needs nobody's address
-            dist.init_process_group(BACKENDS[kind], store=dist.HashStore(), rank=0, world_size=1)
+        choose_interface(None)
+        count = world_size()
+        store = dist.HashStore() if count == 1 else dist.PrefixStore("groups", store or meet())
+        dist.init_process_group(BACKENDS[kind], store=store, rank=rank(), world_size=count, timeout=timeout)
 
 
 def check_world(plan: Plan) -> None:
@@ -276,7 +283,24 @@ def _mesh(kind: str, sizes: tuple[int, ...], servers: int, cp: int) -> Mesh:
             if cp > 1:
                 lines["context"] = _neighbours(devices, cp)
             _known[known] = Mesh(axes, lines, servers, cp)
+            _wait_as_the_world([*(axes[axis].get_group() for axis in AXES), *lines.values()])
     return _known[known]
+
+
+def _wait_as_the_world(groups: list[dist.ProcessGroup]) -> None:
+    """Give groups the time-out of the group of all processes: torch gives a new group its default."""
+    if dist.get_backend() not in BACKENDS.values():
+        return
+    device = torch.device({backend: kind for kind, backend in BACKENDS.items()}[dist.get_backend()])
+    timeout = _world_group()._get_backend(device).options._timeout
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def _world_group() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
 
 
 LINES = ("forward", "backward", "forward around", "backward around", "ends")

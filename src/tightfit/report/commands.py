@@ -18,13 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tightfit.engine.launch import enter_environment, start_processes, take_surroundings
-from tightfit.errors import DoesNotFit, InputError, TightfitError, TightfitWarning, Untraceable
+from tightfit.errors import DoesNotFit, InputError, TightfitWarning, Untraceable
 from tightfit.job import Job, ModelSpec, apply_change
 from tightfit.machine import Machine
 from tightfit.plan import Plan, read_pins
 from tightfit.planner.complete import ALLOCATOR, complete
 from tightfit.report.alive import never_silent
 from tightfit.report.failure import not_writable
+from tightfit.report.together import Surroundings, among, by_the_first, leave, wait_for_all
 from tightfit.rules import needed_permissions
 from tightfit.units import format_bytes, format_count, format_seconds, parse_bytes
 
@@ -81,12 +82,18 @@ def read_job(path: Path, plan: str | None, changes: list[str]) -> tuple[Job, dic
 
 
 def train_command(
-    path: Path, plan: str | None, out: Path | None, resume: bool, changes: list[str], nproc: int = 1
+    path: Path,
+    plan: str | None,
+    out: Path | None,
+    resume: bool,
+    changes: list[str],
+    nproc: int = 1,
+    surroundings: Surroundings | None = None,
 ) -> None:
     quiet_libraries()
     here, world = take_surroundings()
     job, pins = read_job(path, plan, changes)
-    out = out or Path("runs") / path.stem
+    out, around = out or Path("runs") / path.stem, surroundings or Surroundings()
     if nproc > 1 and world == 1:
         check_out(out, resume)  # said once, before processes are started
         this_machine(print)
@@ -115,24 +122,24 @@ def train_command(
         check_world(chosen)
         return predicted, chosen
 
-    predicted, chosen = plan_it() if world == 1 else by_the_first(plan_it, machine.device)
-    if predicted is not None:
-        say(
-            f"predict  {format_bytes(tensor_bytes_of(predicted))} of tensors at the peak, "
-            f"{format_seconds(predicted['time']['step_s'])} a step{f' ({machine.speed_is})' if machine.speed_is else ''}"
-        )
-    quiet_transformers(job)
-    from tightfit.report.session import train_in_folder
+    with among(world, machine.device, around) as join:
+        predicted, chosen = plan_it() if world == 1 else by_the_first(plan_it, join)
+        if predicted is not None:
+            say(
+                f"predict  {format_bytes(tensor_bytes_of(predicted))} of tensors at the peak, "
+                f"{format_seconds(predicted['time']['step_s'])} a step{f' ({machine.speed_is})' if machine.speed_is else ''}"
+            )
+        quiet_transformers(job)
+        from tightfit.report.session import train_in_folder
 
-    record, make_sample = train_in_folder(job, chosen, machine, out, resume, predicted)
-    try:
-        sample = make_sample()
-    except Exception as error:  # the training is done and saved: what it shows of itself does not decide how it ended
-        sample = f"could not be made ({type(error).__name__}: {error})"
-    if sample is not None:
-        console.print("sample", *("  " + line for line in sample.splitlines()), sep="\n", highlight=False, markup=False)
-    console.print(summary(record.content(), out), highlight=False, markup=False, soft_wrap=True)
+        record, sample, stopped = train_in_folder(job, chosen, machine, out, resume, predicted)
+        if sample is not None:
+            say("\n  ".join(["sample", *sample.splitlines()]))
+        say(summary(record.content(), out))
+        wait_for_all()
     leave()
+    if stopped is not None:
+        sys.exit(around.code_of(stopped))
 
 
 def launch_command(path: Path, kinds: list[str], nodes: int, nproc: int, accelerator: str, changes: list[str]) -> None:
@@ -145,38 +152,6 @@ def launch_command(path: Path, kinds: list[str], nodes: int, nproc: int, acceler
     name, text = script(kinds[0], path, nodes, nproc, accelerator, changes)
     Path(name).write_text(text, encoding="utf-8")
     print(name)
-
-
-def by_the_first(make: Callable[[], Any], device: str) -> Any:
-    """What `make` gives in the first of the processes that train together, in all of them; or its error, said by the
-    first alone."""
-    import torch.distributed as dist
-
-    from tightfit.methods.mesh import join, leads
-
-    answer: list[Any] = [None, None]
-    if leads():
-        try:
-            answer = [make(), None]
-        except TightfitError as error:
-            answer = [None, error]
-    join(device)
-    dist.broadcast_object_list(answer, src=0)
-    made, failed = answer
-    if failed is not None:
-        if not leads():
-            sys.exit(failed.exit_code)
-        raise failed
-    return made
-
-
-def leave() -> None:
-    """Part from the other processes, all of them done, where there are any."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 def decide(

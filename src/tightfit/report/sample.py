@@ -2,43 +2,89 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from tightfit.engine.loop import evaluating
-from tightfit.engine.randomness import randomness_kept, seed_all
+from tightfit.methods.progress import doing
 from tightfit.methods.run import Run
 from tightfit.models import is_transformers_model
+from tightfit.models.objective import TASKS
 
 PROMPT = "def "
 TOKENS = 60
+TEMPERATURE = 0.8
+TOP = 40
 
 
 def sample_text(run: Run, prompt: str = PROMPT, tokens: int = TOKENS) -> str | None:
     """`prompt` and up to `tokens` sampled tokens (temperature 0.8, top 40); the same for the same weights.
 
-    None where the model is not one of transformers' that generates from a prompt alone, or the data has no tokenizer.
+    On several devices all of them call it: each takes part in every forward, as in training, and appends the token that the
+    first one drew.
+
+    None where the model is not one of transformers' that generates from a prompt alone, the data has no tokenizer, or no device
+    has a whole forward (pipelines and parameter servers).
     """
     tokenizer = run.data.tokenizer
-    if tokenizer is None or not is_transformers_model(run.model):
+    if tokenizer is None or not is_transformers_model(run.model) or run.stages is not None:
         return None
     config = run.model.config
     if not run.model.can_generate() or config.is_encoder_decoder:  # type: ignore[operator, union-attr]
         return None
-    inputs = torch.tensor([tokenizer(prompt)["input_ids"]], device=run.device)
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=run.device)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)  # type: ignore[operator, union-attr]
-    room = tokens if positions is None else min(tokens, positions - inputs.shape[1])
+    room = tokens if positions is None else min(tokens, positions - ids.shape[1])
     if room < 1:
         return None
-    with evaluating(run.model), randomness_kept(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        seed_all(run.job.train.seed)
-        output = run.model.generate(  # type: ignore[operator]
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            max_new_tokens=room,
-            do_sample=True,
-            temperature=0.8,
-            top_k=40,
-            pad_token_id=tokenizer.eos_token_id or 0,
-            use_cache=True,
-        )
-    return tokenizer.decode(output[0], skip_special_tokens=True)
+    generator = torch.Generator().manual_seed(run.job.train.seed)
+    with _forwards_alone(run):
+        for number in range(room):
+            doing(f"sample text, token {number + 1}")
+            token = _drawn(_next_logits(run, ids), generator).to(run.device)
+            if run.mesh is not None:
+                dist.broadcast(token, src=0)
+            ids = torch.cat([ids, token.view(1, 1)], 1)
+            if int(token) == tokenizer.eos_token_id:
+                break
+    return tokenizer.decode(ids[0], skip_special_tokens=True)
+
+
+@contextmanager
+def _forwards_alone(run: Run) -> Iterator[None]:
+    """Within, a forward of the model needs no loss behind it, and of those that divide sequences each device has all of one."""
+    with ExitStack() as entered:
+        entered.enter_context(evaluating(run.model))
+        entered.enter_context(torch.no_grad())
+        entered.enter_context(torch.compiler.set_stance("force_eager"))
+        if run.plan.precision.endswith("-mixed"):
+            dtype = torch.bfloat16 if run.plan.precision == "bf16-mixed" else torch.float16
+            entered.enter_context(torch.autocast(run.device.type, dtype))
+        if run.plan.cp > 1:
+            ring = run.model.config._attn_implementation  # type: ignore[union-attr]
+            run.model.set_attn_implementation("sdpa")  # type: ignore[operator]
+            entered.callback(run.model.set_attn_implementation, ring)  # type: ignore[arg-type]
+        yield
+
+
+def _next_logits(run: Run, ids: Tensor) -> Tensor:
+    """(vocabulary) logits of the token that follows; those that are divided by vocabulary are brought together."""
+    logits_of = TASKS["causal-lm"].logits
+    assert logits_of is not None
+    logits = logits_of(run.model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})[0, -1].float()
+    head = run.model.get_output_embeddings()  # type: ignore[operator]
+    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    cut = run.slices.get(names.get(id(getattr(head, "weight", None)), ""))
+    if cut is not None and cut.shape[0] != len(logits):
+        logits = cut.whole(logits.unsqueeze(1)).squeeze(1)
+    return logits
+
+
+def _drawn(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """A token of the TOP most likely ones."""
+    values, tokens = (logits.cpu() / TEMPERATURE).topk(min(TOP, len(logits)))
+    return tokens[torch.multinomial(values.softmax(-1), 1, generator=generator)]

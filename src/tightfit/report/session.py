@@ -9,7 +9,7 @@ import json
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +21,10 @@ from rich.console import Console
 
 from tightfit.engine.build import build
 from tightfit.engine.checkpoint import check_folder, checkpoints, newest, save
+from tightfit.engine.launch import PASSED_ON
 from tightfit.engine.loop import evaluate, total_steps, train
 from tightfit.engine.resume import resume
-from tightfit.engine.step import Step, everywhere, local
+from tightfit.engine.step import Step, everywhere, greatest, local
 from tightfit.errors import TightfitError
 from tightfit.job import Job
 from tightfit.machine import Machine
@@ -51,11 +52,12 @@ def train_in_folder(
     out: Path,
     again: bool = False,
     predicted: dict[str, Any] | None = None,
-) -> tuple[Record, Callable[[], str | None]]:
+) -> tuple[Record, str | None, int | None]:
     """Train `job` with `plan`, leaving its files in `out`; `again` goes on from the newest checkpoint there.
 
     `predicted` is left there before it begins.
-    Returns the record, and what makes a sample of generated text (None where the model is no causal language model).
+    Returns the record, a sample of generated text (None where none can be made), and the signal that ended the training before
+    its last step, if one has.
     Raises DoesNotFit where memory ends, TightfitError where the loss stops being a number.
     """
     console = Console(quiet=not leads())
@@ -70,14 +72,14 @@ def train_in_folder(
         start, total = resume(run, out / "checkpoints") if again else 0, total_steps(run)
         if start >= total and (out / "record.json").exists():
             console.print(f"nothing left to train: {start} of {total} steps are done; raise train.steps to go on")
-            return Record.parse(json.loads((out / "record.json").read_text())), lambda: sample_text(run)
+            return Record.parse(json.loads((out / "record.json").read_text())), _sample(run), None
         earlier = begin_files(job, plan, predicted, out, start) if leads() else []
         check_folder(run, out)
         observer = Observer(run, start)
         with progress(total, observer.unit, console) as view, ExitStack() as open_files:
             trackers = open_files.enter_context(Trackers(job, out, start)) if leads() else None
             metrics = open_files.enter_context((out / "metrics.jsonl").open("a")) if leads() else None
-            _train(run, start, out, observer, view, trackers, metrics)
+            stopped = _train(run, start, out, observer, view, trackers, metrics)
         record = observer.record(machine)
     if predicted is not None:
         tensors = [size for row, size in predicted["memory"].items() if row not in ("peak", "runtime", "allocator")]
@@ -87,7 +89,16 @@ def train_in_folder(
     record = record.replace(loss=[*((line["step"], line["loss"]) for line in earlier), *record.loss])
     if leads():
         (out / "record.json").write_text(json.dumps(record.content(), indent=1) + "\n")
-    return record, lambda: sample_text(run) if leads() and run.plan.zero < 3 and run.stages is None else None
+    return record, _sample(run) if stopped is None else None, stopped
+
+
+def _sample(run: Run) -> str | None:
+    """A sample of generated text, made by all devices together. The training is done and saved: what it shows of itself does not
+    decide how it ended."""
+    try:
+        return sample_text(run)
+    except Exception as error:
+        return f"could not be made ({type(error).__name__}: {error})"
 
 
 def begin_files(job: Job, plan: Plan, predicted: dict[str, Any] | None, out: Path, start: int) -> list[dict[str, Any]]:
@@ -110,9 +121,9 @@ def _train(
     view: Bar | Lines,
     trackers: Trackers | None,
     metrics: TextIO | None,
-) -> None:
-    """The training itself; trackers and metrics of the one process that writes them."""
-    settings, last, done, overflows = run.job.train, total_steps(run), start, 0
+) -> int | None:
+    """The training itself; trackers and metrics of the one process that writes them. Returns the signal that ended it, if any."""
+    settings, last, done, overflows, stopped = run.job.train, total_steps(run), start, 0, 0
     with stop_signals() as stop:
         for result in train(run, start, take=observer.take):
             done, overflows = result.step + 1, overflows + 1 if result.skipped else 0
@@ -128,12 +139,14 @@ def _train(
             _check_loss(result, overflows, out)
             view.show(result, line["items_per_s"], line["peak_bytes"], observer.step_s(result) * (last - done))
             asks = run.stages is None or not run.stages.free or done % ASKED_EVERY == 0
-            if asks and not everywhere(run, not stop.asked):  # all stop after the same step
-                view.say(f"stopped after step {done}; go on with --resume")
+            stopped = greatest(run, stop.signal or 0) if asks else 0  # all stop after the same step
+            if stopped:
+                view.say(f"stopped after step {done} by {signal.Signals(stopped).name}; go on with --resume")
                 break
             if settings.checkpoint_every and done % settings.checkpoint_every == 0 and done < last:
                 _save(run, out, done)
-    _save(run, out, done)
+        _save(run, out, done)
+    return stopped or None
 
 
 def metrics_line(result: Step, observer: Observer) -> dict[str, Any]:
@@ -204,23 +217,24 @@ def _save(run: Run, out: Path, done: int) -> None:
 
 @dataclass
 class Stop:
-    """Whether somebody asked the training to end after the step under way."""
+    """The signal by which somebody asked the training to end after the step under way, if one has."""
 
-    asked: bool = False
+    signal: int | None = None
 
 
 @contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Within, the first Ctrl-C or SIGTERM asks for a stop after the step; a second one ends at once."""
+    """Within, the first Ctrl-C, SIGTERM or SIGUSR1 asks for a stop after the step; a second one ends the process at once, also
+    where it waits for others."""
     stop = Stop()
+    here = threading.current_thread() is threading.main_thread()  # elsewhere Python lets nobody take signals
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if stop.asked:
-            raise KeyboardInterrupt
-        stop.asked = True
+        stop.signal = number
+        for one in before:
+            signal.signal(one, signal.SIG_DFL)
 
-    here = threading.current_thread() is threading.main_thread()  # elsewhere Python lets nobody take signals
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM) if here}
+    before = {number: signal.signal(number, ask) for number in (PASSED_ON if here else ())}
     try:
         yield stop
     finally:

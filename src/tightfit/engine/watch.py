@@ -1,0 +1,283 @@
+"""Watch: a process that trains with others tells them that it goes on, and ends when one of them does not.
+
+Two threads beside the training, which itself may wait inside a collective for ever. One keeps this process's note in the store
+that all of them share up to date, and reads whether another process has failed. The other looks at the clock: when the training
+has been in one operation for too long, it reads everybody's notes, says who did not answer, and ends this process.
+
+The first process to fail says why; the others, whose connections to it break, end without a word and with its exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from tightfit.errors import TightfitError
+from tightfit.methods.progress import Progress, noted
+
+TIMEOUT_S = 600.0
+FIRST_TIMEOUT_S = 3600.0  # until the first step is done: planning, loading and compiling
+NORMAL = 5  # an operation may take so many times as long as the longest one so far
+BEAT_S = 5.0
+GRACE_S = 20.0  # for a process to end by itself once another has failed
+LOST_S = 10.0  # to learn why a connection broke
+FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a process says of itself: how often it has said so, what it does, for how long, and where in the code."""
+
+    beat: int
+    step: int | None
+    operation: str
+    seconds: float
+    where: str
+
+
+class Watch:
+    """What this process knows of the others, through the store that they share. timeout_s: after the first step."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, world: int, progress: Progress, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self.store, self.rank, self.world, self.progress, self.timeout_s = store, rank, world, progress, timeout_s
+        self.beat_s = min(BEAT_S, timeout_s / 10)
+        self.ended = threading.Event()
+        self.main = threading.main_thread().ident
+        self.parent = os.getppid()
+        self.threads = [threading.Thread(target=run, daemon=True) for run in (self._tell, self._look)]
+        self.beats = 0
+
+    def start(self) -> None:
+        for thread in self.threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self.ended.set()
+        for thread in self.threads:
+            thread.join(2 * self.beat_s)
+
+    def fail(self, code: int, wait_s: float = 0.0) -> int | None:
+        """Say that this process fails. None if it is the first to; else the exit code of the one that was.
+
+        wait_s  how long to wait for another to say so before
+        """
+        store, until = _another(self.store), time.monotonic() + wait_s
+        while time.monotonic() < until and _failed(store) is None:
+            time.sleep(0.1)
+        mine = f"{self.rank}:{code}"
+        first = _ask(lambda: store.compare_set(FAILED, "", mine))
+        return None if first is None or first.decode() == mine else _code(first)
+
+    def _tell(self) -> None:
+        """Say that this process goes on, and end it where another has failed and it does not end by itself."""
+        store = _another(self.store)
+        while not self.ended.wait(self.beat_s):
+            self.beats += 1
+            _ask(partial(store.set, _key(self.rank), json.dumps(vars(self._note()))))
+            code = _failed(store)
+            if code is not None and not self.ended.wait(GRACE_S):
+                end(code)
+            if os.getppid() != self.parent and self.parent != 1:
+                print("tightfit: the process that started this one is gone", file=sys.stderr, flush=True)
+                end(1)
+
+    def _look(self) -> None:
+        while not self.ended.wait(self.beat_s):
+            seconds = time.monotonic() - self.progress.since
+            if seconds > self._limit_s():
+                message = self._verdict(seconds)
+                if self.ended.is_set() or time.monotonic() - self.progress.since < seconds:
+                    continue  # it has gone on meanwhile
+                code = self.fail(1)
+                if code is None:
+                    print(f"tightfit: {TightfitError.__name__}: {message}", file=sys.stderr, flush=True)
+                end(1 if code is None else code)
+
+    def _limit_s(self) -> float:
+        if self.progress.steps < 2:
+            return max(FIRST_TIMEOUT_S, 6 * self.timeout_s)
+        return max(self.timeout_s, NORMAL * self.progress.longest_s)
+
+    def _note(self) -> Note:
+        progress = self.progress
+        seconds = time.monotonic() - progress.since
+        return Note(self.beats, progress.step, progress.operation, round(seconds, 1), place_of(self.main))
+
+    def _verdict(self, seconds: float) -> str:
+        """Who did not answer, and where this process waits for it."""
+        store = _another(self.store)
+        before = _ask(partial(self._notes, store), 30.0)
+        time.sleep(max(3 * self.beat_s, BEAT_S))
+        after = _ask(partial(self._notes, store), 30.0)
+        if after is None or before is None:
+            return _said(
+                f"the process that keeps the notes of all ({os.environ.get('MASTER_ADDR')}) has not answered",
+                seconds,
+                self._note(),
+                self.rank,
+                "it was stopped, or its host cannot be reached",
+            )
+        silent = [rank for rank in after if rank != self.rank and _beat(after[rank]) == _beat(before[rank])]
+        mine = self._note()
+        if silent:
+            why = "stopped, or on a host that cannot be reached"
+            return _said(f"{_ranks(silent)} {_have(silent)} not answered", seconds, mine, self.rank, why)
+        notes = {rank: note for rank, note in after.items() if note is not None}
+        late = behind(notes)
+        if late:
+            there = notes[late[0]]
+            why = f"still in {_step(there)}, {there.operation}{there.where}"
+            return _said(f"{_ranks(late)} {_have(late)} not come along", seconds, mine, self.rank, why)
+        return _said("no rank goes on", seconds, mine, self.rank, "each of them waits for another")
+
+    def _notes(self, store: dist.Store) -> dict[int, Note | None]:
+        """The last note of each process."""
+        there = [rank for rank in range(self.world) if store.check([_key(rank)])]
+        found = [json.loads(text) for text in store.multi_get([_key(rank) for rank in there])]
+        notes = {rank: Note(**note) for rank, note in zip(there, found, strict=True)}
+        return {rank: notes.get(rank) for rank in range(self.world)}
+
+
+def _another(store: Any) -> dist.Store:
+    """The same store over a connection of its own: one that waits for an answer lets nobody else ask."""
+    clone: dist.Store = store.clone()
+    return clone
+
+
+def _ask(what: Callable[[], Any], within_s: float = 5.0) -> Any:
+    """An answer of the store; None where it does not give one, as the process that keeps it may be the one that has failed."""
+    found: list[Any] = []
+
+    def ask() -> None:
+        with suppress(Exception):  # torch raises several kinds for a connection that is gone
+            found.append(what())
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(within_s)
+    return found[0] if found else None
+
+
+def _failed(store: dist.Store) -> int | None:
+    """The exit code of the process that failed first; None while all go on."""
+    found = _ask(lambda: store.get(FAILED) if store.check([FAILED]) else None)
+    return None if found is None else _code(found)
+
+
+def _code(said: bytes) -> int:
+    return int(said.decode().partition(":")[2])
+
+
+def behind(notes: dict[int, Note]) -> list[int]:
+    """Of processes that all answer, those that the others wait for: in an earlier step, else in another operation than most."""
+    steps = {rank: -1 if note.step is None else note.step for rank, note in notes.items()}
+    late = [rank for rank, step in steps.items() if step < max(steps.values())]
+    if late:
+        return late
+    operations = [note.operation for note in notes.values()]
+    counts = {operation: operations.count(operation) for operation in set(operations)}
+    most = max(counts, key=lambda operation: counts[operation])
+    return [rank for rank, note in notes.items() if note.operation != most]
+
+
+def place_of(thread: int | None) -> str:
+    """Where in tightfit a thread is, and what it called: " (all_reduce, step.py:180)"."""
+    frame = sys._current_frames().get(thread or 0)
+    called = ""
+    while frame is not None:
+        module, name = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
+        if module.startswith("torch.distributed") and not name.startswith(("_", "wrapper")):
+            called = f"{name}, "
+        if module.startswith("tightfit."):
+            return f" ({called}{module.removeprefix('tightfit.').replace('.', '/')}.py:{frame.f_lineno})"
+        frame = frame.f_back
+    return ""
+
+
+def _said(who: str, seconds: float, mine: Note, rank: int, why: str) -> str:
+    return (
+        f"{who} for {_minutes(seconds)}: {why}; rank {rank} waits in {_step(mine)}, {mine.operation}{mine.where}\n"
+        "  fix: see what holds it up there; --resume goes on from the newest checkpoint, --timeout MINUTES waits longer"
+    )
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def _step(note: Note) -> str:
+    return "the preparations" if note.step is None else f"step {note.step + 1}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _have(ranks: list[int]) -> str:
+    return "have" if len(ranks) > 1 else "has"
+
+
+def _beat(note: Note | None) -> int:
+    return -1 if note is None else note.beat
+
+
+def _key(rank: int) -> str:
+    return f"progress/{rank}"
+
+
+def end(code: int) -> None:
+    """End this process now, whatever its other threads wait for."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@contextmanager
+def watched(store: dist.Store, rank: int, world: int, timeout_s: float) -> Iterator[Watch]:
+    """Within, this process watches the others and they watch it. An error goes on only from the first process that fails; the
+    others end with its exit code."""
+    with noted() as progress:
+        watch = Watch(store, rank, world, progress, timeout_s)
+        watch.start()
+        try:
+            yield watch
+        except Exception as error:
+            code = watch.fail(getattr(error, "exit_code", 1), LOST_S if is_lost_connection(error) else 0.0)
+            if code is not None:
+                raise SystemExit(code) from None
+            if is_lost_connection(error):
+                mine = watch._note()
+                raise TightfitError(
+                    f"rank {rank} lost its connection to another, which ended without a word, in {_step(mine)}, {mine.operation} "
+                    f"({' '.join(str(error).split())[-200:]})\n  what was saved is kept: --resume goes on from there"
+                ) from error
+            raise
+        finally:
+            watch.stop()
+
+
+def is_lost_connection(error: Exception) -> bool:
+    """Whether an error says no more than that another process is gone."""
+    if isinstance(error, TightfitError) or not isinstance(error, RuntimeError):
+        return False
+    said = str(error).lower()
+    return isinstance(error, dist.DistError) or any(
+        words in said
+        for words in ("connection closed", "connection reset", "connection refused", "broken pipe", "/gloo/")
+    )
+
+
+__all__ = ["TIMEOUT_S", "Watch", "watched"]
