@@ -7,6 +7,7 @@ next, which it fills.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,7 @@ from torch import Tensor
 
 FILE_BYTES = 2 * 2**30  # at most; and at least, of a checkpoint that several write, but for the last:
 SMALLEST_BYTES = 2**26
+CHECKSUMS = "checksums.json"
 HELD = 2  # files that a process holds at most
 
 Layout = list[list[str]]  # of each file, the names of its tensors
@@ -62,12 +64,13 @@ def write_index(folder: Path, kind: str, layout: Layout, total: int) -> None:
 
 class Writer:
     """Writes files one after the other, while its caller fills the next. What went wrong is in `errors`: a caller whom others wait
-    for goes on to the end first."""
+    for goes on to the end first. `checksums` are those of the files that are written, by name."""
 
     def __init__(self) -> None:
         self.errors: list[Exception] = []
+        self.checksums: dict[str, str] = {}
         self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self._under_way: Future[None] | None = None
+        self._under_way: Future[tuple[str, str]] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -79,7 +82,8 @@ class Writer:
     def wait(self) -> None:
         if self._under_way is not None:
             try:
-                self._under_way.result()
+                name, checksum = self._under_way.result()
+                self.checksums[name] = checksum
             except (OSError, SafetensorError) as error:
                 self.errors.append(error)
             self._under_way = None
@@ -112,11 +116,33 @@ class Writer:
                 self.write(folder / file, kept)
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+def _write(path: Path, tensors: dict[str, Tensor]) -> tuple[str, str]:
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     finally:
         tensors.clear()  # before anybody who waits goes on
+    return path.name, checksum(path)
+
+
+def checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_checksums(folder: Path, known: Mapping[str, str]) -> None:
+    """Leave the checksums of all files of a folder beside them; `known` ones are not taken again."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    found = {name: known[name] if name in known else checksum(folder / name) for name in names}
+    (folder / CHECKSUMS).write_text(json.dumps({"sha256": found}, indent=1) + "\n")
+
+
+def read_checksums(folder: Path) -> dict[str, str]:
+    """By name, the checksums that were left in a folder. Raises OSError where they are not there, ValueError or LookupError where
+    they are damaged."""
+    found = json.loads((folder / CHECKSUMS).read_text())["sha256"]
+    if not isinstance(found, dict):
+        raise ValueError("no table of checksums")
+    return found
 
 
 class Reader:
@@ -146,10 +172,28 @@ class Reader:
     def names(self) -> set[str]:
         return set(self._where)
 
+    def files_of(self, names: Collection[str]) -> set[str]:
+        """The files that these tensors are in."""
+        return {self._where[name] for name in names if name in self._where}
+
     def get(self, name: str) -> Tensor:
         """A tensor on the host, to be read from only."""
         value: Tensor = self._file(self._where[name]).get_tensor(name)
         return value
 
 
-__all__ = ["HELD", "Layout", "Reader", "Writer", "file_bytes", "file_name", "laid_out", "write_index"]
+__all__ = [
+    "CHECKSUMS",
+    "HELD",
+    "Layout",
+    "Reader",
+    "Writer",
+    "checksum",
+    "file_bytes",
+    "file_name",
+    "index_name",
+    "laid_out",
+    "read_checksums",
+    "write_checksums",
+    "write_index",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,48 @@ def test_a_checkpoint_is_gone_on_with_by_any_number_of_devices(
                 else saved_and_resumed(*arguments, optimizer=optimizer)
             )
             assert losses == pytest.approx(wanted[2:] if again is not None else wanted[:2], rel=near)
+
+
+def resumed_from_altered(folder: str, fields: dict[str, Any], alter: str | None) -> tuple[list[str], str]:
+    """(files whose checksums this device took, what it says of a checkpoint of which the first device has altered a file)."""
+    files.FILE_BYTES = SMALL_FILES
+    run = tightfit.build(job_of("llama"), tightfit.Plan(**fields))
+    path = checkpoint.save(run, folder, 1)
+    if alter is not None and dist.get_rank() == 0:
+        content = bytearray((path / alter).read_bytes())
+        content[-5] ^= 1
+        (path / alter).write_bytes(content)
+    dist.barrier()
+    taken: list[str] = []
+
+    def noted(file: Path) -> str:
+        taken.append(file.name)
+        return files.checksum(file)
+
+    module = sys.modules["tightfit.engine.resume"]
+    module.checksum = noted  # type: ignore[attr-defined]
+    try:
+        resume(run, folder)
+    except InputError as error:
+        return taken, str(error)
+    finally:
+        module.checksum = files.checksum  # type: ignore[attr-defined]
+    return taken, ""
+
+
+@pytest.mark.parametrize("fields", [PLANS[0], PLANS[3], PIPED[0]], ids=named)
+def test_all_devices_refuse_a_file_that_one_finds_altered(fields: dict[str, Any], tmp_path: Path) -> None:
+    where = HERE + "resumed_from_altered"
+    found = together(2, where, str(tmp_path / "whole"), fields, None)
+    assert [said for _, said in found] == ["", ""]
+    there = {path.name for path in (tmp_path / "whole" / "step-00000001").iterdir()}
+    both = [name for taken, _ in found for name in taken if name.endswith(".safetensors")]
+    assert len(both) == len(set(both))  # this host reads each once
+    assert {name for taken, _ in found for name in taken} == there - {"checksums.json"}
+    altered = max(both)
+    (_, one), (_, other) = together(2, where, str(tmp_path / "altered"), fields, altered)
+    assert one == other
+    assert f"{altered} is not as it was written" in one
 
 
 def filled_disk(folder: str, fields: dict[str, Any]) -> str:

@@ -125,7 +125,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_keeps_what_was_saved(
     assert "in the data" in message
     assert f"{out / 'checkpoints' / 'step-'}" in message
     assert "Traceback" not in message
-    assert list((out / "checkpoints").glob("step-*/state.pt"))
+    assert list((out / "checkpoints").glob("step-*/state.json"))
 
 
 NAN = """

@@ -1,34 +1,40 @@
 """Checkpoints: everything that a run needs to go on as if it had not stopped.
 
 A checkpoint is a folder `step-00000120` with `model.safetensors` (and `config.json` and the tokenizer's files where the model
-and data have them, so that transformers can load it), `optimizer.safetensors`, and `state.pt`: loss scale, random states,
-position. Large ones have several files of each kind, which the devices write together: see `files`. It is written beside and
-renamed, so what has a name is whole.
+and data have them, so that transformers can load it), `optimizer.safetensors`, `state.json`: loss scale, random states,
+position, and `checksums.json`: those of all other files. Large ones have several files of each kind, which the devices write
+together: see `files`. It is written beside and renamed, so what has a name is whole. It has tensors and JSON, and nothing that
+is run when it is read.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tightfit.engine.randomness import random_states
 from tightfit.engine.saved import Tensors, model_of, states_of
 from tightfit.engine.step import drain
 from tightfit.errors import InputError, TightfitError
-from tightfit.files import Layout, Writer, file_bytes, file_name, laid_out, write_index
+from tightfit.files import CHECKSUMS, Layout, Writer, file_bytes, file_name, laid_out, write_checksums, write_index
 from tightfit.methods.mesh import leads, rank
+from tightfit.methods.progress import doing
 from tightfit.methods.run import Run
 from tightfit.models import is_transformers_model
+
+STATE = "state.json"
+EARLIER = "state.pt"  # of versions that kept it in a pickle
 
 
 def save(run: Run, folder: str | Path, step: int) -> Path:
@@ -48,7 +54,7 @@ def save(run: Run, folder: str | Path, step: int) -> Path:
     state = _state(run, step, states)
     _together(run, lambda: _begin(folder, unfinished) if leads() else None, step, folder)
     writers = _writers(run, unfinished)
-    if not all(_everyones(run, bool(writers))):
+    if not all(everyones(run, bool(writers))):
         _together(run, lambda: _unseen(folder), step, folder, unfinished)
     layouts: dict[str, tuple[Layout, int]] = {}
     with Writer() as writer:
@@ -58,15 +64,18 @@ def save(run: Run, folder: str | Path, step: int) -> Path:
             names = {file_name(kind, number, len(layout)): layout[number] for number in mine}
             stride = max(len(writers) // max(len(mine), 1), 1)
             own = {file for place, file in enumerate(names) if writers[place * stride % len(writers)] == rank()}
-            writer.fill(unfinished, names, tensors.fetch, own)
+            writer.fill(unfinished, names, partial(_fetch, tensors), own)
         writer.wait()
         _together(run, lambda: _raise_first(writer.errors), step, folder, unfinished)
+    doing("the end of writing a checkpoint")
+    written = everyones(run, writer.checksums)
 
     def finish() -> None:
         for kind, (layout, size) in layouts.items():
             write_index(unfinished, kind, layout, size)
         _describe(run, unfinished)
-        torch.save(state, unfinished / "state.pt")
+        (unfinished / STATE).write_text(json.dumps(state) + "\n")
+        write_checksums(unfinished, {name: sum for one in written for name, sum in one.items()})
         shutil.rmtree(final, ignore_errors=True)
         os.replace(unfinished, final)
         for old in checkpoints(folder)[: -run.job.train.keep_checkpoints]:
@@ -74,6 +83,11 @@ def save(run: Run, folder: str | Path, step: int) -> Path:
 
     _together(run, lambda: finish() if leads() else None, step, folder, unfinished)
     return final
+
+
+def _fetch(tensors: Tensors, name: str) -> Tensor:
+    doing(f"writing a checkpoint, {name}")
+    return tensors.fetch(name)
 
 
 def _begin(folder: Path, unfinished: Path) -> None:
@@ -98,7 +112,7 @@ def _together(run: Run, act: Callable[[], None], step: int, folder: Path, unfini
         act()
     except (OSError, SafetensorError) as error:
         said = str(error) or type(error).__name__
-    found = [one for one in _everyones(run, said) if one]
+    found = [one for one in everyones(run, said) if one]
     if found:
         if unfinished is not None and leads():
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -108,7 +122,7 @@ def _together(run: Run, act: Callable[[], None], step: int, folder: Path, unfini
         )
 
 
-def _everyones(run: Run, value: Any) -> list[Any]:
+def everyones(run: Run, value: Any) -> list[Any]:
     """A small value of every device's, on all of them."""
     if run.mesh is None:
         return [value]
@@ -130,7 +144,7 @@ def _writers(run: Run, folder: Path) -> list[int]:
     """The devices that can write what this one's piece of the model has: those that have the same and see the folder."""
     if run.mesh is None or run.mesh.servers:
         return [0]
-    sees, each = _everyones(run, folder.is_dir()), dist.get_world_size() // run.mesh.size("pp")
+    sees, each = everyones(run, folder.is_dir()), dist.get_world_size() // run.mesh.size("pp")
     first = run.mesh.rank("pp") * each
     return [device for device in range(first, first + each) if sees[device]]
 
@@ -140,7 +154,7 @@ def check_folder(run: Run, folder: Path) -> None:
     if run.mesh is None:
         return
     dist.barrier()
-    if not all(_everyones(run, bool(_writers(run, folder)))):
+    if not all(everyones(run, bool(_writers(run, folder)))):
         raise InputError(
             f"--out {folder}",
             "a stage of the pipeline is on hosts that do not see it",
@@ -187,7 +201,8 @@ def _plain_name(model: nn.Module) -> str:
 
 def checkpoints(folder: str | Path) -> list[Path]:
     """The whole checkpoints under `folder`, oldest first."""
-    return sorted(path for path in Path(folder).glob("step-*") if (path / "state.pt").exists())
+    files = (STATE, CHECKSUMS, EARLIER)  # one that has lost a file is one that has lost a file
+    return sorted(path for path in Path(folder).glob("step-*") if any((path / name).exists() for name in files))
 
 
 def newest(folder: str | Path) -> Path:
@@ -207,8 +222,8 @@ def _state(run: Run, step: int, states: Tensors) -> dict[str, Any]:
     counts = {name: value for piece in _stages(run, states.counts) for name, value in piece.items()}
     return {
         "step": step,
-        "job": run.job.to_json(),
+        "job": json.loads(run.job.to_json()),
         "counts": counts,
         "loss_scale": run.loss_scale.state_dict() if run.loss_scale else None,
-        "random": _everyones(run, random_states()),
+        "random": everyones(run, random_states()),
     }

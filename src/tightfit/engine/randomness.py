@@ -19,25 +19,33 @@ def seed_all(seed: int) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """Where all generators stand, in types that torch.load takes with weights_only."""
+    """Where all generators stand, in types that JSON has."""
     name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "torch": _as_text(torch.get_rng_state()),
+        "cuda": [_as_text(state) for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
         "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(numpy.asarray(keys).astype("int64")), position, has_gauss, gauss),
+        "numpy": (name, numpy.asarray(keys).tolist(), position, has_gauss, gauss),
     }
+
+
+def _as_text(state: torch.Tensor) -> str:
+    return bytes(state.tolist()).hex()
+
+
+def _from_text(state: str) -> torch.Tensor:
+    return torch.tensor(list(bytes.fromhex(state)), dtype=torch.uint8)
 
 
 def set_random_states(states: dict[str, Any]) -> None:
     """Put the generators where `random_states` saw them; those of devices that are not here are left out."""
-    torch.set_rng_state(states["torch"])
+    torch.set_rng_state(_from_text(states["torch"]))
     if torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
+        torch.cuda.set_rng_state_all([_from_text(state) for state in states["cuda"][: torch.cuda.device_count()]])
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = states["numpy"]
-    numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+    numpy.random.set_state((name, numpy.array(keys, dtype="uint32"), *rest))
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +14,129 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tightfit.engine.checkpoint import checkpoints, newest
+from tightfit.engine.checkpoint import EARLIER, STATE, checkpoints, everyones, newest
 from tightfit.engine.randomness import seed_all, set_random_states
 from tightfit.engine.saved import is_divided, names_of, whole_shape
 from tightfit.errors import InputError
-from tightfit.files import Reader
+from tightfit.files import CHECKSUMS, Reader, checksum, file_name, index_name, read_checksums
 from tightfit.job import Job
-from tightfit.methods.mesh import rank
+from tightfit.methods.mesh import leads, rank
+from tightfit.methods.progress import doing
 from tightfit.methods.run import Run, part
 from tightfit.optim.per_parameter import unpack
 from tightfit.optim.whole import lies_as
 
+INDEX = ".index.json"
+SHARED = "name a folder that all hosts share with --out"
+
 
 def resume(run: Run, folder: str | Path) -> int:
-    """Put the newest checkpoint under `folder` into `run`; returns the step to go on from. Raises InputError."""
+    """Put the newest checkpoint under `folder` into `run`; returns the step to go on from. Raises InputError.
+
+    Every file is held to its checksum before anything is taken of it. On several devices all of them call it, and all raise the
+    error of one.
+    """
+    doing("reading a checkpoint")
+    path, state, needed = _agreed(run, lambda: _begin(run, folder))
+    paths = everyones(run, path.name)
+    if len(set(paths)) > 1:
+        raise InputError(
+            f"resume from {folder}", f"hosts see different checkpoints ({', '.join(sorted(set(paths)))})", SHARED
+        )
+    share = _share(run, needed)
+    _agreed(run, lambda: _hold(path, share))
+    _agreed(run, lambda: _load(run, path, state))
+    if run.loss_scale is not None and state["loss_scale"] is not None:
+        run.loss_scale.load_state_dict(state["loss_scale"])
+    _set_random_states(run, state)
+    step: int = state["step"]
+    return step
+
+
+def _agreed(run: Run, act: Callable[[], Any]) -> Any:
+    """What `act` returns on this device; where it raises InputError on one, the same on all."""
+    found, said = None, None
+    try:
+        found = act()
+    except InputError as error:
+        said = (error.asked, error.found, error.fix)
+    first = next((one for one in everyones(run, said) if one is not None), None)
+    if first is not None:
+        raise InputError(*first)
+    return found
+
+
+def _begin(run: Run, folder: str | Path) -> tuple[Path, dict[str, Any], list[str]]:
+    """(the newest checkpoint, its state, the files with this device's tensors)."""
     path = newest(folder)
-    state = _read(path)
-    _same_job(json.loads(state["job"]), run.job, path)
+    if (path / EARLIER).exists() and not (path / STATE).exists():
+        raise InputError(
+            f"resume from {path}",
+            "was written by an earlier version of tightfit, whose checkpoints have no checksums",
+            "go on with that version, or start afresh with another --out",
+        )
+    known = _known(path)
+    _hold(path, {STATE: known.get(STATE, ""), **{name: sum for name, sum in known.items() if name.endswith(INDEX)}})
+    state = json.loads((path / STATE).read_text())
+    _same_job(state["job"], run.job, path)
+    names = {*run.model.state_dict().keys(), *(name for name, _ in names_of(run))}
+    needed: set[str] = set()
+    for kind in ("model", "optimizer"):
+        if (path / index_name(kind)).exists():
+            with Reader(path, kind) as saved:
+                needed |= saved.files_of([key for key in saved.names if key.partition(":")[2] in names or key in names])
+        else:
+            needed.add(file_name(kind, 0, 1))
+    if leads():  # what nobody reads here, but others will
+        needed |= {name for name in known if not name.endswith(".safetensors")}
+    return path, state, sorted(needed)
+
+
+def _known(path: Path) -> dict[str, str]:
+    try:
+        return read_checksums(path)
+    except FileNotFoundError:
+        raise _altered(path, f"{CHECKSUMS} is missing") from None
+    except (ValueError, LookupError, TypeError):
+        raise _altered(path, f"{CHECKSUMS} is not as it was written") from None
+
+
+def _share(run: Run, needed: list[str]) -> list[str]:
+    """Of the files that the devices of this host need, those that this one holds to their checksums: each is read once."""
+    here = socket.gethostname()
+    others = [(number, files) for number, (host, files) in enumerate(everyones(run, (here, needed))) if host == here]
+    share = []
+    for place, name in enumerate(sorted({name for _, files in others for name in files})):
+        readers = [number for number, files in others if name in files]
+        if readers[place % len(readers)] == (rank() if run.mesh is not None else 0):
+            share.append(name)
+    return share
+
+
+def _hold(path: Path, names: Iterable[str]) -> None:
+    """Raise InputError for a file that is missing, or is not as its checksum says."""
+    known = _known(path)
+    for name in names:
+        doing(f"reading a checkpoint, {name}")
+        try:
+            if checksum(path / name) != known.get(name):
+                raise _altered(path, f"{name} is not as it was written: its checksum differs")
+        except FileNotFoundError:
+            raise _altered(path, f"{name} is missing") from None
+        except OSError as error:
+            raise _altered(path, f"{name} cannot be read ({error.strerror or error})") from error
+
+
+def _altered(path: Path, found: str) -> InputError:
+    before = [one for one in checkpoints(path.parent) if one < path]
+    if before:
+        return InputError(f"resume from {path}", found, f"delete {path}: the run goes on from {before[-1]} then")
+    return InputError(
+        f"resume from {path}", found, "start afresh with another --out: there is no checkpoint before this one"
+    )
+
+
+def _load(run: Run, path: Path, state: dict[str, Any]) -> None:
     try:
         with Reader(path, "model") as saved:
             _load_model(run, saved)
@@ -36,12 +144,6 @@ def resume(run: Run, folder: str | Path) -> int:
             states = _parts(run, saved, state["counts"])
         groups = run.optimizer.state_dict()["param_groups"]
         run.optimizer.load_state_dict({"state": states, "param_groups": groups})
-    except FileNotFoundError as error:
-        raise InputError(
-            f"resume from {path}",
-            f"a file of it is missing ({error})",
-            f"delete {path}: the run goes on from the one before it",
-        ) from error
     except (RuntimeError, ValueError, SafetensorError) as error:
         if isinstance(error, InputError) or "memory" in str(error).lower():
             raise
@@ -49,12 +151,8 @@ def resume(run: Run, folder: str | Path) -> int:
         raise InputError(
             f"resume from {path}",
             f"does not fit this model ({lines[:200]})",
-            f"use the code that the run was started with; if the files are damaged, delete {path}",
+            "use the code that the run was started with",
         ) from error
-    if run.loss_scale is not None and state["loss_scale"] is not None:
-        run.loss_scale.load_state_dict(state["loss_scale"])
-    _set_random_states(run, state)
-    return state["step"]
 
 
 @torch.no_grad()
@@ -117,21 +215,6 @@ def _set_random_states(run: Run, state: dict[str, Any]) -> None:
         set_random_states(states[number])
     else:
         seed_all(run.job.train.seed + 1 + state["step"] + 7919 * number)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-    except MemoryError:
-        raise
-    except Exception as error:  # what torch raises for a damaged file depends on where it is damaged
-        raise InputError(
-            f"resume from {path}",
-            "its state.pt is damaged",
-            f"delete {path}: the run goes on from the checkpoint before it"
-            if len(checkpoints(path.parent)) > 1
-            else "start afresh with another --out: there is no checkpoint before it",
-        ) from error
 
 
 _MAY_CHANGE = {
