@@ -124,14 +124,26 @@ def test_first_host_of_a_list(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
 
 
-def test_processes_show_tracebacks_where_the_command_was_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.launcher import api
+def test_processes_are_started_with_the_command_and_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
 
-    started: list[tuple[str, ...]] = []
-    monkeypatch.setattr(api, "elastic_launch", lambda config, entry: lambda *arguments: started.append(arguments))
+    class Ended:
+        returncode, pid = 0, 0
+
+        def __init__(self, command: list[str], env: dict[str, str], **options: Any) -> None:
+            started.append((command, env))
+
+        def poll(self) -> int:
+            return 0
+
+    monkeypatch.setattr(launch.subprocess, "Popen", Ended)
     monkeypatch.setattr(launch.signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(sys, "argv", ["tightfit", "train", "job.yaml", "--nproc", "2"])
     for asked in ([], ["--traceback"]):
         monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "tightfit", *asked, *sys.argv[1:]])
         assert launch.start_processes(2) == 0
-        assert started[-1] == ("-m", "tightfit", *asked, "train", "job.yaml")
+        for rank, (command, environ) in enumerate(started[-2:]):
+            assert command[1:] == ["-m", "tightfit", *asked, "train", "job.yaml"]
+            assert environ["RANK"] == environ["LOCAL_RANK"] == str(rank)
+            assert environ["WORLD_SIZE"] == environ["LOCAL_WORLD_SIZE"] == "2"
+            assert environ["MASTER_ADDR"] == "127.0.0.1"
