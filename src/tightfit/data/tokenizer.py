@@ -51,7 +51,7 @@ def load_tokenizer(path: str) -> Any:
         raise InputError(asked, "no such file or folder", "name a tokenizer.json, or a folder that has one")
     try:
         if place.is_dir() and (place / "tokenizer_config.json").exists():
-            loaded = AutoTokenizer.from_pretrained(str(place), local_files_only=True)
+            loaded = AutoTokenizer.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
             loaded.backend_tokenizer  # noqa: B018  a tokenizer in pure Python has none
             return loaded
         return _with_roles(Tokenizer.from_file(str(place / "tokenizer.json" if place.is_dir() else place)))

@@ -114,8 +114,16 @@ def model_config(spec: ModelSpec) -> Any:
     if spec.from_:
         folder = Path(spec.from_)
         _read_config(folder)
+        if "trust_remote_code" in spec.config:
+            raise InputError(
+                "job: model.trust_remote_code",
+                "code that comes with a model's folder is never run",
+                'name code of your own that makes the model: {python: "file.py:function"}',
+            )
         with as_input_error(f"job: model.from={folder}", "mend its config.json"):
-            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **spec.config)
+            config = transformers.AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, **spec.config
+            )
     else:
         architecture = _architecture(spec)
         kind = _config_class(architecture)
@@ -219,7 +227,12 @@ def _factory(model: Any, sequential: bool) -> Callable[[], nn.Module]:
                 _read_sequentially() if sequential else nullcontext(),
             ):
                 return kind.from_pretrained(
-                    model.from_, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True
+                    model.from_,
+                    config=config,
+                    dtype=torch.float32,
+                    local_files_only=True,
+                    use_safetensors=True,
+                    trust_remote_code=False,
                 )
         with as_input_error(f"job: model ({model})", "change the config keys it names"):
             return kind.from_config(config, dtype=torch.float32)

@@ -19,7 +19,7 @@ _SLURM = """#!/usr/bin/env bash
 #SBATCH --cpus-per-task=8
 #SBATCH --signal=TERM@120  # a checkpoint is written before the time is up
 set -euo pipefail
-srun {command}
+srun --kill-on-bad-exit=1 {command}
 """
 _TORCHRUN = """#!/usr/bin/env bash
 # on each of the {nodes} hosts: HEAD=<name of the first host> bash {name}
