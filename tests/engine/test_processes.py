@@ -46,6 +46,7 @@ class Training:
         )
 
     def wait_for_steps(self) -> None:
+        """Until the first step is done."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.shown += line
@@ -174,7 +175,10 @@ def test_sigusr1_saves_and_a_requeue_code_says_so(tmp_path: Path) -> None:
         again.process.send_signal(signal.SIGTERM)
         assert again.end()[0] == 85
     assert again.saved[-1] == again.steps > done
-    assert len({json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").open()}) == again.steps
+    assert (
+        len({json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()})
+        == again.steps
+    )
 
 
 SLOW = """

@@ -58,6 +58,7 @@ def content() -> dict[str, Any]:
 
 def sampled(fields: dict[str, Any], precision: str = "fp32") -> str | None:
     job = tightfit.Job.parse({**content(), "allow": ["bf16", "asynchronous"]})
+    job = job.replace(train=job.train.replace(clip=None))
     run = tightfit.build(job, tightfit.Plan(**fields, precision=precision))
     for _ in tightfit.train(run):
         pass
