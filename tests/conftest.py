@@ -18,13 +18,8 @@ from tightfit.planner.complete import has_fast_bf16
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache")
 
 _SEVERAL = re.compile(
-<<<<<<< HEAD
-    r"engine/test_(several_devices|limits|hosts|freed|missing_gradients|unused_modules)"
+    r"engine/test_(several_devices|limits|hosts|freed|missing_gradients|unused_modules|processes|sample|every_value)"
     r"|methods/test_(collectives|pipeline|tensor_parallel|parameter_server|data_parallel|shards|context_parallel|offload|gradcheck)"
-=======
-    r"engine/test_(several_devices|limits|hosts|freed|processes|sample|every_value)"
-    r"|methods/test_(collectives|pipeline|tensor_parallel|parameter_server|data_parallel|shards|context_parallel|offload)"
->>>>>>> 1a19d70 (Tests of processes and of the sample text)
     r"|zoo/test_zoo.*several"
     r"|contract/.*[\[,+](dp_replicate|dp_shard|cp|tp|pp|parameter_server)="
 )
