@@ -117,6 +117,7 @@ def test_what_goes_around_is_keys_and_values_and_their_gradients() -> None:
         (cases.VIT, "no loss of each position"),
         (cases.T5, "no loss of each position"),
         ({**cases.GPT2, "attn_pdrop": 0.1}, "attn_pdrop: 0.0"),
+        ({**cases.BERT, "architecture": "roberta", "pad_token_id": 1}, "numbers positions"),
         ({**cases.LLAMA, "architecture": "mistral", "sliding_window": 8}, "window"),
     ],
 )

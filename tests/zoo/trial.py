@@ -53,8 +53,7 @@ class Trial:
         plan, entry = self.whole_plan, find(self.model)
         cut = {"micro_batch": None, "replicas": 1}
         if entry.together:
-            replicas = plan.data_parallel - plan.servers if plan.servers else plan.data_parallel
-            cut = {"micro_batch": plan.micro_batch, "replicas": replicas}
+            cut = {"micro_batch": plan.micro_batch, "replicas": plan.data_parallel}
         precisions = ["fp32"]
         if plan.precision not in ("fp32", "tf32"):
             precisions.append("true" if plan.is_true else "mixed")

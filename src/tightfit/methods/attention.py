@@ -81,8 +81,8 @@ def attend(
     """transformers' attention function: (batch, heads, length, width) in, (batch, length, heads, width) out."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    same_length = query.shape[2] == key.shape[2]
-    if dropout or others.get("position_bias") is not None or not same_length:
+    alike = query.shape[2:] == key.shape[2:] == value.shape[2:]
+    if dropout or others.get("position_bias") is not None or not alike:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
         )

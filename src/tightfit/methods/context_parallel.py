@@ -85,6 +85,12 @@ def _refuse_what_cannot_be_cut(model: nn.Module, task: str | None, plan: Plan) -
             f"{type(model).__name__} does not take its attention from transformers' interface, and position_ids",
             "use cp: 1, and tp or recompute for long sequences",
         )
+    if any(map(_counts_its_positions, model.modules())):
+        raise InputError(
+            asked,
+            f"{type(model).__name__} numbers positions by which tokens are padding, over the whole sequence",
+            "use cp: 1",
+        )
     for name in _DROPOUT:
         share = getattr(config, name, 0.0)
         if share:
@@ -95,6 +101,12 @@ def _refuse_what_cannot_be_cut(model: nn.Module, task: str | None, plan: Plan) -
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if kinds != {"full_attention"} or window is not None:
         raise InputError(asked, "the model's attention sees a window only, which a ring does not cut", "use cp: 1")
+
+
+def _counts_its_positions(module: nn.Module) -> bool:
+    """As RoBERTa and its relatives do: their positions begin behind the padding's number, and 0, 1, 2, ... are none of theirs."""
+    positions = getattr(module, "position_embeddings", None)
+    return isinstance(positions, nn.Embedding) and positions.padding_idx is not None
 
 
 def cut(batch: Batch, causal: bool, piece: int, pieces: int) -> Batch:
@@ -257,8 +269,12 @@ def attend(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    narrow, wide = query.shape[-1], value.shape[-1]
+    if narrow != wide:  # one kernel for both: columns of zeros change nothing (the scale is known already)
+        query, key = (functional.pad(x, (0, max(wide - narrow, 0))) for x in (query, key))
+        value = functional.pad(value, (0, max(narrow - wide, 0)))
     output = RingAttention.apply(query, key, value, attention_mask, causal, scale, _rings[module])
-    return output.transpose(1, 2), None
+    return output[..., :wide].transpose(1, 2), None
 
 
 class RingAttention(torch.autograd.Function):

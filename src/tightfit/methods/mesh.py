@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import _disable_current_modes
@@ -31,6 +32,7 @@ from tightfit.plan import Plan
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 DATA = ("dp_replicate", "dp_shard")  # along these the samples are divided
 UNKNOWN_LINK = 1e9  # bytes/s, until somebody calibrates
+_Place = tuple[nn.Module, str]  # a module, and the name of a buffer of it
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
@@ -348,26 +350,54 @@ def same_everywhere(model: nn.Module, mesh: Mesh) -> None:
 
 
 class Statistics:
-    """Running statistics of BatchNorm: each replica saw its own samples; all keep the mean of what they saw."""
+    """Buffers that a forward writes, such as the running statistics of BatchNorm: each replica saw its own samples; all keep the
+    mean of what they wrote. Which others than BatchNorm's are written is seen in the first step.
+    """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.buffers = [
-            buffer
-            for module in model.modules()
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
-            for buffer in (module.running_mean, module.running_var)
-            if buffer is not None
-        ]
+        self._places: list[_Place] = []
+        self._unknown: list[tuple[_Place, Tensor, int]] = []
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or not buffer.is_floating_point():
+                    continue
+                if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+                    self._places.append((module, name))
+                else:
+                    self._unknown.append(((module, name), buffer, buffer._version))
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        found = [module._buffers[name] for module, name in self._places]
+        return [buffer for buffer in found if buffer is not None]
 
     @torch.no_grad()
-    def average(self) -> None:
-        if not self.buffers:
+    def average(self, counts: bool = True) -> None:
+        """counts: whether this replica saw samples."""
+        self._find_written()
+        for dtype in sorted({buffer.dtype for buffer in self.buffers}, key=str):
+            buffers = [buffer for buffer in self.buffers if buffer.dtype == dtype]
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            if not counts:
+                flat.zero_()
+            self.mesh.sum(flat, DATA).div_(self.mesh.part[1] * self.mesh.cp)
+            for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(mean.view(buffer.shape))
+
+    def _find_written(self) -> None:
+        """Those that any replica has written since it was made: all of them agree."""
+        if not self._unknown:
             return
-        flat = torch.cat([buffer.reshape(-1) for buffer in self.buffers])
-        self.mesh.sum(flat, DATA).div_(self.mesh.part[1] * self.mesh.cp)
-        for buffer, mean in zip(self.buffers, flat.split([b.numel() for b in self.buffers]), strict=True):
-            buffer.copy_(mean.view(buffer.shape))
+        written = [
+            module._buffers[name] is not buffer or buffer._version != version
+            for (module, name), buffer, version in self._unknown
+        ]
+        if active_fake_mode() is None:
+            flags = torch.tensor(written, dtype=torch.int32, device=self._unknown[0][1].device)
+            written = [bool(flag) for flag in self.mesh.sum(flags, DATA, dist.ReduceOp.MAX)]
+        self._places += [place for (place, _, _), changed in zip(self._unknown, written, strict=True) if changed]
+        self._unknown = []
 
 
 def _stride(plan: Plan, axes: tuple[str, ...]) -> tuple[int, int]:

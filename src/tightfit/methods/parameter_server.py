@@ -213,9 +213,7 @@ class Server(_Process):
                 dist.recv(flat, worker, group=self.box.group)
             total += flat
         self.box.put_gradients(total)
-        for buffer in self.statistics.buffers:
-            buffer.zero_()
-        self.statistics.average()
+        self.statistics.average(counts=False)
         return torch.zeros((), device=run.device)
 
     def updated(self) -> None:

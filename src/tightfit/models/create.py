@@ -203,10 +203,10 @@ def model_factory(model: Any, sequential: bool = False) -> Callable[[], nn.Modul
 def _without_cache(model: nn.Module) -> nn.Module:
     """transformers' models fill a cache of keys and values as they run. Training reads none; a block that is computed again would
     add its keys a second time."""
-    transformers: Any = sys.modules.get("transformers")
-    for module in model.modules() if transformers is not None else ():
-        if isinstance(module, transformers.PreTrainedModel) and getattr(module.config, "use_cache", False):
-            module.config.use_cache = False
+    for module in model.modules():
+        config: Any = module.config if is_transformers_model(module) else None
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
     return model
 
 
