@@ -128,13 +128,16 @@ def verify(
     job: JobFile,
     plan: PlanFile = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="optimizer steps to compare")] = 3,
+    nproc: Annotated[
+        int, typer.Option("--nproc", min=1, metavar="N", help="processes of this host, a device each, for such a plan")
+    ] = 1,
     changes: Changes = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the plan beside the reference plan and print the largest differences."""
     from tightfit.report.commands import verify_command
 
-    verify_command(job, plan, steps, changes or [], as_json)
+    verify_command(job, plan, steps, changes or [], as_json, nproc)
 
 
 @app.command()

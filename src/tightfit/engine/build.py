@@ -17,10 +17,13 @@ from tightfit.plan import Plan
 from tightfit.rules import check
 
 
-def build(job: Job, plan: Plan | None = None, machine: Machine | None = None, data: Data | None = None) -> Run:
+def build(
+    job: Job, plan: Plan | None = None, machine: Machine | None = None, data: Data | None = None, alone: bool = False
+) -> Run:
     """A Run of `job` fitted by `plan` (the reference plan if left out) to this machine's device.
 
-    data  in place of the job's own, where that need not be opened
+    data   in place of the job's own, where that need not be opened
+    alone  for one device, in one of several processes that train together
 
     Raises InputError for a plan that the job does not allow or that cannot work, with its remedy.
     """
@@ -28,7 +31,7 @@ def build(job: Job, plan: Plan | None = None, machine: Machine | None = None, da
     kind = (machine or Machine.detect()).device
     check(plan, job, kind)
     device = local_device(kind)
-    mesh = make_mesh(plan, device)
+    mesh = None if alone else make_mesh(plan, device)
     seed_all(job.train.seed)
     loss = load_python(job.loss.python) if isinstance(job.loss, LossSpec) else job.loss
     unset = cast(Any, None)  # set by the rooms below

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tightfit.engine.build import build
 from tightfit.engine.loop import train
+from tightfit.engine.step import local
+from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Machine
-from tightfit.methods.run import Reduction, Run
+from tightfit.methods.mesh import check_world, join, leads
+from tightfit.methods.run import Reduction, Run, whole
 from tightfit.plan import Plan
 
 ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
@@ -99,11 +104,19 @@ def verify(job: Job, plan: Plan, machine: Machine | None = None, steps: int = 3)
 
     BatchNorm computes the statistics of each micro-batch by itself, so a plan that splits the batch of such a model
     trains something else, and fails. A dynamic loss scale is compared once it has found its level.
+
+    A plan for several devices is run by as many processes, all of which call this and are given the same; the first of them
+    runs the reference.
     """
     if job.train.steps is None or job.train.steps < steps:
         job = job.replace(train=job.train.replace(steps=steps, epochs=None, warmup=min(job.train.warmup, steps)))
+    if plan.devices > 1:
+        return _verify_together(job, plan, machine, steps)
     expected = observe(build(job, Plan(), machine), steps)
-    found = observe_settled(job, plan, machine, steps)
+    return compare(plan, observe_settled(job, plan, machine, steps), expected)
+
+
+def compare(plan: Plan, found: Observed, expected: Observed) -> Verification:
     losses = [abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found.losses, expected.losses, strict=True)]
     return Verification(
         math.nan if any(map(math.isnan, losses)) else max(losses),
@@ -111,6 +124,28 @@ def verify(job: Job, plan: Plan, machine: Machine | None = None, steps: int = 3)
         difference(found.weights, expected.weights),
         Tolerances.of(plan, difference(expected.start, expected.weights)),
     )
+
+
+def _verify_together(job: Job, plan: Plan, machine: Machine | None, steps: int) -> Verification:
+    """Gradients are compared as the optimizer is given them: summed over devices, and clipped where the job clips."""
+    for late, instead in (
+        ("schedule=pipedream", "schedule: 1f1b"),
+        ("parameter_server=async", "parameter_server: sync"),
+    ):
+        name, _, value = late.partition("=")
+        if getattr(plan, name) == value:
+            raise InputError(
+                f"plan: {late}",
+                "updates weights by gradients of earlier ones, as the reference does not",
+                f"verify it with {instead}",
+            )
+    check_world(plan)
+    join((machine or Machine.detect()).device)
+    expected = observe_whole(build(job, Plan(), machine, alone=True), steps) if leads() else None
+    found = observe_settled(job, plan, machine, steps, observe_whole)
+    answer = [compare(plan, found, expected) if expected is not None else None]
+    dist.broadcast_object_list(answer, src=0)
+    return cast(Verification, answer[0])
 
 
 @dataclass(frozen=True)
@@ -124,14 +159,16 @@ class Observed:
     skipped: bool
 
 
-def observe_settled(job: Job, plan: Plan, machine: Machine | None, steps: int) -> Observed:
+def observe_settled(
+    job: Job, plan: Plan, machine: Machine | None, steps: int, observing: Callable[[Run, int], Observed] | None = None
+) -> Observed:
     """As `observe`; where a dynamic loss scale began too high and steps were skipped, again from where it ended."""
     scale: float | None = None
     while True:
         run = build(job, plan, machine)
         if run.loss_scale is not None and scale is not None:
             run.loss_scale.value = scale
-        observed = observe(run, steps)
+        observed = (observing or observe)(run, steps)
         if not observed.skipped or run.loss_scale is None or run.loss_scale.value == scale or scale == 1.0:
             return observed
         scale = run.loss_scale.value
@@ -154,6 +191,54 @@ def observe(run: Run, steps: int) -> Observed:
             hook.remove()
     gradients = {name: gradient / scale for name, gradient in gradients.items()}
     return Observed(losses, gradients, start, weights_of(run.model), skipped)
+
+
+def observe_whole(run: Run, steps: int) -> Observed:
+    """As `observe`, of a run of which several devices may hold parts; all of them call it and are given the whole."""
+    gradients: dict[str, Tensor] = {}
+    trained = {name: run.weights.get(p, p) for name, p in run.model.named_parameters() if p.requires_grad}
+
+    def see() -> None:
+        if not gradients:
+            found = {name: torch.zeros_like(w) if w.grad is None else w.grad for name, w in trained.items()}
+            gradients.update(_whole(run, trained, found))
+
+    def weights() -> dict[str, Tensor]:
+        return _whole(run, trained, {name: weight.detach() for name, weight in trained.items()})
+
+    start, losses, skipped = weights(), [], False
+    watched = replace(run, optimizer=cast(torch.optim.Optimizer, _Watched(run.optimizer, see)))
+    for result in itertools.islice(train(watched), steps):
+        losses.append(result.loss)
+        skipped = skipped or result.skipped
+    return Observed(losses, gradients, start, weights(), skipped)
+
+
+def _whole(run: Run, weights: dict[str, nn.Parameter], values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What this device has of tensors like the weights, as whole ones of the whole model, in fp32 on the host."""
+    found: dict[str, Tensor] = {}
+    for name, value in values.items():
+        one = whole(run, weights[name], local(value)).detach()
+        found[name] = (one.full_tensor() if isinstance(one, DTensor) else one).float().cpu().clone()
+    if run.stages is not None and run.plan.pp > 1:
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, found)
+        found = {name: value for one in everyones for name, value in one.items()}
+    return found
+
+
+class _Watched:
+    """An optimizer, and what is called before each of its steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, before: Callable[[], None]) -> None:
+        self.optimizer, self.before = optimizer, before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def step(self) -> None:
+        self.before()
+        self.optimizer.step()
 
 
 class _Seeing:

@@ -346,28 +346,45 @@ def _beside(predicted: float, measured: float, form: Callable[[float], str]) -> 
     return f"predicted {form(predicted)}, measured {form(measured)} ({predicted / measured - 1:+.1%})"
 
 
-def verify_command(path: Path, plan: str | None, steps: int, changes: list[str], as_json: bool) -> None:
+def verify_command(path: Path, plan: str | None, steps: int, changes: list[str], as_json: bool, nproc: int = 1) -> None:
     quiet_libraries()
+    here, world = take_surroundings()
     job, pins = read_job(path, plan, changes)
-    console = Console(stderr=as_json)
+    if nproc > 1 and world == 1:
+        this_machine(partial(print, file=sys.stderr))
+        sys.exit(start_processes(nproc))
+    if nproc not in (1, world):
+        raise InputError(f"--nproc {nproc}", f"{world} processes have been started already", "leave it out")
+    first = os.environ.get("RANK", "0") == "0"
+    console = Console(stderr=as_json, quiet=not first)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    machine = this_machine(say)
-    say(f"job      {job!r}\nmachine  {machine!r}")
+    machine = (this_machine(say) if world == 1 else Machine.detect()).of_processes(here, max(world // here, 1))
+
+    def plan_it() -> Plan:
+        say(f"job      {job!r}\nmachine  {machine!r}")
+        quiet_transformers(job)
+        with never_silent(say, "predicting plans"):
+            _, chosen, reasons = decide(job, machine, pins, say)
+        announce(say, job, chosen, reasons)
+        from tightfit.methods.mesh import check_world
+
+        check_world(chosen)
+        return chosen
+
+    chosen = plan_it() if world == 1 else by_the_first(plan_it, machine.device)
     quiet_transformers(job)
-    with never_silent(say, "predicting plans"):
-        _, chosen, reasons = decide(job, machine, pins, say)
-    announce(say, job, chosen, reasons)
     from tightfit.measure.verify import verify
     from tightfit.report.out_of_memory import memory_errors_named
 
     with memory_errors_named(chosen, job, machine.device), never_silent(say, "training with the plan and without"):
         result = verify(job, chosen, machine, steps)
-    if as_json:
+    if as_json and first:
         print(json.dumps(result.content()))
-    else:
+    elif not as_json:
         table = Table("largest relative difference", "found", "allowed", box=None, title_justify="left")
         for name, (found, allowed) in result.compared().items():
             table.add_row(name, f"{found:.3g}", f"{allowed:.3g}")
         console.print(table)
         console.print("passed" if result.passed else "FAILED: the plan does not train the same job")
+    leave()
     sys.exit(0 if result.passed else 1)
