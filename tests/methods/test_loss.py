@@ -155,3 +155,58 @@ def test_a_model_that_changes_its_logits_is_refused(name: str) -> None:
 def test_a_model_without_a_head_is_refused() -> None:
     with pytest.raises(InputError, match="output embedding"):
         find_head(TASKS["causal-lm"], nn.Linear(4, 8))
+
+
+BART: dict[str, Any] = {
+    "architecture": "bart",
+    "vocab_size": 40,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "decoder_ffn_dim": 16,
+    "max_position_embeddings": 32,
+    "dropout": 0.0,
+}
+
+
+def test_what_bart_adds_to_its_logits_is_added() -> None:
+    """A buffer, which is zero in a new model and may not be in a pretrained one."""
+    samples = [{"input_ids": torch.arange(4, 12), "labels": torch.arange(10, 18) + n} for n in range(8)]
+    job = tightfit.Job(model=BART, data=samples, train=tightfit.Train(batch=4, steps=1))
+    losses = []
+    for plan in (tightfit.Plan(), tightfit.Plan(chunked_loss=5)):
+        run = tightfit.build(job, plan)
+        bias: Any = run.model.final_logits_bias
+        bias.copy_(torch.linspace(-2, 2, 40).unsqueeze(0))
+        losses.append(next(tightfit.train(run)).loss)
+        assert torch.equal(bias, torch.linspace(-2, 2, 40).unsqueeze(0))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+class Tempered(nn.Module):
+    """Changes its logits in a way that no configuration names; as wide as its vocabulary, so that shapes say nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(16, 16), nn.Linear(16, 16)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.embedding(input_ids)) * 3.0
+
+
+@pytest.mark.parametrize("compiled", ["none", "model"])
+def test_logits_that_are_changed_behind_the_head_are_refused(compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tightfit.methods.compile.BACKEND", "aot_eager")
+    samples = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(8)]
+    model = {"python": "tests.methods.test_loss:Tempered", "task": "causal-lm"}
+    job = tightfit.Job(model=model, data=samples, train=tightfit.Train(batch=4, steps=1))
+    run = tightfit.build(job, tightfit.Plan(chunked_loss=4, compile=compiled))
+    with pytest.raises(InputError, match="changes the logits after its head"):
+        next(tightfit.train(run))
+    torch.compiler.reset()

@@ -213,3 +213,33 @@ def test_selective_says_what_it_cannot_keep() -> None:
     with pytest.raises(InputError, match="writes in place"):
         gradients(build("selective", InPlace))
     assert gradients(build("full", InPlace))
+
+
+class Forgetful(nn.Module):
+    """Blocks that are wider each time they run."""
+
+    class Wider(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.times = nn.Linear(4, 4), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.times += 1
+            return self.linear(x.unsqueeze(1).expand(-1, self.times, -1)).tanh().sum(1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Wider() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_block_that_is_another_when_it_is_computed_again_is_refused() -> None:
+    samples = [(torch.randn(4), number % 4) for number in range(8)]
+    job = tightfit.Job(model=Forgetful, data=samples, train=tightfit.Train(batch=4, steps=1))
+    run = tightfit.build(job, tightfit.Plan(recompute="full"))
+    with pytest.raises(InputError, match=r"plan: recompute=full: a block computes something else the second time"):
+        next(tightfit.train(run))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import tightfit
 from tightfit.errors import InputError
 from tightfit.job import ModelSpec
 from tightfit.models import load_python, model_config, model_factory, task_of, vocabulary_size
@@ -265,3 +266,33 @@ def test_running_out_of_memory_is_not_the_specs_mistake():
 
     with pytest.raises(torch.OutOfMemoryError):
         model_factory(make)()
+
+
+@pytest.mark.parametrize("architecture", ["m2m_100", "blenderbot", "blenderbot-small"])
+def test_a_decoder_reads_the_labels_as_the_model_itself_moves_them(architecture: str) -> None:
+    """Of models that have no method for it: the loss is the one that they compute of labels themselves."""
+    config = {
+        "d_model": 16,
+        "encoder_ffn_dim": 16,
+        "decoder_ffn_dim": 16,
+        "vocab_size": 40,
+        "max_position_embeddings": 32,
+    }
+    layers = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    quiet = {
+        "dropout": 0.0,
+        "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
+    }
+    model = {"architecture": architecture, **config, **layers, **quiet, "decoder_start_token_id": 2, "pad_token_id": 1}
+    labels = torch.tensor([5, 6, 7, -100])
+    job = tightfit.Job(
+        model=model,
+        data=[{"input_ids": torch.arange(4, 9), "labels": labels}] * 4,
+        train=tightfit.Train(batch=2, steps=1),
+    )
+    run = tightfit.build(job)
+    (batch,) = next(run.data.steps(0, None))
+    assert float(run.loss_sum(batch)) == pytest.approx(float(run.model(**batch).loss) * 6, rel=1e-5)

@@ -86,6 +86,31 @@ def test_several_processes(trial: Trial, tmp_path: Path) -> None:
     assert not found.failed, found.said + found.detail
 
 
+FOUND = [
+    (Trial("paligemma", {"recompute": "full"}), "equal"),  # its blocks fill a cache, a second time when they run again
+    (Trial("vision-encoder-decoder", {"recompute": "sqrt"}), "equal"),
+    (Trial("patchtst", {"recompute": "sqrt"}), "refused"),  # gives its blocks what they take by name
+    (Trial("bigbird_pegasus", {"chunked_loss": 5}), "equal"),  # adds a buffer to the logits
+    (Trial("esm", {"chunked_loss": 5}), "refused"),  # adds a parameter to them
+    (Trial("nllb-moe", {"chunked_loss": 5}), "equal"),  # does not say what its decoder reads
+    (Trial("blenderbot"), "equal"),
+    (Trial("deepseek_v2", {"attention": "blocked"}), "equal"),  # values of another width than keys
+    (Trial("deepseek_v3", {"cp": 2}), "equal"),
+    (Trial("roberta", {"cp": 2}), "refused"),  # numbers positions by what is padding
+    (Trial("ibert", {"zero": 3, "dp_shard": 2}), "equal"),  # writes buffers that are no BatchNorm's
+    (Trial("running-mean", {"dp_replicate": 2, "micro_batch": 2}), "equal"),
+]
+
+
+@pytest.mark.parametrize(
+    ("trial", "outcome"), [pytest.param(*one, id=f"{one[0].model}-{one[0].plan}-several") for one in FOUND]
+)
+def test_what_was_found(trial: Trial, outcome: str, tmp_path: Path) -> None:
+    """Each of these was once different, or raised an error of torch's."""
+    found = hold(trial, tmp_path)
+    assert found.outcome == outcome, found.said + found.detail
+
+
 # The net itself -------------------------------------------------------------------------------------------------------
 
 
