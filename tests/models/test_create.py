@@ -295,4 +295,4 @@ def test_a_decoder_reads_the_labels_as_the_model_itself_moves_them(architecture:
     )
     run = tightfit.build(job)
     (batch,) = next(run.data.steps(0, None))
-    assert float(run.loss_sum(batch)) == pytest.approx(float(run.model(**batch).loss) * 6, rel=1e-5)
+    assert run.loss_sum(batch).item() == pytest.approx(run.model(**batch).loss.item() * 6, rel=1e-5)

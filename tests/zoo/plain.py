@@ -96,7 +96,7 @@ def _train(
                 with torch.autocast("cpu", torch.bfloat16, enabled=precision == "mixed"):
                     loss, counted = entry.plain(model, piece)
                 loss.backward()
-                total, count = total + float(loss), count + counted
+                total, count = total + loss.item(), count + counted
             after.append(buffers(model))
         put(model, {name: mean([one[name] for one in after]) for name in before})
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

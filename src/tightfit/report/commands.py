@@ -371,13 +371,16 @@ def verify_command(path: Path, plan: str | None, steps: int, changes: list[str],
         check_world(chosen)
         return chosen
 
-    chosen = plan_it() if world == 1 else by_the_first(plan_it, machine.device)
-    quiet_transformers(job)
-    from tightfit.measure.verify import verify
     from tightfit.report.out_of_memory import memory_errors_named
 
-    with memory_errors_named(chosen, job, machine.device), never_silent(say, "training with the plan and without"):
-        result = verify(job, chosen, machine, steps)
+    with among(world, machine.device, Surroundings()) as join:
+        chosen = plan_it() if world == 1 else by_the_first(plan_it, join)
+        quiet_transformers(job)
+        from tightfit.measure.verify import verify
+
+        with memory_errors_named(chosen, job, machine.device), never_silent(say, "training with the plan and without"):
+            result = verify(job, chosen, machine, steps)
+        wait_for_all()
     if as_json and first:
         print(json.dumps(result.content()))
     elif not as_json:
