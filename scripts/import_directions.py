@@ -33,6 +33,7 @@ NOTED = {  # each with its reason
 NO_METHODS = (
     "methods.run",
     "methods.mesh",
+    "methods.boundaries",
     "methods.buckets",
     "methods.collectives",
     "methods.compiler",

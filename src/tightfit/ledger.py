@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from tightfit.entries import Gathered, Message, Parameter, Peak, Sent, Stage, Update, Visit
 from tightfit.machine import Machine
@@ -38,6 +39,7 @@ class Ledger:
     training        the program of one micro-batch: forward, then backward
     inference       gives the program of an evaluation's micro-batch: it is traced when it is first asked for
     parameters      the model's, by name; updates: by name, what the optimizer does to each
+    dataflow        gives what a forward computes from what (`models/dataflow.py`), for what cuts the model
     batch_bytes     of one sample, as it lies in device memory (or in the host's, on a CPU)
     keeps_memory    whether freed memory is kept by the process and used again; mapped_from: else, bytes from which a block is
                     mapped by itself, and fetched anew each time; None where the allocator learns that (see `planner/heap.py`)
@@ -62,6 +64,7 @@ class Ledger:
     inference: Callable[[], tuple[Passage, ...]]
     parameters: tuple[Parameter, ...]
     blocks: int = 0
+    dataflow: Callable[[], Any] | None = None
     updates: dict[str, Update] = field(default_factory=dict)
     whole_step: tuple[Operation, ...] = ()
     batch_bytes: float = 0.0

@@ -7,7 +7,7 @@ from typing import Any, cast
 from tightfit.engine.randomness import seed_all
 from tightfit.job import Job, LossSpec
 from tightfit.machine import Machine
-from tightfit.methods import METHODS, loader
+from tightfit.methods import METHODS, boundaries, loader
 from tightfit.methods.mesh import local_device, make_mesh
 from tightfit.methods.run import Data, Run
 from tightfit.methods.stores import Store
@@ -51,5 +51,7 @@ def build(
     for method in METHODS:
         if method.wanted(plan) and not (method is loader and data is not None):
             run = method.apply(run, plan)
+        if method is loader and plan.pp > 1:  # while the model is as it was written
+            run = boundaries.look(run, plan)
     run.model.train()
     return run

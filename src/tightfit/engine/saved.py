@@ -31,7 +31,8 @@ def model_of(run: Run) -> Tensors:
     """The model's parameters and persistent buffers; what is tied once."""
     persistent = run.model.state_dict().keys()
     named = {name: tensor.detach() for name, tensor in (*run.model.named_parameters(), *run.model.named_buffers())}
-    named = {name: tensor for name, tensor in named.items() if name in persistent}
+    stale = run.stages.stale if run.stages is not None else frozenset()
+    named = {name: tensor for name, tensor in named.items() if name in persistent and name not in stale}
 
     def size(name: str) -> int:
         return whole_shape(run, name, named[name]).numel() * named[name].dtype.itemsize

@@ -183,6 +183,9 @@ class Pieces:
     def held_out(self, samples: int) -> Iterator[Batch]:
         return map(self._cut, self.data.held_out(samples))
 
+    def example(self) -> Batch:
+        return self.data.example()
+
     def _cut(self, batch: Batch) -> Batch:
         if isinstance(batch, Filler):
             return Filler(self._cut(batch.batch))

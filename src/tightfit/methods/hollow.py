@@ -2,122 +2,190 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
 
 from tightfit.errors import InputError
+from tightfit.models.dataflow import ASKED, Leaf, PathTo, Returns, at, not_in_a_row
 
 
-def hollow(model: nn.Module, foreign: set[nn.Parameter], first: bool, passage: Passage) -> None:
-    """In the place of other devices' parameters, zeros of their shape that take no memory and are no parameters: what lies
+def hollow(model: nn.Module, foreign: set[nn.Parameter]) -> None:
+    """In the place of other devices' parameters, tensors of their shape that take no memory and are no parameters: what lies
     before the blocks runs with them, and its output is not used."""
-    for path, module in model.named_modules():
+    for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter in foreign:
-                module.register_forward_pre_hook(partial(passage.refuse, path))
                 del module._parameters[name]
-                empty = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-                setattr(module, name, empty)
-                if isinstance(module, nn.Embedding) and not first:
-                    module.forward = _Zeros(module.embedding_dim, parameter.dtype)  # type: ignore[method-assign]
+                setattr(module, name, stand_in(parameter.shape, parameter.dtype, parameter.device))
+                if isinstance(module, nn.Embedding):
+                    module.forward = _NoEmbedding(module.embedding_dim, parameter.dtype)  # type: ignore[method-assign]
+
+
+def stand_in(
+    shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device, in_place: bool = False
+) -> Tensor:
+    """A tensor without meaning: NaN, so that it would be seen if it were used after all. It takes memory where it is written to."""
+    value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+    if in_place:
+        return torch.full(tuple(shape), value, dtype=dtype, device=device)
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
 
 @dataclass(frozen=True)
-class _Zeros:
+class _NoEmbedding:
     """An embedding's forward on a device that does not have it."""
 
     width: int
     dtype: torch.dtype
 
     def __call__(self, input: Tensor) -> Tensor:
-        return torch.zeros((), dtype=self.dtype, device=input.device).expand(*input.shape, self.width)
+        return stand_in((*input.shape, self.width), self.dtype, input.device, in_place=True)
 
 
 class Passage:
-    """The forward under way: which blocks run, and what takes the place of the first one's input.
+    """The forward under way: which blocks run, and what takes the place of what the first one is called with.
 
-    form  how blocks return: 0 the hidden states, n a tuple of n of which they are the first
+    returns  what each block returns, in shape; crosses: by the first block of each stage, the arguments that are sent
+    shapes   of one sample, as `returns` saw them
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        returns: list[Returns],
+        crosses: dict[int, tuple[PathTo, ...]],
+        shapes: tuple[tuple[int, ...], ...],
+    ) -> None:
+        self.returns, self.crosses, self.shapes = returns, crosses, shapes
         self.piece = range(0)
-        self.take: Any = None
-        self.form = 0
-        self.left = 0  # blocks of the piece that have not run
-        self.passed = 0  # blocks before it that were called
+        self.take: Callable[[list[Tensor]], list[Tensor]] | None = None
+        self.samples = 0
+        self.now: tuple[tuple[int, ...], ...] = ()  # the shapes of one sample of the batch under way
+        self.called = 0  # blocks that were called, in order
 
-    def begin(self, piece: range, take: Any) -> None:
-        self.piece, self.take, self.left, self.passed = piece, take, len(piece), 0
+    def begin(
+        self,
+        piece: range,
+        take: Callable[[list[Tensor]], list[Tensor]],
+        samples: int,
+        shapes: tuple[tuple[int, ...], ...],
+    ) -> None:
+        self.piece, self.take, self.samples, self.now, self.called = piece, take, samples, shapes, 0
 
-    def pass_by(self, number: int) -> None:
-        """A block before the piece is called: each of them once, in order, or devices would wait for what nobody sends."""
-        if number != self.passed:
+    def call(self, number: int) -> None:
+        """A block is called: each of them once, in order, or devices would wait for what nobody sends."""
+        if number != self.called:
             raise not_in_a_row()
-        self.passed += 1
+        self.called += 1
+
+    def enter(self, number: int, arguments: tuple[Any, dict[str, Any]]) -> None:
+        """The stage's first block is called: put what the stage before sent in the place of what it is given, for all who hold
+        it. Raises InputError."""
+        assert self.take is not None
+        given = self.crossing(number, arguments)
+        for tensor, sent in zip(given, self.take(given), strict=True):
+            if type(tensor) is not type(sent):
+                raise InputError(
+                    ASKED,
+                    f"block {number} is called with a {type(tensor).__name__}, in whose place nothing can be put",
+                    "use pp: 1",
+                )
+            torch._C._swap_tensor_impl(tensor, sent)  # type: ignore[attr-defined]
+
+    def crossing(self, number: int, arguments: tuple[Any, dict[str, Any]]) -> list[Tensor]:
+        """Of what the first block of a stage is called with, the tensors that are sent."""
+        found = []
+        for path in self.crosses[number]:
+            tensor = at(arguments, path)
+            if not isinstance(tensor, Tensor):
+                raise InputError(
+                    ASKED,
+                    f"block {number} is called with {type(tensor).__name__} where it was called with a tensor before",
+                    "use pp: 1",
+                )
+            found.append(tensor)
+        return found
 
     def end(self) -> None:
-        """The piece has run."""
-        if self.left < 0:
+        """All blocks up to the piece's end were called, and now the next one is, or the forward has ended."""
+        if self.called != self.piece.stop:
             raise not_in_a_row()
-
-    def refuse(self, name: str, module: nn.Module, inputs: Any) -> None:
-        """A module of which this device has no values is called where its output is used. Raises InputError."""
-        if self.left == 0 or self.piece.start == 0:
-            used, defined = ("behind", "before") if self.left == 0 else ("before", "behind")
-            raise InputError(
-                "plan: pp",
-                f"{name} is used {used} the model's blocks, and defined {defined} them",
-                f"define it {used} them in the model's constructor, so that the device that uses it has it",
-            )
-
-    def note_form(self, block: nn.Module, inputs: Any, output: Any) -> None:
-        self.left -= 1
-        self.form = 0 if isinstance(output, Tensor) else len(output)
-        hidden = output if isinstance(output, Tensor) else output[0]
-        if not isinstance(hidden, Tensor):
-            raise InputError(
-                "plan: pp", f"a block returns {type(hidden).__name__}, and no hidden states to hand on", "use pp: 1"
-            )
-
-
-def not_in_a_row() -> InputError:
-    return InputError("plan: pp", "the model does not call its blocks in a row, each once", "use pp: 1")
 
 
 class Leaves(BaseException):
     """Ends a forward behind a device's last block, with what the next device needs."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, sent: list[Tensor]) -> None:
         super().__init__()
-        self.hidden = hidden
+        self.sent = sent
+
+
+class Here(nn.Module):
+    """Stands before a block of the stage that runs, while it runs."""
+
+    def __init__(self, number: int, passage: Passage, block: nn.Module) -> None:
+        super().__init__()
+        self.number, self.passage, self.block = number, passage, block
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "block" else getattr(self.block, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.passage.call(self.number)
+        if self.number and self.number == self.passage.piece.start:
+            self.passage.enter(self.number, (args, kwargs))
+        return self.block(*args, **kwargs)
 
 
 class Elsewhere(nn.Module):
     """Stands for a block that another device has, or that is not of the piece that runs.
 
+    block  what it stands for, whose attributes the model may ask for; its parameters are another device's
     given  makes of what the block would be given what it would hand on, where that is of another shape
     """
 
-    def __init__(self, number: int, passage: Passage, given: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(
+        self, number: int, passage: Passage, block: nn.Module, given: Callable[[Tensor], Tensor] | None
+    ) -> None:
         super().__init__()
         self.number, self.passage, self.given = number, passage, given
+        self.__dict__["block"] = block  # not as a part of the model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["block"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        passage = self.passage
-        hidden = args[0] if args else kwargs.get("hidden_states")
-        if not isinstance(hidden, Tensor):
-            raise InputError("plan: pp", "the model hands no hidden states from block to block", "use pp: 1")
+        passage, arguments = self.passage, (args, kwargs)
         if self.number >= passage.piece.stop:
             passage.end()
-            raise Leaves(hidden)
-        passage.pass_by(self.number)
-        if self.given is not None:
-            hidden = self.given(hidden)
-        if self.number == passage.piece.start - 1:
-            hidden = passage.take(hidden)
-        return hidden if passage.form == 0 else (hidden, *[None] * (passage.form - 1))
+            raise Leaves(passage.crossing(self.number, arguments))
+        passage.call(self.number)
+        returns = passage.returns[self.number]
+        leaves = [self._leaf(leaf, arguments, returns.in_place) for leaf in returns.leaves]
+        return tree_unflatten(leaves, returns.spec)
+
+    def _leaf(self, leaf: Leaf, arguments: tuple[Any, dict[str, Any]], in_place: bool) -> Any:
+        if leaf.same is not None:
+            return at(arguments, leaf.same)
+        if leaf.like is not None:
+            like = at(arguments, leaf.like)
+            if self.given is not None and like.dim() == 3:  # (samples, length, width)
+                like = self.given(like)
+            return stand_in(like.shape, like.dtype, like.device, in_place)
+        if leaf.dtype is None:
+            return leaf.constant
+        passage = self.passage
+        if passage.now != passage.shapes:
+            raise InputError(
+                ASKED,
+                f"block {self.number} returns a tensor whose shape follows that of the samples, which differ",
+                "use samples of one shape, or pp: 1",
+            )
+        device = next((one.device for one in (*arguments[0], *arguments[1].values()) if isinstance(one, Tensor)), None)
+        shape = () if leaf.tail is None else (passage.samples, *leaf.tail)
+        return stand_in(shape, leaf.dtype, device or torch.device("cpu"), in_place)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -40,6 +41,7 @@ from tightfit.plan import Plan
 VARIANTS = ({"loader_workers": 2},)
 WORKER_BYTES = 135 * 2**20  # of a worker's process, as far as it does not share them; and of the server that forks them
 SERVER_BYTES = 63 * 2**20
+EXAMPLE = 3  # samples of a batch that is only looked at
 PAGEABLE = 0.5  # share of the rate of pinned copies that others reach
 
 
@@ -128,6 +130,10 @@ class OrderedData:
             batch = self.source.batch(indices[begin:end], indices[begin:end] * 0)
             yield Filler(batch) if fills else batch
 
+    def example(self) -> Batch:
+        places = np.arange(min(EXAMPLE, len(self.source)))
+        return self.source.batch(places, 0 * places)
+
     def _keys(self, begin: int, end: int, micro: int) -> Iterator[tuple[Integers, Integers]]:
         """Indices and epochs of this device's micro-batches of the step from place `begin` to `end`."""
         indices, epochs = self.order.at(begin, end)
@@ -165,6 +171,9 @@ class StreamedData:
 
     def held_out(self, samples: int) -> Iterator[Batch]:
         return iter(())
+
+    def example(self) -> Batch:
+        return next(iter(self.source.batches([(0, EXAMPLE)])))
 
     def _prepare(self, read: _Read) -> Iterator[Batch]:
         if self.plan.loader_workers == 0:

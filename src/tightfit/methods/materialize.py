@@ -29,6 +29,7 @@ from tightfit.errors import InputError
 from tightfit.job import ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
+from tightfit.methods.boundaries import SMALL
 from tightfit.methods.mesh import Mesh, grown, onto_meta, shrink
 from tightfit.methods.run import Run, kind_of, refuse_hooks
 from tightfit.methods.shards import comes_and_goes
@@ -123,11 +124,13 @@ def own_parameters(run: Run, plan: Plan) -> frozenset[int] | None:
         hook.remove()
     blocks = find_blocks(model, run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None)
     pieces, parameters = pieces_of(plan, len(blocks)), dict(model.named_parameters())
+    small = SMALL * sum(parameter.numel() for parameter in parameters.values())
     own = {
         id(parameters[name])
         for name, places in places_of(model, blocks).items()
         if any(piece % plan.pp == run.mesh.rank("pp") for piece in pieces_with(places, pieces))
-    }
+        or (parameters[name].numel() <= small and not any(0 <= place < len(blocks) for place in places))
+    }  # one outside the blocks may be used elsewhere than it is defined: where, is seen when the model is there
     return frozenset(number for number, parameter in enumerate(created) if id(parameter) in own)
 
 

@@ -112,6 +112,9 @@ class Unserved:
     def held_out(self, samples: int) -> Iterator[Batch]:
         return iter(())
 
+    def example(self) -> Batch:
+        return self.of.example()
+
 
 class _Box:
     """What travels between a worker and the server: all gradients in one tensor, and whether each is there; all weights."""
@@ -154,6 +157,7 @@ class _Process(Undivided):
     """What server and workers share, as `Stages` and as `Reduction`."""
 
     copies: frozenset[str] = frozenset()
+    stale: frozenset[str] = frozenset()
     delay = 0
     free = False
     counted: tuple[int, int, int] | None = None

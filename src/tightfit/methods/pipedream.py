@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tightfit.errors import InputError
 from tightfit.methods.mesh import DATA
 from tightfit.methods.row import Pipeline, added
 from tightfit.methods.run import Run
@@ -43,12 +42,6 @@ class PipeDream(Pipeline):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        if self.shared:
-            raise InputError(
-                "plan: schedule=pipedream",
-                f"{min(self.shared)} is used by the first and the last device, which update it at different times",
-                "use schedule: 1f1b, or a model whose embeddings are not tied",
-            )
         self.behind = self.devices - 1 - self.rank
         self.delay = self.devices - 1
         self.under_way: deque[_Minibatch] = deque()

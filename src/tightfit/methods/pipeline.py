@@ -10,22 +10,21 @@ Order   after all that changes blocks, which it then divides; before what watche
 Source  GPipe: Huang et al. 2019, arXiv:1811.06965; 1F1B with flush: Narayanan et al. 2020, arXiv:2006.09503; interleaved:
         Narayanan et al. 2021, arXiv:2104.04473; zero bubble: Qi et al. 2023, arXiv:2401.10241.
 
-Every device runs the model's own forward. In the place of blocks that it does not have are stubs: those before its own hand
-on what came from the device before, the first one after them ends the forward. So any model that calls its blocks in a row
-can be cut, and need not know. What lies before the blocks (embeddings) belongs to the first device, what comes after them to
-the last one; a weight that both use is on both, and its gradients are summed.
+Every device runs the model's own forward. In the place of blocks that it does not have are stubs: those before its own return
+something of the right shape, the first one after them ends the forward. When the first own block is called, what the device before
+sends takes the place of what it is called with: `boundaries` says which of its arguments these are. What is used before the blocks
+(embeddings) belongs to the first device, what is used after them to the last one; a weight that both use is on both, and its
+gradients are summed.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import nn
-
-from tightfit.errors import InputError
 from tightfit.job import ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
+from tightfit.methods.boundaries import crossing, moved, overwritten_elsewhere, placed
 from tightfit.methods.hollow import Elsewhere, Passage, hollow
 from tightfit.methods.pipedream import PipeDream
 from tightfit.methods.row import Pipeline
@@ -50,7 +49,7 @@ def wanted(plan: Plan) -> bool:
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """What one device of the row holds and does: the ledger's `stage` says which one."""
-    return staged(ledger, plan, machine)
+    return staged(moved(ledger, plan), plan, machine)
 
 
 def apply(run: Run, plan: Plan) -> Run:
@@ -59,47 +58,35 @@ def apply(run: Run, plan: Plan) -> Run:
     blocks = find_blocks(run.model, name)
     pieces = pieces_of(plan, len(blocks))
     own = [number for number in range(plan.stages) if number % plan.pp == run.mesh.rank("pp")]
-    places = places_of(run.model, blocks)
-    _refuse_what_cannot_be_cut(run.model, places, len(blocks))
+    assert run.dataflow is not None
+    flow = run.dataflow
+    places = placed(places_of(run.model, blocks), flow)
     trained = [places[name] for name, parameter in run.model.named_parameters() if parameter.requires_grad]
     refuse_idle_devices(plan, pieces, trained)
     ends = {
         name for name, where in places.items() if len(pieces_with(where, pieces)) > 1
     }  # on the first device and on the last
-    passage = Passage()
+    passage = Passage(flow.returns, crossing(flow, plan, pieces), flow.shapes)
     divided = [dividing(block) for _, block in blocks]
-    stubs = [Elsewhere(number, passage, one.elsewhere if one else None) for number, one in enumerate(divided)]
+    stubs = [
+        Elsewhere(number, passage, block, one.elsewhere if one else None)
+        for number, ((_, block), one) in enumerate(zip(blocks, divided, strict=True))
+    ]
     kept = {number: block for piece in own for number, (_, block) in enumerate(blocks) if number in pieces[piece]}
     names = [name for name, _ in blocks]
     parents = [run.model.get_submodule(name.rpartition(".")[0]) for name in names]
     slots = [(parent, name.rpartition(".")[2]) for parent, name in zip(parents, names, strict=True)]
-    for block in kept.values():
-        block.register_forward_hook(passage.note_form)
     parameters = dict(run.model.named_parameters())
     mine = {name for name, where in places.items() if pieces_with(where, pieces) & set(own)}
     foreign = {parameter for name, parameter in parameters.items() if name not in mine}
-    hollow(run.model, foreign, own[0] == 0, passage)
+    hollow(run.model, foreign)
     for number, (parent, child) in enumerate(slots):
         if number not in kept:
             parent._modules[child] = stubs[number]
     kind = PipeDream if plan.schedule == "pipedream" else Pipeline
-    stages = kind(run.mesh, plan, pieces, own, passage, slots, kept, stubs, frozenset(ends & mine))
+    shared, stale = frozenset(ends & mine), overwritten_elsewhere(flow, pieces, own)
+    stages = kind(run.mesh, plan, pieces, own, passage, slots, kept, stubs, shared, stale)
     slices = {name: cut for name, cut in run.slices.items() if name in mine}
     if stages.deferred is not None:
         stages.deferred.attach(run.model)
     return replace(run, stages=stages, blocks=tuple(kept.values()), slices=slices)
-
-
-def _refuse_what_cannot_be_cut(model: nn.Module, places: dict[str, tuple[int, ...]], blocks: int) -> None:
-    for name, where in places.items():
-        inner = {place for place in where if 0 <= place < blocks}
-        if len(inner) > 1 or (inner and len(set(where)) > 1):
-            raise InputError(
-                "plan: pp", f"{name} is used by several blocks, which a pipeline puts on several devices", "use pp: 1"
-            )
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise InputError(
-            "plan: pp",
-            "an encoder and a decoder are two rows of blocks, and each decoder block needs the encoder",
-            "use tp",
-        )

@@ -7,22 +7,23 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from tightfit.methods.buckets import made_everywhere
 from tightfit.methods.deferred import Deferred
-from tightfit.methods.hollow import Elsewhere, Leaves, Passage, not_in_a_row
+from tightfit.methods.hollow import Elsewhere, Here, Leaves, Passage
 from tightfit.methods.mesh import Mesh
 from tightfit.methods.run import Filler, Run, kind_of, to_device, weights_named
-from tightfit.models.objective import Batch
+from tightfit.models.dataflow import not_in_a_row, sample_shapes
+from tightfit.models.objective import Batch, sample_count
 from tightfit.plan import Plan
 from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, timetable
 
@@ -32,11 +33,61 @@ DIMS = 8
 
 @dataclass
 class _Alive:
-    """What a micro-batch's forward leaves for its backward: the piece's input, and what its gradient begins from."""
+    """What a micro-batch's forward leaves for its backward: what its gradients begin from, and where those of what came end."""
 
-    input: Tensor | None
-    root: Tensor | GradientEdge | None
-    scale: float
+    came: _Came
+    roots: list[Any]
+    scale: float = 1.0
+
+
+class _Came:
+    """The tensors that a stage was sent for a micro-batch; backward leaves their gradients here."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.differentiable: list[bool] = []
+        self.like: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self.gradients: tuple[Tensor | None, ...] = ()
+
+    def entered(self) -> list[Tensor]:
+        """The tensors, as the model gets them: what it does to them is followed."""
+        followed = [tensor for tensor, is_so in zip(self.tensors, self.differentiable, strict=True) if is_so]
+        if not (followed and torch.is_grad_enabled()):
+            return self.tensors
+        self.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in followed]
+        anchor = torch.empty(0, device=followed[0].device, requires_grad=True)
+        entered = iter(_Entered.apply(anchor, self, followed))
+        found = [next(entered) if is_so else t for t, is_so in zip(self.tensors, self.differentiable, strict=True)]
+        self.tensors = []
+        return found
+
+    def backward(self) -> list[Tensor]:
+        """Gradients of those that have one, zeros where nothing used them."""
+        given = self.gradients or (None,) * len(self.like)
+        return [
+            torch.zeros(shape, dtype=dtype, device=device) if one is None else one
+            for one, (shape, dtype, device) in zip(given, self.like, strict=True)
+        ]
+
+
+class _Entered(torch.autograd.Function):
+    """Forward what came from the stage before; backward leaves its gradients to be sent there."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, came: _Came, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        ctx.came = came
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        ctx.came.gradients = gradients
+        return None, None, None
+
+
+Look = tuple[
+    torch.dtype, tuple[int, ...], bool
+]  # a tensor that is sent: its type, its shape, and whether it has a gradient
 
 
 class Pipeline:
@@ -58,16 +109,18 @@ class Pipeline:
         kept: dict[int, nn.Module],
         stubs: list[Elsewhere],
         shared: frozenset[str],
+        stale: frozenset[str] = frozenset(),
     ) -> None:
         self.mesh, self.plan, self.pieces, self.own, self.passage = mesh, plan, pieces, own, passage
-        self.slots, self.kept, self.stubs, self.shared = slots, kept, stubs, shared
+        self.slots, self.kept, self.stubs, self.shared, self.stale = slots, kept, stubs, shared, stale
+        self.here = {number: Here(number, passage, block) for number, block in kept.items()}
         self.rank, self.devices = mesh.rank("pp"), mesh.size("pp")
         self.last = len(pieces) - 1
         self.copies = shared if self.rank else frozenset()
         self.alive: dict[tuple[int, int], _Alive] = {}
         self.sending: list[tuple[Any, Tensor]] = []
-        self.expected: dict[Action, tuple[Any, Tensor]] = {}
-        self.shapes: dict[Any, tuple[int, torch.dtype, tuple[int, ...]]] = {}
+        self.expected: dict[Action, list[tuple[Any, Tensor]]] = {}
+        self.shapes: dict[Any, list[Look]] = {}
         self.losses: deque[float] = deque()
         self.staleness: list[int] = []
         self.waited_s = 0.0
@@ -132,29 +185,29 @@ class Pipeline:
         """Returns the loss, where this is the last piece and the micro-batch counts."""
         counts = not isinstance(batch, Filler)
         there = to_device(batch if counts else batch.batch, run)
-        key = _shapes_of(there)
-        taken: list[Tensor] = []
+        key = _key_of(there)
+        came = _Came()
 
-        def take(like: Tensor) -> Tensor:
-            taken.append(self._receive(action, key, like).requires_grad_(torch.is_grad_enabled()))
-            return taken[0]
+        def take(given: list[Tensor]) -> list[Tensor]:
+            self._receive(action, key, given, came)
+            return came.entered()
 
-        self._enter(action.chunk, take)
+        self._enter(action.chunk, take, there)
         try:
             loss = run.loss_sum(there)
         except Leaves as left:
             left.__traceback__ = None
-            hidden = left.hidden
-            self._send_hidden(action, key, hidden)
-            root = get_gradient_edge(hidden) if hidden.requires_grad else None
-            self.alive[action.chunk, action.micro_batch] = _Alive(_first(taken), root, 1.0)
+            sent = left.sent
+            self._send_forward(action, key, sent)
+            roots = [get_gradient_edge(tensor) for tensor in sent if tensor.requires_grad]
+            self.alive[action.chunk, action.micro_batch] = _Alive(came, roots)
             return None
         finally:
             self._leave(action.chunk)
         if action.chunk != self.last:
             raise not_in_a_row()
         self.passage.end()
-        self.alive[action.chunk, action.micro_batch] = _Alive(_first(taken), loss, scale if counts else 0.0)
+        self.alive[action.chunk, action.micro_batch] = _Alive(came, [loss], scale if counts else 0.0)
         return loss.detach() if counts else None
 
     def backward(self, run: Run, action: Action, final: bool) -> None:
@@ -163,16 +216,14 @@ class Pipeline:
             run.model.unshard()
             run.model.set_is_last_backward(final)
         if action.chunk == self.last:
-            assert isinstance(alive.root, Tensor)
-            (alive.root * alive.scale).backward()
+            (alive.roots[0] * alive.scale).backward()
         else:
-            gradient = self._receive_gradient(action)
-            if alive.root is not None:
-                torch.autograd.backward([cast(Any, alive.root)], [gradient])
+            gradients = self._receive_gradients(action)
+            if alive.roots:
+                torch.autograd.backward(alive.roots, gradients)
         if action.chunk:
-            assert alive.input is not None
-            given = alive.input.grad
-            self._send(torch.zeros_like(alive.input) if given is None else given, action.chunk - 1, "backward")
+            for gradient in alive.came.backward():
+                self._send(gradient, action.chunk - 1, "backward")
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
@@ -180,18 +231,16 @@ class Pipeline:
             work.wait()
         self.sending.clear()
 
-    def _enter(self, piece: int, take: Any) -> None:
-        self.passage.begin(self.pieces[piece], take)
+    def _enter(self, piece: int, take: Any, batch: Batch) -> None:
+        self.passage.begin(self.pieces[piece], take, sample_count(batch), sample_shapes(batch))
         for number in self.kept:
-            if number not in self.pieces[piece]:
-                parent, child = self.slots[number]
-                parent._modules[child] = self.stubs[number]
+            parent, child = self.slots[number]
+            parent._modules[child] = self.here[number] if number in self.pieces[piece] else self.stubs[number]
 
     def _leave(self, piece: int) -> None:
         for number, block in self.kept.items():
-            if number not in self.pieces[piece]:
-                parent, child = self.slots[number]
-                parent._modules[child] = block
+            parent, child = self.slots[number]
+            parent._modules[child] = block
 
     def _line(self, piece: int, other: int, direction: str) -> tuple[dist.ProcessGroup, int]:
         """The group in which two neighbouring pieces talk, and the other one's device."""
@@ -208,22 +257,25 @@ class Pipeline:
     def _forget_sent(self) -> None:
         self.sending = [(work, tensor) for work, tensor in self.sending if not work.is_completed()]
 
-    def _send_hidden(self, action: Action, key: Any, hidden: Tensor) -> None:
-        """The first time that a batch has these shapes, what the hidden states look like goes before them."""
-        look = self.passage.form, hidden.dtype, tuple(hidden.shape)
-        if (known := (action.chunk, "out", key)) not in self.shapes:
-            self.shapes[known] = look
-            header = [look[0], TYPES.index(look[1]), len(look[2]), *look[2]]
-            words = torch.tensor(header + [0] * (3 + DIMS - len(header)), device=hidden.device)
+    def _send_forward(self, action: Action, key: Any, tensors: list[Tensor]) -> None:
+        """The first time that a batch has these shapes, what the tensors look like goes before them."""
+        looks = [(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
+        if tensors and (known := (action.chunk, "out", key)) not in self.shapes:
+            self.shapes[known] = looks
+            words = torch.zeros(len(looks), 3 + DIMS, dtype=torch.int64, device=tensors[0].device)
+            for row, (dtype, shape, is_differentiable) in enumerate(looks):
+                header = [TYPES.index(dtype), int(is_differentiable), len(shape), *shape]
+                words[row, : len(header)] = torch.tensor(header)
             self._send(words, action.chunk + 1, "forward")
-        self.shapes[action.chunk, "gradient", action.micro_batch] = look
-        self._send(hidden, action.chunk + 1, "forward")
+        self.shapes[action.chunk, "gradient", action.micro_batch] = [look for look in looks if look[2]]
+        for tensor in tensors:
+            self._send(tensor, action.chunk + 1, "forward")
 
     def _expect(self, action: Action, batch: Batch) -> bool:
         """What an action begins with may arrive while the one before it is at work. Returns whether nothing else of it is to
         come: not where its shape is not known yet."""
         if action.kind == FORWARD and action.chunk > 0:
-            key = action.chunk, "in", _shapes_of(batch.batch if isinstance(batch, Filler) else batch)
+            key = action.chunk, "in", _key_of(batch.batch if isinstance(batch, Filler) else batch)
             line = self._line(action.chunk, action.chunk - 1, "forward")
         elif action.kind == BACKWARD and action.chunk < self.last:
             key = action.chunk, "gradient", action.micro_batch
@@ -234,40 +286,50 @@ class Pipeline:
             return True
         if key not in self.shapes:
             return False
-        _, dtype, shape = self.shapes[key]
-        tensor = torch.empty(shape, dtype=dtype, device=group_device(self.kept))
         predicted = active_fake_mode() is not None
-        self.expected[action] = None if predicted else dist.irecv(tensor, group=line[0], group_src=line[1]), tensor
+        self.expected[action] = []
+        for dtype, shape, _ in self.shapes[key]:
+            tensor = torch.empty(shape, dtype=dtype, device=group_device(self.kept))
+            work = None if predicted else dist.irecv(tensor, group=line[0], group_src=line[1])
+            self.expected[action].append((work, tensor))
         return True
 
-    def _expected(self, action: Action) -> Tensor | None:
-        """What was under way, once it is there."""
-        if action not in self.expected:
-            return None
+    def _arrived(self, action: Action, looks: list[Look], other: int, direction: str) -> list[Tensor]:
+        """What looks so, from the device of the piece `other`: once it is there, where it was under way."""
+        group, device = self._line(action.chunk, other, direction)
+        found = []
         began = time.perf_counter()
-        work, tensor = self.expected.pop(action)
-        if work is not None:
-            work.wait()
-        self.waited_s += time.perf_counter() - began
-        return tensor
+        if action in self.expected:
+            for work, tensor in self.expected.pop(action):
+                if work is not None:
+                    work.wait()
+                found.append(tensor)
+            self.waited_s += time.perf_counter() - began
+            return found
+        for dtype, shape, _ in looks:
+            found.append(torch.empty(shape, dtype=dtype, device=group_device(self.kept)))
+            self._wait_for(found[-1], group, device)
+        return found
 
-    def _receive(self, action: Action, key: Any, like: Tensor) -> Tensor:
-        """The hidden states from the device before. like: what the model hands to its blocks."""
+    def _receive(self, action: Action, key: Any, given: list[Tensor], came: _Came) -> None:
+        """What the stage before sends in the place of `given`, which the model hands to the stage's first block."""
         group, device = self._line(action.chunk, action.chunk - 1, "forward")
         known = action.chunk, "in", key
         if active_fake_mode() is not None:  # who predicts has nobody to ask
-            self.shapes[known] = self.passage.form, like.dtype, tuple(like.shape)
+            floating = [one.is_floating_point() and torch.is_grad_enabled() for one in given]
+            self.shapes[known] = [
+                (one.dtype, tuple(one.shape), is_so) for one, is_so in zip(given, floating, strict=True)
+            ]
+        elif not given:
+            self.shapes[known] = []
         elif known not in self.shapes:
-            words = torch.zeros(3 + DIMS, dtype=torch.int64, device=like.device)
+            words = torch.zeros(len(given), 3 + DIMS, dtype=torch.int64, device=given[0].device)
             self._wait_for(words, group, device)
-            form, kind, dims, *sizes = words.tolist()
-            self.shapes[known] = form, TYPES[kind], tuple(sizes[:dims])
-        self.passage.form, dtype, shape = self.shapes[known]
-        if (expected := self._expected(action)) is not None:
-            return expected
-        received = torch.empty(shape, dtype=dtype, device=like.device)
-        self._wait_for(received, group, device)
-        return received
+            rows = words.tolist()
+            self.shapes[known] = [(TYPES[row[0]], tuple(row[3 : 3 + row[2]]), bool(row[1])) for row in rows]
+        looks = self.shapes[known]
+        came.tensors = self._arrived(action, looks, action.chunk - 1, "forward")
+        came.differentiable = [look[2] for look in looks]
 
     def _wait_for(self, tensor: Tensor, group: dist.ProcessGroup, device: int) -> None:
         if active_fake_mode() is not None:
@@ -276,14 +338,9 @@ class Pipeline:
         dist.recv(tensor, group=group, group_src=device)
         self.waited_s += time.perf_counter() - began
 
-    def _receive_gradient(self, action: Action) -> Tensor:
-        group, device = self._line(action.chunk, action.chunk + 1, "backward")
-        _, dtype, shape = self.shapes.pop((action.chunk, "gradient", action.micro_batch))
-        if (expected := self._expected(action)) is not None:
-            return expected
-        gradient = torch.empty(shape, dtype=dtype, device=group_device(self.kept))
-        self._wait_for(gradient, group, device)
-        return gradient
+    def _receive_gradients(self, action: Action) -> list[Tensor]:
+        looks = self.shapes.pop((action.chunk, "gradient", action.micro_batch))
+        return self._arrived(action, looks, action.chunk + 1, "backward")
 
     @torch.no_grad()
     def _sum_ends(self, run: Run) -> None:
@@ -302,13 +359,11 @@ def added(total: Tensor | None, loss: Tensor | None) -> Tensor | None:
     return loss if total is None else total if loss is None else total + loss
 
 
-def _shapes_of(batch: Batch) -> Any:
-    return tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+def _key_of(batch: Batch) -> Any:
+    """What decides the shapes of what is sent for a batch, and whether it has gradients."""
+    leaves = tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    return leaves, torch.is_grad_enabled()
 
 
 def group_device(blocks: dict[int, nn.Module]) -> torch.device:
     return next(parameter.device for block in blocks.values() for parameter in block.parameters())
-
-
-def _first(tensors: list[Tensor]) -> Tensor | None:
-    return tensors[0] if tensors else None

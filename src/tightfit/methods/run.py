@@ -14,6 +14,7 @@ from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.methods.mesh import Mesh, Slice
 from tightfit.methods.stores import TARGET, Store
+from tightfit.models.dataflow import Dataflow
 from tightfit.models.objective import Batch, Objective, map_tensors
 from tightfit.plan import Plan
 
@@ -32,6 +33,7 @@ class Data(Protocol):
     steps         the micro-batches (on the host) of each optimizer step, from the sample `consumed` on; ends after
                   the sample `until` (the last step may be short)
     held_out      the micro-batches of the evaluation samples
+    example       a few samples as a batch: shapes and types like those of micro-batches, whole sequences
     """
 
     @property
@@ -52,6 +54,8 @@ class Data(Protocol):
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]: ...
 
     def held_out(self, samples: int) -> Iterator[Batch]: ...
+
+    def example(self) -> Batch: ...
 
 
 class LossScale(Protocol):
@@ -127,7 +131,7 @@ class Undivided:
 class Stages(Protocol):
     """How a device that has a piece of the model does its part of a step. All devices of the row take part in each.
 
-    copies      names of weights that another device has too, and counts
+    copies      names of weights that another device has too, and counts; stale: of buffers that another device has right
     accumulate  (run, micro-batches, what to multiply their losses by) -> sum of the losses that this device saw
     evaluate    (run, micro-batch) -> its loss, on the last device; 0 on the others
     delay       how many steps later than taken a step's loss is known; then accumulate returns NaN
@@ -145,6 +149,7 @@ class Stages(Protocol):
     losses: deque[float]
 
     copies: frozenset[str]
+    stale: frozenset[str]
 
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float) -> Tensor: ...
 
@@ -171,6 +176,7 @@ class Run:
     stages         set by `pipeline`: then `loss_sum` runs this device's piece of the model only
     store          memory beside the device's, where the plan offloads
     blocks         set by `pipeline`: those of the model's blocks that this device has
+    dataflow       set by `boundaries`: what the model does in a forward, seen before it was cut
     """
 
     job: Job
@@ -191,6 +197,7 @@ class Run:
     stages: Stages | None = None
     store: Store | None = None
     blocks: tuple[nn.Module, ...] | None = None
+    dataflow: Dataflow | None = None
 
 
 def to_device(batch: Batch, run: Run) -> Batch:

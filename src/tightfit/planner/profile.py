@@ -32,9 +32,12 @@ from tightfit.methods import (
     shards,
     tensor_parallel,
 )
+from tightfit.methods.loader import EXAMPLE
 from tightfit.methods.mesh import make_mesh
 from tightfit.methods.run import Run
+from tightfit.models import dataflow as flow
 from tightfit.models import find_blocks, has_complex, load_python, places_of, task_of
+from tightfit.models.dataflow import Dataflow
 from tightfit.models.objective import Batch, Objective, objective_of, processed_count, sample_count
 from tightfit.plan import Plan
 from tightfit.planner.example import example, is_padded, sized
@@ -86,6 +89,7 @@ class Profiler:
         self._fits: dict[Any, Programs | None] = {}  # None: not linear in the batch, so traced at each size
         self._updates: dict[Any, dict[str, Update]] = {}
         self._parameters: dict[Any, tuple[Parameter, ...]] = {}
+        self._dataflow: Dataflow | None = None
         self._clippings: dict[Any, tuple[Operation, ...]] = {}
 
     @property
@@ -116,7 +120,18 @@ class Profiler:
             batch_bytes=self._batch_bytes(plan),
             sample_s=self.sample_s,
             host_batch=self.device == "cpu",
+            dataflow=self.dataflow,
         )
+
+    def dataflow(self) -> Dataflow:
+        """What a forward of the model computes from what. Of one of transformers, with a few of the blocks that are alike."""
+        if self._dataflow is None:
+            with self._mode, FakeValues(self.padded):
+                model, depth = self._model(torch.float32, False)
+                blocks = find_blocks(model, self._blocks_name)
+                batch, total = sized(self.batch, min(self.samples, EXAMPLE)), self._objective().total
+                self._dataflow = flow.trace(model, total, batch, blocks, tuple(depth.numbers))
+        return self._dataflow
 
     def _batch_bytes(self, plan: Plan) -> float:
         """Of one sample, as it lies on one device."""

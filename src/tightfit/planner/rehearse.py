@@ -70,6 +70,9 @@ class Shapes:
     def held_out(self, samples: int) -> Iterator[Batch]:
         yield sized(self.batch, self.plan.micro_batch_of(self.job.train.batch))
 
+    def example(self) -> Batch:
+        return self.batch
+
 
 def _here(plan: Plan) -> Plan:
     """The plan without what is only for a real device, or would leave its mark on this process."""
