@@ -1,0 +1,189 @@
+"""Split check: a pipeline's stages together against the undivided model, on one micro-batch: loss and gradient norm.
+
+What crosses the stages is found before by following the model on tensors without values (`methods/boundaries.py`). This looks at
+numbers, and so also sees what that cannot: state outside of tensors, code that decides by the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tightfit.engine.loop_modes import evaluating
+from tightfit.engine.randomness import randomness_kept, seed_all
+from tightfit.engine.saved import model_of
+from tightfit.engine.step import gradient_norm, sum_shared
+from tightfit.errors import InputError
+from tightfit.job import LossSpec
+from tightfit.methods import precision
+from tightfit.methods.context_parallel import Pieces
+from tightfit.methods.materialize import create_on_host, weights_dtype
+from tightfit.methods.mesh import DATA
+from tightfit.methods.row import Pipeline
+from tightfit.methods.run import Run, to_device
+from tightfit.models import load_python, task_of
+from tightfit.models.objective import objective_of
+
+SHARE = 0.02  # of a run's time, and of a device's memory, up to which the check is made unasked
+TOLERANCES = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
+
+
+@dataclass(frozen=True)
+class Split:
+    """One micro-batch's loss and gradient norm on the stages, and those of the undivided model. The norm is None where gradients
+    are compressed: taking them leaves its mark on the next ones."""
+
+    loss: float
+    expected_loss: float
+    norm: float | None
+    expected_norm: float | None
+    tolerance: float
+
+    @property
+    def agrees(self) -> bool:
+        pairs = [(self.loss, self.expected_loss)]
+        if self.norm is not None and self.expected_norm is not None:
+            pairs.append((self.norm, self.expected_norm))
+        return all(abs(found - wanted) <= self.tolerance * max(abs(wanted), 1e-6) for found, wanted in pairs)
+
+
+def wants_check(run: Run, steps: int) -> bool:
+    """Whether the stages are held against the undivided model before the first of `steps` steps: where the job says so, or says
+    nothing and it costs less than a fiftieth of the run's time and of a device's memory."""
+    asked = run.job.train.check_split
+    if run.dataflow is None or asked == "never":
+        return False
+    if asked == "always":
+        return True
+    plan, settings = run.plan, run.job.train
+    micro_batches = -(-plan.share_of(settings.batch) // plan.micro_batch_of(settings.batch))
+    whole = sum(run.dataflow.sizes.values())
+    cuda = run.device.type == "cuda"
+    memory = torch.cuda.get_device_properties(run.device).total_memory if cuda else psutil.virtual_memory().total
+    # the undivided micro-batch takes as long as all stages one after another, and so does that on the stages
+    return 2 * plan.stages <= SHARE * steps * micro_batches and 3 * 4 * whole <= SHARE * memory
+
+
+def check_split(run: Run) -> Split:
+    """Compare, and raise InputError on all devices where they differ. All devices call it. The run is left as it was."""
+    found = compare_split(run)
+    if not found.agrees:
+        norm = "" if found.norm is None else f", gradient norm {found.norm:.6g} and not {found.expected_norm:.6g}"
+        raise InputError(
+            f"plan: pp={run.plan.pp}",
+            f"the stages compute something else than the undivided model: of one micro-batch the loss is {found.loss:.6g} and "
+            f"not {found.expected_loss:.6g}{norm}",
+            "use pp: 1; zero: 3 or tp divide a model too. What the model keeps outside of tensors, or decides by the data, "
+            "does not cross from stage to stage",
+        )
+    return found
+
+
+def compare_split(run: Run) -> Split:
+    """One micro-batch through the stages and through the undivided model with the same weights."""
+    assert run.mesh is not None
+    assert isinstance(run.stages, Pipeline)
+    whole = run.data.example()
+    own = run.data.cut(whole) if isinstance(run.data, Pieces) else whole
+    parts, copies = run.mesh.part[1], run.mesh.cp
+    items = max(run.objective.count(own) if copies == 1 else _over_pieces(run, run.objective.count(own)), 1) * parts
+    with_gradients = run.plan.compressed_gradients == "none"
+    with randomness_kept(), _buffers_kept(run.model), _mode_of(run):
+        seed_all(run.job.train.seed)
+        if with_gradients:
+            total = run.stages.once(run, own, 1.0 / items)
+        else:
+            total = run.stages.evaluate(run, own)
+        loss = float(run.mesh.sum(total.detach().double(), (*DATA, "pp"))) / items
+        norm = None
+        if with_gradients:
+            sum_shared(run)
+            norm = gradient_norm(run)
+            run.optimizer.zero_grad(set_to_none=True)
+    expected_loss, expected_norm = _undivided(run, whole, with_gradients)
+    tolerance = TOLERANCES[run.plan.precision.split("-")[0]]
+    return Split(loss, expected_loss, norm, expected_norm if with_gradients else None, tolerance)
+
+
+def _over_pieces(run: Run, count: int) -> int:
+    """Of what each device of a ring counts in its piece of the sequences, all of it."""
+    assert run.mesh is not None
+    values = torch.tensor(count, device=run.device)
+    dist.all_reduce(values, group=run.mesh.lines["context"])
+    return int(values)
+
+
+def _undivided(run: Run, batch: Any, with_gradients: bool) -> tuple[float, float]:
+    """Loss and gradient norm of the whole model with the weights that the stages have."""
+    with randomness_kept():
+        seed_all(run.job.train.seed)
+        model = create_on_host(run.job.model, run.device, weights_dtype(run.plan))
+    _gather_weights(run, model)
+    given = run.job.loss
+    objective = objective_of(load_python(given.python) if isinstance(given, LossSpec) else given, task_of(run.job.model))
+    one = replace(run, model=model, loss_sum=partial(objective.total, model), stages=None, mesh=None, objective=objective)
+    if precision.wanted(run.plan):
+        one = precision.apply(one, run.plan)
+    items = max(objective.count(batch), 1)
+    with randomness_kept(), _mode_of(one), torch.set_grad_enabled(with_gradients):
+        seed_all(run.job.train.seed)
+        loss = one.loss_sum(to_device(batch, run)) / items
+        if with_gradients:
+            loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    squares = [torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square() for gradient in gradients]
+    norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+    return float(loss.detach()), float(norm)
+
+
+@torch.no_grad()
+def _gather_weights(run: Run, model: nn.Module) -> None:
+    """Put all stages' parameters and buffers into the undivided `model`, tensor by tensor."""
+    assert run.mesh is not None
+    saved = model_of(run)
+    names: list[Any] = [None] * run.mesh.size("pp")
+    group, mine = run.mesh.group("pp"), run.mesh.rank("pp")
+    dist.all_gather_object(names, list(saved.sizes), group=group)
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    done: set[str] = set()
+    for stage, its in enumerate(cast(list[list[str]], names)):
+        for name in its:
+            if name in done or name not in tensors:
+                continue
+            done.add(name)
+            there = tensors[name].detach()
+            value = saved.fetch(name).to(there) if stage == mine else torch.empty_like(there)
+            value = value.contiguous()
+            dist.broadcast(value, group=group, group_src=stage)
+            there.copy_(value)
+
+
+@contextmanager
+def _mode_of(run: Run) -> Iterator[None]:
+    """Training, or evaluation where the model draws random numbers, of which the stages draw others."""
+    assert run.dataflow is not None
+    if run.dataflow.is_random:
+        with evaluating(run.model):
+            yield
+        return
+    run.model.train()
+    yield
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
