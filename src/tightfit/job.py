@@ -194,6 +194,9 @@ class Train(Value):
     keep_checkpoints: int = Field(2, gt=0)
     evaluate_every: int | None = Field(None, gt=0)
     evaluate_samples: int = Field(128, gt=0)
+    check_split: Literal["auto", "always", "never"] = Field(
+        "auto", description="compare a pipeline's stages with the undivided model before the first step"
+    )
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
 
     @model_validator(mode="after")

@@ -6,13 +6,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import nn
 
-from tightfit.engine.randomness import randomness_kept, seed_all
+from tightfit.engine.randomness import evaluating, randomness_kept, seed_all
+from tightfit.engine.split import check_split, wants_check
 from tightfit.engine.step import Step, drain, take_step
 from tightfit.errors import InputError
 from tightfit.methods.mesh import DATA
@@ -47,6 +46,8 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step) -> Iterator[Step
     if start == 0:
         place = run.mesh.draws if run.mesh is not None else 0
         seed_all(run.job.train.seed + 1 + 7919 * place)  # dropout draws the same numbers however the model was created
+    if wants_check(run, total_steps(run) - start):
+        check_split(run)
     waiting: deque[Step] = deque()
     began = time.perf_counter()
     doing("reading data", start)
@@ -100,13 +101,4 @@ def evaluate(run: Run, samples: int | None = None) -> float:
     return total / items
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """`model` in evaluation mode; afterwards each of its modules is in the mode it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+__all__ = ["evaluate", "evaluating", "total_steps", "train"]

@@ -1,4 +1,5 @@
-"""The random generators that a training draws from: seeded, saved, put back, and lent to what must not disturb them."""
+"""The random generators that a training draws from: seeded, saved, put back, and lent to what must not disturb them; and a
+model's mode, lent likewise."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch import nn
 
 
 def seed_all(seed: int) -> None:
@@ -56,3 +58,15 @@ def randomness_kept() -> Iterator[None]:
         yield
     finally:
         set_random_states(before)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """`model` in evaluation mode; afterwards each of its modules is in the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

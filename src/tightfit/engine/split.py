@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tightfit.engine.loop_modes import evaluating
-from tightfit.engine.randomness import randomness_kept, seed_all
+from tightfit.engine.randomness import evaluating, randomness_kept, seed_all
 from tightfit.engine.saved import model_of
 from tightfit.engine.step import gradient_norm, sum_shared
 from tightfit.errors import InputError
@@ -65,17 +64,17 @@ def wants_check(run: Run, steps: int) -> bool:
         return True
     plan, settings = run.plan, run.job.train
     micro_batches = -(-plan.share_of(settings.batch) // plan.micro_batch_of(settings.batch))
-    whole = sum(run.dataflow.sizes.values())
+    whole = run.dataflow.parameter_count
     cuda = run.device.type == "cuda"
     memory = torch.cuda.get_device_properties(run.device).total_memory if cuda else psutil.virtual_memory().total
     # the undivided micro-batch takes as long as all stages one after another, and so does that on the stages
     return 2 * plan.stages <= SHARE * steps * micro_batches and 3 * 4 * whole <= SHARE * memory
 
 
-def check_split(run: Run) -> Split:
+def check_split(run: Run) -> Split | None:
     """Compare, and raise InputError on all devices where they differ. All devices call it. The run is left as it was."""
     found = compare_split(run)
-    if not found.agrees:
+    if found is not None and not found.agrees:
         norm = "" if found.norm is None else f", gradient norm {found.norm:.6g} and not {found.expected_norm:.6g}"
         raise InputError(
             f"plan: pp={run.plan.pp}",
@@ -87,8 +86,9 @@ def check_split(run: Run) -> Split:
     return found
 
 
-def compare_split(run: Run) -> Split:
-    """One micro-batch through the stages and through the undivided model with the same weights."""
+def compare_split(run: Run) -> Split | None:
+    """One micro-batch through the stages and through the undivided model with the same weights; None where the model's loss is
+    another one each time."""
     assert run.mesh is not None
     assert isinstance(run.stages, Pipeline)
     whole = run.data.example()
@@ -98,17 +98,17 @@ def compare_split(run: Run) -> Split:
     with_gradients = run.plan.compressed_gradients == "none"
     with randomness_kept(), _buffers_kept(run.model), _mode_of(run):
         seed_all(run.job.train.seed)
-        if with_gradients:
-            total = run.stages.once(run, own, 1.0 / items)
-        else:
-            total = run.stages.evaluate(run, own)
+        total = run.stages.once(run, own, 1.0 / items) if with_gradients else run.stages.evaluate(run, own)
         loss = float(run.mesh.sum(total.detach().double(), (*DATA, "pp"))) / items
         norm = None
         if with_gradients:
             sum_shared(run)
-            norm = gradient_norm(run)
+            norm = float(gradient_norm(run, run.mesh))
             run.optimizer.zero_grad(set_to_none=True)
-    expected_loss, expected_norm = _undivided(run, whole, with_gradients)
+    expected = _undivided(run, whole, with_gradients)
+    if expected is None:
+        return None
+    expected_loss, expected_norm = expected
     tolerance = TOLERANCES[run.plan.precision.split("-")[0]]
     return Split(loss, expected_loss, norm, expected_norm if with_gradients else None, tolerance)
 
@@ -121,20 +121,26 @@ def _over_pieces(run: Run, count: int) -> int:
     return int(values)
 
 
-def _undivided(run: Run, batch: Any, with_gradients: bool) -> tuple[float, float]:
-    """Loss and gradient norm of the whole model with the weights that the stages have."""
+def _undivided(run: Run, batch: Any, with_gradients: bool) -> tuple[float, float] | None:
+    """Loss and gradient norm of the whole model with the weights that the stages have; None where it has another loss each
+    time."""
     with randomness_kept():
         seed_all(run.job.train.seed)
         model = create_on_host(run.job.model, run.device, weights_dtype(run.plan))
     _gather_weights(run, model)
     given = run.job.loss
-    objective = objective_of(load_python(given.python) if isinstance(given, LossSpec) else given, task_of(run.job.model))
-    one = replace(run, model=model, loss_sum=partial(objective.total, model), stages=None, mesh=None, objective=objective)
+    objective = objective_of(
+        load_python(given.python) if isinstance(given, LossSpec) else given, task_of(run.job.model)
+    )
+    one = replace(
+        run, model=model, loss_sum=partial(objective.total, model), stages=None, mesh=None, objective=objective
+    )
     if precision.wanted(run.plan):
         one = precision.apply(one, run.plan)
     items = max(objective.count(batch), 1)
     with randomness_kept(), _mode_of(one), torch.set_grad_enabled(with_gradients):
-        seed_all(run.job.train.seed)
+        if run.dataflow is not None and run.dataflow.is_random and _differs(one, batch):
+            return None
         loss = one.loss_sum(to_device(batch, run)) / items
         if with_gradients:
             loss.backward()
@@ -142,6 +148,16 @@ def _undivided(run: Run, batch: Any, with_gradients: bool) -> tuple[float, float
     squares = [torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square() for gradient in gradients]
     norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
     return float(loss.detach()), float(norm)
+
+
+@torch.no_grad()
+def _differs(run: Run, batch: Any) -> bool:
+    """Whether random numbers change the loss, evaluated or not."""
+    losses = []
+    for seed in range(2):
+        seed_all(seed)
+        losses.append(float(run.loss_sum(to_device(batch, run))))
+    return losses[0] != losses[1]
 
 
 @torch.no_grad()

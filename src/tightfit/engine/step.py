@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from tightfit.errors import InputError
 from tightfit.methods.buckets import made_everywhere
-from tightfit.methods.mesh import AXES, DATA
+from tightfit.methods.mesh import AXES, DATA, Mesh
 from tightfit.methods.progress import doing
 from tightfit.methods.run import Filler, Run, slices_of, to_device, weights_named
 from tightfit.models.objective import Batch, processed_count, sample_count
@@ -157,7 +157,7 @@ def update(run: Run) -> tuple[float | None, bool]:
     """Unscale, clip, step. Returns the gradient norm (where the job clips) and whether the gradients were finite."""
     finite, norm = True, None
     doing("update")
-    _sum_shared(run)
+    sum_shared(run)
     if run.loss_scale is not None:
         finite = everywhere(run, run.loss_scale.unscale(_weights(run)))
         run.loss_scale.update(finite)
@@ -171,7 +171,7 @@ def update(run: Run) -> tuple[float | None, bool]:
     return norm, finite
 
 
-def _sum_shared(run: Run) -> None:
+def sum_shared(run: Run) -> None:
     """Gradients that each tp device has of its part of the sequences, summed over them."""
     weights = [weight for weight in weights_named(run, run.shared) if weight.requires_grad]
     if not weights:
@@ -216,23 +216,29 @@ def clip(run: Run, limit: float) -> float:
     if run.mesh is None:
         return float(torch.nn.utils.clip_grad_norm_(weights, limit))
     gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
-    elsewhere = set(weights_named(run, run.stages.copies)) if run.stages is not None else set()
-    squares = torch.zeros(2, device=run.device)  # of what is cut among the tp devices, and of what each of them has
-    cut = slices_of(run)
-    for weight, gradient in zip(weights, gradients, strict=True):
-        if weight in elsewhere:
-            continue
-        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        squares[int(weight not in cut)] += torch.linalg.vector_norm(real, dtype=torch.float32).square()
-    squares[1] /= run.mesh.size("tp")
-    divided = run.reduction.parts if run.reduction is not None else ()
-    if run.plan.servers:  # which have all gradients, and the workers none
-        divided = (*divided, "dp_replicate")
-    norm = run.mesh.sum(squares, (*divided, "tp", "pp")).sum().sqrt()
+    norm = gradient_norm(run, run.mesh)
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     if gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # which may be offloaded
     return float(norm)
+
+
+def gradient_norm(run: Run, mesh: Mesh) -> torch.Tensor:
+    """Of all gradients together, on all devices."""
+    elsewhere = set(weights_named(run, run.stages.copies)) if run.stages is not None else set()
+    squares = torch.zeros(2, device=run.device)  # of what is cut among the tp devices, and of what each of them has
+    cut = slices_of(run)
+    for weight in _weights(run):
+        if weight.grad is None or weight in elsewhere:
+            continue
+        gradient = local(weight.grad)
+        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        squares[int(weight not in cut)] += torch.linalg.vector_norm(real, dtype=torch.float32).square()
+    squares[1] /= mesh.size("tp")
+    divided = run.reduction.parts if run.reduction is not None else ()
+    if run.plan.servers:  # which have all gradients, and the workers none
+        divided = (*divided, "dp_replicate")
+    return mesh.sum(squares, (*divided, "tp", "pp")).sum().sqrt()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -178,17 +178,17 @@ class Pieces:
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
         for micro_batches in self.data.steps(consumed, until):
-            yield [self._cut(batch) for batch in micro_batches]
+            yield [self.cut(batch) for batch in micro_batches]
 
     def held_out(self, samples: int) -> Iterator[Batch]:
-        return map(self._cut, self.data.held_out(samples))
+        return map(self.cut, self.data.held_out(samples))
 
     def example(self) -> Batch:
         return self.data.example()
 
-    def _cut(self, batch: Batch) -> Batch:
+    def cut(self, batch: Batch) -> Batch:
         if isinstance(batch, Filler):
-            return Filler(self._cut(batch.batch))
+            return Filler(self.cut(batch.batch))
         mine = cut(batch, self.causal, self.piece, self.pieces)
         return map_tensors(lambda tensor: tensor.pin_memory(), mine) if self.pinned else mine
 

@@ -137,7 +137,15 @@ class Pipeline:
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float) -> Tensor:
         """Forward and backward of a step's micro-batches, as the timetable has it; returns the sum of the losses that this
         device saw: the last one's."""
-        actions = timetable(self.plan.schedule, self.devices, self.plan.virtual_stages, len(micro_batches))[self.rank]
+        return self._play(run, micro_batches, scale, self.plan.schedule)
+
+    def once(self, run: Run, batch: Batch, scale: float) -> Tensor:
+        """Forward and backward of one micro-batch by itself, whatever the schedule; returns its loss, on the last device."""
+        schedule = "1f1b" if self.plan.schedule == "pipedream" else self.plan.schedule
+        return self._play(run, [batch], scale, schedule)
+
+    def _play(self, run: Run, micro_batches: list[Batch], scale: float, schedule: str) -> Tensor:
+        actions = timetable(schedule, self.devices, self.plan.virtual_stages, len(micro_batches))[self.rank]
         total: Tensor | None = None
         completing = WEIGHTS if self.deferred is not None else BACKWARD
         final = max(place for place, action in enumerate(actions) if action.kind == completing)

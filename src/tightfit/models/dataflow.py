@@ -114,6 +114,7 @@ class Dataflow:
     uses        by name, where each parameter was used: numbers of blocks, BEFORE, or the count of blocks
     changed     attributes of modules that each forward changes, and that are no tensors
     shapes      of one sample of the batch's tensors
+    is_random   whether it draws random numbers; parameter_count: elements of the model's parameters
     blocks      how many are recorded; numbers: which of the model's they are, where others were taken out
     """
 
@@ -126,6 +127,7 @@ class Dataflow:
     shapes: tuple[tuple[int, ...], ...]
     blocks: int
     is_random: bool
+    parameter_count: int = 0
     numbers: tuple[int, ...] = ()
 
 
@@ -469,6 +471,7 @@ class _Recorder(TorchDispatchMode):
             sample_shapes(self.batch),
             self.count,
             self.is_random,
+            sum(parameter.numel() for parameter in self.model.parameters()),
             numbers,
         )
         self.tensors.clear()
