@@ -16,6 +16,7 @@ from torch.nn import functional
 import tightfit
 from tests.contract.cases import distance
 from tests.pool import together
+from tightfit.engine.split import compare_split
 from tightfit.errors import InputError
 
 HERE = "tests.methods.test_stage_boundaries:"
@@ -69,10 +70,16 @@ class PositionsAndResidual(Plain):
 
 
 class InPlace(PositionsAndResidual):
+    class Copies(Block):
+        def forward(self, h: Tensor) -> Tensor:
+            return super().forward(h * 1.0)
+
+    def block(self) -> nn.Module:
+        return self.Copies()
+
     def through(self, h: Tensor, x: Tensor) -> Tensor:
         for block in self.blocks:
-            out = block(h.clone())
-            h += out
+            h += block(h)
         return h.relu_()
 
 
@@ -321,6 +328,15 @@ class SkipFromEmbedding(Plain):
         return self.head(h + first)
 
 
+class NormOutside(Plain):
+    """Around the block goes another tensor than the one that it is called with."""
+
+    def through(self, h: Tensor, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = h + block(functional.layer_norm(h, (WIDTH,)))
+        return h
+
+
 class SumOfAll(Plain):
     def through(self, h: Tensor, x: Tensor) -> Tensor:
         total: Any = 0
@@ -454,6 +470,7 @@ WORK = (
 )  # fmt: skip
 REFUSED: dict[type[nn.Module], str] = {
     SkipFromEmbedding: "self.head(h + first)",
+    NormOutside: "h = h + block(functional.layer_norm(h, (WIDTH,)))",
     SumOfAll: "total = total + h",
     NormalisedWeight: "functional.linear(self.through(self.before(x), x), weight)",
     OtherView: "alias.view(h.shape)",
@@ -525,8 +542,21 @@ def check(name: str, fields: dict[str, Any], micro_batch: int = 2) -> None:
             )
 
 
-@pytest.mark.parametrize("pp", [2, 3])
-@pytest.mark.parametrize("name", [model.__name__ for model in WORK])
+ON_THREE = (
+    PositionsAndResidual,
+    InPlace,
+    View,
+    Tuples,
+    Relative,
+    FromBlock0,
+    HeadFirst,
+    Shrinks,
+    TiedAcross,
+    UnderNoGrad,
+)
+
+
+@pytest.mark.parametrize(("name", "pp"), [*((m.__name__, 2) for m in WORK), *((m.__name__, 3) for m in ON_THREE)])
 def test_a_model_that_does_more_than_pass_a_tensor_trains_the_same(name: str, pp: int) -> None:
     check(name, {"pp": pp})
 
@@ -573,9 +603,9 @@ def test_parameters_created_for_a_stage_only() -> None:
         assert "relative.weight is used on another stage than it is defined for" in found
 
 
-@pytest.mark.parametrize("pp", [2, 3])
 @pytest.mark.parametrize("name", [model.__name__ for model in REFUSED])
-def test_what_cannot_be_cut_is_refused_by_all_with_its_line(name: str, pp: int) -> None:
+def test_what_cannot_be_cut_is_refused_by_all_with_its_line(name: str) -> None:
+    pp = 2
     for found in together(pp, HERE + "train_stage", name, {"pp": pp, "micro_batch": 2}):
         assert isinstance(found, str)
         assert REFUSED[MODELS[name]] in found
@@ -584,3 +614,61 @@ def test_what_cannot_be_cut_is_refused_by_all_with_its_line(name: str, pp: int) 
         tightfit.estimate(
             job_of(MODELS[name]), tightfit.Plan(pp=pp, micro_batch=2), tightfit.Machine.named(f"a100-80gb:{pp}")
         )
+
+
+# ---- the stages against the undivided model -------------------------------------------------------------------------
+
+
+class Owned(Plain):
+    """What no look at tensors shows: the model computes with a number that it reads off its parameters in Python."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        trained = sum(1 for _ in self.parameters())
+        return self.head(self.through(self.before(x), x) * (trained / 10))
+
+
+MODELS["Owned"] = Owned
+
+
+def checked_stage(name: str, fields: dict[str, Any], train: dict[str, Any]) -> Any:
+    """In each process: what the comparison found, and whether the run then goes on as one that was not compared."""
+    job = job_of(MODELS[name])
+    plain = [step.loss for step in tightfit.train(tightfit.build(job, tightfit.Plan(**fields)))]
+    run = tightfit.build(job.replace(train=job.train.replace(**train)), tightfit.Plan(**fields))
+    try:
+        found = compare_split(run)
+        losses = [step.loss for step in tightfit.train(run)]
+    except InputError as error:
+        return str(error)
+    assert found is not None
+    return found, losses == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("NormInStem", {"pp": 2}),
+        ("Relative", {"pp": 2, "schedule": "pipedream"}),
+        ("FourTuples", {"pp": 2, "schedule": "interleaved", "virtual_stages": 2}),
+        ("Tuples", {"pp": 2, "schedule": "zero-bubble"}),
+        ("TiedAcross", {"pp": 2, "dp_replicate": 2}),
+        ("PositionsAndResidual", {"pp": 2, "dp_shard": 2, "zero": 2}),
+        ("PositionsAndResidual", {"pp": 2, "dp_shard": 2, "zero": 3}),
+    ],
+    ids=str,
+)
+def test_the_stages_are_held_against_the_undivided_model(name: str, fields: dict[str, Any]) -> None:
+    devices = tightfit.Plan(**fields).devices
+    for found, same_after in together(
+        devices, HERE + "checked_stage", name, {**fields, "micro_batch": 2}, {"check_split": "always"}
+    ):
+        assert found.loss == pytest.approx(found.expected_loss, rel=1e-5)
+        assert found.norm == pytest.approx(found.expected_norm, rel=1e-5)
+        assert found.expected_norm > 0
+        assert same_after
+
+
+def test_stages_that_compute_something_else_are_refused_before_the_first_update() -> None:
+    for said in together(2, HERE + "checked_stage", "Owned", {"pp": 2, "micro_batch": 2}, {"check_split": "always"}):
+        assert "the stages compute something else than the undivided model" in said
+        assert "use pp: 1" in said
