@@ -16,8 +16,9 @@ from torch.nn import functional
 import tightfit
 from tests.contract.cases import distance
 from tests.pool import together
-from tightfit.engine.split import compare_split
+from tightfit.engine.split import compare_split, wants_check
 from tightfit.errors import InputError
+from tightfit.measure.verify import observe_settled
 
 HERE = "tests.methods.test_stage_boundaries:"
 WIDTH, STEPS, BATCH = 8, 3, 4
@@ -666,6 +667,32 @@ def test_the_stages_are_held_against_the_undivided_model(name: str, fields: dict
         assert found.norm == pytest.approx(found.expected_norm, rel=1e-5)
         assert found.expected_norm > 0
         assert same_after
+
+
+def verified_stage(name: str, fields: dict[str, Any]) -> Any:
+    try:
+        return observe_settled(job_of(MODELS[name]), tightfit.Plan(**fields), None, 2)
+    except InputError as error:
+        return str(error)
+
+
+def test_verify_looks_at_the_stages_always() -> None:
+    for said in together(2, HERE + "verified_stage", "Owned", {"pp": 2}):
+        assert "the stages compute something else than the undivided model" in said
+    for found in together(2, HERE + "verified_stage", "Plain", {"pp": 2}):
+        assert len(found.losses) == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps", "wanted"), [("auto", 1, False), ("auto", 200, True), ("never", 200, False), ("always", 1, True)]
+)
+def test_when_the_stages_are_looked_at(asked: str, steps: int, wanted: bool) -> None:
+    for found in together(2, HERE + "wants", asked, steps):
+        assert found is wanted
+
+
+def wants(asked: str, steps: int) -> bool:
+    return wants_check(tightfit.build(job_of(Plain, check_split=asked), tightfit.Plan(pp=2, micro_batch=2)), steps)
 
 
 def test_stages_that_compute_something_else_are_refused_before_the_first_update() -> None:

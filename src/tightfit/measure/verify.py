@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tightfit.engine.build import build
 from tightfit.engine.loop import train
+from tightfit.engine.split import check_split
 from tightfit.engine.step import local
 from tightfit.errors import InputError
 from tightfit.job import Job
@@ -162,12 +163,16 @@ class Observed:
 def observe_settled(
     job: Job, plan: Plan, machine: Machine | None, steps: int, observing: Callable[[Run, int], Observed] | None = None
 ) -> Observed:
-    """As `observe`; where a dynamic loss scale began too high and steps were skipped, again from where it ended."""
+    """As `observe`; where a dynamic loss scale began too high and steps were skipped, again from where it ended. A pipeline's
+    stages are held against the undivided model first."""
+    job = job.replace(train=job.train.replace(check_split="never"))  # while nobody looks at gradients
     scale: float | None = None
     while True:
         run = build(job, plan, machine)
         if run.loss_scale is not None and scale is not None:
             run.loss_scale.value = scale
+        if run.dataflow is not None:
+            check_split(run)
         observed = (observing or observe)(run, steps)
         if not observed.skipped or run.loss_scale is None or run.loss_scale.value == scale or scale == 1.0:
             return observed
