@@ -19,6 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tightfit.errors import InputError
+
 FILE_BYTES = 2 * 2**30  # at most; and at least, of a checkpoint that several write, but for the last:
 SMALLEST_BYTES = 2**26
 CHECKSUMS = "checksums.json"
@@ -150,9 +152,10 @@ class Reader:
 
     def __init__(self, folder: Path, kind: str) -> None:
         self._folder, self._files, self._open = folder, ExitStack(), {}  # type: ignore[var-annotated]
+        self._where: dict[str, str]
         index = folder / index_name(kind)
         if index.exists():
-            self._where: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            self._where = _read_index(index)
         else:
             one = file_name(kind, 0, 1)
             self._where = dict.fromkeys(self._file(one).keys(), one)
@@ -165,7 +168,10 @@ class Reader:
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            self._open[name] = self._files.enter_context(safe_open(self._folder / name, "pt"))
+            try:
+                self._open[name] = self._files.enter_context(safe_open(self._folder / name, "pt"))
+            except SafetensorError as error:
+                raise _damaged(self._folder / name, error) from error
         return self._open[name]
 
     @property
@@ -178,8 +184,28 @@ class Reader:
 
     def get(self, name: str) -> Tensor:
         """A tensor on the host, to be read from only."""
-        value: Tensor = self._file(self._where[name]).get_tensor(name)
+        try:
+            value: Tensor = self._file(self._where[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise _damaged(self._folder / self._where[name], error) from error
         return value
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """By name of a tensor, the file in the same folder that it is in."""
+    try:
+        where = json.loads(path.read_text())["weight_map"]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise _damaged(path, error) from error
+    if not isinstance(where, dict) or any(
+        not isinstance(name, str) or Path(name).name != name or "\0" in name for name in where.values()
+    ):
+        raise _damaged(path, ValueError("its weight_map does not name files of this folder"))
+    return where
+
+
+def _damaged(path: Path, error: Exception) -> InputError:
+    return InputError(str(path), f"is damaged ({error})", "take another copy of it, or another checkpoint")
 
 
 __all__ = [

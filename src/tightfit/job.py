@@ -373,15 +373,22 @@ def _check_allow(allow: Any) -> None:
 
 def _exactly_one(section: str, sources: dict[str, Any]) -> None:
     given = [name for name, value in sources.items() if value is not None]
+    for name in given:
+        if not sources[name]:
+            raise InputError(
+                f"job: {section}.{name}", f"is {sources[name]!r}, which names nothing", "name it, or leave it out"
+            )
     if len(given) != 1:
         found = "gives none of its sources" if not given else f"gives {' and '.join(given)}"
         raise InputError(f"job: {section}", found, f"give exactly one of: {', '.join(sources)}")
 
 
 def _flat(model: dict[str, Any]) -> dict[str, Any]:
-    """A model section with its config keys beside the others, as people write it."""
-    config = model.pop("config", {})
-    return {**model, **config}
+    """A model section with its config keys beside the others, as people write it, where they are read back so."""
+    config = model.get("config", {})
+    if not (model.get("architecture") or model.get("preset")) or {"from_", *ModelSpec.field_names()} & set(config):
+        return model
+    return {**{name: value for name, value in model.items() if name != "config"}, **config}
 
 
 def apply_change(content: dict[str, Any], change: str) -> None:
@@ -412,13 +419,24 @@ def apply_change(content: dict[str, Any], change: str) -> None:
     check_plain(content[last], f"--set {change}")
 
 
+def expanded(text: str) -> Path:
+    """A path with ~ as the home folder. Raises InputError for the home of somebody who is not there, and for what no path can be."""
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except (RuntimeError, OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"path {text}", f"cannot be a path ({said})", "check how it is written") from None
+    return path
+
+
 def _absolute(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The job's relative paths, made absolute from the folder of its file."""
 
     def path(text: Any) -> Any:
         if isinstance(text, list):
             return [path(item) for item in text]
-        return str(folder / Path(text).expanduser()) if isinstance(text, str) else text
+        return str(folder / expanded(text)) if isinstance(text, str) and text else text
 
     def python(text: Any) -> Any:
         return path(text) if isinstance(text, str) and ".py:" in text else text

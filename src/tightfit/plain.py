@@ -65,6 +65,8 @@ def _check(content: Any, where: str, path: tuple[str, ...], depth: int) -> None:
         for name, value in inner:
             if isinstance(content, dict):
                 _check(name, where, (*path, "a key"), depth - 1)
+                if isinstance(name, str) and not name.strip():
+                    refuse(f"has an empty name ({name!r}) among its fields", "name the field, or leave it out")
             _check(value, where, (*path, str(name)), depth - 1)
 
 

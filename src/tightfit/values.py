@@ -186,7 +186,7 @@ def _path(detail: ErrorDetails) -> list[int | str]:
     """Where the complaint is: field names and list positions, without pydantic's names for the branches of unions."""
     *outer, last = detail["loc"] or ("",)
     kept = [part for part in outer if not _is_branch(part)]
-    own = last != "" and (detail["type"] == "extra_forbidden" or not _is_branch(last))  # an unknown field has any name
+    own = detail["type"] == "extra_forbidden" or (last != "" and not _is_branch(last))  # an unknown field has any name
     return [*kept, last] if own else kept
 
 

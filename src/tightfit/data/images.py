@@ -24,7 +24,7 @@ from tightfit.data.order import Integers, pieces
 from tightfit.data.samples import Damage, ModelInput, single
 from tightfit.data.text import find_files, load_dataset
 from tightfit.errors import InputError
-from tightfit.job import DataSpec
+from tightfit.job import DataSpec, expanded
 from tightfit.values import nearest
 
 DIGITS = "digits"
@@ -157,7 +157,7 @@ def open_images(spec: DataSpec, model: ModelInput) -> ImageSamples | DigitSample
     if spec.images == DIGITS:
         return _digits(spec, model)
     if spec.images is not None:
-        files, labels = class_folders(Path(spec.images).expanduser())
+        files, labels = class_folders(expanded(spec.images))
         return _samples(spec, model, ImageFiles(files), labels, stamps(files))
     folder = Path(str(spec.dataset))
     column, labels = _image_column(folder, spec.label_field)
@@ -167,7 +167,7 @@ def open_images(spec: DataSpec, model: ModelInput) -> ImageSamples | DigitSample
 def first_images(spec: DataSpec, model: ModelInput, count: int) -> ImageSamples | None:
     """The first pictures of a folder, as they are, to see how long one takes to decode; None where there are none."""
     try:
-        files, labels = class_folders(Path(str(spec.images)).expanduser())
+        files, labels = class_folders(expanded(str(spec.images)))
     except InputError:
         return None
     size, channels = _shape(spec, model, _SIZE, 3)

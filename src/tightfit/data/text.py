@@ -17,7 +17,7 @@ from tightfit.data.cache import stamps
 from tightfit.data.long_records import LONG, LongRecord, incomplete
 from tightfit.data.samples import Damage
 from tightfit.errors import InputError
-from tightfit.job import DataSpec
+from tightfit.job import DataSpec, expanded
 from tightfit.values import nearest
 
 PYTHON_STDLIB = "python-stdlib"
@@ -108,7 +108,7 @@ def find_files(field: str, given: str | list[str], endings: tuple[str, ...] = ()
     """The files that a file, folder, glob or list of them names; of folders those with `endings`. Raises InputError."""
     if isinstance(given, list):
         return [file for one in given for file in find_files(field, one, endings)]
-    path = Path(given).expanduser()
+    path = expanded(given)
     if path.is_file():
         return [path]
     if path.is_dir():

@@ -17,7 +17,7 @@ from tightfit.data.cache import cached
 from tightfit.data.samples import Damage, ModelInput
 from tightfit.data.text import TextSource
 from tightfit.errors import InputError
-from tightfit.job import DataSpec
+from tightfit.job import DataSpec, expanded
 
 _log = logging.getLogger(__name__)
 PAD, END, MASK, SENTINEL = "<|pad|>", "<|endoftext|>", "<|mask|>", "<extra_id_{}>"
@@ -46,7 +46,7 @@ def load_tokenizer(path: str) -> Any:
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
-    asked, place = f"data: tokenizer={path}", Path(path).expanduser()
+    asked, place = f"data: tokenizer={path}", expanded(path)
     if not place.exists():
         raise InputError(asked, "no such file or folder", "name a tokenizer.json, or a folder that has one")
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import InputError
-from tightfit.job import ModelSpec
+from tightfit.job import ModelSpec, expanded
 from tightfit.models.presets import preset
 from tightfit.models.python import as_input_error, load_python, returning_module
 from tightfit.values import nearest
@@ -94,7 +94,7 @@ def task_of(model: Any) -> str | None:
         return model.task
     if not model.from_:
         return _task_of_architecture(_architecture(model))
-    content = _read_config(Path(model.from_))
+    content = _read_config(expanded(model.from_))
     for name in content.get("architectures") or []:
         for ending, task in _TASK_OF_CLASS.items():
             if name.endswith(ending):
@@ -112,7 +112,7 @@ def model_config(spec: ModelSpec) -> Any:
     import transformers
 
     if spec.from_:
-        folder = Path(spec.from_)
+        folder = expanded(spec.from_)
         _read_config(folder)
         if "trust_remote_code" in spec.config:
             raise InputError(

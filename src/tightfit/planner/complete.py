@@ -57,7 +57,7 @@ def over_devices(machine: Machine, pins: dict[str, Any]) -> dict[str, Any]:
     if fields.get("dp_shard", 1) > 1:
         fields.setdefault("zero", 3)
     if fields.get("zero"):
-        fields.setdefault("dp_shard", count // fields.get("dp_replicate", 1))
+        fields.setdefault("dp_shard", max(count // fields.get("dp_replicate", 1), 1))
     fields.setdefault("dp_replicate", max(count // fields.get("dp_shard", 1), 1))
     return fields
 
