@@ -13,7 +13,7 @@ from tests.fuzz.targets import TARGETS
 
 def main() -> None:
     parser = argparse.ArgumentParser("scripts/test")
-    parser.add_argument("--fuzz", type=int, required=True, metavar="N")
+    parser.add_argument("--files", type=int, required=True, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     parser.add_argument("--only", choices=sorted(TARGETS), action="append")
     arguments = parser.parse_args()
@@ -22,7 +22,7 @@ def main() -> None:
     for name, share in chosen.items():
         began = time.monotonic()
         try:
-            tried = fuzz(name, max(round(arguments.fuzz * share / sum(chosen.values())), 1), arguments.seed)
+            tried = fuzz(name, max(round(arguments.files * share / sum(chosen.values())), 1), arguments.seed)
         except Exception:
             traceback.print_exc()
             failed += 1
