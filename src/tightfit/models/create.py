@@ -141,22 +141,30 @@ def model_config(spec: ModelSpec) -> Any:
 
 
 def _config_of(spec: ModelSpec, architecture: str, keys: dict[str, Any]) -> Any:
-    """The config of these keys. Raises InputError that names the first key which is wrong by itself, where one is."""
+    """The config of these keys. Raises InputError that names the key without which it could be, where there is one such."""
     import transformers
 
-    fix = "change the config keys it names"
+    def without(key: str) -> bool:
+        left = {name: value for name, value in keys.items() if name != kind.attribute_map.get(key, key)}
+        try:
+            with as_input_error("", ""):
+                transformers.AutoConfig.for_model(architecture, **left)
+        except InputError:
+            return False
+        return True
+
     try:
-        with as_input_error(f"job: model ({spec})", fix):
+        with as_input_error(f"job: model ({spec})", "change the config keys it names"):
             return transformers.AutoConfig.for_model(architecture, **keys)
-    except InputError:
-        for key in spec.config:
-            kind = _config_class(architecture)
-            stored = kind.attribute_map.get(key, key)
-            if stored in keys:
-                fix = f"give a value like its default, {_defaults(kind).get(stored)!r}"
-                with as_input_error(f"job: model.{key}={spec.config[key]!r}", fix):
-                    transformers.AutoConfig.for_model(architecture, **{stored: keys[stored]})
-        raise
+    except InputError as error:
+        kind = _config_class(architecture)
+        guilty = [key for key in spec.config if without(key)]
+        if len(guilty) != 1:
+            raise
+        (key,) = guilty
+        default = _defaults(kind).get(kind.attribute_map.get(key, key))
+        asked, fix = f"job: model.{key}={spec.config[key]!r}", f"give a value like its default, {default!r}"
+        raise InputError(asked, error.found, fix) from error
 
 
 def text_config(config: Any) -> Any:
