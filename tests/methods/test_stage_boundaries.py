@@ -4,12 +4,16 @@ them, or are refused with the line that cannot be cut."""
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -699,3 +703,81 @@ def test_stages_that_compute_something_else_are_refused_before_the_first_update(
     for said in together(2, HERE + "checked_stage", "Owned", {"pp": 2, "micro_batch": 2}, {"check_split": "always"}):
         assert "the stages compute something else than the undivided model" in said
         assert "use pp: 1" in said
+
+
+# ---- transformers, the planner and the command line -----------------------------------------------------------------
+
+TEXT = {"vocab_size": 160, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "opt": {**TEXT, "ffn_dim": 64, "word_embed_proj_dim": 16, "dropout": 0.0},
+    "deberta-v2": {
+        **TEXT, "intermediate_size": 64, "relative_attention": True, "pos_att_type": ["p2c", "c2p"],
+        "max_relative_positions": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    },
+    "mixtral": {
+        **TEXT, "intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
+    "swin": {
+        "image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4,
+        "num_labels": 10, "hidden_dropout_prob": 0.0, "drop_path_rate": 0.0,
+    },
+}  # fmt: skip
+
+
+def architecture_job(name: str) -> tightfit.Job:
+    generator = torch.Generator().manual_seed(3)
+    data: list[dict[str, Any]] = []
+    for number in range(STEPS * BATCH):
+        tokens = torch.randint(2, 160, (12,), generator=generator)
+        pixels = torch.randn(3, 32, 32, generator=generator)
+        data.append(
+            {"pixel_values": pixels, "labels": number % 10}
+            if name == "swin"
+            else {"input_ids": tokens, "labels": tokens}
+        )
+    train = tightfit.Train(batch=BATCH, steps=2, optimizer="sgd", momentum=0.0, learning_rate=0.1, seed=5)
+    task = {"task": "masked-lm"} if name == "deberta-v2" else {}
+    return tightfit.Job(model={"architecture": name, **ARCHITECTURES[name], **task}, data=data, train=train)
+
+
+def trained_architecture(name: str, fields: dict[str, Any]) -> list[float]:
+    return [step.loss for step in tightfit.train(tightfit.build(architecture_job(name), tightfit.Plan(**fields)))]
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_architectures_that_hand_on_more_than_hidden_states(name: str) -> None:
+    expected = trained_architecture(name, {"micro_batch": 2})
+    for losses in together(2, HERE + "trained_architecture", name, {"pp": 2, "micro_batch": 2}):
+        assert losses == pytest.approx(expected, rel=2e-6)
+
+
+def test_a_search_passes_over_pipelines_that_would_be_refused() -> None:
+    machine = tightfit.Machine.named("a100-80gb:2")
+    found = tightfit.search(job_of(SkipFromEmbedding), machine, {})
+    assert found[0].plan.pp == 1
+    with pytest.raises(InputError, match=r"self.head\(h \+ first\)"):
+        tightfit.search(job_of(SkipFromEmbedding), machine, {"pp": 2})
+
+
+def test_a_refused_pipedream_ends_in_exit_code_2(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    content = {
+        "model": {
+            "architecture": "gpt2",
+            "vocab_size": 300,
+            "n_embd": 16,
+            "n_layer": 2,
+            "n_head": 2,
+            "n_positions": 32,
+        },
+        "data": {"synthetic": "tokens", "sequence_length": 16, "samples": 20},
+        "train": {"batch": 4, "steps": 2, "trackers": []},
+        "allow": ["asynchronous"],
+        "plan": {"pp": 2, "schedule": "pipedream", "micro_batch": 2},
+    }
+    path.write_text(yaml.safe_dump(content))
+    command = [sys.executable, "-m", "tightfit", "train", str(path), "--nproc", "2", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "is used by the first and the last device, which update it at different times" in done.stderr
+    assert "terminate called" not in done.stderr
