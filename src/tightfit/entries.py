@@ -121,25 +121,43 @@ class Message:
         return replace(self, bytes=self.bytes * share, latency_s=self.latency_s * share)
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a device does with a micro-batch in one piece of the model.
+
+    weights   the gradients of linear layers' weights, where they have an action of their own
+    keeps     whether backward needs the hidden states that it hands on
+    """
+
+    forward: tuple[Passage, ...]
+    backward: tuple[Passage, ...]
+    weights: tuple[Passage, ...] = ()
+    keeps: bool = False
+
+    @property
+    def passages(self) -> tuple[Passage, ...]:
+        return (*self.forward, *self.backward, *self.weights)
+
+
 @dataclass(frozen=True, eq=False)
 class Stage:
     """What a device of a pipeline does.
 
-    programs     by piece of the model that it has: forward and backward of one micro-batch
+    parts        by piece of the model that it has: the program of one micro-batch
     table        every device's actions; device: which of them this is
     hidden       bytes that one piece hands to the next, for each micro-batch and direction
     bytes_per_s  of the link to the next device; latency_s: of one hand-over
-    left         by piece, bytes that wait between a backward and its weights' part, where those are two
+    messages     for each of its actions, how many messages (of such bytes) lie in memory beside it, sent or received
     versions     of the weights that are kept beside the newest
     continuous   whether steps follow each other without waiting for the last backward
     """
 
-    programs: dict[int, tuple[tuple[Passage, ...], tuple[Passage, ...]]]
+    parts: dict[int, Part]
     table: Timetable
     device: int
     hidden: Linear
     bytes_per_s: float
-    left: dict[int, Linear]
+    messages: tuple[int, ...]
     latency_s: float = 0.0
     versions: int = 0
     continuous: bool = False
@@ -149,9 +167,8 @@ class Stage:
 class Visit:
     """A stretch of a step: one micro-batch's passages.
 
-    sends  whether the gradients that it completes are sent; later: whether those of earlier micro-batches are there
-    ends   whether it ends a micro-batch's backward; updates: and an update follows while others are under way
-    left   bytes that it leaves for later, or with a minus takes
+    sends     whether the gradients that it completes are sent; later: whether those of earlier micro-batches are there
+    ends      whether it ends a micro-batch's backward; updates: and an update follows while others are under way
     """
 
     passages: tuple[Passage, ...]
@@ -159,4 +176,3 @@ class Visit:
     later: bool
     ends: bool = True
     updates: bool = False
-    left: float = 0.0

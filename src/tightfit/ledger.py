@@ -15,6 +15,7 @@ from tightfit.entries import Gathered, Message, Parameter, Peak, Sent, Stage, Up
 from tightfit.machine import Machine
 from tightfit.plan import Plan
 from tightfit.program import (
+    Buffer,
     Linear,
     Operation,
     Passage,
@@ -120,7 +121,6 @@ class Ledger:
         whole, arrived = self.gradient_bytes(), 0.0
         for visit in self.visits():
             sends, done = visit.sends, 0.0
-            rows["activations"] += visit.left
             for passage in visit.passages:
                 if passage.timeline not in known:
                     known[passage.timeline] = play(passage.timeline, self.micro_batch)
@@ -164,6 +164,7 @@ class Ledger:
                 rows = _sum(rows, {"gradients": -rest})
                 arrived = whole
             if visit.updates:
+                yield "optimizer", "update", {**rows, "temporaries": rows["temporaries"] + self._update_bytes()}
                 rows, arrived = {**rows, "gradients": 0.0}, 0.0
         if self.gathered is not None:
             rows = _sum(rows, {"communication": -self.gathered.rest})
@@ -213,22 +214,23 @@ class Ledger:
             for number, program in enumerate(programs):
                 yield Visit(program, sent is not None and (sent.always or number == len(programs) - 1), number > 0)
             return
-        counts = {piece: self.passes(parts[1], 2) for piece, parts in self.stage.programs.items()}
-        seen: set[int] = set()
-        for action in self.stage.table[self.stage.device]:
-            piece, place = action.chunk, action.micro_batch % self.micro_batches
-            left = self.stage.left.get(piece, Linear()).at(self.micro_batch)
-            if action.kind == FORWARD:
-                yield Visit(self.stage.programs[piece][0], False, False, ends=False)
-            elif action.kind == BACKWARD:
-                last = place == self.micro_batches - 1
-                sends = sent is not None and (sent.always or last) and not left
-                later = place > 0 if self.stage.continuous else piece in seen
-                updates = last and self.stage.continuous
-                yield Visit(counts[piece][int(later)], sends, later, updates=updates)
-                seen.add(piece)
-            if left and action.kind in (BACKWARD, WEIGHTS):
-                yield Visit((), False, False, ends=False, left=left if action.kind == BACKWARD else -left)
+        stage = self.stage
+        backward = {piece: self.passes(part.backward, 2) for piece, part in stage.parts.items()}
+        weights = {piece: self.passes(part.weights, 2) for piece, part in stage.parts.items()}
+        seen: set[tuple[str, int]] = set()
+        for action, beside in zip(stage.table[stage.device], stage.messages, strict=True):
+            kind, piece, place = action.kind, action.chunk, action.micro_batch % self.micro_batches
+            come, go = _messages(beside, stage.hidden, "forward" if kind == FORWARD else "backward")
+            if kind == FORWARD:
+                yield Visit((come, *stage.parts[piece].forward, go), False, False, ends=False)
+                continue
+            last, completes = place == self.micro_batches - 1, kind == WEIGHTS or not stage.parts[piece].weights
+            later = place > 0 if stage.continuous else (kind, piece) in seen
+            passages = (weights if kind == WEIGHTS else backward)[piece][int(later)]
+            sends = sent is not None and (sent.always or last) and completes
+            updates = last and completes and stage.continuous
+            yield Visit((come, *passages, go), sends, later, ends=completes, updates=updates)
+            seen.add((kind, piece))
 
     def passes(self, training: tuple[Passage, ...], micro_batches: int) -> list[tuple[Passage, ...]]:
         """The programs of a step's first micro-batch and, where there are more, of a later one, as this plan runs them.
@@ -299,6 +301,13 @@ class Ledger:
         for update in self.updates.values():
             for operation in update.operations:
                 yield "optimizer", "update", operation, operation.count.at(1)
+
+
+def _messages(count: int, size: Linear, phase: str) -> tuple[Passage, Passage]:
+    """So many messages, which come before an action and go after it."""
+    buffers = [Buffer(size, "temporaries", "message") for _ in range(count)]
+    come, go = (Timeline(tuple((buffer, sign) for buffer in buffers)) for sign in (1, -1))
+    return Passage("messages", phase, come), Passage("messages", phase, go)
 
 
 def _sum(rows: dict[str, float], more: dict[str, float]) -> dict[str, float]:

@@ -34,12 +34,19 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """One storage: its bytes, the row it counts under, the operation that made it, and of a gradient the parameter."""
+    """One storage: its bytes, the row it counts under, the operation that made it.
+
+    parameter  of a gradient, and of the product that it is cast from: whose
+    operands   of the same where it is a matrix product: the buffers that are multiplied
+    terms      of the gradient of a parameter that is used several times: the gradients of its uses, which it is the sum of
+    """
 
     size: Linear
     row: str
     maker: str = ""
     parameter: str = ""
+    operands: tuple[Buffer, ...] = ()
+    terms: tuple[Buffer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

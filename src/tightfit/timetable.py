@@ -131,6 +131,40 @@ def needs(action: Action, chunks: int) -> list[Action]:
     return [Action(BACKWARD, chunk, number)]
 
 
+def taken_by(action: Action) -> Action:
+    """The action that begins with what this one hands on; a backward that is the first of its row hands on nothing."""
+    return Action(action.kind, action.chunk + (1 if action.kind == FORWARD else -1), action.micro_batch)
+
+
+def given_by(action: Action) -> Action:
+    """The action that hands on what this one begins with."""
+    return Action(action.kind, action.chunk - (1 if action.kind == FORWARD else -1), action.micro_batch)
+
+
+def messages(table: Timetable, device: int, ahead: bool) -> tuple[int, ...]:
+    """For each action of a device, how many messages lie in its memory beside what the action itself works with.
+
+    A message that was sent stays until it is known to have arrived: until the device that takes it has sent one back that it made
+    later. ahead: whether what the next action begins with may arrive meanwhile.
+    """
+    devices, last = len(table), max(action.chunk for actions in table for action in actions)
+    places = {action: place for actions in table for place, action in enumerate(actions)}
+    own = table[device]
+    sent: list[Action] = []  # by the action that takes it
+    found = []
+    for place, action in enumerate(own):
+        given = given_by(action)
+        if action.kind != WEIGHTS and given in places:
+            sent = [one for one in sent if one.chunk % devices != given.chunk % devices or places[one] > places[given]]
+        coming = own[place + 1 : place + 2] if ahead else ()
+        begun = sum(one.kind != WEIGHTS and given_by(one) in places for one in coming)
+        found.append(len(sent) + begun)
+        taken = taken_by(action)
+        if action.kind != WEIGHTS and 0 <= taken.chunk <= last:
+            sent.append(taken)
+    return tuple(found)
+
+
 def in_flight(actions: Iterable[Action]) -> int:
     """The most micro-batches, counted by chunk, whose activations a device holds at once."""
     there, most = 0, 0

@@ -49,8 +49,9 @@ class Deferred(TorchFunctionMode):
             self._now = None
 
     def run(self, number: int) -> None:
-        for make in self.left.pop(number, []):
-            make()
+        left = self.left.pop(number, [])[::-1]
+        while left:
+            left.pop()()  # and what it needed is free
 
     def defer(self, make: Callable[[], None]) -> None:
         assert self._now is not None

@@ -18,6 +18,9 @@ from tightfit.models.objective import Batch
 from tightfit.timetable import BACKWARD, FORWARD, Action
 
 
+MOST = 2**20  # micro-batches of a step
+
+
 @dataclass
 class _Minibatch:
     """A step under way: its number since the pipeline was empty, micro-batches, learning rate, version of the weights."""
@@ -57,7 +60,7 @@ class PipeDream(Pipeline):
         total: Tensor | None = None
         with self._version(run, version):
             for number, batch in enumerate(micro_batches):
-                self._forget_sent()
+                self._forget_sent(run)
                 action = Action(FORWARD, self.rank, self._place(step, number))
                 total = added(total, self.forward(run, action, batch, scale))
         if self.rank == self.devices - 1:
@@ -79,7 +82,13 @@ class PipeDream(Pipeline):
         self.versions.clear()
 
     def _place(self, step: _Minibatch, number: int) -> int:
-        return step.number * 2**20 + number
+        return step.number * MOST + number
+
+    def place_of(self, action: Action) -> Any:
+        """A device does a step's forward before the backward of the step that is due then."""
+        step, number = divmod(action.micro_batch, MOST)
+        behind = self.devices - 1 - action.chunk if action.kind == BACKWARD else 0
+        return step + behind, action.kind == BACKWARD, number
 
     def _do_backward(self, run: Run) -> None:
         """Backward of the oldest step under way; its gradients are then those of the newest weights."""
@@ -108,7 +117,7 @@ class PipeDream(Pipeline):
         else:
             loss = self.seen.pop(step.number).to(torch.float32)
         if self.rank:
-            self._send(loss, self.rank - 1, "backward")
+            self._send(loss, Action(BACKWARD, self.rank, self._place(step, 0)), "backward")
         self.losses.append(float(loss))
 
     @torch.no_grad()

@@ -146,7 +146,9 @@ class _Recomputation:
                     self._put(self.backward[call][-1], self._backward_of(call).then(_freed([buffer])))
         else:
             first = first.then(_freed([buffer for buffer in inputs if buffer in saved]))
-        self._put(self.forward[call], replace(first, inputs=inputs))
+        products = _kept_products(before, self.selective) if self.selective else set()
+        own = frozenset((*(inputs if keep_input else ()), *products))
+        self._put(self.forward[call], replace(first, inputs=inputs, kept=own))
         held = [buffer for buffer in first.born if buffer not in first.gone and buffer not in left]
         soon = [buffer for buffer in held if buffer in self.passing]  # what nobody keeps of what it returns
         after = next(iter(self._after(call)), self.end)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from tightfit.methods.run import Filler, Run, kind_of, to_device, weights_named
 from tightfit.models.dataflow import not_in_a_row, sample_shapes
 from tightfit.models.objective import Batch, sample_count
 from tightfit.plan import Plan
-from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, timetable
+from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, given_by, taken_by, timetable
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 DIMS = 8
@@ -93,6 +93,7 @@ Look = tuple[
 class Pipeline:
     """A device's part of the timetable: the `Stages` of a Run.
 
+    sending   what was sent and may not have arrived: by the action that takes it, its work and the tensor
     waited_s  seconds spent until now on waiting for other devices (on a processor; a GPU's queue waits by itself)
     delay   how many steps later than taken a step's loss is known
     copies  names of the weights that an earlier device has too: in a norm over all devices they count once
@@ -118,7 +119,8 @@ class Pipeline:
         self.last = len(pieces) - 1
         self.copies = shared if self.rank else frozenset()
         self.alive: dict[tuple[int, int], _Alive] = {}
-        self.sending: list[tuple[Any, Tensor]] = []
+        self.sending: list[tuple[Action, Any, Tensor]] = []
+        self.order: dict[Action, int] = {}
         self.expected: dict[Action, list[tuple[Any, Tensor]]] = {}
         self.shapes: dict[Any, list[Look]] = {}
         self.losses: deque[float] = deque()
@@ -145,12 +147,14 @@ class Pipeline:
         return self._play(run, [batch], scale, schedule)
 
     def _play(self, run: Run, micro_batches: list[Batch], scale: float, schedule: str) -> Tensor:
-        actions = timetable(schedule, self.devices, self.plan.virtual_stages, len(micro_batches))[self.rank]
+        table = timetable(schedule, self.devices, self.plan.virtual_stages, len(micro_batches))
+        actions = table[self.rank]
+        self.order = {action: place for own in table for place, action in enumerate(own)}
         total: Tensor | None = None
         completing = WEIGHTS if self.deferred is not None else BACKWARD
         final = max(place for place, action in enumerate(actions) if action.kind == completing)
         for place, action in enumerate(actions):
-            self._forget_sent()
+            self._forget_sent(run)
             ahead = (
                 2 if kind_of(run.device) == "cpu" else 0
             )  # of a GPU that receives and waits, others would wait in turn
@@ -183,6 +187,7 @@ class Pipeline:
     def evaluate(self, run: Run, batch: Batch) -> Tensor:
         """The loss of a micro-batch, on the last device; 0 on the others."""
         total: Tensor | None = None
+        self.order = {Action(FORWARD, piece, 0): piece for piece in range(len(self.pieces))}
         for piece in self.own:
             total = added(total, self.forward(run, Action(FORWARD, piece, 0), batch, 1.0))
             self.alive.clear()
@@ -231,13 +236,28 @@ class Pipeline:
                 torch.autograd.backward(alive.roots, gradients)
         if action.chunk:
             for gradient in alive.came.backward():
-                self._send(gradient, action.chunk - 1, "backward")
+                self._send(gradient, action, "backward")
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
-        for work, _ in self.sending:
-            work.wait()
-        self.sending.clear()
+        self._let_go(lambda taken: True)
+
+    def place_of(self, action: Action) -> Any:
+        """Where an action stands among those of its device."""
+        return self.order[action]
+
+    def _let_go(self, has_arrived: Callable[[Action], bool]) -> None:
+        """Of what was sent. has_arrived: whether what an action takes is there."""
+        there, self.sending = self.sending, [one for one in self.sending if not has_arrived(one[0])]
+        for taken, work, _ in there:
+            if work is not None and has_arrived(taken):
+                work.wait()
+
+    def _learn_from(self, action: Action) -> None:
+        """What an action begins with has come: what its sender took before it sent this has arrived."""
+        given = given_by(action)
+        sender, place = given.chunk % self.devices, self.place_of(given)
+        self._let_go(lambda taken: taken.chunk % self.devices == sender and self.place_of(taken) <= place)
 
     def _enter(self, piece: int, take: Any, batch: Batch) -> None:
         self.passage.begin(self.pieces[piece], take, sample_count(batch), sample_shapes(batch))
@@ -255,15 +275,18 @@ class Pipeline:
         around = " around" if max(piece, other) % self.devices == 0 else ""
         return self.mesh.lines[direction + around], other % self.devices
 
-    def _send(self, tensor: Tensor, piece: int, direction: str) -> None:
-        """To the device of `piece`: hidden states forward, their gradients backward."""
-        group, device = self._line(piece + (1 if direction == "backward" else -1), piece, direction)
+    def _send(self, tensor: Tensor, action: Action, direction: str) -> None:
+        """What an action made, to the device that goes on with it: hidden states forward, their gradients backward."""
+        taken = taken_by(action)
+        group, device = self._line(action.chunk, taken.chunk, direction)
         sent = tensor.detach().contiguous()
-        if active_fake_mode() is None:  # who predicts takes it as sent
-            self.sending.append((dist.isend(sent, group=group, group_dst=device), sent))
+        predicted = active_fake_mode() is not None
+        self.sending.append((taken, None if predicted else dist.isend(sent, group=group, group_dst=device), sent))
 
-    def _forget_sent(self) -> None:
-        self.sending = [(work, tensor) for work, tensor in self.sending if not work.is_completed()]
+    def _forget_sent(self, run: Run) -> None:
+        """Let go of what has arrived. A GPU says so itself; gloo never does, so there it is known by `_learn_from`."""
+        if kind_of(run.device) != "cpu":
+            self.sending = [one for one in self.sending if one[1] is not None and not one[1].is_completed()]
 
     def _send_forward(self, action: Action, key: Any, tensors: list[Tensor]) -> None:
         """The first time that a batch has these shapes, what the tensors look like goes before them."""
@@ -274,10 +297,10 @@ class Pipeline:
             for row, (dtype, shape, is_differentiable) in enumerate(looks):
                 header = [TYPES.index(dtype), int(is_differentiable), len(shape), *shape]
                 words[row, : len(header)] = torch.tensor(header)
-            self._send(words, action.chunk + 1, "forward")
+            self._send(words, action, "forward")
         self.shapes[action.chunk, "gradient", action.micro_batch] = [look for look in looks if look[2]]
         for tensor in tensors:
-            self._send(tensor, action.chunk + 1, "forward")
+            self._send(tensor, action, "forward")
 
     def _expect(self, action: Action, batch: Batch) -> bool:
         """What an action begins with may arrive while the one before it is at work. Returns whether nothing else of it is to
@@ -313,10 +336,12 @@ class Pipeline:
                     work.wait()
                 found.append(tensor)
             self.waited_s += time.perf_counter() - began
-            return found
-        for dtype, shape, _ in looks:
-            found.append(torch.empty(shape, dtype=dtype, device=group_device(self.kept)))
-            self._wait_for(found[-1], group, device)
+        else:
+            for dtype, shape, _ in looks:
+                found.append(torch.empty(shape, dtype=dtype, device=group_device(self.kept)))
+                self._wait_for(found[-1], group, device)
+        if found:
+            self._learn_from(action)
         return found
 
     def _receive(self, action: Action, key: Any, given: list[Tensor], came: _Came) -> None:

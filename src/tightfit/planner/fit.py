@@ -61,7 +61,11 @@ class _Fit:
     def _buffer(self, small: Buffer, large: Buffer) -> Buffer:
         if small not in self.buffers:
             size = self.line(small.size.fixed, large.size.fixed)
-            self.buffers[small] = Buffer(size, large.row, small.maker, small.parameter)
+            operands, terms = (
+                tuple(self._buffer(one, other) for one, other in zip(*pair, strict=False))
+                for pair in ((small.operands, large.operands), (small.terms, large.terms))
+            )
+            self.buffers[small] = Buffer(size, large.row, small.maker, small.parameter, operands, terms)
         return self.buffers[small]
 
     def _compressed(self, small: Timeline, large: Timeline) -> tuple[tuple[Buffer, int], ...]:

@@ -222,12 +222,12 @@ class Clock:
         """Seconds of a forward, a backward and weights' part of it, by piece of a device."""
         assert ledger.stage is not None
         found = {}
-        for place, (forward, backward) in enumerate(ledger.stage.programs.values()):
+        for place, part in enumerate(ledger.stage.parts.values()):
             piece = place * len(ledger.stage.table) + device
-            whole = self.passages_s(backward, ledger.micro_batch)
-            weights = min(self._linear_s(forward, ledger.micro_batch), whole) if ledger.stage.left else 0.0
+            whole = self.passages_s(part.backward, ledger.micro_batch)
+            weights = min(self._linear_s(part.forward, ledger.micro_batch), whole) if part.weights else 0.0
             found[piece] = {
-                FORWARD: self.passages_s(forward, ledger.micro_batch),
+                FORWARD: self.passages_s(part.forward, ledger.micro_batch),
                 BACKWARD: whole - weights,
                 WEIGHTS: weights,
             }

@@ -36,6 +36,8 @@ _ATTENTION = {  # where the query stands; the key follows it
     "tightfit.blocked_attention": 0,
     "tightfit.blocked_attention_backward": 1,
 }
+_PRODUCT, _CAST, _SUM = "aten.mm", "aten._to_copy", "aten.add"  # of what a weight's gradient may come
+_GRADIENTS = frozenset((_PRODUCT, _CAST, _SUM))
 _PRODUCTS = {"aten.mm": (0, 1), "aten.bmm": (0, 1), "aten.addmm": (1, 2), "aten.baddbmm": (1, 2)}
 
 
@@ -66,10 +68,15 @@ class _Open:
 
 @dataclass(eq=False)
 class _Storage:
+    """As a Buffer. sources: what backward made it from."""
+
     size: int
     maker: str
     row: str = "temporaries"
     parameter: str = ""
+    operands: tuple[_Storage, ...] = ()
+    terms: tuple[_Storage, ...] = ()
+    sources: tuple[_Storage, ...] = ()
     buffer: Buffer | None = None
 
 
@@ -173,7 +180,8 @@ class Recorder(TorchDispatchMode):
         for storage in storages_of(parameter.grad):
             if id(storage) in self._live:
                 seen = self._live[id(storage)][0]
-                seen.row, seen.parameter = "gradients", name
+                seen.row = "gradients"
+                _describe_gradient(seen, name)
                 self.program[-1].events.append((seen, 0))
 
     def _enter_backward(self, position: int) -> None:
@@ -211,13 +219,18 @@ class Recorder(TorchDispatchMode):
     def _see(self, func: Any, name: str, args: Any, kwargs: Any, output: Any) -> None:
         passage = self.program[-1]
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         fresh = False
         for tensor in outputs:
             for storage in storages_of(tensor):
                 if id(storage) not in self._live and id(storage) not in self._known:
                     fresh = True
                     self._add(storage, name, passage)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+                    if self.phase == "backward" and name in _GRADIENTS:
+                        keys = dict.fromkeys(id(source) for one in inputs for source in storages_of(one))
+                        self._live[id(storage)][0].sources = tuple(
+                            self._live[key][0] for key in keys if key in self._live
+                        )
         if not fresh and func.is_view:
             return
         mutates = func._schema.is_mutable
@@ -361,9 +374,25 @@ def _passages(program: list[_Open]) -> tuple[Passage, ...]:
     return tuple(passages)
 
 
+def _describe_gradient(seen: _Storage, parameter: str) -> None:
+    """Of which parameter a gradient is, and what it is the product, the cast or the sum of."""
+    seen.parameter = parameter
+    if seen.maker == _PRODUCT:
+        seen.operands = seen.sources
+    elif seen.maker == _CAST:
+        for source in seen.sources:
+            _describe_gradient(source, parameter)
+            seen.operands = source.operands
+    elif seen.maker == _SUM and seen.row == "gradients":
+        seen.terms = tuple(source for source in seen.sources if source.size == seen.size)
+        for term in seen.terms:
+            _describe_gradient(term, parameter)
+
+
 def _buffer(seen: _Storage) -> Buffer:
     if seen.buffer is None:
-        seen.buffer = Buffer(Linear(float(seen.size)), seen.row, seen.maker, seen.parameter)
+        operands, terms = (tuple(map(_buffer, storages)) for storages in (seen.operands, seen.terms))
+        seen.buffer = Buffer(Linear(float(seen.size)), seen.row, seen.maker, seen.parameter, operands, terms)
     return seen.buffer
 
 
