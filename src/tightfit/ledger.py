@@ -27,7 +27,7 @@ from tightfit.program import (
     play,
     updated_at_once,
 )
-from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS
+from tightfit.timetable import FORWARD, WEIGHTS
 
 ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "allocator", "runtime")
 

@@ -60,13 +60,13 @@ def test_mfu_counts_every_micro_batch() -> None:
 def test_a_resumed_training_is_sampled_at_its_own_third_step(monkeypatch: pytest.MonkeyPatch) -> None:
     from tightfit.measure import observer as module
 
-    honest, sampled = module.sample_step, []
+    honest, sampled = module.Sample.take, []
 
-    def sample_step(run: Run, micro_batches: list[Any], step: int) -> Any:
+    def take(sample: module.Sample, run: Run, micro_batches: list[Any], step: int) -> Any:
         sampled.append(step)
-        return honest(run, micro_batches, step)
+        return honest(sample, run, micro_batches, step)
 
-    monkeypatch.setattr(module, "sample_step", sample_step)
+    monkeypatch.setattr(module.Sample, "take", take)
     record = observed(tightfit.build(tiny.job(steps=8)), start=3).record(machine())
     assert sampled == [5]
     assert [step for step, _ in record.loss] == [4, 5, 6, 7, 8]

@@ -13,7 +13,8 @@ from tightfit.record import Record
 
 def analyze(job: Job, plan: Plan, machine: Machine, steps: int = 5) -> Record:
     """Run `steps` timed steps of the job, after those that compile and are looked into, and record them."""
-    short = job.replace(train=job.train.replace(steps=steps + SAMPLED + 1, epochs=None, warmup=0))
+    sampled = 1 + 2 * (plan.pp - 1) * (plan.schedule == "pipedream")
+    short = job.replace(train=job.train.replace(steps=steps + SAMPLED + sampled, epochs=None, warmup=0))
     run = build(short, plan, machine)
     observer = Observer(run, 0)
     for result in train(run, take=observer.take):

@@ -2,7 +2,8 @@
 
 On CPU the bytes are those of the storages of live tensors; on CUDA the allocator counts, and the storages say how its
 total divides. Inside a compiled region storages are not seen: the total is then that of the allocator's own events.
-Either way one step is sampled and the others run untouched; the process's resident set stands beside.
+Either way one step is sampled (of a pipeline that never drains a few) and the others run untouched; the process's resident set
+stands beside.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tightfit.engine.step import Step, take_step
 from tightfit.methods.run import Run
 from tightfit.models.objective import Batch
-from tightfit.planner.storages import Peak, state_tensors, tensor_bytes, tensors_in, track
+from tightfit.planner.storages import Peak, Tracking, state_tensors, tensor_bytes, tensors_in
 
 Result = TypeVar("Result")
 Take = Callable[[Run], Result]
@@ -32,20 +33,56 @@ Take = Callable[[Run], Result]
 _FORWARD = "tightfit: forward"  # what marks a forward among the profiler's events
 
 
+class Sample:
+    """Looks into the memory of steps in a row: of one, or of a pipeline that never drains of as many as it takes until all that
+    is under way, and the weights that this began with, were seen to begin.
+
+    steps   how many; peak: of them, once they were taken
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.steps = 1 + 2 * (run.stages.delay if run.stages is not None else 0)
+        self.peak: Peak | None = None
+        self._taken = 0
+        self._beside = 0  # bytes that are under way when a step begins
+        self._tracking = Tracking(run) if run.plan.compile == "none" else None
+
+    def take(self, run: Run, micro_batches: list[Batch], step: int) -> Step:
+        """Take a step (a real one), and see its memory. Take the first of them when the optimizer's states exist."""
+        on_cuda = run.device.type == "cuda"
+
+        def take(watched: Run) -> Step:
+            return take_step(watched, micro_batches, step)
+
+        if self._tracking is not None:
+            if on_cuda:
+                torch.cuda.reset_peak_memory_stats(run.device)
+            last = self._taken + 1 == self.steps
+            result = self._tracking.take(run, [] if on_cuda else micro_batches, take, last)
+        elif on_cuda:
+            result, self.peak = by_phase(run, take)
+        else:
+            result, self.peak = profiled(run, micro_batches, take, self._beside)
+            self._beside = max(self.peak.timeline[-1][1] - _begins_with(run, micro_batches), 0)
+        self._taken += 1
+        if self._tracking is not None and self._taken == self.steps:
+            self.peak = self._tracking.peak()
+            if on_cuda:
+                self.peak = _with_total(self.peak, torch.cuda.max_memory_allocated(run.device))
+        return result
+
+    @property
+    def ended(self) -> bool:
+        return self._taken == self.steps
+
+
 def sample_step(run: Run, micro_batches: list[Batch], step: int) -> tuple[Step, Peak]:
-    """Take one step (a real one) and see the peak of its memory. Take it after the first, when states exist."""
-
-    def take(watched: Run) -> Step:
-        return take_step(watched, micro_batches, step)
-
-    on_cuda = run.device.type == "cuda"
-    if run.plan.compile != "none":
-        return by_phase(run, take) if on_cuda else profiled(run, micro_batches, take)
-    if not on_cuda:
-        return track(run, micro_batches, take)
-    torch.cuda.reset_peak_memory_stats(run.device)
-    result, peak = track(run, [], take)
-    return result, _with_total(peak, torch.cuda.max_memory_allocated(run.device))
+    """Take one step and see the peak of its memory: see `Sample`, for a pipeline that never drains."""
+    sample = Sample(run)
+    sample.steps = 1
+    result = sample.take(run, micro_batches, step)
+    assert sample.peak is not None
+    return result, sample.peak
 
 
 def _with_total(peak: Peak, total: int) -> Peak:
@@ -56,14 +93,19 @@ def _with_total(peak: Peak, total: int) -> Peak:
     )
 
 
-def profiled(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Result, Peak]:
-    """On CPU: the allocator's events of a step, added to the bytes alive when it began."""
+def _begins_with(run: Run, micro_batches: list[Batch]) -> int:
+    """Bytes alive when a step begins, but for what an earlier one left under way."""
+    return sum(_model_states(run).values()) + tensor_bytes(tensors_in(micro_batches))
+
+
+def profiled(run: Run, micro_batches: list[Batch], take: Take[Result], beside: int = 0) -> tuple[Result, Peak]:
+    """On CPU: the allocator's events of a step, added to the bytes alive when it began. beside: those of earlier steps."""
 
     def forward(batch: Batch) -> Tensor:
         with record_function(_FORWARD):
             return run.loss_sum(batch)
 
-    total = sum(_model_states(run).values()) + tensor_bytes(tensors_in(micro_batches))
+    total = _begins_with(run, micro_batches) + beside
     # acc_events, or torch 2.11 warns of cycles, of which there is one
     watching = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     with _silent_profiler(), watching as profiler:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tightfit.engine.step import Step, take_step
 from tightfit.machine import Machine
 from tightfit.measure.flops import forward_flops, mfu
-from tightfit.measure.memory import process_peak_bytes, sample_step
+from tightfit.measure.memory import Sample, process_peak_bytes
 from tightfit.methods.run import Filler, Run, parameter_count
 from tightfit.models.objective import Batch, sample_count
 from tightfit.planner.storages import Peak
@@ -31,14 +31,18 @@ class Observer:
     def __init__(self, run: Run, start: int) -> None:
         self.run, self.start = run, start
         self.steps: list[Step] = []
-        self.peak: Peak | None = None
+        self.sample: Sample | None = None
         self.flops_per_step: float | None = None
 
     def take(self, run: Run, micro_batches: list[Batch], step: int) -> Step:
         """Take a step, and look into it if it is the one that is sampled."""
-        if step - self.start != SAMPLED or not micro_batches:
+        if self.sample is None and step - self.start == SAMPLED and micro_batches:
+            self.sample = Sample(run)
+        if self.sample is None or self.sample.ended:
             return take_step(run, micro_batches, step)
-        result, self.peak = sample_step(run, micro_batches, step)
+        result = self.sample.take(run, micro_batches, step)
+        if not self.sample.ended:
+            return result
         flops = None if isinstance(micro_batches[0], Filler) else forward_flops(run, micro_batches[0])
         if flops is not None:
             self.flops_per_step = 3 * flops * run.job.train.batch / sample_count(micro_batches[0])
@@ -48,8 +52,12 @@ class Observer:
         self.steps.append(step)
 
     @property
+    def peak(self) -> Peak | None:
+        return self.sample.peak if self.sample is not None else None
+
+    @property
     def timed(self) -> list[Step]:
-        return self.steps[SAMPLED + 1 :]
+        return self.steps[SAMPLED + (self.sample.steps if self.sample is not None else 1) :]
 
     @property
     def unit(self) -> str:

@@ -96,8 +96,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (input,), weight = ctx.saved_tensors, ctx.weight
-        (gradient,) = gradients
+        weight, (gradient,) = ctx.weight, gradients
+        input = ctx.saved_tensors[0].detach()  # or what waits would keep the graph that it is from
         transposed = ctx.transposed
 
         def make() -> None:

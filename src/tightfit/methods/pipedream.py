@@ -17,7 +17,6 @@ from tightfit.methods.run import Run
 from tightfit.models.objective import Batch
 from tightfit.timetable import BACKWARD, FORWARD, Action
 
-
 MOST = 2**20  # micro-batches of a step
 
 

@@ -129,6 +129,7 @@ class _Piece:
         self.kept = frozenset().union(
             *(passage.timeline.kept for section in self.here for passage in sections.passages[section, FORWARD])
         )
+        self.early: dict[int, Events] = {}  # by section: what forward made is a gradient when backward comes to it
         self.becomes: dict[
             Buffer, Buffer | None
         ] = {}  # what a buffer is here, where it is something else; None: nothing
@@ -139,8 +140,10 @@ class _Piece:
         """A parameter that pieces on several devices use has on each of them a gradient of its own, and no sum of them."""
         here = [term for term in gradient.terms if any(section in self.here for section in self.sections.made[term])]
         if len(here) == 1 and len(gradient.terms) > 1:
-            self.becomes[here[0]] = replace(here[0], row="gradients")
+            own = self.becomes[here[0]] = replace(here[0], row="gradients")
             self.becomes[gradient] = None
+            if self.sections.phase[here[0]] == FORWARD:  # of a loss that makes it before it is asked for
+                self.early[min(self.sections.made[here[0]])] = [(here[0], -1), (own, 1), (own, 0)]
 
     def part(self) -> Part:
         inside = self.sections.passages
@@ -203,13 +206,15 @@ class _Piece:
             if buffer in self.becomes:
                 own = self.becomes[buffer]
                 if own is not None and sign > 0:
-                    events += [(own, 1), (own, 0)]
+                    events += [(buffer, 1)] if passage.phase == FORWARD else [(own, 1), (own, 0)]
                 continue
             if sign < 0 and buffer in elsewhere and not self._goes_here(section, buffer):
                 if sections.to_next(buffer):
                     self.operand[sections.phase[buffer]] |= passage in sections.passages[section, WEIGHTS]
                 continue
             events.append((buffer, sign))
+        if passage.phase == BACKWARD:
+            events += self.early.pop(section, [])
         return replace(passage, timeline=replace(timeline, events=tuple(events)))
 
     def _goes_here(self, section: int, buffer: Buffer) -> bool:

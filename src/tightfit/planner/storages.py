@@ -69,7 +69,11 @@ class StorageTracker(TorchDispatchMode):
 
     Phases are those that are seen: forward is the function wrapped by `forward`, backward is known to autograd, and
     what comes between a backward and the next forward is the optimizer's. A weight updated in backward is of backward.
+
+    again  whether it will be entered again: what is freed meanwhile is seen, and what is made is not
     """
+
+    again = False
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
@@ -159,6 +163,10 @@ class StorageTracker(TorchDispatchMode):
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         self._find_gradients(self._parameters)
+        if not self.again or error[0] is not None:
+            self._forget()
+
+    def _forget(self) -> None:
         self._live.clear()  # with its references: a tracker keeps nothing alive
         self._made.clear()
         self._parameters.clear()
@@ -217,25 +225,42 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         yield from storages_of(tensor._values())
 
 
-def track(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Result, Peak]:
-    """What `take` makes of `run`, and the peak of the storages alive meanwhile. Fake tensors are counted as real ones.
+class Tracking:
+    """The storages of a run while it takes steps: `take` looks into one, `peak` says what was alive when. Fake tensors are counted
+    as real ones."""
 
-    micro_batches   those of the step that are in the device's memory before it begins
-    """
-    store = run.store
-    tracker = StorageTracker([*run.model.parameters(), *run.weights.values()])
-    if store is not None:
-        tracker.assign(store.there(run.model), ELSEWHERE)
-        store.note = lambda tensor: tracker.assign([tensor], ELSEWHERE)
-    tracker.assign(run.model.buffers(), "parameters")
-    tracker.assign(tensors_in(micro_batches), "activations")
-    tracker.assign(state_tensors(run.optimizer), "optimizer")
-    with tracker:
-        result = take(replace(run, loss_sum=tracker.forward(run.loss_sum)))
+    def __init__(self, run: Run) -> None:
+        self._tracker = StorageTracker([*run.model.parameters(), *run.weights.values()])
+        if run.store is not None:
+            self._tracker.assign(run.store.there(run.model), ELSEWHERE)
+        self._tracker.assign(run.model.buffers(), "parameters")
+
+    def take(self, run: Run, micro_batches: list[Batch], take: Take[Result], last: bool = True) -> Result:
+        """What `take` makes of `run`. micro_batches: those that are in the device's memory before it begins; last: whether no other
+        step follows."""
+        tracker = self._tracker
+        tracker.again = not last
+        if run.store is not None:
+            run.store.note = lambda tensor: tracker.assign([tensor], ELSEWHERE)
+        tracker.assign(run.model.parameters(), "parameters")  # of a pipeline that keeps versions, they move
+        tracker.assign(tensors_in(micro_batches), "activations")
         tracker.assign(state_tensors(run.optimizer), "optimizer")
-    if store is not None:
-        store.note = None
-    return result, tracker.peak()
+        with tracker:
+            result = take(replace(run, loss_sum=tracker.forward(run.loss_sum)))
+            tracker.assign(state_tensors(run.optimizer), "optimizer")
+        if run.store is not None:
+            run.store.note = None
+        return result
+
+    def peak(self) -> Peak:
+        return self._tracker.peak()
+
+
+def track(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Result, Peak]:
+    """What `take` makes of `run`, and the peak of the storages alive meanwhile."""
+    tracking = Tracking(run)
+    result = tracking.take(run, micro_batches, take)
+    return result, tracking.peak()
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
