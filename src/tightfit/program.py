@@ -36,8 +36,8 @@ class Linear:
 class Buffer:
     """One storage: its bytes, the row it counts under, the operation that made it.
 
-    parameter  of a gradient, and of the product that it is cast from: whose
-    operands   of the same where it is a matrix product: the buffers that are multiplied
+    parameter  of a gradient, of the product that it is cast from, and of a weight's copy in another type: whose
+    operands   of a gradient that is a matrix product: the buffers that are multiplied
     terms      of the gradient of a parameter that is used several times: the gradients of its uses, which it is the sum of
     """
 

@@ -32,11 +32,17 @@ class Sections:
         self.end = blocks
         self.passages: dict[tuple[int, str], list[Passage]] = defaultdict(list)
         split: dict[Timeline, tuple[Timeline, Timeline]] = {}
+        late = {
+            buffer.parameter
+            for timeline in {passage.timeline for passage in training if deferred and passage.phase == BACKWARD}
+            for buffer in timeline.born
+            if buffer.parameter and buffer.operands
+        }
         for section, passage in _in_sections(training, blocks):
             timeline = passage.timeline
-            if deferred and passage.phase == BACKWARD:
+            if deferred:
                 if timeline not in split:
-                    split[timeline] = _without_weights(timeline)
+                    split[timeline] = _without_weights(_cast_again(timeline, passage.phase, late))
                 timeline, later = split[timeline]
                 if later.events:
                     self.passages[section, WEIGHTS].append(replace(passage, timeline=later))
@@ -229,6 +235,34 @@ class _Piece:
 
 def _passage(part: str, phase: str, events: Events) -> Passage:
     return Passage(part, phase, Timeline(tuple(events)))
+
+
+def _cast_again(timeline: Timeline, phase: str, late: set[str]) -> Timeline:
+    """A passage whose linear layers, of the weights `late`, keep no copies of them in another type: backward makes its own."""
+    copies = {buffer for buffer, _ in timeline.events if buffer.parameter in late and not buffer.operands}
+    copies = {buffer for buffer in copies if buffer.maker == "aten._to_copy" and buffer.row != "gradients"}
+    if not copies:
+        return timeline
+    events: Events = []
+    there: Events = []  # copies whose product is still to come
+    made: set[Buffer] = set()
+    for buffer, sign in timeline.events:
+        if buffer in copies and sign > 0:
+            there.append((buffer, -1))
+            events.append((buffer, 1))
+        elif buffer in copies:
+            if phase == BACKWARD:
+                again = replace(buffer)
+                here = bool(events) and events[-1][0] not in made
+                place = next((n for n in reversed(range(len(events))) if here and events[n][1] > 0), len(events))
+                events[place:place] = [(again, 1)]
+                events.append((again, -1))
+                made.add(again)
+        else:
+            events.append((buffer, sign))
+            if sign > 0:
+                events, there = events + there, []
+    return replace(timeline, events=(*events, *there), kept=timeline.kept - copies)
 
 
 def _without_weights(timeline: Timeline) -> tuple[Timeline, Timeline]:

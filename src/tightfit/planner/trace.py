@@ -96,6 +96,7 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, tuple[_Storage, weakref.ref[torch.UntypedStorage]]] = {}
         self._made: list[int] = []
         self._known: set[int] = set()
+        self._weights = {id(storage): name for name, weight in parameters.items() for storage in storages_of(weight)}
         self._hooks: list[Any] = []
 
     @classmethod
@@ -226,16 +227,20 @@ class Recorder(TorchDispatchMode):
                 if id(storage) not in self._live and id(storage) not in self._known:
                     fresh = True
                     self._add(storage, name, passage)
-                    if self.phase == "backward" and name in _GRADIENTS:
-                        keys = dict.fromkeys(id(source) for one in inputs for source in storages_of(one))
-                        self._live[id(storage)][0].sources = tuple(
-                            self._live[key][0] for key in keys if key in self._live
-                        )
+                    if name in _GRADIENTS:
+                        self._note_sources(self._live[id(storage)][0], inputs)
         if not fresh and func.is_view:
             return
         mutates = func._schema.is_mutable
         if fresh or mutates or name.startswith("c10d."):  # which write to what they are given, and do not say so
             passage.operations.append(_operation(func, name, args, kwargs, inputs, output))
+
+    def _note_sources(self, seen: _Storage, inputs: list[Tensor]) -> None:
+        keys = dict.fromkeys(id(source) for one in inputs for source in storages_of(one))
+        if self.phase == "backward":
+            seen.sources = tuple(self._live[key][0] for key in keys if key in self._live)
+        elif seen.maker == _CAST:
+            seen.parameter = next((self._weights[key] for key in keys if key in self._weights), "")
 
     def _add(self, storage: torch.UntypedStorage, name: str, passage: _Open) -> None:
         key, seen = id(storage), _Storage(storage.nbytes(), name)
