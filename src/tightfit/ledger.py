@@ -55,6 +55,7 @@ class Ledger:
     saving          bytes of a checkpoint's files that each process holds in host memory while it writes them
     takes_gradients  whether each gradient leaves for other memory when it is complete
     device          of a pipeline, which one this is the ledger of; stage: what it does
+    summed_bytes    that it takes to bring gradients together when backward has ended
     sent            how gradients leave for other devices; gathered: how parameters come from them; messages: all of it,
                     in a step
     """
@@ -84,6 +85,7 @@ class Ledger:
     disk: dict[str, float] = field(default_factory=dict)
     saving: float = 0.0
     compile_s: float = 0.0
+    summed_bytes: float = 0.0
     sent: Sent | None = None
     gathered: Gathered | None = None
     messages: tuple[Message, ...] = ()
@@ -169,6 +171,8 @@ class Ledger:
         if self.gathered is not None:
             rows = _sum(rows, {"communication": -self.gathered.rest})
         rows = _sum(rows, {"gradients": arrived})
+        if self.summed_bytes:
+            yield "backward", "reduce", {**rows, "temporaries": rows["temporaries"] + self.summed_bytes}
         yield "optimizer", "update", {**rows, "temporaries": rows["temporaries"] + self._update_bytes()}
         if self.sent is not None and self.sent.devices > 1:
             bucket = min(self.sent.bucket, whole)

@@ -37,11 +37,45 @@ def wanted(plan: Plan) -> bool:
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """Whole model states on every device; its share of the samples is in the ledger already."""
+    if plan.compressed_gradients == "powersgd":
+        ledger = _with_low_rank(ledger, plan)
     size, bucket = ledger.gradient_bytes(), bucket_bytes(plan.replicas)
     shrunk = size * _share_sent(ledger, plan)
     ring = 2 * (plan.replicas - 1) / plan.replicas * shrunk
     sums = message("gradients", ring, plan, machine, ("dp_replicate",), math.ceil(size / bucket), rounds=2)
-    return replace(ledger, sent=Sent(1, min(bucket, size), always=False), messages=(*ledger.messages, sums))
+    sent = None if plan.compressed_gradients == "powersgd" else Sent(1, min(bucket, size), always=False)
+    if plan.compressed_gradients == "bf16":  # each bucket's copy is there until all are waited for
+        ledger = replace(ledger, summed_bytes=shrunk)
+    return replace(ledger, sent=sent, messages=(*ledger.messages, sums))
+
+
+def _with_low_rank(ledger: Ledger, plan: Plan) -> Ledger:
+    """What was left out of each matrix and its columns, from step to step; while they are summed also rows, new columns and the
+    one matrix that is multiplied out."""
+    left = rows = columns = vectors = largest = 0.0
+    for parameter in ledger.parameters:
+        if parameter.trainable:
+            each = parameter.bytes / max(parameter.count, 1)
+            if shrinks(parameter.shape, plan.powersgd_rank):
+                left, largest = left + parameter.bytes, max(largest, parameter.bytes)
+                rows += plan.powersgd_rank * parameter.shape[0] * each
+                columns += plan.powersgd_rank * parameter.count / parameter.shape[0] * each
+            else:
+                vectors += parameter.bytes
+    summed = max(vectors, 2 * rows, rows + columns + max(columns, largest))
+    return replace(
+        ledger,
+        fixed={**ledger.fixed, "optimizer": ledger.fixed.get("optimizer", 0.0) + left + columns},
+        summed_bytes=summed,
+    )
+
+
+def shrinks(shape: tuple[int, ...], rank: int) -> bool:
+    """Whether a parameter's gradient is a matrix of which `rank` rows and columns are fewer numbers."""
+    if len(shape) < 2:
+        return False
+    height, count = shape[0], math.prod(shape)
+    return rank * (height + count // max(height, 1)) < count
 
 
 def _share_sent(ledger: Ledger, plan: Plan) -> float:
@@ -52,10 +86,10 @@ def _share_sent(ledger: Ledger, plan: Plan) -> float:
     for parameter in ledger.parameters:
         if parameter.trainable:
             height = parameter.shape[0] if parameter.shape else 1
-            narrow = plan.powersgd_rank * (height + parameter.count / max(height, 1))
+            narrow = plan.powersgd_rank * (height + parameter.count // max(height, 1))
             if plan.compressed_gradients == "bf16":
                 found += min(2.0 * parameter.count, parameter.bytes)
-            elif len(parameter.shape) > 1 and narrow < parameter.count:
+            elif shrinks(parameter.shape, plan.powersgd_rank):
                 found += narrow * parameter.bytes / parameter.count
             else:
                 found += parameter.bytes
@@ -88,6 +122,9 @@ class Replicas(Undivided):
         if last:
             self._sent.finish()
             self._statistics.average()
+
+    def states(self) -> list[Tensor]:
+        return self._sent.states() if isinstance(self._sent, LowRank) else []
 
 
 class LowRank:
@@ -128,24 +165,24 @@ class LowRank:
         for parameter, error in errors.items():
             rows[parameter] = torch.linalg.qr(rows[parameter].float())[0].to(error.dtype)
             columns[parameter] = error.t() @ rows[parameter]
-            self.errors[parameter] = error - rows[parameter] @ columns[parameter].t()
+            self.errors[parameter] = error.sub_(rows[parameter] @ columns[parameter].t())
         self._sum(list(columns.values()))
         for parameter in matrices:
             assert parameter.grad is not None
             parameter.grad.copy_((rows[parameter] @ columns[parameter].t()).view(parameter.shape))
         self.columns = columns
 
+    def states(self) -> list[Tensor]:
+        return [*self.errors.values(), *self.columns.values()]
+
     def _shrinks(self, parameter: Tensor) -> bool:
-        if parameter.dim() < 2:
-            return False
-        height, width = parameter.shape[0], parameter.numel() // max(parameter.shape[0], 1)
-        return self.rank * (height + width) < parameter.numel()
+        return shrinks(tuple(parameter.shape), self.rank)
 
     def _matrix(self, parameter: nn.Parameter) -> Tensor:
         assert parameter.grad is not None
         matrix = parameter.grad.reshape(parameter.shape[0], -1)
         left = self.errors.get(parameter)
-        return matrix.clone() if left is None else matrix + left
+        return matrix.clone() if left is None else left.add_(matrix)
 
     def _columns(self, parameter: nn.Parameter, error: Tensor) -> Tensor:
         """Those of the step before, for what matters turns slowly; at first the same random ones everywhere."""

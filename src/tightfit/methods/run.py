@@ -89,6 +89,7 @@ class Reduction(Protocol):
     begin    before a micro-batch of a step; last: whether it is the step's last one
     end      after its backward; after the last one's, the gradients that the optimizer holds are complete
     updated  after the optimizer's update
+    states   the tensors that it keeps from step to step
     whole    a tensor as the optimizer of this device holds it, for a parameter of its own -> that of the whole
              parameter, on every device. All devices take part
     part     the reverse, of a tensor that every device has whole
@@ -101,6 +102,8 @@ class Reduction(Protocol):
     def end(self, last: bool) -> None: ...
 
     def updated(self) -> None: ...
+
+    def states(self) -> list[Tensor]: ...
 
     def whole(self, weight: Tensor, value: Tensor) -> Tensor: ...
 
@@ -120,6 +123,9 @@ class Undivided:
 
     def updated(self) -> None:
         pass
+
+    def states(self) -> list[Tensor]:
+        return []
 
     def whole(self, weight: Tensor, value: Tensor) -> Tensor:
         return value

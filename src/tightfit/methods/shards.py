@@ -262,6 +262,9 @@ class Shards:
     def updated(self) -> None:
         pass
 
+    def states(self) -> list[Tensor]:
+        return []
+
     def whole(self, weight: Tensor, value: Tensor) -> Tensor:
         owner: Any = self.owner[weight]  # type: ignore[index]
         return on_mesh(DTensor(value, owner._spec, requires_grad=False)).full_tensor()

@@ -138,6 +138,9 @@ class Rows:
     def updated(self) -> None:
         self.rows.gather()
 
+    def states(self) -> list[Tensor]:
+        return []
+
     def whole(self, weight: Tensor, value: Tensor) -> Tensor:
         parameter = self.owner[weight]  # type: ignore[index]
         whole = DTensor.from_local(

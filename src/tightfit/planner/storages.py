@@ -244,10 +244,10 @@ class Tracking:
             run.store.note = lambda tensor: tracker.assign([tensor], ELSEWHERE)
         tracker.assign(run.model.parameters(), "parameters")  # of a pipeline that keeps versions, they move
         tracker.assign(tensors_in(micro_batches), "activations")
-        tracker.assign(state_tensors(run.optimizer), "optimizer")
+        tracker.assign(_states_of(run), "optimizer")
         with tracker:
             result = take(replace(run, loss_sum=tracker.forward(run.loss_sum)))
-            tracker.assign(state_tensors(run.optimizer), "optimizer")
+            tracker.assign(_states_of(run), "optimizer")
         if run.store is not None:
             run.store.note = None
         return result
@@ -261,6 +261,11 @@ def track(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Res
     tracking = Tracking(run)
     result = tracking.take(run, micro_batches, take)
     return result, tracking.peak()
+
+
+def _states_of(run: Run) -> list[Tensor]:
+    """What an update leaves for the next one: the optimizer's, and of gradients that are compressed what is still to be sent."""
+    return [*state_tensors(run.optimizer), *(run.reduction.states() if run.reduction is not None else [])]
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
