@@ -34,6 +34,7 @@ NO_METHODS = (
     "methods.run",
     "methods.mesh",
     "methods.boundaries",
+    "methods.sections",
     "methods.buckets",
     "methods.collectives",
     "methods.compiler",
