@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -227,6 +228,29 @@ def test_workers_of_torchrun_save_on_its_sigterm(tmp_path: Path) -> None:
         run.process.send_signal(signal.SIGTERM)
         assert run.end()[0] != 0
     assert run.saved == [run.steps]
+
+
+@pytest.mark.slow
+def test_a_wrong_job_is_said_once_by_processes_that_a_launcher_started(tmp_path: Path) -> None:
+    job = tiny.write(tmp_path)
+    job.write_text(job.read_text().replace("learning_rate", "learning_rat"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tightfit", "train", str(job), "--out", str(tmp_path / "out")],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    said = "".join(process.communicate(timeout=LIMIT_S)[1] for process in started)
+    assert [process.returncode for process in started] == [2, 2]
+    assert said.count("unknown field") == 1, said
+    assert said.count("tightfit:") == 1
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from tightfit.errors import TightfitError
 from tightfit.methods.progress import Progress, noted
+from tightfit.methods.rendezvous import keeps_store
 
 TIMEOUT_S = 600.0
 FIRST_TIMEOUT_S = 3600.0  # until the first step is done: planning, loading and compiling
@@ -31,6 +32,7 @@ NORMAL = 5  # an operation may take so many times as long as the longest one so 
 BEAT_S = 5.0
 GRACE_S = 20.0  # for a process to end by itself once another has failed
 LOST_S = 10.0  # to learn why a connection broke
+LINGER_S = 3.0
 FAILED = "failed"
 
 
@@ -258,6 +260,8 @@ def watched(store: dist.Store, rank: int, world: int, timeout_s: float) -> Itera
             code = watch.fail(getattr(error, "exit_code", 1), LOST_S if is_lost_connection(error) else 0.0)
             if code is not None:
                 raise SystemExit(code) from None
+            if keeps_store():
+                time.sleep(LINGER_S)  # the others learn there that this one has failed
             if is_lost_connection(error):
                 mine = watch._note()
                 raise TightfitError(

@@ -58,14 +58,22 @@ def choose_interface(named: str | None, environ: MutableMapping[str, str] = os.e
         environ.setdefault(variable, str(named))
 
 
+def keeps_store(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process keeps the store: the first one, unless the launcher does."""
+    return environ["RANK"] == "0" and not _launchers(environ)
+
+
+def _launchers(environ: Mapping[str, str]) -> bool:
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def meet(environ: Mapping[str, str] = os.environ) -> dist.Store:
     """The store in which the processes that train together leave each other notes: the launcher's, else the first process keeps
     it, listening where `choose_interface` said."""
-    rank, host, port = int(environ["RANK"]), environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    launchers = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if on_one_host(environ) and not launchers:
+    host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    if on_one_host(environ) and not _launchers(environ):
         host = "127.0.0.1"
-    if rank == 0 and not launchers:
+    if keeps_store(environ):
         store = keep_store(_address_of(host, environ), port)
     else:
         store = dist.TCPStore(host, port, is_master=False, timeout=CONNECT, wait_for_workers=False)
@@ -118,4 +126,4 @@ def _address_of(host: str, environ: Mapping[str, str]) -> str:
     return candidates[0] if candidates else ""
 
 
-__all__ = ["CONNECT", "choose_interface", "keep_store", "listen", "meet", "on_one_host", "within"]
+__all__ = ["CONNECT", "choose_interface", "keep_store", "keeps_store", "listen", "meet", "on_one_host", "within"]

@@ -25,7 +25,7 @@ from tightfit.plan import Plan, read_pins
 from tightfit.planner.complete import ALLOCATOR, complete
 from tightfit.report.alive import never_silent
 from tightfit.report.failure import not_writable
-from tightfit.report.together import Surroundings, among, by_the_first, leave, wait_for_all
+from tightfit.report.together import Surroundings, among, by_the_first, leave, said_once, wait_for_all
 from tightfit.rules import needed_permissions
 from tightfit.units import format_bytes, format_count, format_seconds, parse_bytes
 
@@ -92,14 +92,21 @@ def train_command(
 ) -> None:
     quiet_libraries()
     here, world = take_surroundings()
-    job, pins = read_job(path, plan, changes)
     out, around = out or Path("runs") / path.stem, surroundings or Surroundings()
+    with said_once(world, around):
+        job, pins = read_job(path, plan, changes)
+        if nproc not in (1, world) and world > 1:
+            raise InputError(f"--nproc {nproc}", f"{world} processes have been started already", "leave it out")
     if nproc > 1 and world == 1:
+        if around.interface is not None:
+            raise InputError(
+                f"--interface {around.interface}",
+                "--nproc starts processes of one host, which need none",
+                "leave it out",
+            )
         check_out(out, resume)  # said once, before processes are started
         this_machine(print)
         sys.exit(start_processes(nproc))
-    if nproc not in (1, world):
-        raise InputError(f"--nproc {nproc}", f"{world} processes have been started already", "leave it out")
     enter_environment(Plan(allocator=pins.get("allocator", ALLOCATOR)), Machine.detect().device)
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -122,8 +129,8 @@ def train_command(
         check_world(chosen)
         return predicted, chosen
 
-    with among(world, machine.device, around) as join:
-        predicted, chosen = plan_it() if world == 1 else by_the_first(plan_it, join)
+    with among(world, around) as join:
+        predicted, chosen = plan_it() if world == 1 else by_the_first(plan_it, partial(join, machine.device))
         if predicted is not None:
             say(
                 f"predict  {format_bytes(tensor_bytes_of(predicted))} of tensors at the peak, "

@@ -31,10 +31,11 @@ class Surroundings:
 
 
 @contextmanager
-def among(world: int, device: str, around: Surroundings) -> Iterator[Callable[[], None]]:
-    """Within, this process watches those that it trains with, and they watch it. Yields what joins them."""
+def among(world: int, around: Surroundings) -> Iterator[Callable[[str], None]]:
+    """Within, this process watches those that it trains with, and they watch it. Yields what joins them, with its kind of
+    device."""
     if world == 1:
-        yield lambda: None
+        yield lambda device: None
         return
     from datetime import timedelta
 
@@ -45,7 +46,17 @@ def among(world: int, device: str, around: Surroundings) -> Iterator[Callable[[]
     choose_interface(around.interface)
     store, longest = meet(), timedelta(seconds=2 * max(around.timeout_s, FIRST_TIMEOUT_S))
     with watched(store, rank(), world, around.timeout_s):
-        yield lambda: join(device, store, longest)
+        yield lambda device: join(device, store, longest)
+
+
+@contextmanager
+def said_once(world: int, around: Surroundings) -> Iterator[None]:
+    """Within, what every process refuses by itself is said by one of them."""
+    try:
+        yield
+    except TightfitError as error:
+        with among(world, around):
+            raise error from None
 
 
 def by_the_first(make: Callable[[], Any], join: Callable[[], None]) -> Any:
