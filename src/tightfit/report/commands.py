@@ -356,7 +356,8 @@ def _beside(predicted: float, measured: float, form: Callable[[float], str]) -> 
 def verify_command(path: Path, plan: str | None, steps: int, changes: list[str], as_json: bool, nproc: int = 1) -> None:
     quiet_libraries()
     here, world = take_surroundings()
-    job, pins = read_job(path, plan, changes)
+    with said_once(world, Surroundings()):
+        job, pins = read_job(path, plan, changes)
     if nproc > 1 and world == 1:
         this_machine(partial(print, file=sys.stderr))
         sys.exit(start_processes(nproc))
@@ -380,8 +381,8 @@ def verify_command(path: Path, plan: str | None, steps: int, changes: list[str],
 
     from tightfit.report.out_of_memory import memory_errors_named
 
-    with among(world, machine.device, Surroundings()) as join:
-        chosen = plan_it() if world == 1 else by_the_first(plan_it, join)
+    with among(world, Surroundings()) as join:
+        chosen = plan_it() if world == 1 else by_the_first(plan_it, partial(join, machine.device))
         quiet_transformers(job)
         from tightfit.measure.verify import verify
 
