@@ -721,6 +721,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4,
         "num_labels": 10, "hidden_dropout_prob": 0.0, "drop_path_rate": 0.0,
     },
+    "beit": {  # keeps indices of positions for the whole process
+        "image_size": 32, "patch_size": 16, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_labels": 10,
+        "intermediate_size": 64, "use_relative_position_bias": True, "hidden_dropout_prob": 0.0, "drop_path_rate": 0.0,
+    },
 }  # fmt: skip
 
 
@@ -732,7 +736,7 @@ def architecture_job(name: str) -> tightfit.Job:
         pixels = torch.randn(3, 32, 32, generator=generator)
         data.append(
             {"pixel_values": pixels, "labels": number % 10}
-            if name == "swin"
+            if name in ("swin", "beit")
             else {"input_ids": tokens, "labels": tokens}
         )
     train = tightfit.Train(batch=BATCH, steps=2, optimizer="sgd", momentum=0.0, learning_rate=0.1, seed=5)

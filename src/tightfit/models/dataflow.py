@@ -7,6 +7,8 @@ Tensors are told apart by the Python object and by the memory (storage) behind i
 
 from __future__ import annotations
 
+import functools
+import gc
 import linecache
 import random
 import sys
@@ -341,6 +343,7 @@ class _Recorder(TorchDispatchMode):
         self.tensors: dict[int, tuple[int, Tensor]] = {}  # by id: its number, and itself, so that no other gets its id
         self.storages: dict[int, tuple[int, Any]] = {}
         self.is_random = False
+        self.caches = _library_caches()
         self.parameters: dict[int, set[str]] = {}
         self.persistent: dict[int, str] = {}
         for path, module in model.named_modules():
@@ -364,6 +367,12 @@ class _Recorder(TorchDispatchMode):
             self.storages[storage._cdata] = len(self.storages), storage
         return Seen(self.tensors[id(tensor)][0], self.storages[storage._cdata][0])
 
+    def forget(self) -> None:
+        """What a library keeps for the whole process: another stage makes it for itself, and a run could not use what has no
+        values."""
+        for cache in self.caches:
+            cache.cache_clear()
+
     def forward(self, total: Callable[[nn.Module, Batch], Tensor]) -> None:
         """One forward. Raises InputError where blocks are not called in a row."""
         self.forwards.append([])
@@ -375,6 +384,7 @@ class _Recorder(TorchDispatchMode):
         try:
             total(self.model, self.batch)
         finally:
+            self.forget()
             for hook in hooks:
                 hook.remove()
         if self.place != self.count:
@@ -382,6 +392,7 @@ class _Recorder(TorchDispatchMode):
 
     def _calling(self, number: int) -> Callable[..., None]:
         def called(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.forget()
             if self.inside or number != self.place + 1:
                 raise not_in_a_row()
             self.place, self.inside = number, True
@@ -511,6 +522,14 @@ class _Recorder(TorchDispatchMode):
                 return False
             return 1.0 if tensor.is_floating_point() else 1
         return func(*args)
+
+
+def _library_caches() -> list[Any]:
+    """Of transformers' models, functions that remember what they returned, tensors among it."""
+    if "transformers" not in sys.modules:
+        return []
+    found = (one for one in gc.get_objects() if isinstance(one, functools._lru_cache_wrapper))
+    return [one for one in found if str(getattr(one, "__module__", "")).startswith("transformers.models.")]
 
 
 def _is_plain(value: Any) -> bool:
