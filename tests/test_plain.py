@@ -68,6 +68,8 @@ WRONG: list[tuple[str, str, str]] = [
         "train: batch: '1:30' is not allowed(.|\n)*a whole number",
     ),
     ("a source of nothing", f"model: {{preset: ''}}\n{REST}", "model.preset: is ''"),
+    ("data is a list", f"model: {{{LLAMA}}}\ndata: []\n", "job: data: is a list"),
+    ("a sequence without end", f"model: {{{LLAMA}}}\n{REST[:-2]}, target_length: 10000000000}}\n", "at most 16777216"),
     ("too large a file", "#" * (MOST_BYTES + 1), "too many for settings"),
 ]
 

@@ -137,8 +137,8 @@ class DataSpec(Value):
     vocabulary_size: int | None = Field(
         None, gt=0, description="tokens the trained BPE has; left out, the model's vocabulary"
     )
-    sequence_length: int = Field(256, gt=1)
-    target_length: int | None = Field(None, gt=1)
+    sequence_length: int = Field(256, gt=1, le=2**24)
+    target_length: int | None = Field(None, gt=1, le=2**24)
     packing: Literal["packed", "padded"] = "packed"
     mask_probability: float = Field(0.15, gt=0, lt=1)
     image_size: int | None = Field(None, gt=0)
@@ -308,6 +308,8 @@ class Job(Value):
         content = read_yaml(path)
         for change in changes or []:
             apply_change(content, change)
+        if isinstance(content.get("data"), list):  # in Python a list of samples
+            raise InputError("job: data", "is a list", "write it like data: {text: python-stdlib}, with one source")
         return cls.parse(_absolute(content, Path(path).resolve().parent), str(path))
 
     @property

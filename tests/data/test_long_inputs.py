@@ -240,3 +240,17 @@ def test_a_giant_word_is_no_word_to_learn(tmp_path: Path) -> None:
     made = open_samples(make_job("causal-lm", {"text": str(tmp_path / "a.txt"), "sequence_length": 32}))
     ids = np.asarray(made.rows.tokens.ids)
     assert made.tokenizer.decode(ids) == (tmp_path / "a.txt").read_text() + "<|endoftext|>"
+
+
+@pytest.mark.parametrize("probability", [0.01, 0.15, 0.5, 0.9, 0.99])
+def test_the_row_of_a_long_input_is_found_at_once(probability: float) -> None:
+    from tightfit.data.sequences import corruption, row_length
+
+    def becomes(length: int) -> int:
+        taken, spans = corruption(length, probability)
+        return length - taken + spans + 1
+
+    for wanted in (4, 5, 6, 7, 8, 9, 10, 11, 16, 31, 100, 257, 1000):
+        first = next(length for length in range(2, 10**6) if becomes(length + 1) > wanted)
+        assert row_length(wanted, probability) == first
+    assert becomes(row_length(2**20, probability)) <= 2**20

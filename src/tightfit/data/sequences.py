@@ -153,7 +153,9 @@ def corruption(length: int, probability: float) -> tuple[int, int]:
 
 def row_length(input_length: int, probability: float) -> int:
     """The longest row whose corrupted input, with its sentinels and end-of-text, has at most `input_length` tokens."""
-    length = 2
+    # a row becomes about so much of itself, but for rounding: what stays, and a sentinel for each span
+    shortened = (1 - probability) + min(probability / _SPAN, 1 - probability)
+    length = max(int((input_length - 6) / shortened) - 2, 2)
     while True:
         taken, spans = corruption(length + 1, probability)
         if length + 1 - taken + spans + 1 > input_length:

@@ -16,6 +16,7 @@ from tightfit.models.objective import Batch, map_tensors
 
 TRIED = 2  # times that a batch is prepared to see how long it takes
 _SEEN = 8  # samples of a user's dataset that are looked at: batches are as long as their longest
+_TOKENS = 2**22  # of a text that stands in for another
 _VOCABULARY = 32  # where neither job nor model says one: values do not matter
 
 
@@ -28,6 +29,8 @@ def example(job: Job) -> tuple[Batch, float]:
     if isinstance(source, UserStream):
         return next(iter(source.batches([(0, 1)]))), 0.0
     count = min(_SEEN, len(source))
+    if stands_in is not None and stands_in.synthetic == "tokens":  # whose values do not matter
+        count = min(count, max(_TOKENS // stands_in.sequence_length, 1))
     batch = source.batch(np.arange(count), np.zeros(count, dtype=np.int64))
     if isinstance(spec, DataSpec) and _is_padded(job, spec):
         batch = {**batch, "attention_mask": torch.ones_like(batch["input_ids"]).index_fill_(1, torch.tensor(-1), 0)}
