@@ -33,7 +33,7 @@ class Routed(nn.Module):
         for number, expert in enumerate(self.experts):
             rows = (x[:, 0] == number).nonzero().squeeze(1)
             if len(rows):
-                out = out.index_add(0, rows, torch.tanh(expert(values[rows])))
+                out = out.index_add(0, rows, torch.tanh(expert(values[rows])).to(out.dtype))
         return x + functional.pad(out, (1, 0))
 
 
@@ -49,7 +49,7 @@ class Skipped(nn.Module):
         rows = (x[:, 0] == self.route).nonzero().squeeze(1)
         if not len(rows):
             return x
-        out = self.outer(torch.relu(self.inner(x[rows, 1:])))
+        out = self.outer(torch.relu(self.inner(x[rows, 1:]))).to(x.dtype)
         return x.index_add(0, rows, functional.pad(out, (1, 0)))
 
 
@@ -80,6 +80,22 @@ class Outside(Conditional):
         for block in self.blocks:
             if not isinstance(block, Skipped) or block.route in routes:
                 x = block(x)
+        return self.head(x)
+
+
+class Reordered(Conditional):
+    """Calls its blocks in another order than it defines them, and some of them again where samples ask for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        routes = set(x[:, 0].tolist())
+        x = torch.cat([x[:, :1], self.stem(x[:, 1:])], 1)
+        for block in reversed(self.blocks):
+            if not isinstance(block, Skipped) or block.route in routes:
+                x = block(x)
+        for route in sorted(routes):  # by sample, so that no other of a batch is changed
+            rows = (x[:, 0] == route).nonzero().squeeze(1)
+            if route:
+                x = x.index_copy(0, rows, self.blocks[2 if route == 1 else 1](x[rows]))
         return self.head(x)
 
 

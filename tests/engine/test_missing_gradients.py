@@ -101,7 +101,7 @@ def left_alone(fields: dict[str, Any]) -> tuple[bool, list[str]]:
     return all(torch.equal(after[name], before[name]) for name in before if "unused" in name), states
 
 
-@pytest.mark.parametrize("fields", [{"zero": 1, "dp_shard": 2}, POWERSGD], ids=named)
+@pytest.mark.parametrize("fields", [{"zero": 1, "dp_shard": 2}, {"zero": 3, "dp_shard": 2}, POWERSGD], ids=named)
 @pytest.mark.parametrize("states", ["bf16", "4-bit"])
 def test_narrow_states_and_compressed_gradients_leave_it_alone(fields: dict[str, Any], states: str) -> None:
     used = {name for name, there in plain("adamw")[2].items() if any(there)}

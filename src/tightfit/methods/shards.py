@@ -28,9 +28,10 @@ from tightfit.job import ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.methods.ahead import bring_ahead
 from tightfit.methods.collectives import GatherByRow, ScatterByRow, goes_by_row
-from tightfit.methods.mesh import DATA, Mesh, Statistics, on_mesh
+from tightfit.methods.mesh import DATA, Mesh, Statistics, local_device, on_mesh
 from tightfit.methods.run import Run, refuse_hooks
 from tightfit.methods.stores import Gradients, Store, is_apart
+from tightfit.methods.unused import Calls, Made
 from tightfit.models import find_blocks, places_of
 from tightfit.plan import Plan
 
@@ -179,14 +180,18 @@ def sharded(run: Run, plan: Plan) -> Run:
     refuse_what_stays_whole(((name, parameters[name].dim(), used) for name, used in places.items()), len(named), plan)
     refuse_hooks(run.model, "plan: zero=3" if plan.zero == 3 else "plan: offload=parameters")
     store = run.store if "parameters" in plan.offload else None
-    shards = Shards(run.model, blocks_of(run), run.mesh, narrow_type(plan), store, "gradients" in plan.offload)
-    return replace(run, reduction=shards, weights=shards.weights)
+    shards = Shards(
+        run.model, blocks_of(run), run.mesh, narrow_type(plan), store, "gradients" in plan.offload, whole=plan.pp == 1
+    )
+    loss_sum = run.loss_sum if shards.calls is None else shards.calls.tied(run.loss_sum)
+    return replace(run, reduction=shards, weights=shards.weights, loss_sum=loss_sum)
 
 
 class Shards:
     """The `Reduction` of parameters that come and go: fully_shard holds and gathers them, and sums their gradients.
 
     store     where this device's rows lie, in place of its own memory, or None; takes: whether their gradients go there too
+    whole     whether a forward goes through the whole model
     """
 
     def __init__(
@@ -197,10 +202,11 @@ class Shards:
         narrow_type: torch.dtype | None,
         store: Store | None = None,
         takes: bool = False,
+        whole: bool = True,
     ) -> None:
         # of logits, which nothing writes to
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
-        self.mesh, self.model = mesh, model
+        self.mesh, self.model, self.device = mesh, model, local_device(mesh.axes["dp_shard"].device_type)
         self.parts: tuple[str, ...] = ("dp_shard",) if mesh.size("dp_shard") > 1 else ()
         devices = mesh.axes[DATA if mesh.size("dp_replicate") > 1 else "dp_shard"]
         narrow = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
@@ -241,6 +247,9 @@ class Shards:
                 assert isinstance(parameter, DTensor)
                 self.weights[parameter] = nn.Parameter(parameter._local_tensor.detach())
         self.owner = {weight: parameter for parameter, weight in self.weights.items()}
+        several = mesh.size("dp_shard") * mesh.size("dp_replicate") > 1
+        self.made = Made(_groups(model)) if several else None
+        self.calls = Calls(model, devices) if several and whole else None
         self.taken = Gradients(self.weights, store) if takes and store is not None and not (apart and pinned) else None
 
     def begin(self, last: bool) -> None:
@@ -253,11 +262,16 @@ class Shards:
         self.statistics.average()
         if self.taken is not None:
             self.taken.end()
-            return
-        for parameter, weight in self.weights.items():
-            gradient: Any = parameter.grad
-            weight.grad = None if gradient is None else gradient._local_tensor
-            parameter.grad = None
+        else:
+            for parameter, weight in self.weights.items():
+                gradient: Any = parameter.grad
+                weight.grad = None if gradient is None else gradient._local_tensor
+                parameter.grad = None
+        if self.made is not None:
+            weights = list(self.weights.items())
+            total = partial(self.mesh.sum, axes=DATA)
+            for place in self.made.missing([parameter for parameter, _ in weights], total, self.device):
+                weights[place][1].grad = None
 
     def updated(self) -> None:
         pass

@@ -1,0 +1,101 @@
+"""Modules that only some devices use: experts without tokens, conditional layers, layers that are dropped by chance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tightfit
+from tests import conditional
+from tests.contract import cases
+from tests.pool import together
+
+HERE = "tests.engine.test_unused_modules:"
+MODELS = {"inside": conditional.Conditional, "outside": conditional.Outside, "reordered": conditional.Reordered}
+PLANS: list[dict[str, Any]] = [
+    {"zero": 3, "dp_shard": 2},
+    {"zero": 3, "dp_shard": 2, "micro_batch": 1},
+    {"zero": 3, "dp_shard": 4, "micro_batch": 2},
+    {"zero": 3, "dp_shard": 2, "recompute": "full", "micro_batch": 2},
+    {"zero": 3, "dp_shard": 2, "dp_replicate": 2, "micro_batch": 1},
+    {"zero": 3, "dp_shard": 2, "offload": ("states", "gradients", "parameters"), "offload_to": "disk"},
+    {"zero": 2, "dp_shard": 2, "recompute": "full", "micro_batch": 2},
+    {"dp_replicate": 2, "recompute": "full", "micro_batch": 2},
+]
+
+
+def named(fields: dict[str, Any]) -> str:
+    return ",".join(f"{name}={value}" for name, value in fields.items())
+
+
+MIXTRAL: dict[str, Any] = {
+    "architecture": "mixtral",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 1,
+}
+
+
+def mixtral(fields: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Four tokens of a micro-batch choose among eight experts."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(0, 64, (4,), generator=generator) for _ in range(16)]
+    settings = {"batch": 4, "steps": 3, "learning_rate": 1e-2, "weight_decay": 0.1, "epsilon": cases.EPSILON}
+    job = tightfit.Job(
+        model=MIXTRAL,
+        data=[{"input_ids": row, "labels": row.clone()} for row in rows],
+        train=tightfit.Train(**settings),
+    )
+    run = tightfit.build(job, tightfit.Plan(**fields))
+    return [step.loss for step in tightfit.train(run)], cases.state_of(run)
+
+
+@pytest.mark.parametrize("fields", [PLANS[1], {"zero": 2, "dp_shard": 2, "micro_batch": 1}], ids=named)
+def test_experts_without_tokens_on_some_devices(fields: dict[str, Any]) -> None:
+    losses, weights = mixtral({})
+    for found, others in together(2, HERE + "mixtral", fields):
+        assert found == pytest.approx(losses, rel=2e-6)
+        assert cases.distance(others, weights) <= 1e-6
+
+
+def mixed(fields: dict[str, Any]) -> list[float]:
+    return conditional.trained(fields, conditional.Outside)[0]
+
+
+def test_what_is_gathered_apart_within_a_layer_is_passed_by_with_it() -> None:
+    """In mixed precision norms are gathered by themselves, in fp32."""
+    exact = conditional.plain(conditional.job(conditional.Outside))[0]
+    for found in together(2, HERE + "mixed", {**PLANS[3], "precision": "bf16-mixed"}):
+        assert found == pytest.approx(exact, rel=5e-3)
+
+
+def trained(fields: dict[str, Any], optimizers: tuple[str, ...]) -> list[Any]:
+    return [
+        conditional.trained(fields, model, optimizer=optimizer, clip=0.05)
+        for model in MODELS.values()
+        for optimizer in optimizers
+    ]
+
+
+@pytest.mark.parametrize("fields", PLANS, ids=named)
+def test_devices_that_use_other_modules_train_the_same_model(fields: dict[str, Any]) -> None:
+    optimizers = ("adamw", "lamb", "adafactor") if fields is PLANS[1] else ("adamw",)
+    wanted = [
+        conditional.plain(conditional.job(model, optimizer=optimizer, clip=0.05))
+        for model in MODELS.values()
+        for optimizer in optimizers
+    ]
+    for found in together(tightfit.Plan(**fields).devices, HERE + "trained", fields, optimizers):
+        for (losses, weights), (expected_losses, expected, had) in zip(found, wanted, strict=True):
+            assert losses == pytest.approx(expected_losses, rel=2e-6)
+            assert cases.distance(weights, expected) <= 1e-6
+            for name, there in had.items():
+                if not any(there):
+                    assert torch.equal(weights[name], expected[name]), name
