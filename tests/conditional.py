@@ -71,34 +71,6 @@ class Conditional(nn.Module):
         return self.head(x)
 
 
-class Outside(Conditional):
-    """The model itself decides whether a block is called: one that no sample of a micro-batch names is left out."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        routes = set(x[:, 0].tolist())
-        x = torch.cat([x[:, :1], self.stem(x[:, 1:])], 1)
-        for block in self.blocks:
-            if not isinstance(block, Skipped) or block.route in routes:
-                x = block(x)
-        return self.head(x)
-
-
-class Reordered(Conditional):
-    """Calls its blocks in another order than it defines them, and some of them again where samples ask for it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        routes = set(x[:, 0].tolist())
-        x = torch.cat([x[:, :1], self.stem(x[:, 1:])], 1)
-        for block in reversed(self.blocks):
-            if not isinstance(block, Skipped) or block.route in routes:
-                x = block(x)
-        for route in sorted(routes):  # by sample, so that no other of a batch is changed
-            rows = (x[:, 0] == route).nonzero().squeeze(1)
-            if route:
-                x = x.index_copy(0, rows, self.blocks[2 if route == 1 else 1](x[rows]))
-        return self.head(x)
-
-
 def samples() -> list[tuple[Tensor, int]]:
     """Most name expert 0, few expert 1, one expert 2."""
     generator = torch.Generator().manual_seed(7)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tightfit
 from tests.pool import together
-from tightfit.methods import attention, context_parallel, cutter, deferred, loss, sequences, unused, vocabulary
+from tightfit.methods import attention, context_parallel, cutter, deferred, loss, sequences, vocabulary
 from tightfit.methods.mesh import make_mesh
 from tightfit.models.objective import IGNORED
 
@@ -88,11 +88,6 @@ def check_deferred_product() -> None:
         expected = weight.detach().clone().requires_grad_()
         (random(2, 3, 4) @ (expected if transposed else expected.t())).square().sum().backward()
         assert torch.allclose(weight.grad, expected.grad)
-
-
-def check_tied() -> None:
-    """What is tied to it gets zero, and what it is itself the gradient that comes."""
-    assert gradcheck(unused.Tied.apply, (random(2, 3), torch.zeros((), dtype=torch.float64, requires_grad=True)))
 
 
 class Everyones(torch.autograd.Function):
@@ -225,7 +220,6 @@ ALONE: dict[str, Callable[[], None]] = {
     "tightfit::blocked_attention_backward": check_attention,  # of which nothing is asked twice: see below
     "tightfit.methods.loss.LinearCrossEntropy": check_linear_cross_entropy,
     "tightfit.methods.deferred._Product": check_deferred_product,
-    "tightfit.methods.unused.Tied": check_tied,
 }
 TOGETHER: dict[str, Callable[[], None]] = {
     "tightfit.methods.context_parallel.RingAttention": ring,

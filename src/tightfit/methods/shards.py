@@ -31,7 +31,7 @@ from tightfit.methods.collectives import GatherByRow, ScatterByRow, goes_by_row
 from tightfit.methods.mesh import DATA, Mesh, Statistics, local_device, on_mesh
 from tightfit.methods.run import Run, refuse_hooks
 from tightfit.methods.stores import Gradients, Store, is_apart
-from tightfit.methods.unused import Calls, Made
+from tightfit.methods.unused import Made
 from tightfit.models import find_blocks, places_of
 from tightfit.plan import Plan
 
@@ -180,18 +180,14 @@ def sharded(run: Run, plan: Plan) -> Run:
     refuse_what_stays_whole(((name, parameters[name].dim(), used) for name, used in places.items()), len(named), plan)
     refuse_hooks(run.model, "plan: zero=3" if plan.zero == 3 else "plan: offload=parameters")
     store = run.store if "parameters" in plan.offload else None
-    shards = Shards(
-        run.model, blocks_of(run), run.mesh, narrow_type(plan), store, "gradients" in plan.offload, whole=plan.pp == 1
-    )
-    loss_sum = run.loss_sum if shards.calls is None else shards.calls.tied(run.loss_sum)
-    return replace(run, reduction=shards, weights=shards.weights, loss_sum=loss_sum)
+    shards = Shards(run.model, blocks_of(run), run.mesh, narrow_type(plan), store, "gradients" in plan.offload)
+    return replace(run, reduction=shards, weights=shards.weights)
 
 
 class Shards:
     """The `Reduction` of parameters that come and go: fully_shard holds and gathers them, and sums their gradients.
 
     store     where this device's rows lie, in place of its own memory, or None; takes: whether their gradients go there too
-    whole     whether a forward goes through the whole model
     """
 
     def __init__(
@@ -202,7 +198,6 @@ class Shards:
         narrow_type: torch.dtype | None,
         store: Store | None = None,
         takes: bool = False,
-        whole: bool = True,
     ) -> None:
         # of logits, which nothing writes to
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
@@ -249,7 +244,6 @@ class Shards:
         self.owner = {weight: parameter for parameter, weight in self.weights.items()}
         several = mesh.size("dp_shard") * mesh.size("dp_replicate") > 1
         self.made = Made(_groups(model)) if several else None
-        self.calls = Calls(model, devices) if several and whole else None
         self.taken = Gradients(self.weights, store) if takes and store is not None and not (apart and pinned) else None
 
     def begin(self, last: bool) -> None:
