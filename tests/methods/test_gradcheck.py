@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tightfit
 from tests.pool import together
-from tightfit.methods import attention, context_parallel, cutter, deferred, loss, sequences, vocabulary
+from tightfit.methods import attention, context_parallel, cutter, deferred, loss, row, sequences, vocabulary
 from tightfit.methods.mesh import make_mesh
 from tightfit.models.objective import IGNORED
 
@@ -88,6 +89,16 @@ def check_deferred_product() -> None:
         expected = weight.detach().clone().requires_grad_()
         (random(2, 3, 4) @ (expected if transposed else expected.t())).square().sum().backward()
         assert torch.allclose(weight.grad, expected.grad)
+
+
+def check_entered() -> None:
+    """What came from another stage: its gradients are left for that stage as they come, and none where none came."""
+    came = SimpleNamespace(gradients=None)
+    used, unused = row._Entered.apply(random(1), came, [random(2, 3).detach(), random(4).detach()])
+    (used * random(2, 3).detach()).sum().backward()
+    assert torch.equal(came.gradients[0], random(2, 3).detach())
+    assert came.gradients[1] is None
+    assert unused.requires_grad
 
 
 class Everyones(torch.autograd.Function):
@@ -220,6 +231,7 @@ ALONE: dict[str, Callable[[], None]] = {
     "tightfit::blocked_attention_backward": check_attention,  # of which nothing is asked twice: see below
     "tightfit.methods.loss.LinearCrossEntropy": check_linear_cross_entropy,
     "tightfit.methods.deferred._Product": check_deferred_product,
+    "tightfit.methods.row._Entered": check_entered,
 }
 TOGETHER: dict[str, Callable[[], None]] = {
     "tightfit.methods.context_parallel.RingAttention": ring,
