@@ -152,7 +152,11 @@ def compare(trial: Trial, losses: list[float], skipped: bool, found: Weights, tr
     first, later = loss_bounds(trial, exact, low)
     apart = [abs(a - b) / max(abs(b), 1e-3) for a, b in zip(losses, exact.losses, strict=True)]
     if is_free(trial):
-        return "" if max(apart) < 0.3 else f"losses {losses}, and {exact.losses} in plain PyTorch"
+        return (
+            ""
+            if max(apart) < 0.3 or find(trial.model).together
+            else f"losses {losses}, and {exact.losses} in plain PyTorch"
+        )
     if apart[0] > first:
         return f"first loss {losses[0]:.6f}, and {exact.losses[0]:.6f} in plain PyTorch"
     if is_loose(trial) or skipped:

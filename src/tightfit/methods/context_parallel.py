@@ -277,7 +277,7 @@ def attend(
         query, key = (functional.pad(x, (0, max(wide - narrow, 0))) for x in (query, key))
         value = functional.pad(value, (0, max(narrow - wide, 0)))
     output = RingAttention.apply(query, key, value, attention_mask, causal, scale, _rings[module])
-    return output[..., :wide].transpose(1, 2), None
+    return output[..., :wide].transpose(1, 2).contiguous(), None  # as sdpa's is: some models take a view of it
 
 
 class RingAttention(torch.autograd.Function):
