@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,23 +13,22 @@ from tests.zoo.draw import draw
 from tests.zoo.entry import Entry
 from tests.zoo.plain import train_plainly
 from tests.zoo.shrink import Failure, shrink
+from tests.zoo.table import COLUMNS, PAGE, cells
 from tests.zoo.trial import Found, Trial, attempt, compare, keep_reference
 
-PLANS: tuple[dict[str, Any], ...] = (
-    {},
-    {"micro_batch": 3},
-    {"recompute": "full"},
-    {"attention": "blocked", "update_in_backward": True},
-    {"recompute": "selective", "micro_batch": 2},
-    {"materialize": "device", "precision": "bf16-mixed"},
-    {"states": "8-bit"},
-)
+ALONE = [name for name, plan in COLUMNS.items() if Trial("net", plan).processes == 1]
 ENTRIES = list(zoo().values())
-QUICK = 3  # each so manieth of transformers' models is in the quick suite, and every module of our own
+QUICK = 5  # each so manieth of transformers' models is in the quick suite, and every module of our own
 
 
 def in_quick_suite(number: int, entry: Entry) -> bool:
     return entry.kind == "custom" or number % QUICK == 0
+
+
+@cache
+def page() -> dict[tuple[str, str], str]:
+    """What the documentation says of each model and method."""
+    return cells(PAGE.read_text(encoding="utf-8"))
 
 
 def hold(trial: Trial, folder: Path) -> Found:
@@ -53,20 +52,29 @@ def hold(trial: Trial, folder: Path) -> Found:
 
 
 @pytest.mark.parametrize(
-    ("entry", "plan"),
+    ("entry", "column"),
     [
         pytest.param(
             entry,
-            PLANS[number % len(PLANS)],
+            ALONE[number % len(ALONE)],
             id=entry.name,
             marks=[] if in_quick_suite(number, entry) else pytest.mark.slow,
         )
         for number, entry in enumerate(ENTRIES)
     ],
 )
-def test_one_process(entry: Entry, plan: dict[str, Any], tmp_path: Path) -> None:
-    found = hold(Trial(entry.name, plan), tmp_path)
+def test_one_process(entry: Entry, column: str, tmp_path: Path) -> None:
+    """Each model with one of the methods of the table in the documentation, which says what comes of it."""
+    found = hold(Trial(entry.name, COLUMNS[column]), tmp_path)
     assert not found.failed, found.said + found.detail
+    if entry.kind != "custom":
+        said = page()[entry.name, column]
+        assert said == "=" if found.outcome == "equal" else said.isdigit(), found.said
+
+
+def test_the_page_lists_all_models() -> None:
+    names = [entry.name for entry in ENTRIES if entry.kind != "custom"]
+    assert set(page()) == {(name, column) for name in names for column in COLUMNS}
 
 
 SEVERAL = [
