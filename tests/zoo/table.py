@@ -24,6 +24,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "cp": {"cp": 2},
     "pp": {"pp": 2, "micro_batch": 2},
 }
+NOT_RUN = "."
 SAID = {
     "recompute": "`recompute: full`",
     "chunked": "`chunked_loss`",
@@ -38,14 +39,15 @@ Written by `python -m tests.zoo.table`, and held to by `tests/zoo`. Each of tran
 size and trained for two steps with each method alone, and with plain PyTorch.
 
 `=` says that losses and all weights are equal to rounding. A number says that the plan is refused before the first step, and why.
-`!` marks what is known to be wrong. What is listed says nothing of speed, nor of pairs of methods: `scripts/test --zoo` draws those.
+`!` marks what is known to be wrong, and `.` what has not been run.
+What is listed says nothing of speed, nor of pairs of methods: `scripts/test --zoo` draws those.
 
 """
 
 
 def trials() -> list[Trial]:
     names = [entry.name for entry in zoo().values() if entry.kind != "custom"]
-    return [Trial(name, plan) for plan in COLUMNS.values() for name in names]
+    return [Trial(name, plan) for name in names for plan in COLUMNS.values()]
 
 
 def reason(found: Found) -> str:
@@ -70,14 +72,16 @@ def lines_of(results: dict[tuple[str, str], Found]) -> Iterator[str]:
         yield f"| {kind} | " + " | ".join(COLUMNS) + " |"
         yield "| --- |" + " --- |" * len(COLUMNS)
         for name in names:
-            yield f"| {name} | " + " | ".join(_cell(results[name, column], reasons) for column in COLUMNS) + " |"
+            yield f"| {name} | " + " | ".join(_cell(results.get((name, column)), reasons) for column in COLUMNS) + " |"
         yield ""
     yield "Why plans are refused:"
     yield ""
     yield from (f"{number}. {why}" for why, number in reasons.items())
 
 
-def _cell(found: Found, reasons: dict[str, int]) -> str:
+def _cell(found: Found | None, reasons: dict[str, int]) -> str:
+    if found is None:
+        return NOT_RUN
     if found.outcome == "equal":
         return "="
     return str(reasons.setdefault(reason(found), len(reasons) + 1)) if found.outcome == "refused" else "!"
@@ -142,9 +146,8 @@ def main() -> None:
     parser.add_argument("--kept", type=Path, help="a file of what has been found, to go on from")
     asked = parser.parse_args()
     found = run(asked.lanes, asked.columns, asked.kept)
-    if set(COLUMNS) <= {column for _, column in found}:
-        PAGE.write_text("\n".join(lines_of(found)) + "\n", encoding="utf-8")
-        print(PAGE)
+    PAGE.write_text("\n".join(lines_of(found)) + "\n", encoding="utf-8")
+    print(PAGE)
 
 
 if __name__ == "__main__":
