@@ -15,6 +15,7 @@ causal mask all have as much to do. Works on models that take their attention fr
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -79,7 +80,11 @@ def _refuse_what_cannot_be_cut(model: nn.Module, task: str | None, plan: Plan) -
     if task not in ("causal-lm", "masked-lm"):
         raise InputError(asked, f"a job of {task or 'its own'} has no loss of each position", "use cp: 1")
     takes = inspect.signature(model.forward).parameters
-    if getattr(config, "_attn_implementation", None) != "sdpa" or "position_ids" not in takes:
+    if (
+        getattr(config, "_attn_implementation", None) != "sdpa"
+        or "position_ids" not in takes
+        or not _asks_for_attention(model)
+    ):
         raise InputError(
             asked,
             f"{type(model).__name__} does not take its attention from transformers' interface, and position_ids",
@@ -101,6 +106,13 @@ def _refuse_what_cannot_be_cut(model: nn.Module, task: str | None, plan: Plan) -
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if kinds != {"full_attention"} or window is not None:
         raise InputError(asked, "the model's attention sees a window only, which a ring does not cut", "use cp: 1")
+
+
+def _asks_for_attention(model: nn.Module) -> bool:
+    """Whether a model's code asks transformers for an attention function. Falcon, say, calls torch's own, which knows of no ring."""
+    names = {kind.__module__ for kind in type(model).__mro__} - {"transformers.modeling_utils"}
+    modules = [sys.modules.get(name) for name in names]
+    return any(hasattr(module, "ALL_ATTENTION_FUNCTIONS") for module in modules if module is not None)
 
 
 def _counts_its_positions(module: nn.Module) -> bool:

@@ -95,7 +95,7 @@ def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -
     The second forward draws dropout's numbers again, and begins from the buffers that the first began from and leaves
     them as it found them: running statistics are updated once, and a buffer that the output depends on is the same.
     """
-    buffers = ChangingBuffers([buffer for module in modules for buffer in module.buffers()])
+    buffers = ChangingBuffers(modules)
     casts = Casts()
 
     def forward_again_in_backward(*args: Any, **kwargs: Any) -> Any:
@@ -114,35 +114,51 @@ def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -
     return forward_again_in_backward
 
 
+Before = list[tuple[nn.Module, str, Tensor, Tensor]]
+
+
 class ChangingBuffers:
-    """The buffers of a block that its forward changes, found in the first forward (batch_norm moves no version counter)."""
+    """The buffers of a block that its forward changes, in place or by another tensor, found in the first forward (batch_norm moves
+    no version counter)."""
 
-    def __init__(self, buffers: list[Tensor]) -> None:
-        self.buffers, self.known = buffers, False
+    def __init__(self, modules: list[nn.Module]) -> None:
+        each = dict.fromkeys(module for block in modules for module in block.modules())
+        self.places = [(module, name) for module in each for name in module._buffers]
+        self.known = False
 
-    def values(self) -> list[tuple[Tensor, Tensor]]:
-        """(buffer, copy) of each buffer that may change."""
-        return [(buffer, buffer.clone()) for buffer in self.buffers]
+    def values(self) -> Before:
+        """(module, name, buffer, copy of it) of each buffer that may change."""
+        found = [(module, name, module._buffers[name]) for module, name in self.places]
+        return [(module, name, buffer, buffer.clone()) for module, name, buffer in found if buffer is not None]
 
-    def notice(self, before: list[tuple[Tensor, Tensor]]) -> None:
+    def notice(self, before: Before) -> None:
         """After the first forward: keep the buffers that it changed, and no others."""
         if not self.known:
-            self.buffers, self.known = [buffer for buffer, copy in before if not torch.equal(buffer, copy)], True
+            self.places = [
+                (module, name)
+                for module, name, buffer, copy in before
+                if module._buffers[name] is not buffer or not torch.equal(buffer, copy)
+            ]
+            self.known = True
 
     @contextmanager
-    def rewound(self, before: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    def rewound(self, before: Before) -> Iterator[None]:
         """Within, the buffers are as they were before the forward; afterwards as they were on entering."""
-        changed = [(buffer, copy) for buffer, copy in before if any(buffer is one for one in self.buffers)]
-        now = [buffer.clone() for buffer, _ in changed]
-        with torch.no_grad():
-            for buffer, copy in changed:
-                buffer.copy_(copy)
+        places = {(id(module), name) for module, name in self.places}
+        changed = [one for one in before if (id(one[0]), one[1]) in places]
+        now = self.values()
+        _put(changed)
         try:
             yield
         finally:
-            with torch.no_grad():
-                for (buffer, _), value in zip(changed, now, strict=True):
-                    buffer.copy_(value)
+            _put(now)
+
+
+@torch.no_grad()
+def _put(values: Before) -> None:
+    for module, name, buffer, copy in values:
+        buffer.copy_(copy)
+        module._buffers[name] = buffer
 
 
 class Casts:
@@ -169,7 +185,7 @@ class Casts:
 
 
 def contexts_of(
-    buffers: ChangingBuffers, before: list[tuple[Tensor, Tensor]], casts: Casts, selective: int
+    buffers: ChangingBuffers, before: Before, casts: Casts, selective: int
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """What surrounds the first forward and the second."""
     first, second = selective_contexts(selective) if selective else (nullcontext(), nullcontext())
