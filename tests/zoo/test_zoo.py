@@ -105,6 +105,7 @@ FOUND = [
     (Trial("deepseek_v2", {"attention": "blocked"}), "equal"),  # values of another width than keys
     (Trial("deepseek_v3", {"cp": 2}), "equal"),
     (Trial("roberta", {"cp": 2}), "refused"),  # numbers positions by what is padding
+    (Trial("mobilebert", {"cp": 2}), "refused"),  # embeds a token with its neighbours
     (Trial("falcon", {"cp": 2}), "refused"),  # calls torch's attention itself
     (Trial("ibert", {"recompute": "full"}), "equal"),  # puts new tensors in the place of its buffers
     (Trial("ibert", {"zero": 3, "dp_shard": 2}), "equal"),  # writes buffers that are no BatchNorm's

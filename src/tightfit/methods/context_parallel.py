@@ -96,6 +96,11 @@ def _refuse_what_cannot_be_cut(model: nn.Module, task: str | None, plan: Plan) -
             f"{type(model).__name__} numbers positions by which tokens are padding, over the whole sequence",
             "use cp: 1",
         )
+    mixing = next((name for name, module in model.named_modules() if _mixes_positions(module)), None)
+    if mixing is not None or getattr(config, "trigram_input", False):
+        raise InputError(
+            asked, f"the model mixes positions outside of attention ({mixing or 'trigram_input'})", "use cp: 1"
+        )
     for name in _DROPOUT:
         share = getattr(config, name, 0.0)
         if share:
@@ -113,6 +118,11 @@ def _asks_for_attention(model: nn.Module) -> bool:
     names = {kind.__module__ for kind in type(model).__mro__} - {"transformers.modeling_utils"}
     modules = [sys.modules.get(name) for name in names]
     return any(hasattr(module, "ALL_ATTENTION_FUNCTIONS") for module in modules if module is not None)
+
+
+def _mixes_positions(module: nn.Module) -> bool:
+    """Whether a module of a language model looks at neighbours, which another device may have."""
+    return isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))
 
 
 def _counts_its_positions(module: nn.Module) -> bool:
