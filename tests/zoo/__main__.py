@@ -36,10 +36,10 @@ class Draws:
         threads = [threading.Thread(target=self._lane, daemon=True) for _ in range(lanes)]
         for thread in threads:
             thread.start()
-        while any(thread.is_alive() for thread in threads):
-            for thread in threads:
-                thread.join(15 / lanes)
-            print(self.summary(), flush=True)
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(15)
+                print(self.summary(), flush=True)
         return sum(self.counts[name] for name in FAILURES)
 
     def summary(self) -> str:

@@ -55,6 +55,10 @@ def reason(found: Found) -> str:
     said = found.said.split("\n")[0]
     said = re.sub(r"^InputError: (plan|job): [^:]*(?:=[^:]*)?: ", "", said)
     said = re.sub(r"^InputError: ", "", said)
+    said = re.sub(r"^\S+ (has no table|divides modules)", r"the architecture \1", said)
+    said = re.sub(r" \((RuntimeError|ValueError|AssertionError|DynamicOutputShape).*", "", said)
+    said = re.sub(r"^[\w.]+ returns (int|a tensor).*", r"a block returns \1 that other devices would not know", said)
+    said = said if len(said) < 160 else said[:160] + " ..."
     return re.sub(r"\b[A-Z]\w*(For[A-Z]\w+|LMHeadModel|Model|Classification)\b", "the model", said)
 
 
@@ -133,9 +137,10 @@ def run(lanes: int, columns: list[str], kept: Path | None) -> dict[tuple[str, st
         threads = [threading.Thread(target=lane, args=(Path(folder),)) for _ in range(lanes)]
         for thread in threads:
             thread.start()
-        while any(thread.is_alive() for thread in threads):
-            threads[0].join(30)
-            print(f"{len(found)} of {len(found) + len(todo)}", flush=True)
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(30)
+                print(f"{len(found)} found, {len(todo)} to do", flush=True)
     return found
 
 
