@@ -357,6 +357,23 @@ def test_evaluation_is_that_of_one_device(fields: dict[str, Any]) -> None:
     assert together(2, HERE + "evaluated", fields) == pytest.approx([alone] * 2, rel=1e-6)
 
 
+def trained_between_evaluations(fields: dict[str, Any]) -> list[float]:
+    run = tightfit.build(job_of("llama").replace(data=HELD_OUT), tightfit.Plan(**fields))
+    losses = []
+    for step in tightfit.train(run):
+        losses += [step.loss, tightfit.evaluate(run, 8)]
+    return losses
+
+
+@pytest.mark.parametrize(
+    "fields", [{"pp": 2, "schedule": "naive"}, {"pp": 2}, {"pp": 2, "schedule": "gpipe", "micro_batch": 4}], ids=named
+)
+def test_a_pipeline_trains_on_after_an_evaluation(fields: dict[str, Any]) -> None:
+    """Whose batch has the shapes of a micro-batch, and no backward."""
+    alone = trained_between_evaluations({})
+    assert together(2, HERE + "trained_between_evaluations", fields) == [pytest.approx(alone, rel=1e-5)] * 2
+
+
 @pytest.mark.parametrize(
     "fields", [PLANS[3], SLICED[4], {**PLANS[3], "precision": "bf16-true"}, PIPED[0], PIPED[5], CUBE], ids=named
 )

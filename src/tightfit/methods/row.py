@@ -298,7 +298,8 @@ class Pipeline:
                 header = [TYPES.index(dtype), int(is_differentiable), len(shape), *shape]
                 words[row, : len(header)] = torch.tensor(header)
             self._send(words, action, "forward")
-        self.shapes[action.chunk, "gradient", action.micro_batch] = [look for look in looks if look[2]]
+        if torch.is_grad_enabled():  # an evaluation's forward has no backward that would take it
+            self.shapes[action.chunk, "gradient", action.micro_batch] = [look for look in looks if look[2]]
         for tensor in tensors:
             self._send(tensor, action, "forward")
 

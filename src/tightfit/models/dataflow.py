@@ -528,7 +528,7 @@ def _library_caches() -> list[Any]:
     """Of transformers' models, functions that remember what they returned, tensors among it."""
     if "transformers" not in sys.modules:
         return []
-    found = (one for one in gc.get_objects() if isinstance(one, functools._lru_cache_wrapper))
+    found = (one for one in gc.get_objects() if type(one) is functools._lru_cache_wrapper)
     return [one for one in found if str(getattr(one, "__module__", "")).startswith("transformers.models.")]
 
 
