@@ -19,7 +19,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
@@ -89,6 +91,46 @@ _COMPUTED = {  # what takes longer, on a processor, than reading and writing it 
     ),
 }  # fmt: skip
 _COMPUTED_AS = {name: kind for kind, names in _COMPUTED.items() for name in names}
+
+
+def _with_seeds(graph: fx.Graph) -> None:
+    """Replace torch's wrappers around operations that draw the same random numbers in forward and again in backward.
+
+    torch's partitioner makes them save the generator's state. The code generator saves a seed instead, and fuses the drawing
+    with what uses the numbers.
+    """
+    from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+
+    for node in list(graph.nodes):
+        if node.target is run_and_save_rng_state:
+            operation, *arguments = node.args
+            for part in list(node.users):
+                if part.args[1] == 0:  # the state; what is drawn is the other part
+                    _replace(part, _seed, (), {})
+                else:
+                    _replace(part, operation, tuple(arguments), node.kwargs)
+            graph.erase_node(node)
+        elif node.target is run_with_rng_state:
+            _, operation, *arguments = node.args
+            _replace(node, operation, tuple(arguments), node.kwargs)
+
+
+def _seed() -> Tensor:
+    return torch.empty(1, dtype=torch.int64)
+
+
+def _replace(node: fx.Node, operation: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    """Put a call of `operation` in the place of `node`, with what it makes as its value."""
+    graph = node.graph
+    known = [one.meta["val"] for one in graph.nodes if one.op == "placeholder" and "val" in one.meta]
+    args, kwargs = fx.map_arg((arguments, keywords), lambda source: source.meta["val"])
+    with _disable_current_modes(), detect_fake_mode(known) or FakeTensorMode():
+        made = operation(*args, **kwargs)
+    with graph.inserting_before(node):
+        call = graph.call_function(operation, arguments, keywords)
+    call.meta["val"] = made
+    node.replace_all_uses_with(call)
+    graph.erase_node(node)
 
 
 def _is_fused(node: fx.Node) -> bool:
@@ -179,6 +221,7 @@ def _memory(node: fx.Node, inlined: set[fx.Node], views: set[fx.Node]) -> list[f
 
 
 def _planned(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+    _with_seeds(module.graph)
     graph, plan = module.graph, _plan(module.graph)
     nodes = list(graph.nodes)
     views = {node for node in nodes if node.op == "call_function" and _is_view(node)}
