@@ -5,6 +5,8 @@ An error says what was asked, what was found, and the smallest change that works
 
 from __future__ import annotations
 
+from typing import Any
+
 _LONGEST = 1500  # characters of a part of a message
 
 
@@ -44,9 +46,16 @@ class Untraceable(InputError):
 
 
 class DoesNotFit(TightfitError):
-    """The job does not fit the machine's memory with this plan. Exit code 3."""
+    """The job does not fit the machine's memory with this plan. Exit code 3.
+
+    content: what `tightfit explain --json` prints of it; None where no search came to it.
+    """
 
     exit_code = 3
+
+    def __init__(self, said: str, content: dict[str, Any] | None = None) -> None:
+        self.content = content
+        super().__init__(said)
 
 
 class TightfitWarning(UserWarning):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import errno
 import math
 import os
 import platform
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -123,7 +125,7 @@ class Machine(Value):
     def keep(self) -> None:
         """Keep this machine's figures for the next `detect`."""
         path = calibration_path(self.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(path.parent)
         path.write_text(self.to_json())
 
     @property
@@ -257,6 +259,7 @@ _SHARE_OF_PRODUCTS = {
     "convolution": 0.6,
     "convolution backward": 0.6,
 }
+PRIVATE = 0o700  # mode of the cache's folders
 _UNKNOWN_FLOPS = {"cpu": 5e10, "cuda": 1e13}  # fp32, of a core, or of a whole GPU, until somebody calibrates
 _UNKNOWN_BANDWIDTH = {"cpu": 1e10, "cuda": 5e11}
 
@@ -276,6 +279,18 @@ def cache_folder() -> Path:
     """Where tightfit keeps what it can make again: calibrations, tokenizers, token files."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "tightfit"
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder of the cache, where it is not there, that only this user can enter. Raises OSError where it cannot be, or is
+    another user's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in (cache_folder(), folder):
+        found = part.stat()
+        if hasattr(os, "getuid") and found.st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "belongs to another user", str(part))
+        if stat.S_IMODE(found.st_mode) != PRIVATE:
+            part.chmod(PRIVATE)
 
 
 def calibration_path(name: str) -> Path:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,6 +27,30 @@ def test_made_once_for_each_identity() -> None:
     assert cached("kind", {"a": 2}, make) != first
     assert cached("other", {"a": 1}, make) != first
     assert len(made) == 3
+
+
+def test_a_folder_that_is_not_as_it_was_made_is_made_again() -> None:
+    made: list[Path] = []
+
+    def make(folder: Path) -> None:
+        made.append(folder)
+        write(folder)
+
+    first = cached("kind", 7, make)
+    manifest = first.with_suffix(".json")
+    for change in (
+        lambda: (first / "a").write_text("mad"),
+        lambda: (first / "a").write_text("edam"),
+        lambda: (first / "a").unlink(),
+        lambda: (first / "b").write_text("more"),
+        lambda: manifest.write_text("{"),
+        lambda: manifest.unlink(),
+    ):
+        change()
+        assert (cached("kind", 7, make) / "a").read_text() == "made"
+        assert [path.name for path in first.iterdir()] == ["a"]
+    assert len(made) == 7
+    assert stat.S_IMODE(first.parent.stat().st_mode) == 0o700
 
 
 def test_an_interrupted_run_leaves_nothing_and_a_killed_one_is_cleared(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""The cache of prepared data: folders named by a fingerprint of what went in, complete or absent."""
+"""The cache of prepared data: folders named by a fingerprint of what went in, complete or absent.
+
+Beside each stands what its files are: sizes and checksums. A folder that is not what was made is made again.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.errors import InputError
-from tightfit.machine import cache_folder
+from tightfit.machine import cache_folder, private_folder
 
 _LAYOUT = 2  # raise it when what is stored changes its meaning
+_HASHED_WHOLE = 2**26  # bytes of a file that is read whole for its checksum; of a larger one both ends
+_END = 2**20
 
 
 def fingerprint(content: Any) -> str:
@@ -35,12 +40,13 @@ def cached(kind: str, identity: Any, make: Callable[[Path], None]) -> Path:
     second process that wants the same folder waits for the first. Raises InputError where it cannot be written.
     """
     final = cache_folder() / "data" / f"{kind}-{fingerprint(identity)}"
-    if final.exists():
+    if _is_as_made(final):
         return final
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(final.parent)
         with _alone(final.with_suffix(".lock")):
-            if not final.exists():
+            if not _is_as_made(final):
+                shutil.rmtree(final, ignore_errors=True)
                 _fill(final, make)
     except OSError as error:
         raise InputError(
@@ -57,9 +63,38 @@ def _fill(final: Path, make: Callable[[Path], None]) -> None:
     partial.mkdir()
     try:
         make(partial)
+        _manifest(final).write_text(json.dumps(_checksums(partial)))
         partial.rename(final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _manifest(folder: Path) -> Path:
+    return folder.with_suffix(".json")
+
+
+def _is_as_made(folder: Path) -> bool:
+    """Whether the folder is there, and its files are those that were made."""
+    try:
+        return folder.exists() and json.loads(_manifest(folder).read_text()) == _checksums(folder)
+    except (OSError, ValueError):
+        return False
+
+
+def _checksums(folder: Path) -> dict[str, list[Any]]:
+    """Size and checksum of each file, by its path within the folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): [path.stat().st_size, _checksum(path)] for path in files}
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        if path.stat().st_size <= _HASHED_WHOLE:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        found = hashlib.sha256(file.read(_END))
+        file.seek(-_END, 2)
+        found.update(file.read(_END))
+        return found.hexdigest()
 
 
 @contextmanager

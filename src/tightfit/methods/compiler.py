@@ -119,7 +119,9 @@ def _seed() -> Tensor:
     return torch.empty(1, dtype=torch.int64)
 
 
-def _replace(node: fx.Node, operation: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+def _replace(
+    node: fx.Node, operation: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> None:
     """Put a call of `operation` in the place of `node`, with what it makes as its value."""
     graph = node.graph
     known = [one.meta["val"] for one in graph.nodes if one.op == "placeholder" and "val" in one.meta]

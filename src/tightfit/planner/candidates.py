@@ -19,7 +19,7 @@ def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Itera
     job, options = estimator.job, _options(estimator, start, pins)
     options = {name: [getattr(start, name)] if name in pins else values for name, values in options.items()}
     micro_batches = options.pop("micro_batch")
-    for spread, *values in itertools.product(_spreads(estimator.machine, start, pins), *options.values()):
+    for spread, *values in itertools.product(spreads(estimator.machine, start, pins), *options.values()):
         plan = start.replace(**spread, **dict(zip(options, values, strict=True)))
         plan = _with_kernel_of_optimizer(plan, job, pins)
         plans = [plan.replace(micro_batch=size) for size in micro_batches]
@@ -28,7 +28,7 @@ def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Itera
             yield legal
 
 
-def _spreads(machine: Machine, start: Plan, pins: dict[str, Any]) -> list[dict[str, int]]:
+def spreads(machine: Machine, start: Plan, pins: dict[str, Any]) -> list[dict[str, int]]:
     """How the devices may share the work: as replicas, or dividing states by ZeRO over all of them or over those of a node. A
     pipeline would gather parameters again for each of its micro-batches: what its replicas divide are states and gradients."""
     count = machine.devices_per_node * machine.nodes // (start.tp * start.pp * start.cp) - start.servers
@@ -50,7 +50,7 @@ def _options(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> dict[st
     job = estimator.job
     batch = job.train.batch
     share = start.share_of(batch)
-    micro = sorted({share, *(share // pieces for pieces in (2, 4, 8, 16, 32, 64) if share // pieces)}, reverse=True)
+    micro = sorted({share // 2**power for power in range(share.bit_length())}, reverse=True)  # down to 1
     precisions = [start.precision]  # chosen by what this machine multiplies fastest, of what the job allows
     real = not estimator.profiler.is_complex
     if real and start.precision == "bf16-mixed" and "precision" not in pins and _is_worth_narrowing(estimator, start):
@@ -84,4 +84,4 @@ def is_legal(plan: Plan, job: Job, device: str) -> bool:
     return needed_permissions(plan) <= job.allowed and all(rule.holds(plan, job, device) for rule in RULES)
 
 
-__all__ = ["candidates", "is_legal"]
+__all__ = ["candidates", "is_legal", "spreads"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -40,6 +41,7 @@ class Estimate:
     limit_bytes       what the device may hold
     rehearsed         the peak that a rehearsal on fake tensors found, with the same runtime row; None until then
     settled           whether what the allocator takes beyond the tensors is in the peak
+    not_confirmed     why the dry run failed, where it did: the figures are estimates, which nothing confirms
     host              bytes in the memory of one host, of all its devices' processes, by what they are for: on a processor, what
                       is there beside the devices'; disk: bytes of files, offloaded or of checkpoints
     limits            bytes that may be used, of what is limited: memory, host memory, disk
@@ -59,6 +61,7 @@ class Estimate:
     tokens_per_s: float | None
     rehearsed: float | None = None
     settled: bool = False
+    not_confirmed: str = ""
     rejected_because: str = ""
     slots: tuple[Slot, ...] = ()
     host: dict[str, float] = field(default_factory=dict)
@@ -82,15 +85,27 @@ class Estimate:
     def fits(self) -> bool:
         return not self.lacks()
 
+    @property
+    def margin_bytes(self) -> float:
+        """Device memory that is kept free beside the peak."""
+        return MARGIN * (self.peak_bytes - self.peak.rows["runtime"])
+
     def lacks(self) -> dict[str, tuple[float, float]]:
         """Of what is too small, by name, the bytes that are needed and those that are there: memory, host memory, disk."""
         found = {}
-        if self.peak_bytes + MARGIN * (self.peak_bytes - self.peak.rows["runtime"]) > self.limit_bytes:
+        if self.peak_bytes + self.margin_bytes > self.limit_bytes:
             found["memory"] = self.peak_bytes, self.limit_bytes
         for name, needed in (("host memory", self.host_bytes), ("disk", sum(self.disk.values()))):
             if name in self.limits and needed > self.limits[name]:
                 found[name] = needed, self.limits[name]
         return found
+
+    @property
+    def fullness(self) -> float:
+        """The largest share of what is there that is needed, of memory, host memory and disk: at most 1 where the plan fits."""
+        needed = {"host memory": self.host_bytes, "disk": sum(self.disk.values())}
+        shares = [(self.peak_bytes + self.margin_bytes) / self.limit_bytes]
+        return max(shares + [needed[name] / limit for name, limit in self.limits.items()])
 
     @property
     def host_bytes(self) -> float:
@@ -150,6 +165,7 @@ class Estimate:
         return {
             "plan": self.plan.content(),
             "fits": self.fits,
+            "not_confirmed": self.not_confirmed,
             "changes_math": self.changes_math,
             "bytes_per_parameter": self.bytes_per_parameter,
             "advice": self.advice,
@@ -223,6 +239,14 @@ class Estimator:
             samples_per_s=batch / time.step_s,
             tokens_per_s=batch * per_sample / time.step_s if language else None,
         )
+
+    def of(self, job: Job, machine: Machine) -> Estimator:
+        """The estimator of a job or a machine that differs in nothing a trace sees: permissions, limits, how many devices there
+        are."""
+        other = copy.copy(self)
+        other.job, other.machine, other.clock = job, machine, Clock(machine)
+        other.limit_bytes = job.limits.memory or machine.memory_bytes.value
+        return other
 
     def peak_with_blocks(self, plan: Plan, count: int) -> float:
         """Bytes at the largest instant of a step of the model with only so many of its blocks, of tensors alone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from tightfit.errors import InputError
+from tightfit.errors import InputError, Untraceable
 from tightfit.job import Job
 from tightfit.models import model_config, shallow
 from tightfit.plan import Plan
@@ -14,32 +14,41 @@ from tightfit.planner.rehearse import rehearse
 REHEARSED_BLOCKS = 24  # of a model on several devices, at most
 THIN = 6  # blocks that are rehearsed of a model on one device, where that finds what is folded of so many
 NEARLY = 1e-3
-REHEARSED = 3  # of those that an allocator may leave too little room for, at most
+FAILURES = 3  # dry runs that may fail before the others are no longer tried: what fails them is likely to be the model
 
 
 @dataclass
 class Finals:
-    """What came of the rehearsals: the fastest plan that fits, None where there is none, and those that were passed over.
+    """What came of the dry runs: the fastest plan that fits, None where there is none, and those that were passed over.
 
-    lacking  plans that do not fit when they are rehearsed, or would not with what others were found to need beside their tensors
-    refused  plans that the engine cannot run, and what it said
+    lacking      plans that do not fit in a dry run, or would not with what others were found to need beside their tensors
+    refused      plans that the engine cannot run, and what it said
+    unconfirmed  plans whose estimate fits and whose dry run failed, the fastest first; a failed dry run says nothing of memory
     """
 
     chosen: Estimate | None = None
     lacking: dict[Plan, Estimate] = field(default_factory=dict)
     refused: dict[Plan, InputError] = field(default_factory=dict)
+    unconfirmed: dict[Plan, Estimate] = field(default_factory=dict)
 
     def seen(self, one: Estimate) -> Estimate:
         """What is known of a plan by now; of one that cannot be, why it was rejected."""
         if one.plan in self.refused:
             return replace(one, rejected_because=f"cannot be: {self.refused[one.plan].found}")
-        return self.lacking.get(one.plan, one)
+        return self.unconfirmed.get(one.plan) or self.lacking.get(one.plan, one)
+
+    def add(self, other: Finals) -> None:
+        """Take over what came of the dry runs of other plans."""
+        self.chosen = self.chosen or other.chosen
+        self.lacking |= other.lacking
+        self.refused |= other.refused
+        self.unconfirmed |= other.unconfirmed
 
 
 def first_that_fits(estimator: Estimator, fitting: list[Estimate], job: Job) -> Finals:
-    """The fastest that fits when it is rehearsed, with what the allocator reserves.
+    """The fastest that fits in a dry run, with what the allocator reserves.
 
-    Where one is found not to, those that leave no more room than it did are put off, and of them only the leanest tried.
+    Where one is found not to, those that leave no more memory than it did are put off, and come last, the leanest first.
     """
     finals = Finals()
     reserved, put_off = 0.0, []
@@ -51,25 +60,35 @@ def first_that_fits(estimator: Estimator, fitting: list[Estimate], job: Job) -> 
             return finals
         elif one.plan in finals.lacking:
             reserved = max(reserved, finals.lacking[one.plan].peak_bytes - one.peak_bytes)
-    for one in sorted(put_off, key=lambda one: one.peak_bytes)[:REHEARSED]:
+    for one in sorted(put_off, key=lambda one: one.peak_bytes):
         if _is_chosen(finals, estimator, one, job):
             return finals
     return finals
 
 
 def _is_chosen(finals: Finals, estimator: Estimator, one: Estimate, job: Job) -> bool:
-    """Rehearses a plan, and notes what came of it. Whether it fits."""
+    """Try a plan in a dry run, and note what came of it. Whether it fits."""
     finals.lacking.pop(one.plan, None)
-    try:
-        seen = _rehearse(estimator, one, job)
-    except InputError as error:  # a combination that this model cannot have: sqrt where more than one block hands on
-        finals.refused[one.plan] = error
-        return False
-    if seen.fits:
-        finals.chosen = seen
+    failed = list(finals.unconfirmed.values())
+    if len(failed) >= FAILURES:
+        seen = replace(estimator.settle(one), not_confirmed=failed[0].not_confirmed)
     else:
+        try:
+            seen = _rehearse(estimator, one, job)
+        except Untraceable as error:
+            seen = replace(estimator.settle(one), not_confirmed=error.found)
+        except (
+            InputError
+        ) as error:  # a combination that this model cannot have: sqrt where more than one block hands on
+            finals.refused[one.plan] = error
+            return False
+    if not seen.fits:
         finals.lacking[one.plan] = seen
-    return seen.fits
+    elif seen.not_confirmed:
+        finals.unconfirmed[one.plan] = seen
+    else:
+        finals.chosen = seen
+    return finals.chosen is not None
 
 
 def _with_reserve(one: Estimate, reserved: float) -> Estimate:

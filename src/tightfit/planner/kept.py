@@ -1,4 +1,8 @@
-"""Profiles that are kept on disk: a trace of the same model, of the same shapes, by the same code is not made twice."""
+"""Profiles that are kept on disk: a trace of the same model, of the same shapes, by the same code is not made twice.
+
+A file is JSON: data, and no code. It names the trace that it is of and carries a checksum; what cannot be read or verified is made
+again.
+"""
 
 from __future__ import annotations
 
@@ -6,40 +10,65 @@ import functools
 import hashlib
 import json
 import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import tightfit
 from tightfit.job import Job, ModelSpec
-from tightfit.machine import cache_folder
+from tightfit.machine import cache_folder, private_folder
+from tightfit.planner.programs import Programs, from_content, to_content
 from tightfit.record import code_version
 
 MOST = 400  # files; the ones that were not used for longest go
+VERSION = 1  # of the files: raise it when what is written changes its meaning
 
 
-def kept(what: Any, make: Callable[[], Any]) -> Any:
+def kept(what: Any, make: Callable[[], Programs]) -> Programs:
     """What `make` returns, from disk where it was made before of the same `what`. None is made each time."""
     if what is None:
         return make()
-    name = hashlib.sha1(json.dumps([what, code_version(), _source()], default=str, sort_keys=True).encode()).hexdigest()
-    path = cache_folder() / "profiles" / f"{name}.pickle"
+    name = hashlib.sha256(
+        json.dumps([what, code_version(), _source()], default=str, sort_keys=True).encode()
+    ).hexdigest()
+    folder = cache_folder() / "profiles"
+    path = folder / f"{name}.json"
     try:
-        made = pickle.loads(path.read_bytes())
+        private_folder(folder)
+        found = read(path)
         os.utime(path)
-        return made
-    except (OSError, EOFError, pickle.UnpicklingError, ValueError, AttributeError, ImportError, IndexError, TypeError):
+        return found
+    except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError):
         made = make()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        half = path.with_suffix(f".{os.getpid()}")
-        half.write_bytes(pickle.dumps(made))
-        half.replace(path)
-        _forget(path.parent)
+        private_folder(folder)
+        write(path, made)
+        _forget(folder)
     except OSError:  # a full or closed disk costs time, and nothing else
         pass
     return made
+
+
+def write(path: Path, programs: Programs) -> None:
+    """Write a profile, complete or not at all."""
+    text = json.dumps(to_content(programs), separators=(",", ":"))
+    header = {"version": VERSION, "trace": path.stem, "sha256": _checksum(path.stem, text)}
+    half = path.with_suffix(f".{os.getpid()}")
+    half.write_text(f"{json.dumps(header)}\n{text}\n", encoding="utf-8")
+    half.replace(path)
+
+
+def read(path: Path) -> Programs:
+    """The profile in a file. Raises OSError, ValueError, TypeError, KeyError, IndexError or RecursionError for any other file."""
+    first, _, text = path.read_text(encoding="utf-8").partition("\n")
+    header, text = json.loads(first), text.removesuffix("\n")
+    if (header["version"], header["trace"], header["sha256"]) != (VERSION, path.stem, _checksum(path.stem, text)):
+        raise ValueError(f"{path} is not the profile that was written")
+    return from_content(json.loads(text))
+
+
+def _checksum(trace: str, text: str) -> str:
+    return hashlib.sha256(f"{VERSION}\n{trace}\n{text}".encode()).hexdigest()
 
 
 def identity(job: Job) -> Any:
@@ -55,10 +84,16 @@ def _source() -> str:
     """Of the package's own files: whoever changes one makes new profiles."""
     root = Path(tightfit.__file__).parent
     files = sorted(root.rglob("*.py"))
-    return hashlib.sha1("".join(f"{path}{path.stat().st_mtime_ns}" for path in files).encode()).hexdigest()
+    return hashlib.sha256("".join(f"{path}{path.stat().st_mtime_ns}" for path in files).encode()).hexdigest()
 
 
 def _forget(folder: Path) -> None:
-    files = sorted(folder.glob("*.pickle"), key=lambda path: path.stat().st_mtime)
+    """Remove the oldest profiles, and those of versions that pickled them."""
+    for path in folder.glob("*.pickle"):
+        path.unlink(missing_ok=True)
+    files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
     for path in files[: max(len(files) - MOST, 0)]:
         path.unlink(missing_ok=True)
+
+
+__all__ = ["identity", "kept", "read", "write"]

@@ -7,7 +7,7 @@ trace, so nothing is described twice. Everything else is a method's `cost`, whic
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -45,24 +45,16 @@ from tightfit.planner.fakes import FakeValues, traceable
 from tightfit.planner.fit import fitted
 from tightfit.planner.kept import identity, kept
 from tightfit.planner.passing import stand_ins
+from tightfit.planner.programs import Programs
 from tightfit.planner.storages import tensor_bytes, tensors_in
 from tightfit.planner.target import as_on, processes
 from tightfit.planner.thin import Depth, created
 from tightfit.planner.trace import trace
 from tightfit.planner.updates import trace_clipping, trace_updates
-from tightfit.program import Operation, Passage
+from tightfit.program import Operation
 
 DECIDING = (attention, loss, compile, precision)  # rooms that decide which operations run; in the order of METHODS
 MOST_CHUNKS = 64  # chunks of a loss that are traced one after another: more are more of the same
-
-
-@dataclass(frozen=True)
-class Programs:
-    """What a model does with a micro-batch, whatever its size: the passages of its training, or of an evaluation."""
-
-    passages: tuple[Passage, ...]
-    parameters: tuple[Parameter, ...]
-    blocks: int
 
 
 TAKEN_OUT, PASSED, RUN = range(3)  # what becomes in a trace of the blocks that are like another
@@ -364,4 +356,4 @@ def profile(job: Job, plan: Plan | None = None, device: str = "cpu") -> Ledger:
     return Profiler(job, device).ledger(plan or Plan())
 
 
-__all__ = ["Profiler", "Programs", "profile"]
+__all__ = ["Profiler", "profile"]

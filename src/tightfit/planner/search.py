@@ -24,23 +24,14 @@ from tightfit.planner.candidates import candidates, is_legal
 from tightfit.planner.complete import complete, has_fast_tf32
 from tightfit.planner.cuts import balanced, by_promise, cut_fields, schedules, with_samples, with_sequences
 from tightfit.planner.estimate import Estimate, Estimator
-from tightfit.planner.finalists import first_that_fits
-from tightfit.planner.refusal import does_not_fit
+from tightfit.planner.finalists import Finals, first_that_fits
+from tightfit.planner.leanest import leanest, offloads
+from tightfit.planner.refusal import does_not_fit, lacking
 from tightfit.planner.time import WITHIN
-from tightfit.units import format_bytes, format_seconds
+from tightfit.units import format_seconds
 
 COLLECTED = (100_000, 50, 100)  # thresholds of Python's collector
 KEPT = 12  # estimates that are returned: the chosen one, and those that came nearest
-OFFLOADED = {  # what is tried where nothing else fits
-    "cuda": (
-        ("states",),
-        ("states", "activations"),
-        ("states", "gradients"),
-        ("states", "gradients", "parameters"),
-        ("states", "gradients", "parameters", "activations"),
-    ),
-    "cpu": (("states",), ("states", "gradients", "parameters"), ("states", "gradients", "parameters", "activations")),
-}
 WORTH = 0.1  # of a step's time that cutting the model must promise to save
 WAITS = 0.02  # of a step, for samples, from which on other processes prepare them: so many at most
 WORKERS = 8
@@ -78,8 +69,8 @@ def search(
     """
     machine = machine or Machine.detect()
     estimator = estimator or Estimator(job, machine)
+    pins = dict(pins or {})
     if among is None:
-        pins = dict(pins or {})
         supplied = with_samples(machine, job, pins)
         start, _ = complete(job, supplied, pins)
         start, leaner = _first_possible(
@@ -93,24 +84,57 @@ def search(
             found += _cuts_worth_knowing(estimator, start.replace(**leaner), pins, found)
         if not found:
             complete(job, machine, pins)  # which says what is wrong
-        if not any(one.fits for one in found) and "offload" in job.allowed and "offload" not in pins:
-            for words in OFFLOADED[machine.device]:
-                where: dict[str, Any] = {"offload": words, "offload_to": "disk" if machine.device == "cpu" else "host"}
-                if machine.device == "cpu" and "allocator" not in pins:
-                    where["allocator"] = "lean"
+        if not any(one.fits for one in found):
+            for where in offloads(estimator, pins)[1:]:
                 found += worth_knowing(estimator, start.replace(**leaner, **where), {**pins, **where})
     else:
         found = [estimator.estimate(plan) for plan in among if is_legal(plan, job, machine.device)]
-    fitting = sorted((one for one in found if one.fits), key=_soonest)
-    finals = first_that_fits(estimator, fitting, job)
+    finals = Finals()
+    _choose(finals, estimator, found)
+    if finals.chosen is None and among is None:
+        more = _last_resorts(estimator, start.replace(**leaner), pins, found, finals)
+        _choose(finals, estimator, more)
+        found += more
     chosen, found = finals.chosen, [finals.seen(one) for one in found]
+    if chosen is None and finals.unconfirmed:
+        chosen = min(finals.unconfirmed.values(), key=_soonest)
     if chosen is None:
         possible = [one for one in found if not one.rejected_because]
         if not possible:
             raise next(iter(finals.refused.values()))
-        raise does_not_fit(min(possible, key=lambda one: one.peak_bytes), job)
+        raise does_not_fit(estimator, possible, finals.refused, None if among is not None else pins)
     others = _nearest([one for one in found if one.plan != chosen.plan], chosen)
     return [chosen, *(replace(one, rejected_because=_why(one, chosen)) for one in others[: KEPT - 1])]
+
+
+def _choose(finals: Finals, estimator: Estimator, found: list[Estimate]) -> None:
+    """Add to `finals` what comes of dry runs of the plans whose estimates fit, the fastest first."""
+    fitting = sorted((one for one in found if one.fits and one.plan not in finals.refused), key=_soonest)
+    finals.add(first_that_fits(estimator, fitting, estimator.job))
+
+
+def _last_resorts(
+    estimator: Estimator, start: Plan, pins: dict[str, Any], found: list[Estimate], finals: Finals
+) -> list[Estimate]:
+    """Estimates of plans that a search leaves out while others may fit: without compiling, where dry runs of compiled plans failed;
+    the leanest of all; and those that differ from it in what trades memory for time."""
+    more: list[Estimate] = []
+    if (finals.unconfirmed or finals.refused) and start.compile != "none" and "compile" not in pins:
+        more += worth_knowing(estimator, start.replace(compile="none"), {**pins, "compile": "none"})
+    if finals.unconfirmed or any(one.fits for one in more):
+        return more
+    starts = [start]
+    if found:
+        nearest = min(found, key=lambda one: one.fullness).plan
+        starts += [nearest] if (nearest.tp, nearest.pp, nearest.cp) != (start.tp, start.pp, start.cp) else []
+    for one in starts:
+        least = leanest(estimator, one, pins)
+        if least is not None:
+            more.append(least)
+        if least is not None and least.fits:
+            same = {name: getattr(least.plan, name) for name in ("precision", "rounding", "offload")}
+            more += worth_knowing(estimator, least.plan, {**pins, **same})
+    return more
 
 
 def _nearest(others: list[Estimate], chosen: Estimate) -> list[Estimate]:
@@ -342,7 +366,10 @@ def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) 
     if best.plan.compile != start.compile and COMPILE_S[estimator.machine.device] < _most_saved_s(best):
         tried.append({"compile": start.compile})
     for fields in tried:
-        other = estimator.estimate(best.plan.replace(**fields))
+        try:
+            other = estimator.estimate(best.plan.replace(**fields))
+        except InputError:  # what this model cannot have
+            continue
         if other.total_s < best.total_s:
             best = other
     wider = "tf32" if has_fast_tf32(estimator.machine) else "fp32"
@@ -373,8 +400,9 @@ def _most_saved_s(one: Estimate) -> float:
 def _why(one: Estimate, chosen: Estimate) -> str:
     if one.rejected_because:
         return one.rejected_because
-    for name, (needed, there) in one.lacks().items():
-        beside = "" if name == "memory" else f" of {name}"
-        return f"needs {format_bytes(needed)}{beside}, {format_bytes(there)} are there"
+    if not one.fits:
+        return lacking(one)
+    if one.not_confirmed:
+        return f"not confirmed, its dry run failed: {one.not_confirmed}"
     slower = one.total_s / chosen.total_s - 1
     return f"{slower:.0%} slower: {format_seconds(one.time.step_s)} a step"

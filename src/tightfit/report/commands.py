@@ -221,18 +221,24 @@ def explain_command(
     machine = this_machine(say) if machine_name is None else Machine.named(machine_name)
     quiet_transformers(job)
     from tightfit.planner.estimate import Estimator
+    from tightfit.planner.refusal import lacking
     from tightfit.planner.search import search
     from tightfit.planner.waterfall import waterfall
     from tightfit.report.explain import explained, show, show_analysis
 
     estimator = Estimator(job, machine)
     pinned = set(pins) >= set(Plan.field_names())
-    with never_silent(say, "predicting plans"):
-        estimates = (
-            [estimator.settle(estimator.estimate(Plan.parse(pins, "plan")))]
-            if pinned
-            else search(job, machine, pins, estimator)
-        )
+    try:
+        with never_silent(say, "predicting plans"):
+            estimates = (
+                [estimator.settle(estimator.estimate(Plan.parse(pins, "plan")))]
+                if pinned
+                else search(job, machine, pins, estimator)
+            )
+    except DoesNotFit as refusal:
+        if as_json and refusal.content is not None:
+            print(json.dumps({**refusal.content, "plans": refusal.content["plans"][:top]}))
+        raise
     estimates = estimates[:top]
     if picture is not None:
         from tightfit.report.picture import draw_memory
@@ -256,9 +262,7 @@ def explain_command(
 
         show_analysis(console, estimates[0], run_steps(job, estimates[0].plan, machine))
     if not estimates[0].fits:
-        raise DoesNotFit(
-            f"needs {format_bytes(estimates[0].peak_bytes)}, {format_bytes(estimates[0].limit_bytes)} are there"
-        )
+        raise DoesNotFit(lacking(estimates[0]))
 
 
 def _bytes_of(option: str, text: str) -> int:

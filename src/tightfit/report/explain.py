@@ -15,6 +15,7 @@ from tightfit.ledger import ROWS
 from tightfit.machine import Machine
 from tightfit.plan import Plan
 from tightfit.planner.estimate import MARGIN, Estimate, Estimator
+from tightfit.planner.refusal import lacking
 from tightfit.planner.search import search
 from tightfit.planner.waterfall import Stage, waterfall
 from tightfit.record import Record
@@ -44,11 +45,17 @@ def explain(job: Job, machine: Machine | None = None, plan: Plan | None = None) 
 
 
 def explained(estimates: list[Estimate]) -> dict[str, Any]:
-    """What `tightfit explain --json` prints."""
+    """What `tightfit explain --json` prints; `chosen` is null where the plan, which is pinned, does not fit."""
+    chosen = estimates[0]
     return {
-        "machine": estimates[0].machine.model_dump(mode="json"),
-        "chosen": 0,
-        "plans": [estimate.content() for estimate in estimates],
+        "machine": chosen.machine.model_dump(mode="json"),
+        "chosen": 0 if chosen.fits else None,
+        "plans": [
+            {**one.content(), "rejected_because": one.rejected_because or ("" if one.fits else lacking(one))}
+            for one in estimates
+        ],
+        "margin_bytes": round(chosen.margin_bytes),
+        "remedies": [],
     }
 
 
@@ -115,7 +122,8 @@ def _verdict(estimate: Estimate) -> str:
     free = 1 - estimate.peak_bytes / estimate.limit_bytes
     if estimate.fits:
         where = "" if estimate.peak_phase == estimate.peak.phase else f", the most of it in {estimate.peak_phase}"
-        return f"fits, {free:.0%} free{where}"
+        failed = f"; not confirmed, its dry run failed: {estimate.not_confirmed}" if estimate.not_confirmed else ""
+        return f"fits, {free:.0%} free{where}{failed}"
     return "does not fit" if free < 0 else f"does not fit with the {MARGIN:.0%} that are kept free"
 
 
