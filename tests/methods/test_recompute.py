@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -182,6 +183,41 @@ def test_sqrt_refuses_blocks_that_are_not_called_in_a_row(model: type[Net]) -> N
     with pytest.raises(InputError, match="recompute: full"):
         build("sqrt", model).loss_sum(batch())
     assert gradients(build("full", model))
+
+
+class Masked(Net):
+    """Gives every second of its blocks a mask of another shape, which the others cannot use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, block in enumerate(self.blocks):
+            block.forward = partial(self.masked, block.forward, (1, WIDTH) if number % 2 else (1, WIDTH + 1))
+
+    def masked(self, forward: Any, shape: tuple[int, int], x: Tensor, mask: Tensor) -> Tensor:
+        return forward(x + (mask if shape[1] == WIDTH else mask[:, 1:]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x, torch.ones(1, WIDTH) if number % 2 else torch.ones(1, WIDTH + 1))
+        return self.head(x)
+
+
+def test_sqrt_refuses_blocks_that_fail_with_the_first_one_s_arguments() -> None:
+    with pytest.raises(InputError, match="recompute: full"):
+        build("sqrt", Masked).loss_sum(batch())
+    assert gradients(build("full", Masked))
+
+
+def test_sqrt_names_no_order_where_a_block_fails_by_itself() -> None:
+    run = build("sqrt")
+    run.loss_sum(batch())
+    run.model.blocks[1].inner.register_forward_pre_hook(_failing)  # type: ignore[union-attr, index]
+    with pytest.raises(ValueError, match="by itself"):
+        run.loss_sum(batch())
+
+
+def _failing(*arguments: Any) -> None:
+    raise ValueError("by itself")
 
 
 class Slopes(Net):

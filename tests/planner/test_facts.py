@@ -59,7 +59,7 @@ def test_a_model_of_1_4_billion_needs_help_on_32_gb_and_which_is_said() -> None:
     found = search(asked, V100, {"precision": "fp16-mixed", "compile": "none", "states": "fp32"}, estimator)[0]
     assert found.fits
     assert found.plan.micro_batch is not None or found.plan.recompute != "none"
-    with pytest.raises(DoesNotFit, match=r"to allow: .*8-bit-states"):
+    with pytest.raises(DoesNotFit, match=r"allow 8-bit-states: .*does not fit either"):
         search(job({"preset": "llama-2-7b"}, allow=["fp16"]), V100, {"compile": "none"})
 
 

@@ -16,6 +16,7 @@ from tightfit.job import LossSpec
 from tightfit.machine import Machine
 from tightfit.methods.run import Run
 from tightfit.models import load_python, model_factory, task_of
+from tightfit.models.caches import tensors_kept_out
 from tightfit.models.objective import Batch, map_tensors, objective_of
 
 
@@ -50,14 +51,21 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
 
     fake, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
     try:
-        with fake if divided else nullcontext():
+        with tensors_kept_out(), fake if divided else nullcontext():
             total = Total()
         state: dict[str, Tensor] = {
             name: tensor if divided else fake.from_tensor(tensor.detach())
             for name, tensor in [*total.named_parameters(), *total.named_buffers()]
         }
         inputs = map_tensors(lambda tensor: fake.from_tensor(tensor.to(run.device)), batch)
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), sdpa_kernel(SDPBackend.MATH), fake, counter:
+        with (
+            tensors_kept_out(),
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+            sdpa_kernel(SDPBackend.MATH),
+            fake,
+            counter,
+        ):
             functional_call(total, state, (inputs,))
     except Exception:  # whatever a model makes of tensors without values, the training that is observed goes on
         return None

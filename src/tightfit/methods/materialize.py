@@ -35,6 +35,7 @@ from tightfit.methods.run import Run, kind_of, refuse_hooks
 from tightfit.methods.shards import comes_and_goes
 from tightfit.methods.stages import pieces_of, pieces_with
 from tightfit.models import find_blocks, places_of
+from tightfit.models.caches import tensors_kept_out
 from tightfit.models.create import model_factory
 from tightfit.plan import Plan
 
@@ -112,7 +113,7 @@ def own_parameters(run: Run, plan: Plan) -> frozenset[int] | None:
     known: set[int] = set()
     hook = registration.register_module_parameter_registration_hook(see)
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        with tensors_kept_out(), torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = model_factory(run.job.model)()
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         raise InputError(

@@ -241,12 +241,14 @@ def recompute_segment(blocks: list[nn.Module]) -> None:
     next one's first argument and the other arguments are shared; a model that does otherwise is refused when it runs.
     """
     forwards = [block.forward for block in blocks]
+    in_a_row = len(forwards) == 1  # as seen in the first forward
 
     def chain(first: Any, *args: Any, **kwargs: Any) -> Any:
-        for forward in forwards:
+        for number, forward in enumerate(forwards):
             if not isinstance(first, Tensor):
                 raise _not_in_a_row()
-            first = forward(first, *args, **kwargs)
+            known = torch.compiler.is_compiling() or number == 0 or in_a_row
+            first = (forward if known else partial(_with_arguments_of_first, forward))(first, *args, **kwargs)
         return first
 
     whole = recomputed(chain, blocks)
@@ -262,6 +264,7 @@ def recompute_segment(blocks: list[nn.Module]) -> None:
         return output
 
     def hand_on(position: int, *args: Any, **kwargs: Any) -> Any:
+        nonlocal in_a_row
         first, args, kwargs = _with_first(forwards[position], args, kwargs)
         if not last_call:
             raise _not_in_a_row()
@@ -272,6 +275,7 @@ def recompute_segment(blocks: list[nn.Module]) -> None:
             raise _not_in_a_row()
         if position == len(forwards) - 1:
             last_call.clear()
+            in_a_row = True
         return first
 
     blocks[0].forward = head
@@ -289,6 +293,16 @@ def _with_first(
     if name not in kwargs:
         raise _not_in_a_row()
     return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
+
+
+def _with_arguments_of_first(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """A block's forward with the first block's arguments, such as its mask, which may not be made for it."""
+    try:
+        return forward(*args, **kwargs)
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+        if isinstance(error, InputError) or "memory" in str(error).lower():
+            raise
+        raise _not_in_a_row() from error
 
 
 def _not_in_a_row() -> InputError:

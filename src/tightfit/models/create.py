@@ -450,8 +450,10 @@ def has_complex(model: Any) -> bool:
         return False
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from tightfit.models.caches import tensors_kept_out
+
     try:
-        with FakeTensorMode():
+        with tensors_kept_out(), FakeTensorMode():
             return any(parameter.is_complex() for parameter in model_factory(model)().parameters())
     except InputError:
         return False

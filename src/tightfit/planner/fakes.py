@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tightfit.errors import InputError, Untraceable
+from tightfit.models.caches import tensors_kept_out
 
 _FILLS = frozenset(  # what an initialisation does, to values only
     {
@@ -50,6 +51,8 @@ class FakeValues(TorchDispatchMode):
         self.padded = padded
 
     def __enter__(self) -> Self:
+        self._caches = tensors_kept_out()
+        self._caches.__enter__()
         used = "transformers" in sys.modules and not self.padded
         self._masks: Any = importlib.import_module("transformers.masking_utils") if used else None
         if self._masks is not None:
@@ -61,6 +64,7 @@ class FakeValues(TorchDispatchMode):
         super().__exit__(*error)
         if self._masks is not None:
             self._masks.is_tracing = self._is_tracing
+        self._caches.__exit__(None, None, None)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -57,9 +57,8 @@ def does_not_fit(
     remedies = [] if pins is None else _remedies(estimator, least, pins)
     lines = [_needs(least), f"  leanest plan: {least.plan}"]
     lines += [f"  {line}" for line in _largest(least)]
-    helping = [one for one in remedies if one.result.fits] or remedies
-    if helping:
-        lines += ["  what would help:", *(f"    {one}" for one in helping)]
+    if remedies:
+        lines += ["  what would help:", *(f"    {one}" for one in remedies)]
     if "disk" in least.lacks():
         lines.append("  or fewer train.keep_checkpoints, or a larger limits.disk")
     if "host memory" in least.lacks():

@@ -1,0 +1,115 @@
+"""Caches of models' code hold no tensors without values after a trace, and none with values in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import tightfit
+from tightfit.models.caches import tensors_kept_out
+from tightfit.planner.profile import Profiler
+from tightfit.planner.rehearse import rehearse
+
+TABLES: dict[int, Tensor] = {}
+BEIT = {
+    "architecture": "beit",
+    "image_size": 32,
+    "patch_size": 8,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "num_labels": 4,
+    "use_relative_position_bias": True,
+    "use_absolute_position_embeddings": False,
+}
+
+
+@lru_cache(maxsize=2)
+def bounded(size: int) -> Tensor:
+    return torch.arange(size)
+
+
+@cache
+def unbounded(size: int) -> list[Tensor]:
+    return [torch.arange(size)]
+
+
+@cache
+def without_tensors(size: int) -> object:
+    return object()
+
+
+class Remembers(nn.Module):
+    """Keeps what it computes in each of the places that code has for it."""
+
+    known: dict[int, Tensor] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    @staticmethod
+    @lru_cache(maxsize=4)
+    def of_class(size: int) -> Tensor:
+        return torch.arange(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[1]
+        for table in (TABLES, self.known):
+            if size not in table:
+                table[size] = torch.arange(size)
+        places = bounded(size) + unbounded(size)[0] + self.of_class(size) + TABLES[size] + self.known[size]
+        return self.head(x + places)
+
+
+@pytest.fixture(autouse=True)
+def empty() -> Iterator[None]:
+    yield
+    for one in (bounded, unbounded, Remembers.of_class):
+        one.cache_clear()
+    TABLES.clear()
+    Remembers.known.clear()
+
+
+def all_results() -> list[Tensor]:
+    return [bounded(8), unbounded(8)[0], Remembers.of_class(8), TABLES[8], Remembers.known[8]]
+
+
+def test_a_trace_and_a_training_use_the_same_code_one_after_the_other() -> None:
+    kept = without_tensors(8)
+    job: Any = tightfit.Job(model=Remembers, data=[(torch.zeros(8), 1)] * 8, train=tightfit.Train(batch=4, steps=1))
+    for _ in range(2):
+        Profiler(job, "cpu").ledger(tightfit.Plan())
+        rehearse(job, tightfit.Plan())
+        assert not any(isinstance(one, FakeTensor) for one in (*TABLES.values(), *Remembers.known.values()))
+        losses = [result.loss for result in tightfit.train(tightfit.build(job, tightfit.Plan()))]
+        assert len(losses) == 1
+        assert not any(isinstance(one, FakeTensor) for one in all_results())
+    assert without_tensors(8) is kept
+
+
+def test_what_dicts_held_is_there_again_and_what_a_trace_left_is_not() -> None:
+    TABLES[3] = real = torch.arange(3)
+    with tensors_kept_out(), FakeTensorMode():
+        assert not TABLES
+        TABLES[4] = torch.arange(4)
+        TABLES[3] = torch.arange(3)
+        bounded(5)
+    assert list(TABLES) == [3]
+    assert TABLES[3] is real
+    assert not isinstance(bounded(5), FakeTensor)
+
+
+def test_beit_with_relative_positions_is_predicted_and_trains() -> None:
+    job = tightfit.Job(model=BEIT, data={"synthetic": "images"}, train=tightfit.Train(batch=4, steps=1))
+    for _ in range(2):
+        assert Profiler(job, "cpu").ledger(tightfit.Plan()).peak().total > 0
+        assert rehearse(job, tightfit.Plan(recompute="full")).total > 0
+        assert [result.loss for result in tightfit.train(tightfit.build(job, tightfit.Plan()))]
