@@ -61,7 +61,7 @@ def test_where_nothing_fits_the_exit_code_is_3_and_help_is_named(
     job = str(tiny.write(tmp_path))
     assert command(monkeypatch, "explain", job, "--machine", "t4", "--memory", "200MiB", *PINNED) == 3
     said = capsys.readouterr().err
-    for words in ("needs", "largest:", "a larger machine"):
+    for words in ("needs", "largest:", "safety margin", "or limits.memory of"):
         assert words in said
 
 
