@@ -113,3 +113,17 @@ def test_beit_with_relative_positions_is_predicted_and_trains() -> None:
         assert Profiler(job, "cpu").ledger(tightfit.Plan()).peak().total > 0
         assert rehearse(job, tightfit.Plan(recompute="full")).total > 0
         assert [result.loss for result in tightfit.train(tightfit.build(job, tightfit.Plan()))]
+
+
+RINGS: dict[str, Any] = {}
+
+
+def test_a_dict_that_holds_itself_is_no_hindrance() -> None:
+    RINGS["self"], RINGS["table"] = RINGS, torch.arange(2)
+    try:
+        with tensors_kept_out():
+            assert "table" not in RINGS
+        assert RINGS["self"] is RINGS
+        assert RINGS["table"].tolist() == [0, 1]
+    finally:
+        RINGS.clear()

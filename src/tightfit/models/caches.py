@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 _NO_MODELS = frozenset(sys.stdlib_module_names) | {
     "torch", "torchgen", "numpy", "tightfit", "pydantic", "pydantic_core", "sympy", "rich", "yaml", "tokenizers", "typer", "click",
@@ -114,9 +113,16 @@ def _results(function: _Cache) -> Iterator[Tensor]:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, list | tuple | dict):
-        return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return [value] if isinstance(value, Tensor) else []
+    """The tensors in nested lists, tuples and dicts, which may hold themselves."""
+    found, seen, left = [], set(), [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, list | tuple | dict) and id(one) not in seen:
+            seen.add(id(one))
+            left += one.values() if isinstance(one, dict) else one
+    return found
 
 
 __all__ = ["tensors_kept_out"]
