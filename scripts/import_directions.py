@@ -48,6 +48,7 @@ NO_METHODS = (
     "methods.row",
     "methods.sequences",
     "methods.stages",
+    "methods.agreed",
     "methods.ahead",
     "methods.shards",
     "methods.stores",

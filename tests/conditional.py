@@ -118,3 +118,65 @@ def plain(wanted: tightfit.Job) -> tuple[list[float], dict[str, Tensor], dict[st
 def trained(fields: dict[str, Any], model: Any = Conditional, **train: Any) -> tuple[list[float], dict[str, Tensor]]:
     run = tightfit.build(job(model, **train), tightfit.Plan(**fields))
     return [step.loss for step in tightfit.train(run)], cases.state_of(run)
+
+
+class Chosen(Conditional):
+    """Calls a block only where a sample takes its route, so whole layers are passed by."""
+
+    def layers(self, routes: set[int]) -> list[nn.Module]:
+        return [block for block in self.blocks if not isinstance(block, Skipped) or block.route in routes]
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = self.layers({int(route) for route in x[:, 0]})
+        x = torch.cat([x[:, :1], self.stem(x[:, 1:])], 1)
+        for layer in layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class OtherOrder(Chosen):
+    """Two blocks of equal size, in an order that the samples choose."""
+
+    def layers(self, routes: set[int]) -> list[nn.Module]:
+        first, second, third, fourth = self.blocks
+        return [third, second, first, fourth] if 2 in routes else [first, second, third, fourth]
+
+
+class Repeats(Chosen):
+    """A block that is called again where a sample takes its route."""
+
+    def layers(self, routes: set[int]) -> list[nn.Module]:
+        return [*self.blocks, *[self.blocks[0]] * (2 in routes)]
+
+
+class LastOfAll(Chosen):
+    """Its last block is passed by, so that a device is at the end of its forward while another is not."""
+
+    def layers(self, routes: set[int]) -> list[nn.Module]:
+        return [*self.blocks][: 4 if 2 in routes else 3]
+
+
+class OutOfUse(Chosen):
+    """All blocks are called, and what the last one made is used for some samples only: they have other backwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        used = bool((x[:, 0] == 2).any())
+        x = torch.cat([x[:, :1], self.stem(x[:, 1:])], 1)
+        for layer in self.blocks:
+            before, x = x, layer(x)
+        return self.head(x if used else before)
+
+
+class SameForAll(Chosen):
+    """Blocks in another order than they are defined, one twice and one never, the same for all samples."""
+
+    def layers(self, routes: set[int]) -> list[nn.Module]:
+        first, second, third, _ = self.blocks
+        return [third, second, first, second]
+
+
+class DroppedByChance(Chosen):
+    """Layers that are dropped by chance in training, on each device by its own."""
+
+    def layers(self, routes: set[int]) -> list[nn.Module]:
+        return [block for block in self.blocks if torch.rand(()) < 0.5]

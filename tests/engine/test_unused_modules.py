@@ -24,6 +24,11 @@ PLANS: list[dict[str, Any]] = [
     {"zero": 2, "dp_shard": 2, "recompute": "full", "micro_batch": 2},
     {"dp_replicate": 2, "recompute": "full", "micro_batch": 2},
 ]
+LAYERS: list[dict[str, Any]] = [
+    {"zero": 3, "dp_shard": 2},
+    {"zero": 3, "dp_shard": 2, "recompute": "full", "micro_batch": 2},
+    {"zero": 3, "dp_shard": 2, "dp_replicate": 2, "micro_batch": 1},
+]
 
 
 def named(fields: dict[str, Any]) -> str:
@@ -65,14 +70,69 @@ def test_experts_without_tokens_on_some_devices(fields: dict[str, Any]) -> None:
         assert cases.distance(others, weights) <= 1e-6
 
 
+REFUSED = {
+    conditional.Chosen: "blocks.3",
+    conditional.OtherOrder: "blocks.0",
+    conditional.Repeats: "blocks.0",
+    conditional.LastOfAll: "blocks.3",
+    conditional.OutOfUse: "blocks.",
+    conditional.DroppedByChance: "blocks.",
+}
+
+
+def refused(fields: dict[str, Any], model: Any) -> tuple[str, int, float]:
+    """What a run is refused with, after how many steps, and by how much its weights have changed since the last one's end."""
+    run = tightfit.build(conditional.job(model, clip=0.05), tightfit.Plan(**fields))
+    kept = [weight.detach().clone() for weight in run.weights.values()]
+    steps = 0
+    try:
+        for _ in tightfit.train(run):
+            kept = [weight.detach().clone() for weight in run.weights.values()]
+            steps += 1
+    except tightfit.InputError as error:
+        changed = sum(
+            float((weight - before).abs().sum()) for weight, before in zip(run.weights.values(), kept, strict=True)
+        )
+        return str(error), steps, changed
+    return "", steps, 0.0
+
+
+@pytest.mark.parametrize("fields", LAYERS, ids=named)
+@pytest.mark.parametrize("model", REFUSED)
+def test_layers_that_only_some_devices_call_are_refused_on_all_of_them(fields: dict[str, Any], model: Any) -> None:
+    """In the same step, before the update; none waits for ever, or trains with another layer's weights."""
+    first, *others = together(tightfit.Plan(**fields).devices, HERE + "refused", fields, model)
+    assert all(other == first for other in others)
+    said, _, changed = first
+    assert said.startswith("plan: zero=3: the ranks do not call the same layers")
+    assert f"first differ at {REFUSED[model] if fields is LAYERS[0] else 'blocks.'}" in said
+    assert "use zero: 2" in said
+    assert changed == 0
+
+
+def models(fields: dict[str, Any]) -> list[Any]:
+    """Those that a plan can train: layers that only some devices call stay whole in all but ZeRO's third stage."""
+    if "zero" in fields and "recompute" in fields:
+        return [conditional.Conditional, conditional.SameForAll, *[conditional.Chosen] * (fields["zero"] == 2)]
+    return [conditional.Conditional]
+
+
 def trained(fields: dict[str, Any], optimizers: tuple[str, ...]) -> list[Any]:
-    return [conditional.trained(fields, optimizer=optimizer, clip=0.05) for optimizer in optimizers]
+    return [
+        conditional.trained(fields, model, optimizer=optimizer, clip=0.05)
+        for model in models(fields)
+        for optimizer in optimizers
+    ]
 
 
 @pytest.mark.parametrize("fields", PLANS, ids=named)
 def test_devices_that_use_other_modules_train_the_same_model(fields: dict[str, Any]) -> None:
     optimizers = ("adamw", "lamb", "adafactor") if fields is PLANS[1] else ("adamw",)
-    wanted = [conditional.plain(conditional.job(optimizer=optimizer, clip=0.05)) for optimizer in optimizers]
+    wanted = [
+        conditional.plain(conditional.job(model, optimizer=optimizer, clip=0.05))
+        for model in models(fields)
+        for optimizer in optimizers
+    ]
     for found in together(tightfit.Plan(**fields).devices, HERE + "trained", fields, optimizers):
         for (losses, weights), (expected_losses, expected, had) in zip(found, wanted, strict=True):
             assert losses == pytest.approx(expected_losses, rel=2e-6)

@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 import tightfit
 from tests.contract.cases import distance
 from tests.pool import together
+from tightfit.engine import checkpoint
 from tightfit.engine.split import compare_split, wants_check
 from tightfit.errors import InputError
 from tightfit.measure.verify import observe_settled
@@ -600,6 +602,26 @@ def test_a_skip_is_refused_only_where_it_leaves_a_stage() -> None:
 )
 def test_under_every_schedule(name: str, fields: dict[str, Any]) -> None:
     check(name, {"pp": 2, **fields}, fields.get("micro_batch", 2))
+
+
+def saved_stage(name: str, fields: dict[str, Any], folder: str) -> None:
+    run = tightfit.build(job_of(MODELS[name]), tightfit.Plan(**fields))
+    list(tightfit.train(run))
+    checkpoint.save(run, folder, STEPS)
+
+
+def test_a_checkpoint_has_the_statistics_of_the_stage_that_keeps_them(tmp_path: Path) -> None:
+    """A BatchNorm outside of the blocks runs on every stage, and on all but one with values without meaning."""
+    together(2, HERE + "saved_stage", "NormInStem", {"pp": 2, "micro_batch": 2}, str(tmp_path))
+    saved: dict[str, Tensor] = {}
+    for file in checkpoint.newest(tmp_path).glob("model*.safetensors"):
+        saved |= load_file(file)
+    alone = tightfit.build(job_of(MODELS["NormInStem"]), tightfit.Plan(micro_batch=2))
+    list(tightfit.train(alone))
+    expected = alone.model.state_dict()
+    assert saved.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(saved[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_parameters_created_for_a_stage_only() -> None:

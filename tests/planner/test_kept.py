@@ -147,6 +147,16 @@ def test_a_profile_from_disk_gives_the_same_estimate(folder: Path, plan: dict[st
     assert took == again  # but for preparing samples, which is measured
 
 
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_profile_from_disk_knows_what_gradients_are_made_from(folder: Path, device: int) -> None:
+    """Of a tied weight each of two devices makes its part, and linear layers' gradients are put off."""
+    plan, machine = tightfit.Plan(pp=2, micro_batch=2, schedule="zero-bubble"), Machine.named("a100-80gb:2")
+    ledgers = [replace(profile(cases.job("gpt2")), device=device) for _ in range(2)]
+    assert ledgers[0].training is not ledgers[1].training
+    one, two = (folded(ledger, plan, machine).peak() for ledger in ledgers)
+    assert one == two
+
+
 def test_only_the_user_can_enter_the_folder(folder: Path) -> None:
     folder.mkdir(parents=True)
     folder.chmod(0o777)

@@ -125,8 +125,9 @@ def state_of(run: Any) -> Weights:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             found[name] = plain(cut.whole(whole.detach()) if cut else whole)
     if run.stages is not None:  # each device of a pipeline has a piece
+        right = {name: value for name, value in found.items() if name not in run.stages.stale}
         everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, found)
+        dist.all_gather_object(everyones, right)
         names = model_factory(run.job.model)().state_dict()
         pieces = {name: value for one in everyones for name, value in one.items()}
         found = {name: pieces[name] for name, value in names.items() if has_values(value)}

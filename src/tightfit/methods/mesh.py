@@ -43,7 +43,7 @@ class Mesh:
     axes   the mesh along one axis, or several, by name
     lines  groups of their own of the devices in a pipeline, for what travels through it: "forward" and "backward", each also
            "around" from the last to the first; and of its two "ends". Of a parameter server and its workers: "server".
-           Of those that divide sequences: "context"
+           Of those that divide sequences: "context". Of those that divide the same layers' parameters: "layers"
     servers  processes along dp_replicate, the first ones, that have no samples
     cp       how many devices share the same samples, and divide their sequences
     """
@@ -282,6 +282,8 @@ def _mesh(kind: str, sizes: tuple[int, ...], servers: int, cp: int) -> Mesh:
             lines = _lines(devices) if sizes[0] > 1 else {}
             if servers:  # what travels lies in host memory, and comes from whoever is first
                 lines["server"] = dist.new_group(backend=None if dist.get_backend() == "fake" else "gloo")
+            if sizes[2] > 1 or (sizes[1] > 1 and kind != "cpu"):  # where parameters may be divided or offloaded
+                lines["layers"] = _same_stage(devices)
             if cp > 1:
                 lines["context"] = _neighbours(devices, cp)
             _known[known] = Mesh(axes, lines, servers, cp)
@@ -331,6 +333,14 @@ def _neighbours(devices: DeviceMesh, cp: int) -> dist.ProcessGroup:
     """The group of the `cp` devices, next to each other along the data's axes, that this one shares samples with."""
     rows = devices.mesh.flatten(1, 2).transpose(1, 2).reshape(-1, cp).tolist()
     groups = [(members, dist.new_group(members)) for members in rows]  # every process makes all, in the same order
+    (mine,) = [group for members, group in groups if dist.get_rank() in members]
+    return mine
+
+
+def _same_stage(devices: DeviceMesh) -> dist.ProcessGroup:
+    """The group, in host memory, of the devices that have the same layers as this one."""
+    backend = None if dist.get_backend() == "fake" else "gloo"
+    groups = [(members, dist.new_group(members, backend=backend)) for members in devices.mesh.flatten(1).tolist()]
     (mine,) = [group for members, group in groups if dist.get_rank() in members]
     return mine
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tightfit.methods.agreed import Agreement
 from tightfit.methods.buckets import absent
 
 
@@ -22,22 +23,30 @@ class Made:
     """Gives zeros to the parameters of a module that has been through backward and got no gradient, for all devices have to send the
     same; and notes which gradients of a step are real.
 
-    groups  fully_shard's, whose parameters are gathered together
+    groups     fully_shard's, whose parameters are gathered together
+    agreement  by which devices tell each other whose gradients come next
     """
 
-    def __init__(self, groups: Iterable[Any]) -> None:
+    def __init__(self, groups: Iterable[Any], agreement: Agreement) -> None:
         self.made: set[Tensor] = set()
-        for group in groups:
-            group.post_backward = partial(self._after_backward, group, group.post_backward)
+        self.agreement = agreement
+        for number, group in enumerate(groups):
+            group.post_backward = partial(self._after_backward, number, group, group.post_backward)
 
-    def _after_backward(self, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-        for held in group.fsdp_params:
+    def _after_backward(self, number: int, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+        which = 0
+        for place, held in enumerate(group.fsdp_params):
             if not held.sharded_param.requires_grad or not hasattr(held, "_unsharded_param"):
                 continue
             if held.unsharded_param.grad is not None or held.unsharded_accumulated_grad is not None:
                 self.made.add(held.sharded_param)
             elif group.is_unsharded:
                 held.unsharded_param.grad = torch.zeros_like(held.unsharded_param)
+            else:
+                continue
+            which = (31 * which + place + 1) % 2**31
+        if which and group.reduce_grads:
+            self.agreement.sum(number, which)
         post_backward(*unused)
 
     def missing(

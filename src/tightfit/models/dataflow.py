@@ -547,12 +547,26 @@ def _line() -> tuple[str, int] | None:
 
 
 def _overwritten(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    if not func._schema.is_mutable:
+    """What an operation writes to: as its schema says, and BatchNorm's statistics, of which some schemas do not say it."""
+    statistics = (
+        ("running_mean", "running_var") if "batch_norm" in func._schema.name and _trains(func, args, kwargs) else ()
+    )
+    if not (func._schema.is_mutable or statistics):
         return
     for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if argument.name in statistics or (argument.alias_info is not None and argument.alias_info.is_write):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _trains(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a BatchNorm computes statistics; its backward and its evaluation only read them."""
+    if "backward" in func._schema.name:
+        return False
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "training":
+            return bool(args[place] if place < len(args) else kwargs.get("training"))
+    return False
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:

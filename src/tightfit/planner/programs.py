@@ -32,13 +32,19 @@ def to_content(programs: Programs) -> dict[str, Any]:
     def number(table: dict[One, int], one: One) -> int:
         return table.setdefault(one, len(table))
 
+    def buffer_number(buffer: Buffer) -> int:
+        """After those that it refers to."""
+        for source in (*buffer.operands, *buffer.terms):
+            buffer_number(source)
+        return number(buffers, buffer)
+
     def timeline(one: Timeline) -> dict[str, Any]:
         return {
-            "events": [[number(buffers, buffer), sign] for buffer, sign in one.events],
+            "events": [[buffer_number(buffer), sign] for buffer, sign in one.events],
             "operations": [number(operations, operation) for operation in one.operations],
             "needed": list(one.needed),
-            "inputs": [number(buffers, buffer) for buffer in one.inputs],
-            "kept": sorted(number(buffers, buffer) for buffer in one.kept),
+            "inputs": [buffer_number(buffer) for buffer in one.inputs],
+            "kept": sorted(buffer_number(buffer) for buffer in one.kept),
         }
 
     passages = [
@@ -47,7 +53,17 @@ def to_content(programs: Programs) -> dict[str, Any]:
     return {
         "timelines": [timeline(one) for one in timelines],
         "passages": passages,
-        "buffers": [[_pair(one.size), one.row, one.maker, one.parameter] for one in buffers],
+        "buffers": [
+            [
+                _pair(one.size),
+                one.row,
+                one.maker,
+                one.parameter,
+                [buffers[source] for source in one.operands],
+                [buffers[source] for source in one.terms],
+            ]
+            for one in buffers
+        ],
         "operations": [
             [
                 one.name,
@@ -68,10 +84,10 @@ def to_content(programs: Programs) -> dict[str, Any]:
 
 def from_content(content: Any) -> Programs:
     """The programs of `to_content`. Raises ValueError, TypeError, KeyError or IndexError for anything else."""
-    buffers = [
-        Buffer(_linear(size), _one_of(row, TRACED), _text(maker), _text(parameter))
-        for size, row, maker, parameter in content["buffers"]
-    ]
+    buffers: list[Buffer] = []
+    for size, row, maker, parameter, operands, terms in content["buffers"]:
+        sources = (tuple(buffers[_whole(place)] for place in places) for places in (operands, terms))
+        buffers.append(Buffer(_linear(size), _one_of(row, TRACED), _text(maker), _text(parameter), *sources))
     operations = [
         Operation(_text(name), _text(dtype), _linear(flops), _linear(moved), tuple(map(_linear, sizes)), _linear(count))
         for name, dtype, flops, moved, sizes, count in content["operations"]
