@@ -80,9 +80,13 @@ REFUSED = {
 }
 
 
-def refused(fields: dict[str, Any], model: Any) -> tuple[str, int, float]:
-    """What a run is refused with, after how many steps, and by how much its weights have changed since the last one's end."""
+def refused(fields: dict[str, Any], model: Any, first: int | None = None) -> tuple[str, int, float]:
+    """What a run is refused with, after how many steps, and by how much its weights have changed since the last one's end.
+
+    first   in how many backward passes the ranks agree before each collective; None: in all
+    """
     run = tightfit.build(conditional.job(model, clip=0.05), tightfit.Plan(**fields))
+    run.reduction.agreement.first = first
     kept = [weight.detach().clone() for weight in run.weights.values()]
     steps = 0
     try:
@@ -107,6 +111,16 @@ def test_layers_that_only_some_devices_call_are_refused_on_all_of_them(fields: d
     assert said.startswith("plan: zero=3: the ranks do not call the same layers")
     assert f"first differ at {REFUSED[model] if fields is LAYERS[0] else 'blocks.'}" in said
     assert "use zero: 2" in said
+    assert changed == 0
+
+
+@pytest.mark.parametrize("fields", LAYERS[:2], ids=named)
+def test_checksums_tell_of_layers_in_another_order_before_the_update(fields: dict[str, Any]) -> None:
+    """Its layers are of equal size, so nothing but the checksum says that each rank took the weights of another layer."""
+    first, *others = together(2, HERE + "refused", fields, conditional.OtherOrder, 0)
+    assert all(other == first for other in others)
+    said, _, changed = first
+    assert "in this step (ranks 0, 1: the step ends, after other layers" in said
     assert changed == 0
 
 

@@ -26,7 +26,7 @@ from tightfit.entries import Gathered, Parameter
 from tightfit.errors import InputError
 from tightfit.job import ModelSpec
 from tightfit.ledger import Ledger
-from tightfit.methods.agreed import Agreement
+from tightfit.methods.agreed import FIRST, Agreement
 from tightfit.methods.ahead import bring_ahead
 from tightfit.methods.collectives import GatherByRow, ScatterByRow, goes_by_row
 from tightfit.methods.mesh import DATA, Mesh, Statistics, local_device, on_mesh
@@ -244,7 +244,8 @@ class Shards:
                 self.weights[parameter] = nn.Parameter(parameter._local_tensor.detach())
         self.owner = {weight: parameter for parameter, weight in self.weights.items()}
         several = mesh.size("dp_shard") * mesh.size("dp_replicate") > 1
-        self.agreement = Agreement(model, list(_groups(model)), mesh.lines["layers"]) if several else None
+        first = None if self.device.type == "cpu" else FIRST
+        self.agreement = Agreement(model, list(_groups(model)), mesh.lines["layers"], first) if several else None
         self.made = Made(_groups(model), self.agreement) if self.agreement is not None else None
         self.taken = Gradients(self.weights, store) if takes and store is not None and not (apart and pinned) else None
 
@@ -254,7 +255,7 @@ class Shards:
 
     def end(self, last: bool) -> None:
         if self.agreement is not None:
-            self.agreement.end_backward()
+            self.agreement.end_backward(last)
         if not last:
             return
         self.statistics.average()
