@@ -25,6 +25,16 @@ Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="change the job or its plan: train.steps=20, plan.micro_batch=4"),
 ]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        "--timeout", min=0.01, metavar="MINUTES", help="wait so long for a process that does not answer, then end all"
+    ),
+]
+Interface = Annotated[
+    str | None,
+    typer.Option("--interface", metavar="NAME", help="the network interface that leads to the other hosts"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON and nothing else")]
 
 
@@ -40,19 +50,8 @@ def train(
         int,
         typer.Option("--nproc", min=1, metavar="N", help="processes of this host that train together, a device each"),
     ] = 1,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            "--timeout",
-            min=0.01,
-            metavar="MINUTES",
-            help="wait so long for a process that does not answer, then end all",
-        ),
-    ] = 10.0,
-    interface: Annotated[
-        str | None,
-        typer.Option("--interface", metavar="NAME", help="the network interface that leads to the other hosts"),
-    ] = None,
+    timeout: Timeout = 10.0,
+    interface: Interface = None,
     requeue_code: Annotated[
         int | None,
         typer.Option(
@@ -131,13 +130,16 @@ def verify(
     nproc: Annotated[
         int, typer.Option("--nproc", min=1, metavar="N", help="processes of this host, a device each, for such a plan")
     ] = 1,
+    timeout: Timeout = 10.0,
+    interface: Interface = None,
     changes: Changes = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the plan beside the reference plan and print the largest differences."""
     from tightfit.report.commands import verify_command
+    from tightfit.report.together import Surroundings
 
-    verify_command(job, plan, steps, changes or [], as_json, nproc)
+    verify_command(job, plan, steps, changes or [], as_json, nproc, Surroundings(timeout * 60, interface))
 
 
 @app.command()

@@ -7,6 +7,7 @@ import pytest
 from tightfit.errors import InputError
 from tightfit.methods import rendezvous
 from tightfit.methods.rendezvous import INTERFACES, choose_interface, listen, on_one_host
+from tightfit.report.together import Surroundings, check_start
 
 KNOWN = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.1.2.3"], "ib0": ["10.9.9.3", "fd00::3"]}
 ONE_HOST = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.1.2.3"}
@@ -62,3 +63,12 @@ def test_a_socket_listens_on_one_address_or_on_all() -> None:
     for address, found in (("127.0.0.1", {"127.0.0.1"}), ("", {"::", "0.0.0.0"})):
         with listen(address) as listening:
             assert listening.getsockname()[0] in found
+
+
+def test_a_command_that_starts_processes_takes_no_interface_and_one_of_several_starts_none() -> None:
+    check_start(2, 1, Surroundings())
+    check_start(1, 2, Surroundings(interface="eth0"))
+    with pytest.raises(InputError, match="leave it out"):
+        check_start(2, 1, Surroundings(interface="eth0"))
+    with pytest.raises(InputError, match="4 processes have been started already"):
+        check_start(2, 4, Surroundings())

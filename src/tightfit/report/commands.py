@@ -25,7 +25,7 @@ from tightfit.plan import Plan, read_pins
 from tightfit.planner.complete import ALLOCATOR, complete
 from tightfit.report.alive import never_silent
 from tightfit.report.failure import not_writable
-from tightfit.report.together import Surroundings, among, by_the_first, leave, said_once, wait_for_all
+from tightfit.report.together import Surroundings, among, by_the_first, check_start, leave, said_once, wait_for_all
 from tightfit.rules import needed_permissions
 from tightfit.units import format_bytes, format_count, format_seconds, parse_bytes
 
@@ -95,15 +95,8 @@ def train_command(
     out, around = out or Path("runs") / path.stem, surroundings or Surroundings()
     with said_once(world, around):
         job, pins = read_job(path, plan, changes)
-        if nproc not in (1, world) and world > 1:
-            raise InputError(f"--nproc {nproc}", f"{world} processes have been started already", "leave it out")
+        check_start(nproc, world, around)
     if nproc > 1 and world == 1:
-        if around.interface is not None:
-            raise InputError(
-                f"--interface {around.interface}",
-                "--nproc starts processes of one host, which need none",
-                "leave it out",
-            )
         check_out(out, resume)  # said once, before processes are started
         this_machine(print)
         sys.exit(start_processes(nproc))
@@ -357,16 +350,24 @@ def _beside(predicted: float, measured: float, form: Callable[[float], str]) -> 
     return f"predicted {form(predicted)}, measured {form(measured)} ({predicted / measured - 1:+.1%})"
 
 
-def verify_command(path: Path, plan: str | None, steps: int, changes: list[str], as_json: bool, nproc: int = 1) -> None:
+def verify_command(
+    path: Path,
+    plan: str | None,
+    steps: int,
+    changes: list[str],
+    as_json: bool,
+    nproc: int = 1,
+    surroundings: Surroundings | None = None,
+) -> None:
     quiet_libraries()
     here, world = take_surroundings()
-    with said_once(world, Surroundings()):
+    around = surroundings or Surroundings()
+    with said_once(world, around):
         job, pins = read_job(path, plan, changes)
+        check_start(nproc, world, around)
     if nproc > 1 and world == 1:
         this_machine(partial(print, file=sys.stderr))
         sys.exit(start_processes(nproc))
-    if nproc not in (1, world):
-        raise InputError(f"--nproc {nproc}", f"{world} processes have been started already", "leave it out")
     first = os.environ.get("RANK", "0") == "0"
     console = Console(stderr=as_json, quiet=not first)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -385,7 +386,7 @@ def verify_command(path: Path, plan: str | None, steps: int, changes: list[str],
 
     from tightfit.report.out_of_memory import memory_errors_named
 
-    with among(world, Surroundings()) as join:
+    with among(world, around) as join:
         chosen = plan_it() if world == 1 else by_the_first(plan_it, partial(join, machine.device))
         quiet_transformers(job)
         from tightfit.measure.verify import verify

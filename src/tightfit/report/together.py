@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tightfit.errors import TightfitError
+from tightfit.errors import InputError, TightfitError
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,16 @@ class Surroundings:
     def code_of(self, number: int) -> int:
         """The exit code of a training that a signal has ended."""
         return self.requeue_code if self.requeue_code and number != signal.SIGINT else 128 + number
+
+
+def check_start(nproc: int, world: int, around: Surroundings) -> None:
+    """Refuse what a command that starts processes, or is one of `world`, can not do."""
+    if world > 1 and nproc not in (1, world):
+        raise InputError(f"--nproc {nproc}", f"{world} processes have been started already", "leave it out")
+    if world == 1 and nproc > 1 and around.interface is not None:
+        raise InputError(
+            f"--interface {around.interface}", "--nproc starts processes of one host, which need none", "leave it out"
+        )
 
 
 @contextmanager
