@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
+from tightfit.errors import InputError
 from tightfit.methods.collectives import begin_scatter_rows, gather_rows
 from tightfit.optim.hooks import when_complete
 
@@ -99,6 +100,8 @@ class Reducer:
     def _see(self, parameter: Tensor) -> None:
         if self._sending:
             bucket, place = self._place[parameter]  # type: ignore[index]
+            if place in bucket.arrived:  # what was taken first may have been sent
+                raise _completed_twice(parameter)
             self._take(bucket, place, parameter.grad)
             parameter.grad = None
             while self._next < len(self.buckets) and self.buckets[self._next].is_full:
@@ -336,6 +339,15 @@ class Scattered:
                     for rank, slot in enumerate(slots):
                         first, last = self._range(parameter, rank)
                         flat[first * width : last * width].copy_(slot[: (last - first) * width])
+
+
+def _completed_twice(parameter: Tensor) -> InputError:
+    return InputError(
+        "plan: several devices",
+        f"one backward completes the gradient of a parameter of shape {tuple(parameter.shape)} twice: the model's code runs a "
+        "backward within the backward, as torch.utils.checkpoint does with use_reentrant=True",
+        "use use_reentrant=False in the model, or one device",
+    )
 
 
 def absent(counts: Tensor, places: list[int]) -> list[int]:

@@ -5,6 +5,7 @@ Source  Qi et al. 2023, arXiv:2401.10241: a backward needs the gradients of its 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,12 +24,12 @@ class Deferred(TorchFunctionMode):
 
     `attach` enters it in a model's linear layers, also where their forward runs again in backward.
     `group` names the backward that is under way; `run` makes the weights' gradients that it left. They arrive as those of a
-    backward do, hooks included.
+    backward do, hooks included: of a weight that was used several times once, as their sum.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.left: dict[int, list[Callable[[], None]]] = {}
+        self.left: dict[int, list[tuple[nn.Parameter, Callable[[], Tensor]]]] = {}
         self._now: int | None = None
 
     def attach(self, model: nn.Module) -> None:
@@ -50,12 +51,24 @@ class Deferred(TorchFunctionMode):
 
     def run(self, number: int) -> None:
         left = self.left.pop(number, [])[::-1]
+        uses = Counter(weight for weight, _ in left)
+        sums: dict[nn.Parameter, Tensor] = {}
         while left:
-            left.pop()()  # and what it needed is free
+            weight, make = left.pop()
+            gradient = make()
+            del make  # what it needed is free
+            if weight in sums:
+                gradient = sums.pop(weight).add_(gradient)
+            uses[weight] -= 1
+            if uses[weight]:
+                sums[weight] = gradient
+            else:
+                torch.autograd.backward([get_gradient_edge(weight)], [gradient])
 
-    def defer(self, make: Callable[[], None]) -> None:
+    def defer(self, weight: nn.Parameter, make: Callable[[], Tensor]) -> None:
+        """make  makes this use's part of the weight's gradient."""
         assert self._now is not None
-        self.left.setdefault(self._now, []).append(make)
+        self.left.setdefault(self._now, []).append((weight, make))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -100,11 +113,11 @@ class _Product(torch.autograd.Function):
         input = ctx.saved_tensors[0].detach()  # or what waits would keep the graph that it is from
         transposed = ctx.transposed
 
-        def make() -> None:
+        def make() -> Tensor:
             rows, columns = input.reshape(-1, input.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
             product = rows.t() @ columns if transposed else columns.t() @ rows
-            torch.autograd.backward([get_gradient_edge(weight)], [product.to(weight.dtype)])
+            return product.to(weight.dtype)
 
-        ctx.store.defer(make)
+        ctx.store.defer(weight, make)
         narrow = weight.to(ctx.dtype)
         return gradient @ (narrow.t() if transposed else narrow), None, None, None, None
