@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import tightfit
+from tests.contract import cases
 from tests.pool import together
 from tightfit.errors import InputError
 from tightfit.machine import Machine
@@ -67,7 +68,23 @@ class Hooked(Net):
         self.head.weight.register_hook(lambda gradient: gradient * kept)
 
 
-MODELS = {"scaled": Scaled, "tied": Tied, "hooked": Hooked}
+class DirectCalls(Net):
+    """`block.forward(x)`, which runs no hooks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block.forward(x)  # type: ignore[operator]
+        return self.head(x)
+
+
+class UsedOutside(Net):
+    """Takes the weight of a layer without calling the layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x @ self.blocks[0].inner.weight)  # type: ignore[union-attr]
+
+
+MODELS = {"scaled": Scaled, "tied": Tied, "hooked": Hooked, "direct": DirectCalls, "outside": UsedOutside}
 
 
 def job_of(name: str) -> tightfit.Job:
@@ -96,6 +113,39 @@ def refused(name: str, fields: dict[str, Any]) -> str:
 def test_what_cannot_come_and_go_is_refused(name: str, said: str, materialize: str) -> None:
     for error in together(2, HERE + "refused", name, {"dp_shard": 2, "zero": 3, "materialize": materialize}):
         assert said in error
+
+
+def trained(name: str, fields: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]] | str:
+    run = tightfit.build(job_of(name), tightfit.Plan(**fields))
+    try:
+        losses = [step.loss for step in tightfit.train(run)]
+    except InputError as error:
+        return str(error)
+    return losses, cases.state_of(run)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dp_shard": 2, "zero": 3, "micro_batch": 2},
+        {"dp_shard": 2, "zero": 3, "recompute": "full"},
+        {"pp": 2, "dp_shard": 2, "zero": 3, "micro_batch": 2},
+    ],
+    ids=str,
+)
+def test_blocks_whose_forward_a_model_calls_itself_come_and_go(fields: dict[str, Any]) -> None:
+    expected, weights = trained("direct", {})
+    for losses, found in together(tightfit.Plan(**fields).devices, HERE + "trained", "direct", fields):
+        assert losses == pytest.approx(expected, rel=2e-6)
+        mine = {name: value for name, value in weights.items() if name in found}
+        assert mine.keys() == weights.keys() or "pp" in fields
+        assert cases.distance({name: found[name] for name in mine}, mine) < 1e-6
+
+
+def test_parameters_used_without_their_layer_are_refused_with_the_line() -> None:
+    for said in together(2, HERE + "trained", "outside", {"dp_shard": 2, "zero": 3}):
+        assert "x @ self.blocks[0].inner.weight" in said
+        assert "use zero: 2" in said
 
 
 def changed_rows(fields: dict[str, Any]) -> Tensor:

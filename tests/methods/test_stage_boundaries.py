@@ -325,6 +325,37 @@ class DecidesByBatch(Plain):
         return h
 
 
+class DirectCalls(Plain):
+    """`block.forward(h)`, which runs no hooks."""
+
+    def through(self, h: Tensor, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = block.forward(h)  # type: ignore[operator]
+        return h
+
+
+class Collects(Plain):
+    """Hooks collect what blocks are given and return; the model takes some of it by number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Tensor] = []
+        self.returned: list[Tensor] = []
+        if type(self) is Collects:
+            self.install()
+
+    def install(self) -> None:
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda module, args: self.given.append(args[0]))
+            block.register_forward_hook(lambda module, args, output: self.returned.append(output))
+
+    def through(self, h: Tensor, x: Tensor) -> Tensor:
+        self.given.clear()
+        self.returned.clear()
+        super().through(h, x)
+        return self.returned[1] + self.given[2] + self.returned[-1]
+
+
 # ---- what is refused -----------------------------------------------------------------------------------------------
 
 
@@ -438,6 +469,36 @@ class TwoLists(Plain):
         return h
 
 
+class LeavesInList(Plain):
+    """Blocks leave what they do not return in a list, in which a stage finds less than the whole model does."""
+
+    class Leaving(Block):
+        def forward(self, h: Tensor, left: list[Tensor]) -> Tensor:  # type: ignore[override]
+            left.append(h.square())
+            return super().forward(h)
+
+    def block(self) -> nn.Module:
+        return self.Leaving()
+
+    def through(self, h: Tensor, x: Tensor) -> Tensor:
+        left: list[Tensor] = []
+        for block in self.blocks:
+            h = block(h, left)
+        return h + left[-1]
+
+
+class CollectsLater(Collects):
+    """The first forward installs the hooks."""
+
+    is_first = True
+
+    def through(self, h: Tensor, x: Tensor) -> Tensor:
+        if self.is_first:
+            self.is_first = False
+            self.install()
+        return super().through(h, x)
+
+
 class Skip(Plain):
     """The last of four blocks is given what the first returned: one stage has both on three devices, and not on two."""
 
@@ -474,6 +535,7 @@ class WrittenInBlock(Plain):
 WORK = (
     Plain, PositionsAndResidual, InPlace, Exp, View, NoEmbedding, ByName, Tuples, Relative, FromBlock0, HeadFirst,
     Between, Attributes, Shrinks, Routed, TiedAcross, NormInStem, FrozenTable, UnderNoGrad, DecidesByBatch, WrittenInBlock,
+    DirectCalls, Collects,
 )  # fmt: skip
 REFUSED: dict[type[nn.Module], str] = {
     SkipFromEmbedding: "self.head(h + first)",
@@ -487,6 +549,8 @@ REFUSED: dict[type[nn.Module], str] = {
     Noise: "noise",
     DecidesByHidden: "decides by",
     TwoLists: "in a row",
+    CollectsLater: "registers a hook on blocks.0",
+    LeavesInList: "return h + left[-1]",
 }
 MODELS = {model.__name__: model for model in (*WORK, *REFUSED)}
 

@@ -109,6 +109,11 @@ FOUND = [
     (Trial("falcon", {"cp": 2}), "refused"),  # calls torch's attention itself
     (Trial("ibert", {"recompute": "full"}), "equal"),  # puts new tensors in the place of its buffers
     (Trial("ibert", {"zero": 3, "dp_shard": 2}), "equal"),  # writes buffers that are no BatchNorm's
+    (Trial("squeezebert", {"zero": 3, "dp_shard": 2}), "equal"),  # calls the forward of its blocks, without their hooks
+    (
+        Trial("segformer-dense", {"pp": 2, "micro_batch": 2}),
+        "equal",
+    ),  # collects hidden states by hooks of its first forward
     (Trial("running-mean", {"dp_replicate": 2, "micro_batch": 2}), "equal"),
 ]
 

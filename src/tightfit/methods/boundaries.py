@@ -190,6 +190,7 @@ class _Stage:
     unknown  tensors without meaningful values, and why, that share their storage with what has some
     left     tensors made on another stage that no block returned: they do not exist here
     sent     by path, what the next stage's first block is called with; lacks: what of it this stage has not
+    inner    by tensor, the block that made it and did not return it
     """
 
     flow: Dataflow
@@ -201,6 +202,7 @@ class _Stage:
     left: dict[int, str] = field(default_factory=dict)
     sent: dict[PathTo, Seen] = field(default_factory=dict)
     lacks: dict[PathTo, str] = field(default_factory=dict)
+    inner: dict[int, int] = field(default_factory=dict)
 
     def run(self) -> None:
         for events in self.flow.forwards:
@@ -216,6 +218,8 @@ class _Stage:
                 elif isinstance(event, Returned):
                     if event.block < self.piece.start:
                         self._returned(event)
+                    for seen, _ in event.returned:
+                        self.inner.pop(seen.tensor, None)
                 elif ended or (event.inside and event.place < self.piece.start):
                     self._elsewhere(event)
                 elif real:
@@ -290,15 +294,26 @@ class _Stage:
     def _compute(self, event: Operation) -> None:
         """An operation of this stage: all that it reads has to be there."""
         for seen in event.reads:
-            why = self._why(seen)
+            why = self._why(seen) or self._why_collected(seen, event)
             if why is not None:
                 raise self._refused(event, why)
+        if event.inside:
+            there = {seen.tensor for seen in event.reads}
+            self.inner.update({seen.tensor: event.place for seen in event.made if seen.tensor not in there})
         for storage in event.written:
             if len({seen.tensor for seen in self.taken.values() if seen.storage == storage}) > 1:
                 raise self._refused(event, "it is sent as two tensors, which shared their memory", "overwrites")
         for seen in event.made:
             if seen.storage in self.known:
                 self.known[seen.storage].add(seen.tensor)
+
+    def _why_collected(self, seen: Seen, event: Operation) -> str | None:
+        """Blocks may leave tensors in a list, in which this stage has none of those that another stage's blocks leave: who looks for
+        one by its number would find another one."""
+        made = self.inner.get(seen.tensor)
+        if made is None or not self.piece.start or (event.inside and event.place == made):
+            return None
+        return f"block {made} leaves it behind and does not return it, as do blocks on another stage"
 
     def _take(self, event: Called) -> None:
         """The stage's first block is called: what is missing of its arguments comes from the stage before."""

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_unflatten
 
 from tightfit.errors import InputError
 from tightfit.models.dataflow import ASKED, Leaf, PathTo, Returns, at, not_in_a_row
+from tightfit.models.hooks import Hooks
 
 
 def hollow(model: nn.Module, foreign: set[nn.Parameter]) -> None:
@@ -147,13 +148,15 @@ class Elsewhere(nn.Module):
 
     block  what it stands for, whose attributes the model may ask for; its parameters are another device's
     given  makes of what the block would be given what it would hand on, where that is of another shape
+    hooks  the model's own on the block
     """
 
     def __init__(
-        self, number: int, passage: Passage, block: nn.Module, given: Callable[[Tensor], Tensor] | None
+        self, number: int, passage: Passage, block: nn.Module, given: Callable[[Tensor], Tensor] | None, hooks: Hooks
     ) -> None:
         super().__init__()
         self.number, self.passage, self.given = number, passage, given
+        self.hooks = hooks
         self.__dict__["block"] = block  # not as a part of the model
 
     def __getattr__(self, name: str) -> Any:
@@ -165,9 +168,12 @@ class Elsewhere(nn.Module):
             passage.end()
             raise Leaves(passage.crossing(self.number, arguments))
         passage.call(self.number)
+        self.hooks.enter(self.block, args, kwargs)
         returns = passage.returns[self.number]
         leaves = [self._leaf(leaf, arguments, returns.in_place) for leaf in returns.leaves]
-        return tree_unflatten(leaves, returns.spec)
+        output = tree_unflatten(leaves, returns.spec)
+        self.hooks.leave(self.block, args, kwargs, output)
+        return output
 
     def _leaf(self, leaf: Leaf, arguments: tuple[Any, dict[str, Any]], in_place: bool) -> Any:
         if leaf.same is not None:

@@ -69,8 +69,8 @@ def apply(run: Run, plan: Plan) -> Run:
     passage = Passage(flow.returns, crossing(flow, plan, pieces), flow.shapes)
     divided = [dividing(block) for _, block in blocks]
     stubs = [
-        Elsewhere(number, passage, block, one.elsewhere if one else None)
-        for number, ((_, block), one) in enumerate(zip(blocks, divided, strict=True))
+        Elsewhere(number, passage, block, one.elsewhere if one else None, hooks)
+        for number, ((_, block), one, hooks) in enumerate(zip(blocks, divided, flow.hooks, strict=True))
     ]
     kept = {number: block for piece in own for number, (_, block) in enumerate(blocks) if number in pieces[piece]}
     names = [name for name, _ in blocks]

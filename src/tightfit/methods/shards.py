@@ -12,7 +12,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from tightfit.entries import Gathered, Parameter
@@ -34,6 +35,9 @@ from tightfit.methods.run import Run, refuse_hooks
 from tightfit.methods.stores import Gradients, Store, is_apart
 from tightfit.methods.unused import Made
 from tightfit.models import find_blocks, places_of
+from tightfit.models.dataflow import line_of, said
+from tightfit.models.hooks import run_hooks_on_direct_calls
+from tightfit.models.objective import Batch
 from tightfit.plan import Plan
 
 
@@ -182,7 +186,33 @@ def sharded(run: Run, plan: Plan) -> Run:
     refuse_hooks(run.model, "plan: zero=3" if plan.zero == 3 else "plan: offload=parameters")
     store = run.store if "parameters" in plan.offload else None
     shards = Shards(run.model, blocks_of(run), run.mesh, narrow_type(plan), store, "gradients" in plan.offload)
-    return replace(run, reduction=shards, weights=shards.weights)
+    loss_sum = _refusing_divided(run.loss_sum, "plan: zero=3" if plan.zero == 3 else "plan: offload=parameters")
+    return replace(run, loss_sum=loss_sum, reduction=shards, weights=shards.weights)
+
+
+def _is_running(module: FSDPModule) -> bool:
+    """Whether fully_shard's hooks have brought a module's parameters together for its forward."""
+    return torch.compiler.is_compiling() or module._get_fsdp_state()._training_state is not TrainingState.IDLE
+
+
+def _refusing_divided(loss_sum: Callable[[Batch], Tensor], asked: str) -> Callable[[Batch], Tensor]:
+    """`loss_sum` of a model which may use a layer's parameters where the layer is not called, and they are divided. Raises
+    InputError."""
+
+    def computed(batch: Batch) -> Tensor:
+        try:
+            return loss_sum(batch)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise InputError(
+                asked,
+                f"{said(line_of(error))} uses parameters of a layer that is not called there: they are brought together for its "
+                "call only",
+                "use zero: 2, or call the layer with what is to be computed",
+            ) from error
+
+    return computed
 
 
 class Shards:
@@ -231,6 +261,8 @@ class Shards:
                 if mesh.size("dp_shard") > 1 and goes_by_row(mesh.group("dp_shard")):
                     module.set_custom_reduce_scatter(ScatterByRow())  # type: ignore[arg-type]
                     module.set_custom_all_gather(GatherByRow())  # type: ignore[arg-type]
+            if isinstance(module, FSDPModule) and module is not model:
+                run_hooks_on_direct_calls(module, partial(_is_running, module))
         self.statistics = Statistics(model, mesh)
         _fill(model, rows)
         if store is not None and not (apart and pinned):  # page-locked memory is fully_shard's own

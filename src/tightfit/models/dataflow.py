@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_leaves
 
 from tightfit.errors import InputError, Untraceable
+from tightfit.models.hooks import Hooks, hooks_of, run_hooks_on_direct_calls
 from tightfit.models.objective import Batch, map_tensors
 
 ASKED = "plan: pp"
@@ -118,6 +120,7 @@ class Dataflow:
     shapes      of one sample of the batch's tensors
     is_random   whether it draws random numbers; parameter_count: elements of the model's parameters
     blocks      how many are recorded; numbers: which of the model's they are, where others were taken out
+    hooks       the model's own on each block; some models install them in their first forward
     """
 
     forwards: list[list[Event]]
@@ -131,6 +134,7 @@ class Dataflow:
     is_random: bool
     parameter_count: int = 0
     numbers: tuple[int, ...] = ()
+    hooks: tuple[Hooks, ...] = ()
 
 
 def at(arguments: tuple[Any, dict[str, Any]], path: PathTo) -> Any:
@@ -201,12 +205,13 @@ def _not_followed(error: Exception) -> InputError:
     return InputError(
         ASKED,
         f"what crosses the stages cannot be found: the model fails on tensors without values "
-        f"({type(error).__name__}: {message}; {said(_line_of(error))})",
+        f"({type(error).__name__}: {message}; {said(line_of(error))})",
         "use pp: 1; zero: 3 or tp divide a model too",
     )
 
 
-def _line_of(error: Exception) -> tuple[str, int] | None:
+def line_of(error: Exception) -> tuple[str, int] | None:
+    """The innermost line of the model's own code that an error passed through."""
     found, here = None, error.__traceback__
     while here is not None:
         name = here.tb_frame.f_code.co_filename
@@ -343,6 +348,7 @@ class _Recorder(TorchDispatchMode):
         self.tensors: dict[int, tuple[int, Tensor]] = {}  # by id: its number, and itself, so that no other gets its id
         self.storages: dict[int, tuple[int, Any]] = {}
         self.is_random = False
+        self.hooks = tuple(hooks_of(block) for _, block in blocks)
         self.caches = _library_caches()
         self.parameters: dict[int, set[str]] = {}
         self.persistent: dict[int, str] = {}
@@ -379,6 +385,8 @@ class _Recorder(TorchDispatchMode):
         self.place, self.inside = BEFORE, False
         hooks: list[Any] = []
         for number, (_, block) in enumerate(self.blocks):
+            if len(self.forwards) == 1:
+                run_hooks_on_direct_calls(block, partial(self._is_running, number))
             hooks.append(block.register_forward_pre_hook(self._calling(number), with_kwargs=True, prepend=True))
             hooks.append(block.register_forward_hook(self._returning(number), with_kwargs=True))
         try:
@@ -387,8 +395,25 @@ class _Recorder(TorchDispatchMode):
             self.forget()
             for hook in hooks:
                 hook.remove()
+        self._see_hooks()
         if self.place != self.count:
             raise not_in_a_row()
+
+    def _see_hooks(self) -> None:
+        """Some models install hooks in their first forward. transformers tells blocks by their class; others would put them on what
+        stands for a block."""
+        before, self.hooks = self.hooks, tuple(hooks_of(block) for _, block in self.blocks)
+        for (name, _), old, new in zip(self.blocks, before, self.hooks, strict=True):
+            for hook, _ in {*new.before, *new.after} - {*old.before, *old.after}:
+                if not str(getattr(hook, "__module__", "")).startswith("transformers."):
+                    raise InputError(
+                        ASKED,
+                        f"the model's forward registers a hook on {name}, which only one stage has",
+                        "register it where the model is made, or use pp: 1",
+                    )
+
+    def _is_running(self, number: int) -> bool:
+        return self.inside and self.place == number
 
     def _calling(self, number: int) -> Callable[..., None]:
         def called(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -484,6 +509,7 @@ class _Recorder(TorchDispatchMode):
             self.is_random,
             sum(parameter.numel() for parameter in self.model.parameters()),
             numbers,
+            self.hooks,
         )
         self.tensors.clear()
         self.storages.clear()
@@ -606,4 +632,16 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-__all__ = ["BEFORE", "Called", "Dataflow", "Operation", "Returned", "Seen", "at", "not_in_a_row", "said", "trace"]
+__all__ = [
+    "BEFORE",
+    "Called",
+    "Dataflow",
+    "Operation",
+    "Returned",
+    "Seen",
+    "at",
+    "line_of",
+    "not_in_a_row",
+    "said",
+    "trace",
+]
