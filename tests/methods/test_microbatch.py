@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import tightfit
+from tightfit.errors import TightfitWarning
 from tightfit.machine import Machine
 from tightfit.methods.microbatch import correct_batch_norm
 from tightfit.models.objective import sample_count
@@ -84,3 +85,35 @@ def test_advice_names_sizes_that_waste_tiles(
     advice = Estimator(job, machine).estimate(tightfit.Plan(micro_batch=micro_batch)).advice
     assert len(advice) == len(said)
     assert all(line.startswith(start) for line, start in zip(advice, said, strict=True))
+
+
+def routed(architecture: str, capacity: int = 4) -> tightfit.Job:
+    sizes = {"vocab_size": 48, "d_model": 16, "num_experts": 2, "decoder_start_token_id": 2}
+    stacks = {"layers": 2, "ffn_dim": 16, "sparse_step": 2, "attention_heads": 2, "layerdrop": 0.0}
+    without = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "moe_token_dropout"), 0.0)
+    layers = {
+        "nllb-moe": {f"{one}_{name}": value for one in ("encoder", "decoder") for name, value in stacks.items()}
+        | without,
+        "switch_transformers": {"d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 2, "num_decoder_layers": 2},
+    }
+    rows = [torch.randint(4, 48, (6,), generator=torch.Generator().manual_seed(n)) for n in range(8)]
+    return tightfit.Job(
+        model={"architecture": architecture, "expert_capacity": capacity, **sizes, **layers[architecture]},
+        data=[{"input_ids": row, "labels": row.clone()} for row in rows],
+        train=tightfit.Train(batch=4, steps=1),
+    )
+
+
+@pytest.mark.parametrize(("capacity", "is_limit"), [(4, True), (24, False)])
+def test_dividing_the_batch_of_experts_that_drop_tokens_is_warned_of(capacity: int, is_limit: bool) -> None:
+    """NLLB-MoE counts the tokens of a whole forward. Warnings are errors here."""
+    job = routed("nllb-moe", capacity)
+    with pytest.warns(TightfitWarning, match="micro-batch, here 2 of 4"):
+        divided = tightfit.build(job, tightfit.Plan(micro_batch=2))
+    whole = tightfit.build(job, tightfit.Plan(recompute="full"))
+    found, expected = [next(iter(tightfit.train(run))).loss for run in (divided, whole)]
+    assert (found != pytest.approx(expected, rel=2e-6)) == is_limit
+
+
+def test_experts_that_count_the_tokens_of_each_sequence_are_not() -> None:
+    tightfit.build(routed("switch_transformers"), tightfit.Plan(micro_batch=2))

@@ -269,7 +269,15 @@ ENCODER_DECODERS = [
         "led", **TWO_STACKS, attention_window=4, max_encoder_position_embeddings=64, max_decoder_position_embeddings=64
     ),
     seq2seq("m2m_100", **TWO_STACKS),
-    seq2seq("nllb-moe", **TWO_STACKS, num_experts=4, encoder_sparse_step=2, decoder_sparse_step=2, expert_capacity=16),
+    seq2seq(
+        "nllb-moe",
+        **TWO_STACKS,
+        num_experts=4,
+        encoder_sparse_step=2,
+        decoder_sparse_step=2,
+        expert_capacity=16,  # of all tokens of a forward
+        together=True,
+    ),
     seq2seq("blenderbot", **TWO_STACKS),
     seq2seq("blenderbot-small", **TWO_STACKS),
     seq2seq("bigbird_pegasus", **TWO_STACKS, attention_type="original_full"),

@@ -7,7 +7,7 @@ from typing import Any, cast
 from tightfit.engine.randomness import seed_all
 from tightfit.job import Job, LossSpec
 from tightfit.machine import Machine
-from tightfit.methods import METHODS, boundaries, loader
+from tightfit.methods import METHODS, boundaries, loader, microbatch
 from tightfit.methods.mesh import local_device, make_mesh
 from tightfit.methods.run import Data, Run
 from tightfit.methods.stores import Store
@@ -53,5 +53,6 @@ def build(
             run = method.apply(run, plan)
         if method is loader and plan.pp > 1:  # while the model is as it was written
             run = boundaries.look(run, plan)
+    microbatch.warn_of_dropped_tokens(run)
     run.model.train()
     return run

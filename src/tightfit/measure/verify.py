@@ -103,8 +103,9 @@ class Verification:
 def verify(job: Job, plan: Plan, machine: Machine | None = None, steps: int = 3) -> Verification:
     """Run the reference and then `plan` for `steps` optimizer steps of `job` and compare them.
 
-    BatchNorm computes the statistics of each micro-batch by itself, so a plan that splits the batch of such a model
-    trains something else, and fails. A dynamic loss scale is compared once it has found its level.
+    BatchNorm computes the statistics of each micro-batch by itself, and NLLB-MoE's experts drop tokens of each, so a plan
+    that splits the batch of such a model trains something else, and fails. A dynamic loss scale is compared once it has
+    found its level.
 
     A plan for several devices is run by as many processes, all of which call this and are given the same; the first of them
     runs the reference.

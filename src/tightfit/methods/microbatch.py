@@ -10,17 +10,20 @@ Source  gradient accumulation; normalised by the items that count over the whole
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from dataclasses import replace
 
 from torch import nn
 
+from tightfit.errors import TightfitWarning
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.run import Run
 from tightfit.plan import Plan
 from tightfit.program import LINEAR
 
+CAPACITY_OF_ALL = {"nllb-moe"}  # transformers' models whose experts drop tokens that are too many in a whole forward
 WORTH = 0.02  # of products' FLOPs, from which on a layer's width is spoken of
 VARIANTS = ({"micro_batch": 3},)
 
@@ -47,6 +50,21 @@ def correct_batch_norm(model: nn.Module, pieces: int) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None:
             module.momentum = 1 - (1 - module.momentum) ** (1 / pieces)
+
+
+def warn_of_dropped_tokens(run: Run) -> None:
+    """Experts of limited capacity drop the tokens that are too many. Where that is counted over the samples of a forward, and not in
+    each sequence, pieces of the batch drop others than the whole does."""
+    model_type = getattr(getattr(run.model, "config", None), "model_type", None)
+    batch, micro_batch = run.job.train.batch, run.plan.micro_batch_of(run.job.train.batch)
+    if model_type in CAPACITY_OF_ALL and micro_batch < batch:
+        warnings.warn(
+            f"the experts of {model_type} drop tokens beyond expert_capacity={run.model.config.expert_capacity} in each forward: "  # type: ignore[union-attr]
+            f"which ones depends on the samples of a micro-batch, here {micro_batch} of {batch}, so this plan does not train as one "
+            "that leaves the batch whole; an expert_capacity of as many tokens as the batch has drops none",
+            TightfitWarning,
+            stacklevel=3,
+        )
 
 
 def advice(ledger: Ledger, device: str) -> list[str]:
