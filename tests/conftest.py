@@ -28,6 +28,10 @@ _SEVERAL = re.compile(
 
 
 def pytest_configure() -> None:
+    keep_machine()
+
+
+def keep_machine() -> None:
     """Plans are chosen by a machine's figures: here they depend neither on what it was measured to do nor on a glance at it."""
     machine = Machine.detect()
     if machine.device == "cpu" and not machine.matrix_flops_per_s:
@@ -35,6 +39,13 @@ def pytest_configure() -> None:
         rates = {kind: machine.achieved("product", dtype, 1e9) for kind, dtype in types.items()}
         figures = {kind: Figure(value=rate, source="measured", detail="of tests") for kind, rate in rates.items()}
         machine.replace(matrix_flops_per_s=figures).keep()
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of the test's own, which knows the machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    keep_machine()
 
 
 @pytest.hookimpl(optionalhook=True)

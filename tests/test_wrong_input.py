@@ -220,12 +220,12 @@ def changed(change: dict[str, Any]) -> dict[str, Any]:
     return job
 
 
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_mistake_ends_with_its_remedy(
     mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name, text in mistake.files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
