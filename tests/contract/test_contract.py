@@ -191,13 +191,13 @@ WHOLE = {"compile": "model"}  # generates most code
             name,
             items,
             id=f"{named(items)}-{name}",
-            marks=pytest.mark.slow if items[0][1] == WHOLE and name not in ("llama", "batchnorm") else [],
+            marks=[] if name == "llama" or (name == "batchnorm" and items[0][1] == WHOLE) else pytest.mark.slow,
         )
         for name, items in COMPILED
     ],
 )
 def test_compiled(name: str, items: list[Variant], fresh_compiler: None) -> None:
-    """The slow suite compiles every model as a whole, too; the quick one the usual one and the one with buffers."""
+    """The slow suite compiles every model; the quick one the usual one and the one with buffers."""
     hold(name, items)
 
 

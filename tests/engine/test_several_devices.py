@@ -184,13 +184,16 @@ SMALL_FILES = 20_000  # bytes: several for each device
 SAVED = [*PLANS, {**PLANS[1], "states": "8-bit"}, SLICED[0], SLICED[4], PIPED[5], RINGED[0]]
 
 
+OF_MATRICES = ((SLICED[4], "muon"), (PIPED[5], "lamb"))
+
+
 @pytest.mark.parametrize(
     ("fields", "optimizer"),
     [
         pytest.param(
             fields,
             optimizer,
-            marks=[] if optimizer == "adamw" or fields in (SLICED[4], PIPED[5]) else pytest.mark.slow,
+            marks=[] if optimizer == "adamw" or (fields, optimizer) in OF_MATRICES else pytest.mark.slow,
             id=f"{named(fields)}-{optimizer}",
         )
         for fields in SAVED

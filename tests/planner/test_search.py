@@ -20,7 +20,7 @@ from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import ModelSpec
 from tightfit.machine import Figure, Machine
 from tightfit.models import model_config, shallow
-from tightfit.planner import finalists
+from tightfit.planner import example, finalists
 from tightfit.planner import search as searching
 from tightfit.planner.complete import FEW_BLOCKS, complete
 from tightfit.planner.estimate import Estimator
@@ -33,6 +33,12 @@ from tightfit.report.explain import show
 from tightfit.report.picture import draw_memory
 
 GPU = Machine.named("a100-80gb")
+
+
+@pytest.fixture(autouse=True)
+def _samples_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long samples take to prepare is measured, and differs from search to search."""
+    monkeypatch.setattr(example, "_sample_s", lambda *arguments: 0.0)
 
 
 def limited(memory: float, name: str = "llama") -> tightfit.Job:

@@ -81,7 +81,17 @@ def estimator() -> Estimator:
     return Estimator(JOB, Machine.named("a100-80gb:8"))
 
 
-@pytest.mark.parametrize("fields", PLANS, ids=named)
+QUICK = {1, 2, 4, 6, 8, 10, 13, 15, 16, 17, 20, 21, 22, 25, 26, 31, 33, 35}
+"""Of PLANS: each axis, schedule and stage of ZeRO, most of them in pairs. The slow suite has all."""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(fields, id=named(fields), marks=[] if number in QUICK else pytest.mark.slow)
+        for number, fields in enumerate(PLANS)
+    ],
+)
 def test_what_a_device_holds_is_folded_as_it_is_rehearsed(estimator: Estimator, fields: dict[str, Any]) -> None:
     plan = tightfit.Plan(**fields, fused_optimizer=True)
     found = estimator.estimate(plan)
