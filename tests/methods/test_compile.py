@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, nop
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tightfit
@@ -135,3 +137,66 @@ def test_buffers_that_blocks_change_are_not_computed_again_by_the_compiler(
         losses(tightfit.Job(model=lambda: Counted(Counting), data=samples, train=train), plan)
     constant = tightfit.Job(model=lambda: Counted(Constant), data=samples, train=train)
     assert losses(constant, plan) == pytest.approx(losses(constant, tightfit.Plan()), rel=1e-6)
+
+
+def fails(*unused: Any) -> Any:
+    raise RuntimeError("view size is not compatible")
+
+
+FAILING = {
+    "while compiling": fails,
+    "backward, while compiling": aot_autograd(fw_compiler=nop, bw_compiler=fails),
+    "forward": aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(fails), bw_compiler=nop),
+    "backward": aot_autograd(fw_compiler=nop, bw_compiler=lambda graph, inputs: make_boxed_func(fails)),
+}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Wrong(Small):
+    """Adds what does not fit together."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:, :3] + torch.ones(5)
+
+
+def small(model: Any) -> tightfit.Job:
+    samples: list[Any] = [(torch.randn(4), 0) for _ in range(4)]
+    return tightfit.Job(model=model, data=samples, train=tightfit.Train(batch=2, steps=1))
+
+
+@pytest.mark.parametrize(("when", "regions"), [*((when, "block") for when in FAILING), ("backward", "model")])
+def test_a_model_that_the_compiler_fails_on_is_refused(
+    when: str, regions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "BACKEND", FAILING[when])
+    torch.compiler.reset()
+    with pytest.raises(
+        InputError, match=rf"compile={regions}: torch.compile fails on this model .*view size(.|\n)*compile: none"
+    ):
+        losses(small(Small), tightfit.Plan(compile=regions))
+    torch.compiler.reset()
+
+
+def test_what_the_model_does_wrong_beside_compiled_blocks_is_its_own(counter: CompileCounterWithBackend) -> None:
+    with pytest.raises(RuntimeError, match="must match the size") as raised:
+        losses(small(Wrong), tightfit.Plan(compile="block"))
+    assert not isinstance(raised.value, InputError)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from tightfit.errors import InputError
 from tightfit.methods.buckets import made_everywhere
+from tightfit.methods.compile import compiler_failures_named
 from tightfit.methods.mesh import AXES, DATA, Mesh
 from tightfit.methods.progress import doing
 from tightfit.methods.run import Filler, Run, slices_of, to_device, weights_named
@@ -54,7 +55,8 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
     learning_rate = run.learning_rate(step)
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate
-    losses = accumulate(run, micro_batches, lambda: counted()[0])
+    with compiler_failures_named(run.plan):
+        losses = accumulate(run, micro_batches, lambda: counted()[0])
     norm, finite = update(run)
     loss = losses()
     items, samples, processed = counted()

@@ -16,6 +16,7 @@ from tightfit.job import LossSpec
 from tightfit.machine import Machine
 from tightfit.methods.run import Run
 from tightfit.models import load_python, model_factory, task_of
+from tightfit.models.answers import GROUPED_PRODUCT, GroupedProducts, failures_unlogged, grouped_flops
 from tightfit.models.caches import tensors_kept_out
 from tightfit.models.objective import Batch, map_tensors, objective_of
 
@@ -49,7 +50,8 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
                 return objective_of(loss, task_of(run.job.model)).total(self.model, inputs)
             return run.loss_sum(inputs)
 
-    fake, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    counter = FlopCounterMode(display=False, custom_mapping={GROUPED_PRODUCT: grouped_flops})
     try:
         with tensors_kept_out(), fake if divided else nullcontext():
             total = Total()
@@ -60,10 +62,12 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
         inputs = map_tensors(lambda tensor: fake.from_tensor(tensor.to(run.device)), batch)
         with (
             tensors_kept_out(),
+            failures_unlogged(),
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
             sdpa_kernel(SDPBackend.MATH),
             fake,
+            GroupedProducts(),
             counter,
         ):
             functional_call(total, state, (inputs,))

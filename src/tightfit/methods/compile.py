@@ -12,7 +12,9 @@ micro-batch, or an evaluation, runs as it was written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -64,6 +66,32 @@ def apply(run: Run, plan: Plan) -> Run:
     if plan.recompute != "none" and active_fake_mode() is None:
         compiled = leaving_buffers(compiled, run.model, name)
     return replace(run, loss_sum=steady(compiled, run.loss_sum, full))
+
+
+@contextmanager
+def compiler_failures_named(plan: Plan) -> Iterator[None]:
+    """Within, an error of torch's compiler, or of the code that it made, is an InputError that says so. torch compiles the backward
+    when it first runs."""
+    try:
+        yield
+    except RuntimeError as error:
+        elsewhere = any(word in str(error).lower() for word in ("memory", "gloo", "nccl", "connection"))
+        if plan.compile == "none" or elsewhere or not _is_the_compilers(error):
+            raise
+        inner = getattr(error, "inner_exception", error)  # of what torch.compile called
+        said = next((line.strip() for line in str(inner).splitlines() if line.strip()), "no message")
+        raise InputError(
+            f"plan: compile={plan.compile}",
+            f"torch.compile fails on this model ({type(inner).__name__}: {said})",
+            "use compile: none",
+        ) from error
+
+
+def _is_the_compilers(error: RuntimeError) -> bool:
+    if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        return True
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return any("_functorch/_aot_autograd" in name or "/_inductor/" in name for name in frames)
 
 
 def leaving_buffers(

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_leaves
 
 from tightfit.errors import InputError, Untraceable
+from tightfit.models.answers import GROUPED_PRODUCT, failures_unlogged, grouped_product
 from tightfit.models.hooks import Hooks, hooks_of, run_hooks_on_direct_calls
 from tightfit.models.objective import Batch, map_tensors
 
@@ -177,7 +178,7 @@ def trace(
     """
     mode = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
     was_training = [module for module in model.modules() if not module.training]
-    with _left_as_it_was(model) as attributes, mode:
+    with _left_as_it_was(model) as attributes, failures_unlogged(), mode:
         model.train()
         fakes = _with_fake_tensors(model)
         batch = map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), batch)
@@ -622,13 +623,8 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
             else:
                 indices.append(one)
         return func(args[0], indices)
-    if func is aten._grouped_mm.default:  # torch has a form for fake tensors in bf16 only
-        left, right = args[:2]
-        several = left.shape[:-2] if left.dim() == 3 == right.dim() else ()
-        if left.dim() == 2 == right.dim():  # a product for each group
-            offsets = args[2] if len(args) > 2 else kwargs["offs"]
-            several = offsets.shape
-        return left.new_empty((*several, left.shape[-2], right.shape[-1]))
+    if func is GROUPED_PRODUCT.default:
+        return grouped_product(*args, **kwargs)
     return func(*args, **kwargs)
 
 

@@ -114,11 +114,17 @@ def _is_taken(job: Job, plan: Plan) -> bool:
     from tightfit.methods import attention, loss
     from tightfit.methods.run import Run
     from tightfit.models import find_blocks, model_factory, shallow
+    from tightfit.models.answers import GroupedProducts
     from tightfit.models.caches import tensors_kept_out
     from tightfit.models.objective import objective_of
     from tightfit.planner.passing import shortened
 
-    with _quiet("torch._subclasses.fake_tensor", "transformers"), tensors_kept_out(), FakeTensorMode():
+    with (
+        _quiet("torch._subclasses.fake_tensor", "transformers"),
+        tensors_kept_out(),
+        FakeTensorMode(),
+        GroupedProducts(),
+    ):
         model = model_factory(shallow(job.model, FEW_BLOCKS) or job.model)()
         tokens = torch.zeros(1, 2, dtype=torch.int64)
         objective, unset = objective_of(None, task_of(job.model)), cast(Any, None)

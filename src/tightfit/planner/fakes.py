@@ -6,7 +6,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tightfit.errors import InputError, Untraceable
+from tightfit.models.answers import GROUPED_PRODUCT, failures_unlogged, grouped_product
 from tightfit.models.caches import tensors_kept_out
 
 _FILLS = frozenset(  # what an initialisation does, to values only
@@ -51,8 +52,9 @@ class FakeValues(TorchDispatchMode):
         self.padded = padded
 
     def __enter__(self) -> Self:
-        self._caches = tensors_kept_out()
-        self._caches.__enter__()
+        self._around = ExitStack()
+        self._around.enter_context(tensors_kept_out())
+        self._around.enter_context(failures_unlogged())
         used = "transformers" in sys.modules and not self.padded
         self._masks: Any = importlib.import_module("transformers.masking_utils") if used else None
         if self._masks is not None:
@@ -64,7 +66,7 @@ class FakeValues(TorchDispatchMode):
         super().__exit__(*error)
         if self._masks is not None:
             self._masks.is_tracing = self._is_tracing
-        self._caches.__exit__(None, None, None)
+        self._around.close()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -87,6 +89,8 @@ class FakeValues(TorchDispatchMode):
             return func(*args) if _constant(args[0]) is not None else _one(args[0])
         if func is torch.ops.aten.equal.default:
             return True
+        if func is GROUPED_PRODUCT.default:
+            return grouped_product(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

@@ -26,7 +26,7 @@ BLOCKED = ("blocked attention", "blocked attention backward")
 ARITHMETIC = (PRODUCT, BATCHED, CONVOLUTION, CONVOLUTION_BACKWARD, ATTENTION, ATTENTION_BACKWARD, *BLOCKED)
 _KINDS = {
     PRODUCT: ("aten.mm", "aten.addmm", "aten.addmm_"),
-    BATCHED: ("aten.bmm", "aten.baddbmm", "aten.baddbmm_"),
+    BATCHED: ("aten.bmm", "aten.baddbmm", "aten.baddbmm_", "aten._grouped_mm"),
     CONVOLUTION: ("aten.convolution",),
     CONVOLUTION_BACKWARD: ("aten.convolution_backward",),
     ATTENTION: (

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from tightfit.methods.turns import taken_by
+from tightfit.models.answers import GROUPED_PRODUCT, grouped_flops, grouped_sizes
 from tightfit.planner.passing import watched
 from tightfit.planner.storages import ACCUMULATES, storages_of
 from tightfit.program import Buffer, Linear, Operation, Passage, Timeline
@@ -41,6 +42,7 @@ _GRADIENTS = frozenset((_PRODUCT, _CAST, _SUM))
 _PRODUCTS = {"aten.mm": (0, 1), "aten.bmm": (0, 1), "aten.addmm": (1, 2), "aten.baddbmm": (1, 2)}
 
 
+_FLOPS = {**flop_registry, GROUPED_PRODUCT: shape_wrapper(grouped_flops)}
 _SAME_FLOPS = {  # torch has no formula for its processor kernels
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -263,7 +265,7 @@ class Recorder(TorchDispatchMode):
 
 def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], output: Any) -> Operation:
     outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    formula = flop_registry.get(_SAME_FLOPS.get(func._overloadpacket, func._overloadpacket))
+    formula = _FLOPS.get(_SAME_FLOPS.get(func._overloadpacket, func._overloadpacket))
     flops = formula(*_with_heads_of_query(name, args), **kwargs, out_val=output) if formula else 0
     tensors = outputs or inputs
     floating = [tensor for tensor in [*tensors, *inputs] if tensor.is_floating_point()]
@@ -297,6 +299,10 @@ def _sizes(name: str, args: Any) -> tuple[Linear, ...]:
         query, key = args[_ATTENTION[name] : _ATTENTION[name] + 2]
         found = (query.shape[0] * query.shape[1], query.shape[2], key.shape[2], query.shape[3])
         return tuple(Linear(float(size)) for size in found)
+    if name == "aten._grouped_mm":
+        left, right, offsets = args[0], args[1], args[2] if len(args) > 2 else None
+        groups = len(offsets) if offsets is not None else left.shape[0]
+        return tuple(map(Linear, grouped_sizes(left.shape, right.shape, groups)))
     if name not in _PRODUCTS:
         return ()
     left, right = (args[position] for position in _PRODUCTS[name])
