@@ -32,8 +32,8 @@ from tightfit.models.dataflow import (
     Returned,
     Seen,
     said,
-    trace,
 )
+from tightfit.models.tracing import trace
 from tightfit.plan import Plan
 
 INSTEAD = "use pp: 1; zero: 3 or tp divide a model too"

@@ -46,9 +46,7 @@ def _drop(unwanted: Any) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
     """Clear functions' caches, and remove entries of dicts, that hold a tensor that is `unwanted`."""
     taken = []
     functions, dicts = _all_caches(len(sys.modules), next(reversed(sys.modules)))
-    for function in functions:
-        if function.cache_info().currsize and any(map(unwanted, _results(function))):
-            function.cache_clear()
+    _clear(functions, unwanted)
     for one in dicts:
         held = {key: value for key, value in list(one.items()) if any(map(unwanted, _tensors(value)))}
         for key in held:
@@ -56,6 +54,17 @@ def _drop(unwanted: Any) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
         if held:
             taken.append((one, held))
     return taken
+
+
+def forget_tensors() -> None:
+    """Clear functions' caches that hold a tensor: who asks next makes it again."""
+    _clear(_all_caches(len(sys.modules), next(reversed(sys.modules)))[0], lambda tensor: True)
+
+
+def _clear(functions: list[_Cache], unwanted: Any) -> None:
+    for function in functions:
+        if function.cache_info().currsize and any(map(unwanted, _results(function))):
+            function.cache_clear()
 
 
 @lru_cache(1)
@@ -125,4 +134,4 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
-__all__ = ["tensors_kept_out"]
+__all__ = ["forget_tensors", "tensors_kept_out"]

@@ -35,10 +35,10 @@ from tightfit.methods import (
 from tightfit.methods.loader import EXAMPLE
 from tightfit.methods.mesh import make_mesh
 from tightfit.methods.run import Run
-from tightfit.models import dataflow as flow
 from tightfit.models import find_blocks, has_complex, load_python, places_of, task_of
 from tightfit.models.dataflow import Dataflow
 from tightfit.models.objective import Batch, Objective, objective_of, processed_count, sample_count
+from tightfit.models.tracing import trace as trace_dataflow
 from tightfit.plan import Plan
 from tightfit.planner.example import example, is_padded, sized
 from tightfit.planner.fakes import FakeValues, traceable
@@ -122,7 +122,7 @@ class Profiler:
                 model, depth = self._model(torch.float32, False)
                 blocks = find_blocks(model, self._blocks_name)
                 batch, total = sized(self.batch, min(self.samples, EXAMPLE)), self._objective().total
-                self._dataflow = flow.trace(model, total, batch, blocks, tuple(depth.numbers))
+                self._dataflow = trace_dataflow(model, total, batch, blocks, tuple(depth.numbers))
         return self._dataflow
 
     def _batch_bytes(self, plan: Plan) -> float:

@@ -1,0 +1,154 @@
+"""Tracing: a forward of a model is followed on fake tensors, and the model is left as it was. See `models/dataflow.py`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from tightfit.errors import InputError, Untraceable
+from tightfit.models.answers import failures_unlogged
+from tightfit.models.dataflow import ASKED, Dataflow, line_of, said
+from tightfit.models.objective import Batch, map_tensors
+from tightfit.models.recorder import Recorder
+
+
+def trace(
+    model: nn.Module,
+    total: Callable[[nn.Module, Batch], Tensor],
+    batch: Batch,
+    blocks: list[tuple[str, nn.Module]],
+    numbers: tuple[int, ...] = (),
+) -> Dataflow:
+    """Run `total(model, batch)`, the loss, on tensors without values, and record what it does. The model is left as it was.
+
+    Raises InputError for a model that cannot be followed, or does not call its blocks in a row.
+    """
+    mode = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
+    was_training = [module for module in model.modules() if not module.training]
+    with _left_as_it_was(model) as attributes, failures_unlogged(), mode:
+        model.train()
+        fakes = _with_fake_tensors(model)
+        batch = map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), batch)
+        recorder = Recorder(model, fakes, batch, blocks)
+        try:
+            with torch.enable_grad(), recorder:
+                recorder.forward(total)
+                before = attributes.read()
+                if recorder.leaves_something() or attributes.changed():
+                    recorder.forward(total)
+                changed = attributes.changed(before) if len(recorder.forwards) > 1 else []
+        except InputError as error:
+            if isinstance(error, Untraceable):
+                raise
+            raise InputError(error.asked, error.found, error.fix) from None
+        except Exception as error:
+            raise _not_followed(error) from error
+    for module in was_training:
+        module.training = False
+    return recorder.dataflow(changed, numbers or tuple(range(len(blocks))))
+
+
+def _not_followed(error: Exception) -> InputError:
+    message = (str(error).strip() or type(error).__name__).partition("\n")[0]
+    return InputError(
+        ASKED,
+        f"what crosses the stages cannot be found: the model fails on tensors without values "
+        f"({type(error).__name__}: {message}; {said(line_of(error))})",
+        "use pp: 1; zero: 3 or tp divide a model too",
+    )
+
+
+class _Attributes:
+    """What the modules of a model hold beside parameters, buffers and modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.first = self.read()
+
+    def read(self) -> dict[tuple[str, str], Any]:
+        found = {}
+        for path, module in self.model.named_modules():
+            for name, value in vars(module).items():
+                if name not in ("_parameters", "_buffers", "_modules", "training") and not name.endswith("_hooks"):
+                    found[path, name] = list(value) if isinstance(value, list | tuple | set | dict) else value
+        return found
+
+    def changed(self, before: dict[tuple[str, str], Any] | None = None) -> list[str]:
+        """Of those that changed since `before`, the names; where that is given, tensors and what holds only tensors apart."""
+        old, now = before or self.first, self.read()
+        names = []
+        for key in old.keys() | now.keys():
+            one, other = old.get(key), now.get(key)
+            if _same(one, other) or (before is not None and _only_tensors(one) and _only_tensors(other)):
+                continue
+            names.append(".".join(filter(None, key)))
+        return sorted(names)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    plain = (bool, int, float, str, bytes)
+    return isinstance(one, plain) and isinstance(other, plain) and one == other
+
+
+def _only_tensors(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, list) and all(isinstance(one, Tensor) for one in value))
+
+
+@contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[_Attributes]:
+    """Within, a forward may leave what it likes on the model's modules, and draw numbers; afterwards all is as before."""
+    kept = []
+    for module in model.modules():
+        own = dict(vars(module))
+        contents = {name: value.copy() for name, value in own.items() if isinstance(value, list | dict | set)}
+        kept.append((module, own, contents))
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        yield _Attributes(model)
+    finally:
+        for module, own, contents in kept:
+            for name, content in contents.items():
+                held = own[name]
+                held.clear()
+                held.extend(content) if isinstance(held, list) else held.update(content)
+            vars(module).clear()
+            vars(module).update(own)
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def _with_fake_tensors(model: nn.Module) -> dict[int, Tensor]:
+    """Put fake tensors in the place of the model's parameters and buffers; by id of each real one, what stands for it."""
+    fakes: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return fakes.setdefault(id(tensor), tensor)
+        if id(tensor) not in fakes:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fakes[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        return fakes[id(tensor)]
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = fake(tensor)  # type: ignore[assignment]
+    return fakes
+
+
+__all__ = ["trace"]
