@@ -77,9 +77,7 @@ def test_the_page_lists_all_models() -> None:
     assert set(page()) == {(name, column) for name in names for column in COLUMNS}
 
 
-SEVERAL = [
-    trial for trial in (draw(21, number) for number in range(200)) if trial.processes == 2 and "pp" not in trial.plan
-]
+SEVERAL = [trial for trial in (draw(21, number) for number in range(200)) if trial.processes == 2]
 
 
 @pytest.mark.parametrize(
