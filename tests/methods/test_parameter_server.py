@@ -89,3 +89,34 @@ def test_evaluation_is_that_of_one_process(kind: str) -> None:
     alone = evaluated({})
     found = together(3, HERE + "evaluated", {"parameter_server": kind, "dp_replicate": 2})
     assert found == pytest.approx([alone] * 3, rel=1e-6)
+
+
+class Numbers(torch.nn.Module):
+    """Parameters that are complex, or have more digits than float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = torch.nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.fine = torch.nn.Parameter(torch.full((8,), 1.0 + 1e-9, dtype=torch.float64))
+        self.head = torch.nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=8)
+        return self.head((mixed.double() * self.fine).float())
+
+
+def numbers(fields: dict[str, Any]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    samples = [(torch.randn(8, generator=generator), number % 3) for number in range(24)]
+    train = tightfit.Train(batch=8, steps=3, optimizer="sgd", learning_rate=0.1)
+    run = tightfit.build(tightfit.Job(model=Numbers, data=samples, train=train), tightfit.Plan(**fields))
+    list(tightfit.train(run))
+    return {name: value.detach().clone() for name, value in run.model.state_dict().items()}
+
+
+def test_complex_parameters_and_wide_ones_arrive_whole() -> None:
+    expected = numbers({})
+    for found in together(3, HERE + "numbers", {"parameter_server": "sync", "dp_replicate": 2}):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(found["fine"], found["fine"].float().double())

@@ -153,6 +153,7 @@ CUSTOM = [
     module("mask-by-name", nets.MaskByName),
     module("in-place", nets.InPlace),
     module("detached", nets.Detached),
+    module("double", nets.Double),
     module("checkpointed", nets.Checkpointed),
     module("caches", nets.Caches),
     module("complex", nets.Complex),

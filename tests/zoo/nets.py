@@ -483,6 +483,20 @@ class Complex(Net):
     block = Filter
 
 
+class Double(Net):
+    """Blocks in float64, between an embedding and a head in float32."""
+
+    class Wide(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.double()).to(x.dtype)
+
+    block = Wide
+
+
 class Fourier(Net):
     """Complex numbers inside, none as parameters."""
 

@@ -121,17 +121,29 @@ class _Box:
 
     def __init__(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
         self.parameters, self.group = parameters, mesh.lines["server"]
-        self.sizes = [parameter.numel() for parameter in parameters]
+        self.sizes = [_real(parameter).numel() for parameter in parameters]
+        self.dtype = (
+            torch.float64 if any(p.dtype in (torch.float64, torch.complex128) for p in parameters) else torch.float32
+        )
         self.workers = range(1, mesh.size("dp_replicate"))
 
     def empty(self) -> Tensor:
-        return torch.empty(sum(self.sizes) + len(self.sizes))
+        return torch.empty(sum(self.sizes) + len(self.sizes), dtype=self.dtype)
+
+    def empty_weights(self) -> Tensor:
+        return torch.empty(sum(self.sizes), dtype=self.dtype)
+
+    def _flat(self, tensor: Tensor) -> Tensor:
+        return _real(tensor.detach()).cpu().to(self.dtype).flatten()
 
     @torch.no_grad()
     def gradients(self) -> Tensor:
         """This worker's gradients, which it then has no more; behind them a number for each that is there."""
-        parts = [torch.zeros(p.numel()) if p.grad is None else p.grad.float().cpu().flatten() for p in self.parameters]
-        there = torch.tensor([float(parameter.grad is not None) for parameter in self.parameters])
+        parts = [
+            torch.zeros(size, dtype=self.dtype) if parameter.grad is None else self._flat(parameter.grad)
+            for parameter, size in zip(self.parameters, self.sizes, strict=True)
+        ]
+        there = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=self.dtype)
         for parameter in self.parameters:
             parameter.grad = None
         return torch.cat([*parts, there])
@@ -141,16 +153,26 @@ class _Box:
         for parameter, part, there in zip(
             self.parameters, flat.split([*self.sizes, len(self.sizes)]), flat[-len(self.sizes) :].tolist(), strict=False
         ):
-            parameter.grad = part.view(parameter.shape).to(parameter) if there else None
+            if not there:
+                parameter.grad = None
+                continue
+            parameter.grad = torch.empty_like(parameter)
+            _real(parameter.grad).copy_(part.view_as(_real(parameter)))
 
     @torch.no_grad()
     def weights(self) -> Tensor:
-        return torch.cat([parameter.detach().float().cpu().flatten() for parameter in self.parameters])
+        return torch.cat([self._flat(parameter) for parameter in self.parameters])
 
     @torch.no_grad()
     def put_weights(self, flat: Tensor) -> None:
         for parameter, part in zip(self.parameters, flat.split(self.sizes), strict=True):
-            parameter.copy_(part.view(parameter.shape))
+            real = _real(parameter)
+            real.copy_(part.view_as(real))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers, which are its own memory."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class _Process(Undivided):
@@ -201,7 +223,7 @@ class Worker(_Process):
         return total
 
     def updated(self) -> None:
-        flat = torch.empty(sum(self.box.sizes))
+        flat = self.box.empty_weights()
         if active_fake_mode() is None:
             dist.broadcast(flat, SERVER, group=self.box.group)
             self.box.put_weights(flat)
@@ -252,7 +274,7 @@ class AsyncWorker(Worker):
         return total
 
     def updated(self) -> None:
-        version, flat = torch.zeros(1, dtype=torch.int64), torch.empty(sum(self.box.sizes))
+        version, flat = torch.zeros(1, dtype=torch.int64), self.box.empty_weights()
         if active_fake_mode() is not None:
             return
         dist.recv(version, SERVER, group=self.box.group)
