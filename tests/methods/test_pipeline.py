@@ -289,10 +289,10 @@ def received() -> tuple[list[str], list[str]]:
 
 def test_what_an_action_begins_with_is_asked_for_while_the_one_before_is_at_work() -> None:
     """Once its shape is known; each message is asked for once."""
-    for device, (first, second) in enumerate(together(2, HERE + "received")):
+    for first, second in together(2, HERE + "received"):
         assert second == ["irecv"] * 8  # one of each micro-batch
-        assert first.count("recv") == (2 if device else 0)  # what the hidden states look like, and the first of them
-        assert len(first) == (9 if device else 8)
+        assert first.count("recv") == 2  # what hidden states look like, or which gradients there are; and the first of them
+        assert len(first) == 9
 
 
 @pytest.mark.parametrize(

@@ -297,6 +297,45 @@ class NormInStem(Plain):
         return self.head(self.final(self.through(self.first(self.embed(x)), x)))
 
 
+class ReplacesBuffer(Plain):
+    """Its buffer is another tensor after each forward, made before the blocks; the next forward begins with it."""
+
+    def before(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        shifted = h - self.positions
+        self.positions = 0.9 * self.positions + 0.1 * h.detach().mean(0)
+        return shifted
+
+
+class ReplacesBufferBehind(Plain):
+    """The same behind the blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.through(self.before(x), x)
+        shifted = h - self.positions
+        self.positions = 0.9 * self.positions + 0.1 * h.detach().mean(0)
+        return self.head(shifted)
+
+
+class ReplacesBufferInBlock(Plain):
+    """Its last layer reads, from the second forward on, what the first block left in the forward before."""
+
+    class Keeps(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.ones(WIDTH))
+
+        def forward(self, h: Tensor) -> Tensor:
+            self.seen = 0.5 * self.seen + h.detach().mean(0)
+            return super().forward(h)
+
+    block = Keeps
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.blocks[0].seen
+        return self.head(self.through(self.before(x), x) * seen)
+
+
 class FrozenTable(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -535,7 +574,7 @@ class WrittenInBlock(Plain):
 WORK = (
     Plain, PositionsAndResidual, InPlace, Exp, View, NoEmbedding, ByName, Tuples, Relative, FromBlock0, HeadFirst,
     Between, Attributes, Shrinks, Routed, TiedAcross, NormInStem, FrozenTable, UnderNoGrad, DecidesByBatch, WrittenInBlock,
-    DirectCalls, Collects,
+    DirectCalls, Collects, ReplacesBuffer, ReplacesBufferBehind,
 )  # fmt: skip
 REFUSED: dict[type[nn.Module], str] = {
     SkipFromEmbedding: "self.head(h + first)",
@@ -551,6 +590,7 @@ REFUSED: dict[type[nn.Module], str] = {
     TwoLists: "in a row",
     CollectsLater: "registers a hook on blocks.0",
     LeavesInList: "return h + left[-1]",
+    ReplacesBufferInBlock: "self.through(self.before(x), x) * seen",
 }
 MODELS = {model.__name__: model for model in (*WORK, *REFUSED)}
 
@@ -668,24 +708,65 @@ def test_under_every_schedule(name: str, fields: dict[str, Any]) -> None:
     check(name, {"pp": 2, **fields}, fields.get("micro_batch", 2))
 
 
+class Detached(Plain):
+    """No gradient passes the middle, so that what is before it stays without one, and without weight decay."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+
+    def through(self, h: Tensor, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            h = block(h.detach() if number == 2 else h)
+        return h
+
+
+def with_decay(fields: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    run = tightfit.build(job_of(Detached, weight_decay=0.1), tightfit.Plan(**fields))
+    losses = [step.loss for step in tightfit.train(run)]
+    own = {name: value.detach().clone() for name, value in run.model.state_dict().items()}
+    return losses, own
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "micro_batch": 2},
+        {"pp": 4, "micro_batch": 2},
+        {"pp": 4, "micro_batch": 1, "schedule": "zero-bubble"},
+        {"pp": 4, "micro_batch": 2, "schedule": "gpipe"},
+    ],
+    ids=lambda fields: f"{fields['pp']}-{fields.get('schedule', '1f1b')}",
+)
+def test_weights_that_lead_to_no_loss_have_no_gradient_on_any_stage(fields: dict[str, Any]) -> None:
+    losses, weights = with_decay({})
+    begun = tightfit.build(job_of(Detached)).model.state_dict()
+    assert torch.equal(weights["blocks.0.inner.weight"], begun["blocks.0.inner.weight"])
+    for rank, (found, own) in enumerate(together(fields["pp"], HERE + "with_decay", fields)):
+        assert found == pytest.approx(losses, rel=2e-6)
+        for number in range(rank, 4, fields["pp"]):  # the blocks of a device
+            name = f"blocks.{number}.inner.weight"
+            torch.testing.assert_close(own[name], weights[name], rtol=1e-6, atol=1e-7, msg=name)
+
+
 def saved_stage(name: str, fields: dict[str, Any], folder: str) -> None:
     run = tightfit.build(job_of(MODELS[name]), tightfit.Plan(**fields))
     list(tightfit.train(run))
     checkpoint.save(run, folder, STEPS)
 
 
-def test_a_checkpoint_has_the_statistics_of_the_stage_that_keeps_them(tmp_path: Path) -> None:
-    """A BatchNorm outside of the blocks runs on every stage, and on all but one with values without meaning."""
-    together(2, HERE + "saved_stage", "NormInStem", {"pp": 2, "micro_batch": 2}, str(tmp_path))
+@pytest.mark.parametrize("name", ["NormInStem", "ReplacesBuffer", "ReplacesBufferBehind"])
+def test_a_checkpoint_has_the_statistics_of_the_stage_that_keeps_them(tmp_path: Path, name: str) -> None:
+    """What lies outside of the blocks runs on every stage, and on all but one with values without meaning."""
+    together(2, HERE + "saved_stage", name, {"pp": 2, "micro_batch": 2}, str(tmp_path))
     saved: dict[str, Tensor] = {}
     for file in checkpoint.newest(tmp_path).glob("model*.safetensors"):
         saved |= load_file(file)
-    alone = tightfit.build(job_of(MODELS["NormInStem"]), tightfit.Plan(micro_batch=2))
+    alone = tightfit.build(job_of(MODELS[name]), tightfit.Plan(micro_batch=2))
     list(tightfit.train(alone))
     expected = alone.model.state_dict()
     assert saved.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(saved[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    for buffer, value in expected.items():
+        torch.testing.assert_close(saved[buffer], value, rtol=1e-5, atol=1e-6, msg=buffer)
 
 
 def test_parameters_created_for_a_stage_only() -> None:

@@ -11,6 +11,7 @@ reads it.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -156,28 +157,36 @@ def crossing(flow: Dataflow, plan: Plan, pieces: list[range]) -> dict[int, tuple
 
 
 def overwritten_elsewhere(flow: Dataflow, pieces: list[range], own: list[int]) -> frozenset[str]:
-    """Names of the buffers that forwards overwrite, and that another device than the one with the pieces `own` has right."""
-    found = set()
+    """Names of the buffers that forwards overwrite or replace, and that another device than the one with the pieces `own` has
+    right."""
+    return frozenset(
+        name for event, name in _changed_buffers(flow) if name and not pieces_with([event.place], pieces) & set(own)
+    )
+
+
+def _changed_buffers(flow: Dataflow) -> Iterator[tuple[Operation, str]]:
+    """Operations that overwrite a buffer or make what replaces it, with its name; those that overwrite a parameter with none."""
+    made = {tensor: name for name, tensor in flow.replaced.items()}
     for event in flow.forwards[0]:
         if isinstance(event, Operation):
             for storage in event.written:
-                if storage in flow.persistent and not pieces_with([event.place], pieces) & set(own):
-                    found.add(flow.persistent[storage])
-    return frozenset(found)
+                if storage in flow.persistent or storage in flow.parameters:
+                    yield event, flow.persistent.get(storage, "")
+            for seen in event.made:
+                if seen.tensor in made:
+                    yield event, made[seen.tensor]
 
 
 def _refuse_what_is_written(flow: Dataflow) -> None:
     """A device with several stages runs what lies outside the blocks for each of them."""
-    for event in flow.forwards[0]:
-        if isinstance(event, Operation) and not event.inside:
-            for storage in event.written:
-                if storage in flow.persistent or storage in flow.parameters:
-                    raise InputError(
-                        "plan: schedule=interleaved",
-                        f"{said(event.line)} overwrites {flow.persistent.get(storage, 'a parameter')} outside the blocks, "
-                        "which each stage of a device would do again",
-                        "use schedule: 1f1b",
-                    )
+    for event, name in _changed_buffers(flow):
+        if not event.inside:
+            raise InputError(
+                "plan: schedule=interleaved",
+                f"{said(event.line)} overwrites {name or 'a parameter'} outside the blocks, which each stage of a device would do "
+                "again",
+                "use schedule: 1f1b",
+            )
 
 
 @dataclass

@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
+from tightfit.errors import InputError
 from tightfit.methods.buckets import made_everywhere
 from tightfit.methods.deferred import Deferred
 from tightfit.methods.hollow import Elsewhere, Here, Leaves, Passage
@@ -61,13 +62,13 @@ class _Came:
         self.tensors = []
         return found
 
-    def backward(self) -> list[Tensor]:
-        """Gradients of those that have one, zeros where nothing used them."""
-        given = self.gradients or (None,) * len(self.like)
-        return [
-            torch.zeros(shape, dtype=dtype, device=device) if one is None else one
-            for one, (shape, dtype, device) in zip(given, self.like, strict=True)
-        ]
+    def backward(self) -> list[Tensor | None]:
+        """Gradients of those that may have one; None of one that leads to no loss."""
+        return list(self.gradients or (None,) * len(self.like))
+
+    def zeros(self, place: int) -> Tensor:
+        shape, dtype, device = self.like[place]
+        return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class _Entered(torch.autograd.Function):
@@ -123,6 +124,7 @@ class Pipeline:
         self.order: dict[Action, int] = {}
         self.expected: dict[Action, list[tuple[Any, Tensor]]] = {}
         self.shapes: dict[Any, list[Look]] = {}
+        self.used: dict[tuple[int, str], list[bool]] = {}  # whether what a piece is given or gives has a gradient
         self.losses: deque[float] = deque()
         self.staleness: list[int] = []
         self.waited_s = 0.0
@@ -231,12 +233,12 @@ class Pipeline:
         if action.chunk == self.last:
             (alive.roots[0] * alive.scale).backward()
         else:
-            gradients = self._receive_gradients(action)
-            if alive.roots:
-                torch.autograd.backward(alive.roots, gradients)
+            found = zip(alive.roots, self._receive_gradients(action), strict=True)
+            there = [(root, gradient) for root, gradient in found if gradient is not None]
+            if there:
+                torch.autograd.backward([root for root, _ in there], [gradient for _, gradient in there])
         if action.chunk:
-            for gradient in alive.came.backward():
-                self._send(gradient, action, "backward")
+            self._send_gradients(action, alive.came)
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
@@ -316,11 +318,15 @@ class Pipeline:
             return True
         if action in self.expected:
             return True
-        if key not in self.shapes:
+        looks = self.shapes.get(key)
+        if looks and action.kind == BACKWARD:
+            used = self.used.get((action.chunk, "out"))
+            looks = None if used is None else [look for look, is_so in zip(looks, used, strict=True) if is_so]
+        if looks is None:
             return False
         predicted = active_fake_mode() is not None
         self.expected[action] = []
-        for dtype, shape, _ in self.shapes[key]:
+        for dtype, shape, _ in looks:
             tensor = torch.empty(shape, dtype=dtype, device=group_device(self.kept))
             work = None if predicted else dist.irecv(tensor, group=line[0], group_src=line[1])
             self.expected[action].append((work, tensor))
@@ -372,9 +378,38 @@ class Pipeline:
         dist.recv(tensor, group=group, group_src=device)
         self.waited_s += time.perf_counter() - began
 
-    def _receive_gradients(self, action: Action) -> list[Tensor]:
+    def _send_gradients(self, action: Action, came: _Came) -> None:
+        """Which of what came have a gradient goes before the first ones: of those that have none, none is sent. Weights that lead to
+        no loss have to stay without a gradient, as optimizers leave those alone."""
+        gradients, known = came.backward(), (action.chunk, "in")
+        if gradients and known not in self.used:
+            self.used[known] = [gradient is not None for gradient in gradients]
+            self._send(torch.tensor(self.used[known], dtype=torch.int64, device=came.like[0][2]), action, "backward")
+        for place, gradient in enumerate(gradients):
+            if self.used[known][place]:
+                self._send(came.zeros(place) if gradient is None else gradient, action, "backward")
+            elif gradient is not None:
+                raise InputError(
+                    "plan: pp",
+                    f"what stage {action.chunk + 1} is given has a gradient in some micro-batches only",
+                    "use pp: 1; zero: 3 or tp divide a model too",
+                )
+
+    def _receive_gradients(self, action: Action) -> list[Tensor | None]:
         looks = self.shapes.pop((action.chunk, "gradient", action.micro_batch))
-        return self._arrived(action, looks, action.chunk + 1, "backward")
+        if not looks:
+            return []
+        known = action.chunk, "out"
+        if active_fake_mode() is not None:
+            self.used[known] = [True] * len(looks)
+        elif known not in self.used:
+            words = torch.zeros(len(looks), dtype=torch.int64, device=group_device(self.kept))
+            self._wait_for(words, *self._line(action.chunk, action.chunk + 1, "backward"))
+            self.used[known] = [bool(word) for word in words.tolist()]
+        used = self.used[known]
+        arriving = [look for look, is_so in zip(looks, used, strict=True) if is_so]
+        arrived = iter(self._arrived(action, arriving, action.chunk + 1, "backward"))
+        return [next(arrived) if is_so else None for is_so in used]
 
     @torch.no_grad()
     def _sum_ends(self, run: Run) -> None:

@@ -8,7 +8,7 @@ Tensors are told apart by the Python object and by the memory (storage) behind i
 from __future__ import annotations
 
 import linecache
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,6 +105,7 @@ class Dataflow:
     is_random   whether it draws random numbers; parameter_count: elements of the model's parameters
     blocks      how many are recorded; numbers: which of the model's they are, where others were taken out
     hooks       the model's own on each block; some models install them in their first forward
+    replaced    by name, the tensor that the first forward puts in the place of a buffer
     """
 
     forwards: list[list[Event]]
@@ -119,6 +120,7 @@ class Dataflow:
     parameter_count: int = 0
     numbers: tuple[int, ...] = ()
     hooks: tuple[Hooks, ...] = ()
+    replaced: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -71,13 +71,17 @@ class Recorder(TorchDispatchMode):
         self.hooks = tuple(hooks_of(block) for _, block in blocks)
         self.parameters: dict[int, set[str]] = {}
         self.persistent: dict[int, str] = {}
+        self.buffers: list[tuple[str, dict[str, Tensor | None], str, Tensor]] = []  # whole name, where it is, and what it was
+        self.replaced: dict[str, int] = {}
         for path, module in model.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     self.parameters.setdefault(self.see(parameter).storage, set()).add(f"{path}.{name}".lstrip("."))
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    self.persistent.setdefault(self.see(buffer).storage, f"{path}.{name}".lstrip("."))
+                    whole = f"{path}.{name}".lstrip(".")
+                    self.persistent.setdefault(self.see(buffer).storage, whole)
+                    self.buffers.append((whole, module._buffers, name, buffer))
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.parameters.setdefault(self.see(parameter).storage, set()).add(name)
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
@@ -109,6 +113,11 @@ class Recorder(TorchDispatchMode):
             for hook in hooks:
                 hook.remove()
         self._see_hooks()
+        if len(self.forwards) == 1:
+            for whole, held, name, before in self.buffers:
+                now = held[name]
+                if now is not None and now is not before:
+                    self.replaced[whole] = self.see(now).tensor
         if self.place != self.count:
             raise not_in_a_row()
 
@@ -189,7 +198,9 @@ class Recorder(TorchDispatchMode):
         )
 
     def leaves_something(self) -> bool:
-        """Whether the forward overwrites what is there before it."""
+        """Whether the forward overwrites or replaces what is there before it."""
+        if self.replaced:
+            return True
         there = self.persistent.keys() | self.parameters.keys() | self.given
         events = self.forwards[0]
         return any(isinstance(event, Operation) and there.intersection(event.written) for event in events)
@@ -223,6 +234,7 @@ class Recorder(TorchDispatchMode):
             sum(parameter.numel() for parameter in self.model.parameters()),
             numbers,
             self.hooks,
+            self.replaced,
         )
         self.tensors.clear()
         self.storages.clear()
