@@ -291,7 +291,9 @@ def test_what_an_action_begins_with_is_asked_for_while_the_one_before_is_at_work
     """Once its shape is known; each message is asked for once."""
     for first, second in together(2, HERE + "received"):
         assert second == ["irecv"] * 8  # one of each micro-batch
-        assert first.count("recv") == 2  # what hidden states look like, or which gradients there are; and the first of them
+        assert (
+            first.count("recv") == 2
+        )  # what hidden states look like, or which gradients there are; and the first of them
         assert len(first) == 9
 
 

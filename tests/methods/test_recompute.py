@@ -251,6 +251,89 @@ def test_selective_says_what_it_cannot_keep() -> None:
     assert gradients(build("full", InPlace))
 
 
+class Recurrent(Net):
+    """A cell writes to halves of its products, which moves no version counter of the whole."""
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRUCell(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.cell(x, torch.tanh(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Cell() for _ in self.blocks)
+
+
+def test_a_write_to_a_part_of_what_is_kept_is_seen() -> None:
+    with pytest.raises(InputError, match="recurrent cell"):
+        gradients(build("selective", Recurrent))
+    for one, other in zip(gradients(build("none", Recurrent)), gradients(build("full", Recurrent)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class WritesToItsInput(Net):
+    class Shifts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.add_(1.0)
+            return torch.tanh(self.linear(x)) * 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Shifts() for _ in self.blocks)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective", "every-2", "sqrt"])
+def test_a_block_that_writes_to_what_it_is_given_is_refused(recompute: str) -> None:
+    assert gradients(build("none", WritesToItsInput))
+    with pytest.raises(InputError, match="from which it would be computed again"):
+        gradients(build(recompute, WritesToItsInput))
+
+
+class TwoWidths(nn.Module):
+    """Two lists of blocks, called by turns: a block is handed what a later one of the other list made, and has another width."""
+
+    class Layer(nn.Module):
+        def __init__(self, before: int, after: int) -> None:
+            super().__init__()
+            self.inner, self.norm = nn.Linear(WIDTH * before, WIDTH * after), nn.LayerNorm(WIDTH * after)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.inner(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen = nn.ModuleList([self.Layer(1, 2), self.Layer(2, 4)])
+        self.blocks = nn.ModuleList([self.Layer(2, 2), self.Layer(4, 4)])
+        self.head = nn.Linear(WIDTH * 4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for widen, block in zip(self.widen, self.blocks, strict=True):
+            x = block(widen(x))
+        return self.head(x)
+
+
+class LeftOut(Net):
+    """Its last block is never called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("model", [TwoWidths, LeftOut])
+def test_segments_that_are_not_called_in_a_row_are_refused_in_the_first_step(model: Callable[[], nn.Module]) -> None:
+    with pytest.raises(InputError, match="more between its blocks"):
+        gradients(build("sqrt", model))
+
+
 class Forgetful(nn.Module):
     """Blocks that are wider each time they run."""
 

@@ -24,7 +24,9 @@ Outcome = Literal["equal", "refused", "different", "raised", "late", "hang", "cr
 FAILURES = ("different", "raised", "late", "hang", "crash")
 FP32 = 1e-6
 BY_SIGN = ("lion", "adafactor", "lamb", "lars", "muon")
-"""What steps as far for a gradient of nothing but rounding as for any other: such weights are left out."""
+"""What steps as far for a gradient of nothing but rounding as for any other: such weights are left out. A sum of momentum and
+gradient may be nothing but rounding, too, which the gradients do not show: of the way of all weights, FLIPPED is allowed."""
+FLIPPED = 2e-2
 STATES = {"fp32": 0.0, "bf16": 2e-2, "8-bit": 1e-1, "4-bit": 5e-1}
 
 
@@ -166,11 +168,12 @@ def compare(trial: Trial, losses: list[float], skipped: bool, found: Weights, tr
         return f"losses {losses}, and {exact.losses} in plain PyTorch"
     rounding = 4 * rounded(exact, trained.get("fp64"))
     bound = weights_bound(trial, exact, low) + rounding
-    away = distance(found, exact.weights, exact.negligible if trial.train.get("optimizer") in BY_SIGN else {})
+    negligible = exact.negligible if trial.train.get("optimizer") in BY_SIGN else {}
+    away = distance(found, exact.weights, negligible)
     if not away <= bound:
         name, worst = farthest(found, exact)
         return f"weights are {away:.3g} away of {bound:.3g} allowed; most {name}, {worst:.3g} of its way"
-    return untrained(found, exact, half) if half or is_coarse(trial) else strayed(found, exact, rounding)
+    return untrained(found, exact, half, negligible) if half or is_coarse(trial) else strayed(found, exact, rounding)
 
 
 def is_free(trial: Trial) -> bool:
@@ -210,8 +213,8 @@ def weights_bound(trial: Trial, exact: Trained, low: Trained) -> float:
     bound = FP32 + STATES[plan.states] * travelled
     if plan.compressed_gradients == "bf16":
         bound += 5e-2 * travelled
-    if trial.train.get("optimizer") == "muon":  # whose products torch takes in bf16
-        bound += 5e-2 * travelled
+    if trial.train.get("optimizer") in BY_SIGN:
+        bound += (5e-2 if trial.train["optimizer"] == "muon" else FLIPPED) * travelled  # muon's products are in bf16
     if plan.precision not in ("fp32", "tf32"):
         bound += 1.0 if low.error else 4 * distance(low.weights, exact.weights) + 2e-3 + 0.1 * travelled
     return bound
@@ -262,9 +265,11 @@ def strayed(found: Weights, exact: Trained, rounding: float) -> str:
     return ""
 
 
-def untrained(found: Weights, exact: Trained, half: bool) -> str:
+def untrained(found: Weights, exact: Trained, half: bool, negligible: Weights) -> str:
     """A tensor that stayed where it began although it should have moved by more than rounding hides."""
     for name, value in found.items():
+        if name in negligible and bool(negligible[name].all()):
+            continue
         _, way, size = _way(value, exact, name)
         stayed = float((value - exact.start[name]).double().norm())
         if way > (2e-2 if half else 1e-3) * size + 1e-6 and stayed == 0.0:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tightfit.errors import InputError
@@ -29,6 +30,7 @@ from tightfit.machine import Machine
 from tightfit.methods.recomputation import COUNTED, PRODUCTS, with_recomputation
 from tightfit.methods.run import Run
 from tightfit.models import find_blocks
+from tightfit.models.objective import Batch
 from tightfit.plan import Plan
 
 Forward = Callable[..., Any]
@@ -58,9 +60,21 @@ def apply(run: Run, plan: Plan) -> Run:
         )
     if plan.recompute == "sqrt":
         length = round(math.sqrt(len(blocks)))
-        for start in range(0, len(blocks), length):
-            recompute_segment(blocks[start : start + length])
-        return run
+        ends = [recompute_segment(blocks[start : start + length]) for start in range(0, len(blocks), length)]
+
+        def loss_sum(batch: Batch) -> Tensor:
+            try:
+                total = run.loss_sum(batch)
+            except FAILURES as error:
+                if not _says_something_else(error):
+                    for end in ends:  # a segment's output may have gone where one block's should
+                        end()
+                raise
+            for end in ends:
+                end()
+            return total
+
+        return replace(run, loss_sum=loss_sum)
     for block in blocks[:: _every(plan)]:
         block.forward = recomputed(block.forward, [block], _selective(plan))
     return run
@@ -105,9 +119,16 @@ def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -
             contexts: dict[str, Any] = {"context_fn": partial(selective_contexts, selective)} if selective else {}
             return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
         before = buffers.values()
+        given = [(leaf, leaf._version) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         contexts = {"context_fn": partial(contexts_of, buffers, before, casts, selective)}
         with casts.first_forward() if selective else nullcontext():
             output = checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+        if any(leaf._version != version for leaf, version in given):
+            raise InputError(
+                "plan: recompute",
+                f"{type(modules[0]).__name__} writes in place to what it is given, from which it would be computed again",
+                "use recompute: none, or write to a new tensor",
+            )
         buffers.notice(before)
         return output
 
@@ -209,36 +230,58 @@ class _Again:
             self.open.append(stack.pop_all())
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool | None:
-        done = self.open.pop().__exit__(kind, error, trace)
-        if isinstance(error, RuntimeError) and "has been mutated" in str(error):
-            raise InputError(
-                "plan: recompute=selective",
-                "a block writes in place to what is kept of it (relu(inplace=True), add_)",
-                "use recompute: full, or write to a new tensor",
-            ) from error
-        return done
+        return self.open.pop().__exit__(kind, error, trace)
 
 
 def selective_contexts(selective: int) -> Any:
     """Of one block's forward and its recomputation: attention and one in so many matrix products and convolutions are kept;
-    what is cheap to compute again is not."""
+    what is cheap to compute again is not. Raises InputError where a block writes in place to what is kept."""
     counted = {False: 0, True: 0}  # in the first forward, and in the second
+    storages: set[int] = set()  # of what is kept, which the contexts hold
 
     def keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = operation in PRODUCTS
         if operation in COUNTED:
             kept = counted[context.is_recompute] % selective == 0
             counted[context.is_recompute] += 1
+        if not torch.compiler.is_compiling() and not context.is_recompute:
+            if not storages.isdisjoint(_storages(written_by(operation, args, kwargs))):
+                raise _overwrites_what_is_kept()
+            if kept:
+                storages.update(_storages(tree_leaves(context.op_output)))
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(keep)
 
 
-def recompute_segment(blocks: list[nn.Module]) -> None:
+def written_by(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What an operation writes to, as its schema says. A write through torch.chunk's or a recurrent cell's parts moves no version
+    counter of the whole."""
+    if not operation._schema.is_mutable:
+        return []
+    given = {**dict(zip((one.name for one in operation._schema.arguments), args, strict=False)), **kwargs}
+    writes = [one.name for one in operation._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    return tree_leaves([given.get(name) for name in writes])
+
+
+def _storages(leaves: list[Any]) -> set[int]:
+    return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def _overwrites_what_is_kept() -> InputError:
+    return InputError(
+        "plan: recompute=selective",
+        "a block writes in place to what is kept of it (relu(inplace=True), add_, the gates of a recurrent cell)",
+        "use recompute: full, or write to a new tensor",
+    )
+
+
+def recompute_segment(blocks: list[nn.Module]) -> Callable[[], None]:
     """Make the first block run the whole segment, recomputed as one, and the others hand its output on.
 
     The model keeps calling its blocks in a row and need not know. That only works where each block's output is the
-    next one's first argument and the other arguments are shared; a model that does otherwise is refused when it runs.
+    next one's first argument and the other arguments are shared; a model that does otherwise is refused when it runs. Returns
+    what refuses, once its forward is done, a model that did not call all of them.
     """
     forwards = [block.forward for block in blocks]
     in_a_row = len(forwards) == 1  # as seen in the first forward
@@ -278,9 +321,14 @@ def recompute_segment(blocks: list[nn.Module]) -> None:
             in_a_row = True
         return first
 
+    def end() -> None:
+        if not torch.compiler.is_compiling() and last_call:
+            raise _not_in_a_row()
+
     blocks[0].forward = head
     for position, block in enumerate(blocks[1:], start=1):
         block.forward = partial(hand_on, position)
+    return end
 
 
 def _with_first(
@@ -295,12 +343,20 @@ def _with_first(
     return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
 
 
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
+"""What a block raises that is given another's input."""
+
+
+def _says_something_else(error: Exception) -> bool:
+    return isinstance(error, InputError) or "memory" in str(error).lower()
+
+
 def _with_arguments_of_first(forward: Forward, *args: Any, **kwargs: Any) -> Any:
     """A block's forward with the first block's arguments, such as its mask, which may not be made for it."""
     try:
         return forward(*args, **kwargs)
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
-        if isinstance(error, InputError) or "memory" in str(error).lower():
+    except FAILURES as error:
+        if _says_something_else(error):
             raise
         raise _not_in_a_row() from error
 

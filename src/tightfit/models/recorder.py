@@ -71,7 +71,9 @@ class Recorder(TorchDispatchMode):
         self.hooks = tuple(hooks_of(block) for _, block in blocks)
         self.parameters: dict[int, set[str]] = {}
         self.persistent: dict[int, str] = {}
-        self.buffers: list[tuple[str, dict[str, Tensor | None], str, Tensor]] = []  # whole name, where it is, and what it was
+        self.buffers: list[
+            tuple[str, dict[str, Tensor | None], str, Tensor]
+        ] = []  # whole name, where it is, and what it was
         self.replaced: dict[str, int] = {}
         for path, module in model.named_modules():
             for name, parameter in module._parameters.items():
