@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,13 @@ import pytest
 
 import tightfit
 from tests.planner import cases
-from tightfit.errors import Untraceable
+from tightfit.__main__ import main
+from tightfit.errors import DoesNotFit, Untraceable
 from tightfit.machine import Machine
 from tightfit.planner import finalists
+from tightfit.planner.candidates import is_legal
+from tightfit.planner.complete import complete
+from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.rehearse import rehearse
 from tightfit.planner.search import search
 from tightfit.report.commands import explain_command
@@ -54,3 +61,143 @@ def test_where_no_dry_run_succeeds_the_estimate_stands_and_is_marked(
     assert chosen["not_confirmed"] == "fails on tensors without values"
     explain_command(path, None, "a100-80gb", None, 3, False, None, [], False)
     assert "not confirmed, its dry run failed" in capsys.readouterr().out
+
+
+QWEN: dict[str, Any] = {
+    "architecture": "qwen2", "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 5, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 2000,
+}  # fmt: skip
+
+
+def small(memory: float | None = None, **fields: Any) -> tightfit.Job:
+    given: dict[str, Any] = {"allow": [], "train": tightfit.Train(batch=8, steps=10), **fields}
+    data = {"synthetic": "tokens", "sequence_length": 256, "samples": 64}
+    limits = {} if memory is None else {"memory": round(memory)}
+    return tightfit.Job(model=QWEN, data=data, limits=limits, **given)
+
+
+def needed(one: Estimate) -> float:
+    return one.peak_bytes + one.margin_bytes
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"compile": "block", "recompute": "full", "micro_batch": 2},
+        {"compile": "block", "recompute": "sqrt"},
+        {"compile": "model", "recompute": "selective-2"},
+    ],
+)
+def test_what_is_compiled_and_computed_again_is_estimated_as_its_dry_run_is(fields: dict[str, Any]) -> None:
+    """Every buffer that comes goes once: no row is ever below nothing."""
+    estimator = Estimator(small(), GPU)
+    one = estimator.estimate(tightfit.Plan(**fields))
+    found = rehearse(small(), one.plan, "cuda")
+    assert one.peak.total - one.peak.rows["runtime"] == pytest.approx(found.total, rel=0.02)
+    instants = [rows for _, _, rows in one.ledger.instants()]
+    little = 128 * 1024  # a mask, and positions, which all blocks share; what a block is called with is larger
+    assert min(min(rows.values()) for rows in instants) > -little
+    assert instants[-1]["activations"] < little
+
+
+def test_a_plan_whose_estimate_is_little_too_large_gets_its_dry_run() -> None:
+    pins = {"compile": "block", "recompute": "selective", "micro_batch": None}
+    estimator = Estimator(small(), GPU)
+    start, _ = complete(small(), GPU, pins)
+    one = estimator.settle(estimator.estimate(start))
+    dry = rehearse(small(), start, "cuda").total + one.peak.rows["runtime"] + one.peak.rows["allocator"]
+    confirmed = replace(one, rehearsed=dry)
+    assert dry < 0.999 * one.peak_bytes, "the estimate is as the dry run: nothing is shown"
+    limit = (needed(one) + needed(confirmed)) / 2
+    chosen, *_ = search(small(limit, plan=pins), GPU, {**pins, "update_in_backward": False})
+    assert chosen.rehearsed is not None
+    assert chosen.fits
+
+
+def all_plans(estimator: Estimator, start: tightfit.Plan) -> list[Estimate]:
+    """Estimates of all legal plans that differ from `start` in what trades memory for time, each as it will be."""
+    options: dict[str, tuple[Any, ...]] = {
+        "precision": ("fp32", "tf32", "bf16-mixed", "bf16-true"),
+        "rounding": ("nearest", "kahan"),
+        "states": ("fp32", "bf16", "8-bit"),
+        "recompute": ("none", "selective", "selective-2", "every-2", "full", "sqrt"),
+        "micro_batch": (None, 2, 1),
+        "update_in_backward": (False, True),
+        "chunked_loss": (start.chunked_loss, None),
+    }
+    plans = [
+        start.replace(**dict(zip(options, values, strict=True))) for values in itertools.product(*options.values())
+    ]
+    return [
+        estimator.estimate(plan)
+        for plan in plans
+        if is_legal(plan, estimator.job, "cuda") and (plan.precision, plan.rounding) != ("bf16-true", "nearest")
+    ]
+
+
+@pytest.mark.parametrize("allow", [[], pytest.param(["bf16", "8-bit-states"], marks=pytest.mark.slow)])
+def test_a_refusal_is_held_against_all_plans(allow: list[str]) -> None:
+    """No plan of the whole list needs less than the refusal says; with as much as the leanest of them needs, search finds one."""
+    job, pins = small(allow=allow), {"compile": "none"}
+    estimator = Estimator(job, GPU)
+    start, _ = complete(job, GPU, pins)
+    least = min(map(needed, map(estimator.settle, sorted(all_plans(estimator, start), key=needed)[:40])))
+    fixed = estimator.runtime_bytes
+    assert search(small(fixed + 1.001 * (least - fixed), allow=allow), GPU, pins)[0].fits
+    with pytest.raises(DoesNotFit) as refused:
+        search(small(fixed + 0.98 * (least - fixed), allow=allow), GPU, pins)
+    assert refused.value.content is not None
+    assert refused.value.content["plans"][0]["memory"]["peak"] <= 1.001 * least
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_each_remedy_does_what_it_says(every: bool) -> None:
+    """A limit that bites at what is kept for backward: what is said to fit does, once the job allows it, and what is not does not.
+    A pinned field stays as it is until it is left open."""
+    pins = {"compile": "none", "recompute": "none", "micro_batch": 4}
+    estimator = Estimator(small(), GPU)
+    start, _ = complete(small(), GPU, pins)
+    limit = needed(estimator.settle(estimator.estimate(start.replace(recompute="full")))) * 1.001
+    with pytest.raises(DoesNotFit) as refused:
+        search(small(limit), GPU, pins)
+    content = refused.value.content
+    assert content is not None
+    remedies = {one["change"]: one for one in content["remedies"]}
+    assert remedies["plan.recompute: full in place of none"]["fits"]
+    assert {"allow bf16-states", "allow 8-bit-states"} & remedies.keys()
+    for change, one in remedies.items():
+        assert f"{change}: " in str(refused.value)
+        if every and change.startswith("allow "):
+            allowing = small(limit, allow=change.removeprefix("allow ").split(", "))
+            try:
+                assert search(allowing, GPU, pins)[0].fits == one["fits"]
+            except DoesNotFit:
+                assert not one["fits"]
+    del pins["recompute"]
+    assert search(small(limit), GPU, pins)[0].fits
+
+
+@pytest.mark.parametrize("command", [["explain", "--machine", "a100-80gb"]])
+def test_a_refusal_is_printed_as_json_and_ends_with_3(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(small(0.51 * 2**30).to_yaml())
+    monkeypatch.setattr(
+        sys, "argv", ["tightfit", command[0], str(path), *command[1:], "--set", "plan.compile=none", "--json"]
+    )
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 3
+    printed = capsys.readouterr()
+    said = json.loads(printed.out)
+    assert said["chosen"] is None
+    assert said["margin_bytes"] > 0
+    lacks = said["lacks"]["memory"]
+    assert lacks["available_bytes"] == round(0.51 * 2**30)
+    assert lacks["needed_bytes"] == said["plans"][0]["memory"]["peak"]
+    assert lacks["needed_bytes"] + said["margin_bytes"] > lacks["available_bytes"]
+    assert said["plans"][0]["plan"]["compile"] == "none"
+    assert {"change", "needed", "fits", "plan"} == said["remedies"][0].keys()
+    for words in ("DoesNotFit", "at least", "safety margin", "are there", "leanest plan", "what would help"):
+        assert words in printed.err

@@ -217,21 +217,34 @@ def _survivors(timeline: Timeline, saved: set[Buffer]) -> list[Buffer]:
 
 
 def _as(timeline: Timeline, kept: list[Buffer], selective: bool) -> Timeline:
-    """An evaluation's forward that leaves `kept`, its own copies of which are replaced by them in order; inputs stay."""
+    """An evaluation's forward that leaves `kept`, its own copies of which are replaced by them in order; inputs stay.
+
+    A compiled forward makes its results by other operations than an evaluation does: these are told by their sizes alone.
+    """
     born, gone = timeline.born, timeline.gone
     left = [buffer for buffer in born if buffer not in gone or (selective and buffer.maker in _PRODUCT_NAMES)]
     names: dict[Buffer, Buffer] = {}
+    unlike: list[Buffer] = []
     for one in reversed(kept):
         same = [copy for copy in left if copy not in names and (copy.maker, copy.size) == (one.maker, one.size)]
         if same:
             names[same[-1]] = one
+        else:
+            unlike.append(one)
+    made: list[Buffer] = []  # of which an evaluation makes no copy
+    for one in unlike:
+        same = [copy for copy in left if copy not in names and copy.size == one.size]
+        if same:
+            names[same[-1]] = one
+        else:
+            made.append(one)
     own = set(born)
     events = [
         (names.get(buffer, buffer), sign)
         for buffer, sign in timeline.events
         if sign > 0 or (buffer in own and buffer not in names)
     ]
-    return Timeline(tuple(events), timeline.operations)
+    return Timeline((*events, *((one, 1) for one in made)), timeline.operations)
 
 
 def _freed(buffers: list[Buffer]) -> Timeline:

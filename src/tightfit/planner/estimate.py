@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import psutil
@@ -16,6 +16,7 @@ from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods import METHODS, microbatch
 from tightfit.plan import Plan
+from tightfit.planner.deep import of_all_blocks
 from tightfit.planner.heap import held_bytes
 from tightfit.planner.profile import Profiler
 from tightfit.planner.reserve import reserved_bytes
@@ -321,7 +322,8 @@ class Estimator:
 
     def least_bytes(self, plan: Plan) -> float:
         """Bytes that any micro-batch and any recomputation needs: the weights, their states, and gradients."""
-        updates, parameters = self.profiler.updates(plan), self.profiler.parameters(plan)
+        after = plan.replace(update_in_backward=False)  # which makes the same states
+        updates, parameters = self.profiler.updates(after), self.profiler.parameters(plan)
         gradients = [parameter.bytes for parameter in parameters if parameter.trainable]
         states = sum(update.state_bytes for update in updates.values()) / (plan.shards if plan.zero >= 1 else 1)
         there = float(max(gradients, default=0) if plan.update_in_backward else sum(gradients))
@@ -349,7 +351,8 @@ class Estimator:
         tensors = (
             ledger.peak().total - sum(ledger.fixed.values()) if ledger.messages else peak.total - peak.rows["runtime"]
         )
-        taken = held_bytes(ledger) if on_cpu else reserved_bytes(ledger, expandable=estimate.plan.allocator == "tuned")
+        on_device = partial(reserved_bytes, expandable=estimate.plan.allocator == "tuned")
+        taken = of_all_blocks(ledger, held_bytes if on_cpu else on_device)
         rows = {**peak.rows, "allocator": max(taken - tensors, 0.0)}
         if on_cpu:
             rows["runtime"] = self._runtime_at_last

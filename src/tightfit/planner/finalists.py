@@ -14,6 +14,8 @@ from tightfit.planner.rehearse import rehearse
 REHEARSED_BLOCKS = 24  # of a model on several devices, at most
 THIN = 6  # blocks that are rehearsed of a model on one device, where that finds what is folded of so many
 NEARLY = 1e-3
+ERROR = 0.1  # by which an estimate may exceed its dry run: of compiled blocks some of which is computed again, 7 % are known
+NEAREST = 6  # plans that are too large by less than that and get a dry run before a refusal
 FAILURES = 3  # dry runs that may fail before the others are no longer tried: what fails them is likely to be the model
 
 
@@ -66,15 +68,41 @@ def first_that_fits(estimator: Estimator, fitting: list[Estimate], job: Job) -> 
     return finals
 
 
-def _is_chosen(finals: Finals, estimator: Estimator, one: Estimate, job: Job) -> bool:
-    """Try a plan in a dry run, and note what came of it. Whether it fits."""
+def first_that_nearly_fits(estimator: Estimator, found: list[Estimate], finals: Finals, job: Job) -> Finals:
+    """The leanest of the plans whose estimates are too large by no more than estimates may be wrong, and whose dry run fits.
+
+    finals  what came of dry runs so far; found: estimates of all plans
+    """
+    more = Finals()
+    seen = {one.plan: finals.seen(one) for one in found}
+    near = [one for one in seen.values() if not one.rejected_because and _nearly_fits(one)]
+    for one in sorted(near, key=lambda one: one.peak_bytes)[:NEAREST]:
+        if _is_chosen(more, estimator, one, job, nearly=True):
+            break
+    return more
+
+
+def _nearly_fits(one: Estimate) -> bool:
+    """Whether device memory alone is too small, by an estimate that no dry run has confirmed, and by little."""
+    needed = (one.peak_bytes + one.margin_bytes - one.peak.rows["runtime"]) / (1 + ERROR) + one.peak.rows["runtime"]
+    open_ = one.rehearsed is None and not one.not_confirmed and has_dry_run(one)
+    return open_ and one.lacks().keys() == {"memory"} and needed <= one.limit_bytes
+
+
+def has_dry_run(one: Estimate) -> bool:
+    """fully_shard on a hundred blocks takes a minute: there the estimate stands, which tests hold to a dry run."""
+    return one.plan.devices == 1 or one.ledger.blocks <= REHEARSED_BLOCKS
+
+
+def _is_chosen(finals: Finals, estimator: Estimator, one: Estimate, job: Job, nearly: bool = False) -> bool:
+    """Try a plan in a dry run, and note what came of it. Whether it fits. nearly: one whose estimate does not."""
     finals.lacking.pop(one.plan, None)
     failed = list(finals.unconfirmed.values())
     if len(failed) >= FAILURES:
         seen = replace(estimator.settle(one), not_confirmed=failed[0].not_confirmed)
     else:
         try:
-            seen = _rehearse(estimator, one, job)
+            seen = _rehearse(estimator, one, job, nearly)
         except Untraceable as error:
             seen = replace(estimator.settle(one), not_confirmed=error.found)
         except (
@@ -96,15 +124,12 @@ def _with_reserve(one: Estimate, reserved: float) -> Estimate:
     return replace(one, peak=replace(one.peak, total=one.peak.total + reserved, rows=rows), settled=True)
 
 
-def _rehearse(estimator: Estimator, one: Estimate, job: Job) -> Estimate:
-    """`one` with what the allocator reserves and, if it still fits, as rehearsed. Raises InputError where the engine refuses it."""
+def _rehearse(estimator: Estimator, one: Estimate, job: Job, nearly: bool) -> Estimate:
+    """`one` with what the allocator reserves and, if that fits or nearly, the peak of its dry run. Raises InputError where the
+    engine refuses it."""
     settled = estimator.settle(one)
-    if not settled.fits:
+    if not has_dry_run(one) or not (settled.fits or (nearly and _nearly_fits(settled))):
         return settled
-    if one.plan.devices > 1 and one.ledger.blocks > REHEARSED_BLOCKS:
-        return (
-            settled  # fully_shard on a hundred blocks takes a minute: the folded figure stands, which tests hold to it
-        )
     if _agrees_when_thin(estimator, one, job):
         return replace(settled, rehearsed=settled.peak.total)
     peak = rehearse(job, one.plan, one.machine.device, one.ledger.device)
@@ -122,4 +147,4 @@ def _agrees_when_thin(estimator: Estimator, one: Estimate, job: Job) -> bool:
     return abs(found - estimator.peak_with_blocks(one.plan, THIN)) <= NEARLY * found
 
 
-__all__ = ["Finals", "first_that_fits"]
+__all__ = ["Finals", "first_that_fits", "first_that_nearly_fits"]

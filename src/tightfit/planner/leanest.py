@@ -43,13 +43,16 @@ def leanest(estimator: Estimator, start: Plan, pins: dict[str, Any], only_fittin
     kernels: dict[str, Any] = {}
     for plan in sorted(plans, key=lambda plan: bounds[plan])[:MOST_LOOKED_AT]:
         if best is None:  # kernels are chosen once, for each choice takes a trace
-            best = _least(estimator, plan.replace(recompute="full"), pins, _KERNELS)
+            best = _least(estimator, plan.replace(recompute=pins.get("recompute", "full")), pins, _KERNELS)
             kernels = {name: getattr(best.plan, name) for name in _KERNELS} if best else {}
         elif bounds[plan] >= best.fullness * estimator.limit_bytes:
             break
         seen = _least(estimator, plan.replace(**kernels), pins, _SIZES)
         best = min((one for one in (best, seen) if one is not None), key=_taken, default=None)
-    return best
+    if best is None or best.fits:
+        return best
+    again = _least(estimator, best.plan, {**pins, "micro_batch": best.plan.micro_batch}, _KERNELS)
+    return min((one for one in (best, again) if one is not None), key=_taken)
 
 
 def _taken(one: Estimate) -> tuple[float, float]:

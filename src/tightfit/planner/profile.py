@@ -28,6 +28,7 @@ from tightfit.methods import (
     materialize,
     optimizer_states,
     precision,
+    recompute,
     sequences,
     shards,
     tensor_parallel,
@@ -137,10 +138,13 @@ class Profiler:
         sizes that were traced before."""
         kind = plan.precision.replace("fp16", "bf16").replace("tf32", "fp32")
         whole = self._whole_chunk(plan)
-        again = plan.sequence_parallel and training and sequences.gathers_again(plan)  # what is kept for backward
-        cut = plan.tp, plan.cp, plan.sequence_parallel, again
+        gathers = plan.sequence_parallel and training and sequences.gathers_again(plan)  # what is kept for backward
+        cut = plan.tp, plan.cp, plan.sequence_parallel, gathers
         narrow = shards.comes_and_goes(plan, self.device) and shards.narrow_type(plan) is not None
-        key = kind, plan.attention, plan.chunked_loss, plan.compile, training, micro_batch < whole, cut, narrow
+        again = (
+            plan.recompute if plan.compile == "model" else "none"
+        )  # which a region's forward and backward have within
+        key = kind, plan.attention, plan.chunked_loss, plan.compile, again, training, micro_batch < whole, cut, narrow
         traced = self._traced.setdefault(key, {})
         plan = plan.replace(precision=kind)
         if micro_batch not in traced and micro_batch > MOST_CHUNKS * whole > 0:
@@ -226,6 +230,8 @@ class Profiler:
         run, depth = self._created(plan)
         run.model.train()
         for room in DECIDING:
+            if room is compile and plan.compile == "model" and recompute.wanted(plan):
+                run = recompute.apply(run, plan)
             if room.wanted(plan):
                 run = room.apply(run, plan)
         return run, depth

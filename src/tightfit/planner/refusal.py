@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,6 +80,10 @@ def _content(least: Estimate, estimates: list[Estimate], remedies: list[Remedy])
         "plans": [
             {**one.content(), "rejected_because": one.rejected_because or lacking(one)} for one in (least, *others)
         ],
+        "lacks": {
+            name: {"needed_bytes": round(needed), "available_bytes": round(there)}
+            for name, (needed, there) in least.lacks().items()
+        },
         "margin_bytes": round(least.margin_bytes),
         "remedies": [one.content() for one in remedies],
     }
@@ -185,18 +190,26 @@ def _shorter(estimator: Estimator, least: Estimate) -> Iterator[tuple[str, Estim
         return
     if estimator.least_bytes(least.plan) > estimator.limit_bytes:
         return
-    length = job.data.sequence_length // 2
-    while length >= SHORTEST:
-        shorter = job.replace(data=job.data.replace(sequence_length=length))
+    halves = (job.data.sequence_length >> power for power in itertools.count(1))
+    lengths = list(itertools.takewhile(lambda length: length >= SHORTEST, halves))  # the longest first
+    fitting: Estimate | None = None
+    low, high = 0, len(lengths) - 1  # among these is the first that fits, if the last does
+    while low <= high:
+        middle = high if fitting is None else (low + high) // 2
+        shorter = job.replace(data=job.data.replace(sequence_length=lengths[middle]))
         try:
             one = Estimator(shorter, estimator.machine)
             result = one.settle(one.estimate(least.plan))
         except InputError:
             return
         if result.fits:
-            yield f"data.sequence_length: {length}", result
+            fitting, high = result, middle - 1
+        elif fitting is None:
             return
-        length //= 2
+        else:
+            low = middle + 1
+    if fitting is not None and isinstance(fitting.job.data, DataSpec):
+        yield f"data.sequence_length: {fitting.job.data.sequence_length}", fitting
 
 
 def _more_devices(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> Iterator[tuple[str, Estimate]]:

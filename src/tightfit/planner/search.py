@@ -24,7 +24,7 @@ from tightfit.planner.candidates import candidates, is_legal
 from tightfit.planner.complete import complete, has_fast_tf32
 from tightfit.planner.cuts import balanced, by_promise, cut_fields, schedules, with_samples, with_sequences
 from tightfit.planner.estimate import Estimate, Estimator
-from tightfit.planner.finalists import Finals, first_that_fits
+from tightfit.planner.finalists import Finals, first_that_fits, first_that_nearly_fits
 from tightfit.planner.leanest import leanest, offloads
 from tightfit.planner.refusal import does_not_fit, lacking
 from tightfit.planner.time import WITHIN
@@ -95,6 +95,8 @@ def search(
         more = _last_resorts(estimator, start.replace(**leaner), pins, found, finals)
         _choose(finals, estimator, more)
         found += more
+    if finals.chosen is None and not finals.unconfirmed:
+        finals.add(first_that_nearly_fits(estimator, found, finals, estimator.job))
     chosen, found = finals.chosen, [finals.seen(one) for one in found]
     if chosen is None and finals.unconfirmed:
         chosen = min(finals.unconfirmed.values(), key=_soonest)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from tightfit.entries import Message
 from tightfit.ledger import Ledger
 from tightfit.machine import COMPUTED, Machine
+from tightfit.planner.deep import of_all_blocks
 from tightfit.planner.heap import LARGEST_THRESHOLD, fetched_bytes
 from tightfit.program import Operation, Passage, Timeline
 from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, Slot, play
@@ -290,7 +291,7 @@ class Clock:
         """Time to fetch memory from the operating system, where its allocator gives freed memory back."""
         if self.machine.device != "cpu":
             return 0.0
-        return fetched_bytes(ledger) / self.machine.achieved("fetch", "float32", LARGEST_THRESHOLD)
+        return of_all_blocks(ledger, fetched_bytes) / self.machine.achieved("fetch", "float32", LARGEST_THRESHOLD)
 
 
 def _input_s(ledger: Ledger, work_s: float) -> float:

@@ -1,0 +1,244 @@
+"""Refusals of a search against lists of all plans: where search says that nothing fits, no plan of the list does, and where one
+plan of the list just fits, search finds one.
+
+    .venv/bin/python benchmarks/refusals.py --minutes 60 --seed 0 --out records/refusals.json
+
+Draws are of 20 presets and 6 machines, with a batch, a length, permissions and pins; a seed gives their order. Of each, every legal
+plan is estimated that differs in precision, states, rounding, recomputation, micro-batch, update in backward, kernels and in how the
+devices share the work, the smallest bound first; those that cannot be leaner than one that is known are left out. The leanest gets
+its dry run. Then search is asked twice: with the machine's memory, which it may refuse only where the leanest plan does not fit; and
+with a limit that the leanest plan just keeps, which it may not refuse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tightfit
+from tightfit.errors import DoesNotFit, InputError
+from tightfit.machine import Machine
+from tightfit.plan import Plan
+from tightfit.planner.candidates import is_legal, spreads
+from tightfit.planner.complete import complete
+from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.rehearse import rehearse
+from tightfit.planner.search import search
+from tightfit.record import code_version
+from tightfit.units import format_bytes
+
+PRESETS = (
+    "bert-base", "bert-large", "vit-b-16", "vit-l-16", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt-1.3b", "t5-3b",
+    "llama-2-7b", "llama-2-13b", "llama-3-8b", "llama-3.2-1b", "llama-3.2-3b", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b",
+    "qwen3-8b", "mistral-7b",
+)  # fmt: skip
+MACHINES = ("t4", "rtx-4090", "a100-80gb", "mi300x", "rtx-3090:2", "h100-sxm:8")
+ALLOWED: tuple[list[str] | None, ...] = (
+    None,
+    [],
+    ["bf16", "bf16-states"],
+    ["bf16", "8-bit-states", "stochastic-rounding"],
+)
+PINS: tuple[dict[str, Any], ...] = (
+    {"compile": "none"},
+    {},
+    {"compile": "none", "micro_batch": 1},
+    {"recompute": "full"},
+)
+ROOM = 1.002  # of a limit, over what the leanest plan needs: what a process holds itself is read anew
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A job, a machine, and what is pinned of the plan."""
+
+    preset: str
+    machine: str
+    batch: int
+    length: int
+    allow: list[str] | None
+    pins: dict[str, Any]
+
+    def job(self, memory: float | None = None) -> tightfit.Job:
+        images = self.preset.startswith("vit")
+        data = {"synthetic": "images"} if images else {"synthetic": "tokens", "sequence_length": self.length}
+        return tightfit.Job(
+            model={"preset": self.preset},
+            data=data,
+            train=tightfit.Train(batch=self.batch, steps=1000),
+            allow=self.allow,
+            limits={} if memory is None else {"memory": round(memory)},
+        )
+
+
+def draws(seed: int) -> list[Draw]:
+    """One for each preset and machine, in an order that the seed gives."""
+    chance = random.Random(seed)
+    found = [
+        Draw(
+            preset,
+            machine,
+            chance.choice((8, 16)),
+            chance.choice((256, 512)),
+            chance.choice(ALLOWED),
+            chance.choice(PINS),
+        )
+        for preset, machine in itertools.product(PRESETS, MACHINES)
+    ]
+    chance.shuffle(found)
+    return found
+
+
+def plans_by_bound(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[tuple[float, list[Plan]]]:
+    """All plans, those together that the same bytes bound from below: of weights, states and gradients."""
+    job, machine = estimator.job, estimator.machine
+    shared = {
+        "precision": ("fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"),
+        "states": ("fp32", "bf16", "8-bit", "4-bit"),
+        "update_in_backward": (False, True),
+        "rounding": ("nearest", "kahan", "stochastic"),
+    }
+    shared = {name: (pins[name],) if name in pins else values for name, values in shared.items()}
+    found = []
+    for spread, *values in itertools.product(spreads(machine, start, pins), *shared.values()):
+        plan = start.replace(**spread, **dict(zip(shared, values, strict=True)))
+        if plan.precision == "bf16-true" and plan.rounding == "nearest" and "rounding" not in pins:
+            continue  # which loses small updates: search takes it only where it is asked for
+        same = [one for one in _with_kernels(plan, job, pins) if is_legal(one, job, machine.device)]
+        if same:
+            found.append((estimator.least_bytes(plan), same))
+    return sorted(found, key=lambda one: one[0])
+
+
+def _with_kernels(plan: Plan, job: tightfit.Job, pins: dict[str, Any]) -> Iterator[Plan]:
+    share = plan.share_of(job.train.batch)
+    micro = [None, *(share // 2**power for power in range(1, share.bit_length()))]
+    options: dict[str, Any] = {
+        "recompute": ("full", "sqrt", "none", "selective", "selective-2", "every-2"),
+        "micro_batch": micro,
+        "chunked_loss": tuple(dict.fromkeys((plan.chunked_loss, None))),
+        "compile": tuple(dict.fromkeys((plan.compile, "none"))),
+    }
+    options = {name: (pins[name],) if name in pins else values for name, values in options.items()}
+    for values in itertools.product(*options.values()):
+        yield plan.replace(**dict(zip(options, values, strict=True)))
+
+
+def leanest_of_all(estimator: Estimator, pins: dict[str, Any], until: float) -> tuple[Estimate | None, int, bool]:
+    """(the leanest plan by its estimate, confirmed by its dry run; how many were estimated; whether none was left out for time)."""
+    start, _ = complete(estimator.job, estimator.machine, pins)
+    seen: list[Estimate] = []
+    best, looked, whole = float("inf"), 0, True
+    for bound, plans in plans_by_bound(estimator, start, pins):
+        if bound >= best:
+            break
+        for plan in plans:
+            if time.monotonic() > until and seen:
+                whole = False
+                break
+            try:
+                one = estimator.estimate(plan)
+            except InputError:  # what this model cannot have
+                continue
+            looked += 1
+            if one.peak_bytes < best:
+                seen, best = [*seen, one], one.peak_bytes
+    for one in reversed(seen[-3:]):
+        try:
+            settled = estimator.settle(one)
+            peak = rehearse(estimator.job, one.plan, one.machine.device, one.ledger.device).total
+        except InputError:
+            continue
+        beside = settled.peak.rows["runtime"] + settled.peak.rows["allocator"]
+        return replace(settled, rehearsed=max(peak + beside, settled.peak.total)), looked, whole
+    return None, looked, whole
+
+
+def asked(draw: Draw, machine: Machine, estimator: Estimator, memory: float | None) -> tuple[str, str]:
+    """What search says of a draw with so much memory: fits, does not fit, or refused; and its plan or its words."""
+    job = draw.job(memory)
+    try:
+        chosen = search(job, machine, draw.pins, estimator.of(job, machine))[0]
+    except DoesNotFit as refusal:
+        return "does not fit", str(refusal)
+    except InputError as error:
+        return "refused", str(error)
+    except Exception as error:  # which nothing that is asked for should
+        return "raised", f"{type(error).__name__}: {error}"
+    return "fits", str(chosen.plan)
+
+
+def checked(draw: Draw, listed: float) -> dict[str, Any]:
+    """What came of one draw; `wrong` says what search should not have said. listed: seconds for the list of plans, 0 for none."""
+    began, machine = time.monotonic(), Machine.named(draw.machine)
+    estimator = Estimator(draw.job(), machine)
+    said, words = asked(draw, machine, estimator, None)
+    row = {**vars(draw), "said": said, "search_s": round(time.monotonic() - began, 1), "words": words.splitlines()[0]}
+    if said in ("refused", "raised") or listed == 0:
+        return {**row, "wrong": words if said == "raised" else ""}
+    least, looked, whole = leanest_of_all(estimator, draw.pins, time.monotonic() + listed)
+    if least is None:
+        return {**row, "wrong": "", "looked": looked}
+    needed = least.peak_bytes + least.margin_bytes
+    wrong = ""
+    if said == "does not fit" and least.fits:
+        wrong = f"search refused, and {least.plan} fits"
+    limit = ROOM * needed
+    tight, tight_words = asked(draw, machine, estimator, limit)
+    if tight == "does not fit":
+        wrong = wrong or f"search refused a limit of {format_bytes(limit)}, which {least.plan} keeps: {tight_words}"
+    return {
+        **row,
+        "plans": looked,
+        "all_plans": whole,
+        "leanest": str(least.plan),
+        "needed": round(needed),
+        "at_that_limit": tight,
+        "seconds": round(time.monotonic() - began, 1),
+        "wrong": wrong,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=60, help="after which no further draw is begun")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=120,
+        help="for the list of plans of one draw; 0: only see that search never raises",
+    )
+    arguments = parser.parse_args()
+    until, rows = time.monotonic() + 60 * arguments.minutes, []
+    everything = draws(arguments.seed)
+    for draw in everything:
+        if time.monotonic() > until:
+            break
+        rows.append(checked(draw, arguments.seconds))
+        row = rows[-1]
+        print(
+            f"{draw.preset:14s} {draw.machine:12s} {row['said']:12s} {row.get('plans', 0):5d} plans {row['wrong']}",
+            flush=True,
+        )
+        wrong = sum(bool(one["wrong"]) for one in rows)
+        if arguments.out:
+            what = {
+                "code": code_version(), "seed": arguments.seed, "draws": len(rows), "of": len(everything), "wrong": wrong,
+                "rows": rows,
+            }  # fmt: skip
+            arguments.out.write_text(json.dumps(what, indent=1) + "\n")
+    if any(row["wrong"] for row in rows):
+        raise SystemExit("search refused what fits")
+
+
+if __name__ == "__main__":
+    main()
