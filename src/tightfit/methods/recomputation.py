@@ -152,9 +152,11 @@ class _Recomputation:
         held = [buffer for buffer in first.born if buffer not in first.gone and buffer not in left]
         soon = [buffer for buffer in held if buffer in self.passing]  # what nobody keeps of what it returns
         after = next(iter(self._after(call)), self.end)
-        self._put(after, self.training[after].timeline.then(_freed(soon)))
+        if soon:  # else a copy is made of forward's end for each of many blocks
+            self._put(after, self.training[after].timeline.then(_freed(soon)))
         stay = [buffer for buffer in held if buffer not in self.passing]  # autocast's copies of weights
-        self._put(self.end, self.training[self.end].timeline.then(_freed(stay)))
+        if stay:
+            self._put(self.end, self.training[self.end].timeline.then(_freed(stay)))
         self.copies.setdefault(call[0], [buffer for buffer in stay if buffer.maker == "aten._to_copy"])
 
     def _backward_of(self, call: Call) -> Timeline:
