@@ -145,7 +145,10 @@ def _undivided(run: Run, batch: Any, with_gradients: bool) -> tuple[float, float
         if with_gradients:
             loss.backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    squares = [torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square() for gradient in gradients]
+    squares = [
+        torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)).double().square()
+        for gradient in gradients
+    ]
     norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
     return float(loss.detach()), float(norm)
 

@@ -176,8 +176,9 @@ class Summed:
         if self.narrow is None or bucket.buffer.dtype.itemsize <= self.narrow.itemsize:
             bucket.work = dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
         else:
-            narrowed = bucket.buffer.to(self.narrow)
-            bucket.work = _Widened(dist.all_reduce(narrowed, group=self.group, async_op=True), narrowed, bucket.buffer)
+            wide = torch.view_as_real(bucket.buffer) if bucket.buffer.is_complex() else bucket.buffer
+            narrowed = wide.to(self.narrow)
+            bucket.work = _Widened(dist.all_reduce(narrowed, group=self.group, async_op=True), narrowed, wide)
 
     def finish(self) -> None:
         self._reducer.finish()

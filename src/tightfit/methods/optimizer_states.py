@@ -126,6 +126,11 @@ def check_complex(model: nn.Module, train: Train, plan: Plan) -> None:
         (plan.fused_optimizer, "torch's fused kernels take real ones", "use fused_optimizer: false"),
         (plan.is_true, "none are of 16 bits", "use precision: fp32 or bf16-mixed"),
         (plan.states != "fp32", "narrow states are of real ones", "use states: fp32"),
+        (
+            plan.compressed_gradients == "powersgd",
+            "PowerSGD's products are of real ones",
+            "use compressed_gradients: bf16 or none",
+        ),
     ):
         if asked:
             raise InputError(f"plan: {plan}", f"{found} {why}", fix)
