@@ -334,6 +334,35 @@ def test_segments_that_are_not_called_in_a_row_are_refused_in_the_first_step(mod
         gradients(build("sqrt", model))
 
 
+class SumOfAll(Net):
+    """Adds up what its blocks return, while they are called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total: Any = 0
+        for block in self.blocks:
+            x = block(x)
+            total = total + x
+        return self.head(total)
+
+
+class SumAtTheEnd(Net):
+    """The same, when all have been called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [x]
+        for block in self.blocks:
+            states.append(block(states[-1]))
+        return self.head(torch.stack(states[1:]).sum(0))
+
+
+@pytest.mark.parametrize("model", [SumOfAll, SumAtTheEnd])
+@pytest.mark.parametrize("compile", ["none", "model"])
+def test_sqrt_refuses_a_model_that_uses_what_inner_blocks_return(model: Callable[[], nn.Module], compile: str) -> None:
+    job = build("none", model).job
+    with pytest.raises(InputError, match="more between its blocks"):
+        tightfit.build(job, tightfit.Plan(recompute="sqrt", compile=compile))
+
+
 class Forgetful(nn.Module):
     """Blocks that are wider each time they run."""
 

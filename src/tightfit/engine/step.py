@@ -235,7 +235,9 @@ def gradient_norm(run: Run, mesh: Mesh) -> torch.Tensor:
             continue
         gradient = local(weight.grad)
         real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        squares[int(weight not in cut)] += torch.linalg.vector_norm(real, dtype=torch.promote_types(real.dtype, torch.float32)).square()
+        squares[int(weight not in cut)] += torch.linalg.vector_norm(
+            real, dtype=torch.promote_types(real.dtype, torch.float32)
+        ).square()
     squares[1] /= mesh.size("tp")
     divided = run.reduction.parts if run.reduction is not None else ()
     if run.plan.servers:  # which have all gradients, and the workers none

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -28,9 +31,10 @@ from tightfit.job import ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.recomputation import COUNTED, PRODUCTS, with_recomputation
-from tightfit.methods.run import Run
+from tightfit.methods.run import Run, to_device
 from tightfit.models import find_blocks
-from tightfit.models.objective import Batch
+from tightfit.models.objective import Batch, map_tensors
+from tightfit.models.tracing import left_as_it_was
 from tightfit.plan import Plan
 
 Forward = Callable[..., Any]
@@ -60,7 +64,10 @@ def apply(run: Run, plan: Plan) -> Run:
         )
     if plan.recompute == "sqrt":
         length = round(math.sqrt(len(blocks)))
-        ends = [recompute_segment(blocks[start : start + length]) for start in range(0, len(blocks), length)]
+        segments = [blocks[start : start + length] for start in range(0, len(blocks), length)]
+        if active_fake_mode() is None:
+            _refuse_other_uses(run, plan, segments)
+        ends = [recompute_segment(segment) for segment in segments]
 
         def loss_sum(batch: Batch) -> Tensor:
             try:
@@ -341,6 +348,59 @@ def _with_first(
     if name not in kwargs:
         raise _not_in_a_row()
     return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
+
+
+class _Uses(TorchFunctionMode):
+    """What a model does, outside its blocks, with what blocks return that a segment would not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.returned: list[Tensor] = []
+        self.inside = self.used = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+        if not self.inside and name not in _LOOKS:
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self.used = self.used or any(leaf is one for leaf in given for one in self.returned)
+        return func(*args, **(kwargs or {}))
+
+    def call(self, forward: Forward, is_last: bool, *args: Any, **kwargs: Any) -> Any:
+        """forward: a block's; is_last: of its segment, whose output everybody may use."""
+        self.inside = True
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self.inside = False
+        if not is_last and not any(output is leaf for leaf in tree_leaves((args, kwargs))):
+            self.returned.extend(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        return output
+
+
+_LOOKS = frozenset({"shape", "size", "dim", "ndim", "numel", "dtype", "device", "requires_grad", "layout", "is_cuda", "stride",
+                    "is_contiguous", "is_floating_point", "get_device", "__len__", "element_size", "grad_fn"})  # fmt: skip
+
+
+def _refuse_other_uses(run: Run, plan: Plan, segments: list[list[nn.Module]]) -> None:
+    """Run a batch of the job's as it is, without gradients, and raise InputError where the model uses what a block inside a segment
+    returns for more than the next block: a segment returns its last block's output in the place of each."""
+    watch = _Uses()
+    buffers = ChangingBuffers([run.model])
+    before = buffers.values()
+    devices = [run.device] if run.device.type == "cuda" else []
+    with left_as_it_was(run.model), torch.random.fork_rng(devices):
+        for segment in segments:
+            for block in segment:
+                block.forward = partial(watch.call, block.forward, block is segment[-1])
+        batch = to_device(run.data.example(), run)
+        if plan.is_true:  # the weights are narrow already, the batch is not
+            narrow = Counter(parameter.dtype for parameter in run.model.parameters()).most_common(1)[0][0]
+            batch = map_tensors(lambda tensor: tensor.to(narrow) if tensor.is_floating_point() else tensor, batch)
+        with torch.no_grad(), watch:
+            run.loss_sum(batch)
+    _put(before)
+    if watch.used:
+        raise _not_in_a_row()
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)

@@ -118,12 +118,23 @@ def products_of(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     return products, [module for module in own if module not in products]
 
 
-def _of_another_type(model: nn.Module) -> list[nn.Module]:
+def _of_another_type(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
     """Modules whose own parameters are not of the type that most are, for what is gathered together has one type: norms
-    that keep fp32 among 16-bit weights."""
+    that keep fp32 among 16-bit weights. Raises InputError where the model or a block has such beside others."""
     types = Counter(parameter.dtype for parameter in model.parameters())
     most = types.most_common(1)[0][0]
-    return [m for m in model.modules() if any(p.dtype != most for p in m.parameters(recurse=False))]
+    found = [m for m in model.modules() if any(p.dtype != most for p in m.parameters(recurse=False))]
+    for whole in (model, *blocks):
+        if whole in found:
+            if len({parameter.dtype for parameter in whole.parameters()}) > 1:
+                raise InputError(
+                    "plan: zero=3",
+                    f"{type(whole).__name__} has parameters of its own that are not {str(most).removeprefix('torch.')}, beside "
+                    "others, and what is gathered together has one type",
+                    "use zero: 2, or put them into a module of their own",
+                )
+            found.remove(whole)
+    return found
 
 
 def _fill(model: nn.Module, rows: dict[str, Tensor]) -> None:
@@ -242,7 +253,7 @@ class Shards:
         offloads = CPUOffloadPolicy(pin_memory=pinned) if apart else OffloadPolicy()
         shard = partial(fully_shard, mesh=devices, offload_policy=offloads)
         rows = {name: p.rows for name, p in model.named_parameters() if hasattr(p, "rows")}
-        for module in _of_another_type(model):
+        for module in _of_another_type(model, blocks):
             shard(module, reshard_after_forward=True, mp_policy=policy)
         for block in blocks:
             products, others = products_of(block)

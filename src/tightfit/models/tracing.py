@@ -33,7 +33,7 @@ def trace(
     """
     mode = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
     was_training = [module for module in model.modules() if not module.training]
-    with _left_as_it_was(model) as attributes, failures_unlogged(), mode:
+    with left_as_it_was(model) as attributes, failures_unlogged(), mode:
         model.train()
         fakes = _with_fake_tensors(model)
         batch = map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), batch)
@@ -107,7 +107,7 @@ def _only_tensors(value: Any) -> bool:
 
 
 @contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[_Attributes]:
+def left_as_it_was(model: nn.Module) -> Iterator[_Attributes]:
     """Within, a forward may leave what it likes on the model's modules, and draw numbers; afterwards all is as before."""
     kept = []
     for module in model.modules():
