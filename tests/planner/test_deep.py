@@ -42,7 +42,7 @@ def expandable(ledger: Ledger) -> float:
         ("qwen2", {}),
         ("qwen2", {"recompute": "full", "micro_batch": 2}),
         ("qwen2", {"recompute": "sqrt", "update_in_backward": True}),
-        ("gemma3_text", {"micro_batch": 4, "recompute": "selective"}),
+        pytest.param("gemma3_text", {"micro_batch": 4, "recompute": "selective"}, marks=pytest.mark.slow),
     ],
 )
 def test_fewer_blocks_say_what_all_of_them_take(

@@ -85,7 +85,7 @@ def needed(one: Estimate) -> float:
     [
         {"compile": "block", "recompute": "full", "micro_batch": 2},
         {"compile": "block", "recompute": "sqrt"},
-        {"compile": "model", "recompute": "selective-2"},
+        pytest.param({"compile": "model", "recompute": "selective-2"}, marks=pytest.mark.slow),
     ],
 )
 def test_what_is_compiled_and_computed_again_is_estimated_as_its_dry_run_is(fields: dict[str, Any]) -> None:
