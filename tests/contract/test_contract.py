@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import tightfit
+from tests.sweeps import spread
 from tightfit.errors import InputError
 from tightfit.methods import METHODS
 from tightfit.rules import check
@@ -112,11 +113,17 @@ def test_single(name: str, items: list[Variant]) -> None:
     hold(name, items)
 
 
-@pytest.mark.parametrize("name", cases.NAMES)
 @pytest.mark.parametrize(
-    "items", [p for p in PAIRS if not is_compiled(p) and not has_workers(p) and not on_several(p)], ids=named
+    ("items", "name"),
+    spread(
+        [p for p in PAIRS if not is_compiled(p) and not has_workers(p) and not on_several(p)],
+        cases.NAMES,
+        2,
+        lambda one: one if isinstance(one, str) else named(one),
+    ),
 )
-def test_pair(name: str, items: list[Variant]) -> None:
+def test_pair(items: list[Variant], name: str) -> None:
+    """Each pair on two of the models; the slow suite tries all pairs on all."""
     hold(name, items)
 
 
@@ -131,10 +138,18 @@ def is_usual(variant: Variant) -> bool:
 QUICK = [p for p in SEVERAL if all(map(is_usual, p))]
 
 
-@pytest.mark.parametrize("items", QUICK, ids=named)
+@pytest.mark.parametrize(
+    "items",
+    [pytest.param(p, id=named(p), marks=[] if number % 2 == 0 else pytest.mark.slow) for number, p in enumerate(QUICK)],
+)
 def test_pair_on_several_devices(items: list[Variant]) -> None:
-    """On one model; the slow suite tries all pairs on all. Pairs of axes are on all models in tests/engine."""
+    """Every second one, on one model; the slow suite tries all pairs on all. Pairs of axes are on all models in tests/engine."""
     hold("llama", items)
+
+
+def test_every_variant_is_in_a_pair_of_the_quick_suite() -> None:
+    there = [variant for pair in QUICK[::2] for variant in pair]
+    assert all(variant in there for pair in QUICK for variant in pair)
 
 
 @pytest.mark.slow
