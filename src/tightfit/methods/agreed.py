@@ -2,12 +2,12 @@
 
 fully_shard's collectives match only where all devices call the same layers in the same order. Where they do not, as with layers
 that are dropped by chance or that the samples choose, a device waits for ever, or takes one layer's weights for another's of equal
-size. So each collective is preceded by a few whole numbers in host memory, over all devices that share the layers, and where those
-differ all devices refuse alike.
+size. So before each collective, all devices that share the layers exchange a few whole numbers in host memory. Where those differ, all
+devices refuse alike.
 
-On processors this goes on for the whole run. GPUs, whose queues would run empty, do it in the first backward passes only. After them
-each device keeps a checksum of what it called, and the checksums are compared once in each step, before the update; a device that
-still waits for another is found by the watch (engine/watch.py).
+Processors do this for the whole run. GPUs, whose queues would run empty, do it in the first backward passes only. After those, each
+device keeps a checksum of what it called. The checksums are compared once in each step, before the update. The watch
+(engine/watch.py) finds a device that waits for another.
 
 Costs   each device's numbers go around before each gather and each sum, a round trip between hosts; later one round trip a step
 Source  ours; of what it checks: Zhao et al. 2023, arXiv:2304.11277, section 3.3 (the order of collectives).
@@ -109,7 +109,7 @@ class Agreement:
             where = f"they first differ at {self.names[min(places)]} ({told})"
         return InputError(
             "plan: zero=3",
-            f"the ranks do not call the same layers, in the same order: {where}, and a layer's parameters are brought together "
+            f"the ranks do not call the same layers, in the same order: {where}, and a layer's parameters are gathered "
             "from all ranks",
             "use zero: 2, which keeps all layers on each rank",
         )

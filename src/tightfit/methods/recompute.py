@@ -359,7 +359,9 @@ class _Uses(TorchFunctionMode):
         self.inside = self.used = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(func.__self__, "__name__", "")
         if not self.inside and name not in _LOOKS:
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self.used = self.used or any(leaf is one for leaf in given for one in self.returned)

@@ -202,13 +202,12 @@ def sharded(run: Run, plan: Plan) -> Run:
 
 
 def _is_running(module: FSDPModule) -> bool:
-    """Whether fully_shard's hooks have brought a module's parameters together for its forward."""
+    """Whether fully_shard's hooks have gathered a module's parameters for its forward."""
     return torch.compiler.is_compiling() or module._get_fsdp_state()._training_state is not TrainingState.IDLE
 
 
 def _refusing_divided(loss_sum: Callable[[Batch], Tensor], asked: str) -> Callable[[Batch], Tensor]:
-    """`loss_sum` of a model which may use a layer's parameters where the layer is not called, and they are divided. Raises
-    InputError."""
+    """`loss_sum`, with an InputError where the model uses a layer's divided parameters without calling the layer."""
 
     def computed(batch: Batch) -> Tensor:
         try:
@@ -218,7 +217,7 @@ def _refusing_divided(loss_sum: Callable[[Batch], Tensor], asked: str) -> Callab
                 raise
             raise InputError(
                 asked,
-                f"{said(line_of(error))} uses parameters of a layer that is not called there: they are brought together for its "
+                f"{said(line_of(error))} uses parameters of a layer that is not called there: they are gathered for its "
                 "call only",
                 "use zero: 2, or call the layer with what is to be computed",
             ) from error
