@@ -105,11 +105,13 @@ class Numbers(torch.nn.Module):
         return self.head((mixed.double() * self.fine).float())
 
 
-def numbers(fields: dict[str, Any]) -> dict[str, Tensor]:
+def numbers(fields: dict[str, Any], clip: float | None = None) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     samples = [(torch.randn(8, generator=generator), number % 3) for number in range(24)]
-    train = tightfit.Train(batch=8, steps=3, optimizer="sgd", learning_rate=0.1)
-    run = tightfit.build(tightfit.Job(model=Numbers, data=samples, train=train), tightfit.Plan(**fields))
+    train = tightfit.Train(batch=8, steps=3, optimizer="sgd", learning_rate=0.1, clip=clip)
+    run = tightfit.build(
+        tightfit.Job(model=Numbers, data=samples, train=train, allow=("compressed-gradients",)), tightfit.Plan(**fields)
+    )
     list(tightfit.train(run))
     return {name: value.detach().clone() for name, value in run.model.state_dict().items()}
 
@@ -120,3 +122,24 @@ def test_complex_parameters_and_wide_ones_arrive_whole() -> None:
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
         assert not torch.equal(found["fine"], found["fine"].float().double())
+
+
+@pytest.mark.parametrize(
+    ("fields", "close"), [({"dp_replicate": 2}, 1e-5), ({"dp_replicate": 2, "compressed_gradients": "bf16"}, 5e-3)]
+)
+def test_replicas_clip_and_compress_gradients_of_every_type(fields: dict[str, Any], close: float) -> None:
+    expected = numbers({}, 0.1)
+    for found in together(2, HERE + "numbers", fields, 0.1):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=close, atol=close / 10)
+
+
+def refused(fields: dict[str, Any]) -> str:
+    with pytest.raises(tightfit.InputError) as caught:
+        numbers(fields)
+    return str(caught.value)
+
+
+def test_zero_3_says_that_what_it_gathers_together_has_one_type() -> None:
+    for said in together(2, HERE + "refused", {"zero": 3, "dp_shard": 2}):
+        assert "Numbers has parameters of its own that are not" in said
