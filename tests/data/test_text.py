@@ -122,6 +122,15 @@ def test_parquet(tmp_path: Path) -> None:
     assert read(skip=True, parquet=str(file)) == ([], 1)
 
 
+def test_parquet_that_is_named_as_plain_text(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": ["one"]}), tmp_path / "rows.bin")
+    with pytest.raises(InputError, match=r"(?s)this is a parquet file.*\n.*write data: \{parquet: .*rows.bin\}"):
+        open_text(DataSpec(text=str(tmp_path / "rows.bin")), Columns("text"))
+
+
 def test_saved_datasets(tmp_path: Path) -> None:
     import datasets
 

@@ -69,6 +69,8 @@ def open_text(spec: DataSpec, columns: Columns) -> TextSource:
                 "use jsonl, parquet or dataset, whose rows have fields",
             )
         files = stdlib_files() if spec.text == PYTHON_STDLIB else find_files("text", spec.text)
+        for file in files:
+            _refuse_parquet(file)
         return _source(str(spec), files, columns, lambda damage: _read_text(files, damage))
     if spec.jsonl is not None:
         files = find_files("jsonl", spec.jsonl, (".jsonl", ".json", ".ndjson"))
@@ -165,6 +167,15 @@ def _blocks(file: Path) -> Iterator[tuple[int, bytes]]:
                 rest = rest[cut:]
     if rest:
         yield line, rest
+
+
+def _refuse_parquet(file: Path) -> None:
+    """Raise InputError where a file that is to be read as plain text begins as parquet files do."""
+    with file.open("rb") as opened:
+        if opened.read(4) == b"PAR1":
+            raise InputError(
+                f"data: text={file}", "this is a parquet file, not plain text", f"write data: {{parquet: {file}}}"
+            )
 
 
 def _decode(file: Path, first: int, block: bytes, damage: Damage) -> str:
