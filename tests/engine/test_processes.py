@@ -264,3 +264,16 @@ def test_a_rank_that_is_killed_leaves_one_message(rank: int, tmp_path: Path) -> 
     assert code == 1
     assert said.count("tightfit:") == 1
     assert f"process {rank} was ended by SIGKILL" in said
+
+
+@pytest.mark.slow
+def test_ranks_end_with_a_launcher_that_is_killed_though_nobody_reads_what_they_say(tmp_path: Path) -> None:
+    several = ("--nproc", "2", "--set", "plan.dp_replicate=2")
+    with training(tiny.write(tmp_path), tmp_path / "out", *several, "--timeout", "0.05", "--set", ENDLESS) as run:
+        run.wait_for_steps()
+        ranks = run.ranks
+        run.process.kill()
+        for end in (run.process.stdout, run.process.stderr):
+            assert end is not None
+            end.close()
+        assert psutil.wait_procs(ranks, timeout=90)[1] == []

@@ -75,7 +75,10 @@ class Watch:
 
         wait_s  how long to wait for another to say so before
         """
-        store, until = _another(self.store), time.monotonic() + wait_s
+        store = _ask(lambda: _another(self.store))
+        if store is None:  # the process that keeps it is gone, so nobody can be told
+            return None
+        until = time.monotonic() + wait_s
         while time.monotonic() < until and _failed(store) is None:
             time.sleep(0.1)
         mine = f"{self.rank}:{code}"
@@ -83,17 +86,19 @@ class Watch:
         return None if first is None or first.decode() == mine else _code(first)
 
     def _tell(self) -> None:
-        """Say that this process goes on, and end it where another has failed and it does not end by itself."""
-        store = _another(self.store)
+        """Say that this process goes on, and end it where another has failed and it does not end by itself, or where the process
+        that started it is gone."""
+        store = None
         while not self.ended.wait(self.beat_s):
-            self.beats += 1
-            _ask(partial(store.set, _key(self.rank), json.dumps(vars(self._note()))))
-            code = _failed(store)
-            if code is not None and not self.ended.wait(GRACE_S):
-                end(code)
+            store = store or _ask(lambda: _another(self.store))
+            if store is not None:
+                self.beats += 1
+                _ask(partial(store.set, _key(self.rank), json.dumps(vars(self._note()))))
+                code = _failed(store)
+                if code is not None and not self.ended.wait(GRACE_S):
+                    end(code)
             if os.getppid() != self.parent and self.parent != 1:
-                print("tightfit: the process that started this one is gone", file=sys.stderr, flush=True)
-                end(1)
+                end(1, "tightfit: the process that started this one is gone")
 
     def _look(self) -> None:
         while not self.ended.wait(self.beat_s):
@@ -104,7 +109,7 @@ class Watch:
                     continue  # it has gone on meanwhile
                 code = self.fail(1)
                 if code is None:
-                    print(f"tightfit: {TightfitError.__name__}: {message}", file=sys.stderr, flush=True)
+                    end(1, f"tightfit: {TightfitError.__name__}: {message}")
                 end(1 if code is None else code)
 
     def _limit_s(self) -> float:
@@ -119,10 +124,9 @@ class Watch:
 
     def _verdict(self, seconds: float) -> str:
         """Who did not answer, and where this process waits for it."""
-        store = _another(self.store)
-        before = _ask(partial(self._notes, store), 30.0)
+        before = _ask(lambda: self._notes(_another(self.store)), 30.0)
         time.sleep(max(3 * self.beat_s, BEAT_S))
-        after = _ask(partial(self._notes, store), 30.0)
+        after = _ask(lambda: self._notes(_another(self.store)), 30.0)
         if after is None or before is None:
             return _said(
                 f"the process that keeps the notes of all ({os.environ.get('MASTER_ADDR')}) has not answered",
@@ -240,10 +244,13 @@ def _key(rank: int) -> str:
     return f"progress/{rank}"
 
 
-def end(code: int) -> None:
-    """End this process now, whatever its other threads wait for."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+def end(code: int, message: str = "") -> None:
+    """End this process now, whatever its other threads wait for, also where nobody reads the message any more."""
+    with suppress(OSError):
+        if message:
+            print(message, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
