@@ -1,4 +1,4 @@
-"""Sweeps over two lists: the quick suite takes a part in which each of both lists occurs, the slow one takes all."""
+"""Sweeps over lists: the quick suite takes a part, in which each of two lists occurs; the slow one takes all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+
+
+def part(cases: Sequence[Any], every: int, named: Callable[[Any], str] = str) -> list[Any]:
+    """Parameters: all cases, of which the quick suite takes the first and each `every`-th after it."""
+    return [
+        pytest.param(case, id=named(case), marks=[] if number % every == 0 else pytest.mark.slow)
+        for number, case in enumerate(cases)
+    ]
 
 
 def spread(firsts: Sequence[Any], seconds: Sequence[Any], every: int, named: Callable[[Any], str] = str) -> list[Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import tightfit
+from tests.sweeps import spread
 from tightfit.engine.build import build
 from tightfit.engine.step import take_step
 from tightfit.machine import Machine
@@ -140,8 +141,7 @@ def profilers() -> dict[type[nn.Module], Profiler]:
     return {model: Profiler(job(model), "cpu") for model in MODELS}
 
 
-@pytest.mark.parametrize("fields", PLANS, ids=str)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "fields"), spread(MODELS, PLANS, 2, lambda one: getattr(one, "__name__", str(one))))
 def test_what_is_folded_is_what_a_rehearsal_sees(
     model: type[nn.Module], fields: dict[str, Any], profilers: dict[type[nn.Module], Profiler]
 ) -> None:

@@ -91,6 +91,15 @@ def measured(name: str, size: str, fields: dict[str, Any]) -> int:
     return sample.peak.total
 
 
+SLOW = [
+    ("gpt2", 2, "1f1b"),
+    ("bert", 2, "interleaved"),
+    ("bert", 4, "gpipe"),
+    ("net", 2, "gpipe"),
+    ("net", 4, "vertical"),
+]
+
+
 def held(name: str, size: str, fields: dict[str, Any]) -> None:
     plan, machine = tightfit.Plan(**fields), Machine.detect()
     profiler = Profiler(job(name, size), "cpu")
@@ -104,13 +113,9 @@ def held(name: str, size: str, fields: dict[str, Any]) -> None:
     ("name", "pp", "schedule"),
     [
         *(("llama", 2, schedule) for schedule in SCHEDULES),
-        ("gpt2", 2, "1f1b"),
         ("gpt2", 4, "zero-bubble"),
-        ("bert", 2, "interleaved"),
-        ("bert", 4, "gpipe"),
-        ("net", 2, "gpipe"),
         ("net", 4, "pipedream"),
-        ("net", 4, "vertical"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )
 def test_each_stage_holds_what_is_predicted(name: str, pp: int, schedule: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import tightfit
+from tests.sweeps import spread
 from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.methods.buckets import BUCKET_BYTES, PIECE_BYTES, bucket_bytes
@@ -81,8 +82,8 @@ def estimator() -> Estimator:
     return Estimator(JOB, Machine.named("a100-80gb:8"))
 
 
-QUICK = {1, 2, 4, 6, 8, 10, 13, 15, 16, 17, 20, 21, 22, 25, 26, 31, 33, 35}
-"""Of PLANS: each axis, schedule and stage of ZeRO, most of them in pairs. The slow suite has all."""
+QUICK = {1, 4, 8, 13, 16, 21, 26, 31, 33, 35}
+"""Of PLANS: each axis, schedule and stage of ZeRO, some of them in pairs. The slow suite has all."""
 
 
 @pytest.mark.parametrize(
@@ -114,23 +115,23 @@ def test_bytes_sent_are_those_of_rings(estimator: Estimator, devices: int) -> No
         assert sum(message.bytes for message in ledger.messages) == pytest.approx(times * once, rel=0.01)
 
 
-@pytest.mark.parametrize("fields", [{}, {"micro_batch": 4}], ids=named)
-@pytest.mark.parametrize(
-    ("device", "words"),
-    [
-        ("cuda", ("states",)),
-        ("cuda", ("states", "activations")),
-        ("cuda", ("gradients",)),
-        ("cuda", ("states", "gradients")),
-        ("cuda", ("states", "gradients", "parameters")),
-        ("cuda", ("states", "gradients", "parameters", "activations")),
-        ("cpu", ("states", "gradients", "parameters")),
-        ("cpu", ("activations",)),
-    ],
-)
+OFFLOADED = [
+    ("cuda", ("states",)),
+    ("cuda", ("states", "activations")),
+    ("cuda", ("gradients",)),
+    ("cuda", ("states", "gradients")),
+    ("cuda", ("states", "gradients", "parameters")),
+    ("cuda", ("states", "gradients", "parameters", "activations")),
+    ("cpu", ("states", "gradients", "parameters")),
+    ("cpu", ("activations",)),
+]
+
+
+@pytest.mark.parametrize(("offloaded", "fields"), spread(OFFLOADED, [{}, {"micro_batch": 4}], 2))
 def test_what_is_offloaded_is_no_longer_the_device_s(
-    device: str, words: tuple[str, ...], fields: dict[str, Any]
+    offloaded: tuple[str, tuple[str, ...]], fields: dict[str, Any]
 ) -> None:
+    device, words = offloaded
     machine = Machine.named("a100-80gb") if device == "cuda" else Machine.detect()
     job = JOB.replace(allow=["bf16", "offload"])
     where = "host" if device == "cuda" else "disk"

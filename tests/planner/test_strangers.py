@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import tightfit
 from tests.planner.strangers import STRANGERS
+from tests.sweeps import spread
 from tightfit.engine.build import build
 from tightfit.engine.step import take_step
 from tightfit.errors import InputError
@@ -23,11 +26,16 @@ def job(name: str) -> tightfit.Job:
     return tightfit.Job(model=model, data=samples(), loss=loss, allow=["bf16"], train=train)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
-@pytest.mark.parametrize("micro_batch", [None, 2])
-@pytest.mark.parametrize("name", [name for name in STRANGERS if name not in REFUSED])
-def test_a_strangers_model_is_explained_as_it_runs(name: str, micro_batch: int | None, precision: str) -> None:
-    plan = tightfit.Plan(precision=precision, micro_batch=micro_batch)
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    spread(
+        [name for name in STRANGERS if name not in REFUSED],
+        [{}, {"precision": "bf16-mixed"}, {"micro_batch": 2}, {"precision": "bf16-mixed", "micro_batch": 2}],
+        2,
+    ),
+)
+def test_a_strangers_model_is_explained_as_it_runs(name: str, fields: dict[str, Any]) -> None:
+    plan = tightfit.Plan(**fields)
     run = build(job(name), plan)
     steps = run.data.steps(0, None)
     take_step(run, next(steps), 0)
