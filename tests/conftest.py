@@ -22,7 +22,7 @@ _SEVERAL = re.compile(
     r"|methods/test_(collectives|pipeline|stage_boundaries|tensor_parallel|parameter_server|data_parallel|shards)"
     r"|methods/test_(context_parallel|offload|gradcheck)"
     r"|zoo/test_zoo.*several|measure/test_verify_several"
-    r"|planner/test_measured_devices"
+    r"|planner/test_(measured_devices|crossings)"
     r"|contract/.*[\[,+](dp_replicate|dp_shard|cp|tp|pp|parameter_server)="
 )
 

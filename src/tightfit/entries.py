@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, field, replace
 
 from tightfit.program import Linear, Operation, Passage
-from tightfit.timetable import Timetable
+from tightfit.timetable import FORWARD, WEIGHTS, Action, Timetable, taken_by
 
+NOTHING = Linear()
 EVERYWHERE = (-1, 10**9)  # of a buffer: before the blocks and after them, and it is small
 
 
@@ -126,17 +127,31 @@ class Part:
     """What a device does with a micro-batch in one piece of the model.
 
     weights   the gradients of linear layers' weights, where they have an action of their own
-    keeps     whether backward needs the hidden states that it hands on
     """
 
     forward: tuple[Passage, ...]
     backward: tuple[Passage, ...]
     weights: tuple[Passage, ...] = ()
-    keeps: bool = False
 
     @property
     def passages(self) -> tuple[Passage, ...]:
         return (*self.forward, *self.backward, *self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What one piece of the model hands to the next, and gets back.
+
+    forward   bytes of each tensor that is sent for a micro-batch; backward: of their gradients, those that there are
+    kept      of the forward's, bytes of what the sender's backward needs, which stay with it anyway
+    """
+
+    forward: tuple[Linear, ...] = ()
+    backward: tuple[Linear, ...] = ()
+    kept: Linear = NOTHING
+
+    def sent(self, kind: str) -> tuple[Linear, ...]:
+        return self.forward if kind == FORWARD else self.backward
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,9 +160,9 @@ class Stage:
 
     parts        by piece of the model that it has: the program of one micro-batch
     table        every device's actions; device: which of them this is
-    hidden       bytes that one piece hands to the next, for each micro-batch and direction
-    bytes_per_s  of the link to the next device; latency_s: of one hand-over
-    messages     for each of its actions, how many messages (of such bytes) lie in memory beside it, sent or received
+    crossings    by piece of the model but the first, what it is given by the one before
+    bytes_per_s  of the link to the next device; latency_s: of one message
+    messages     for each of its actions, the messages that lie in memory beside it: (sent, coming), by the actions that take them
     versions     of the weights that are kept beside the newest
     continuous   whether steps follow each other without waiting for the last backward
     """
@@ -155,12 +170,33 @@ class Stage:
     parts: dict[int, Part]
     table: Timetable
     device: int
-    hidden: Linear
+    crossings: dict[int, Crossing]
     bytes_per_s: float
-    messages: tuple[int, ...]
+    messages: tuple[tuple[tuple[Action, ...], tuple[Action, ...]], ...]
     latency_s: float = 0.0
     versions: int = 0
     continuous: bool = False
+
+    def message(self, taken: Action) -> tuple[Linear, ...]:
+        """Bytes of each tensor that an action begins with."""
+        crossing = self.crossings.get(taken.chunk if taken.kind == FORWARD else taken.chunk + 1, Crossing())
+        return crossing.sent(taken.kind)
+
+    def sent_bytes(self, samples: int) -> float:
+        """What this device sends to its neighbours in the step of the table."""
+        own = (taken_by(action) for action in self.table[self.device] if action.kind != WEIGHTS)
+        return sum(size.at(samples) for taken in own if taken.chunk >= 0 for size in self.message(taken))
+
+    def beside(self, place: int) -> Linear:
+        """Bytes of the messages that lie in memory beside the action at `place`."""
+        sent, coming = self.messages[place]
+        total = Linear()
+        for taken in (*sent, *coming):
+            total = sum(self.message(taken), total)
+        for taken in sent:
+            if taken.kind == FORWARD:
+                total += self.crossings[taken.chunk].kept.times(-1.0)
+        return total
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class Ledger:
     inference       gives the program of an evaluation's micro-batch: it is traced when it is first asked for
     parameters      the model's, by name; updates: by name, what the optimizer does to each
     dataflow        gives what a forward computes from what (`models/dataflow.py`), for what cuts the model
+    try_segments    raises InputError for a model whose blocks cannot be computed again in segments
     batch_bytes     of one sample, as it lies in device memory (or in the host's, on a CPU)
     keeps_memory    whether freed memory is kept by the process and used again; mapped_from: else, bytes from which a block is
                     mapped by itself, and fetched anew each time; None where the allocator learns that (see `planner/heap.py`)
@@ -67,6 +68,7 @@ class Ledger:
     parameters: tuple[Parameter, ...]
     blocks: int = 0
     dataflow: Callable[[], Any] | None = None
+    try_segments: Callable[[], None] | None = None
     updates: dict[str, Update] = field(default_factory=dict)
     whole_step: tuple[Operation, ...] = ()
     batch_bytes: float = 0.0
@@ -222,9 +224,9 @@ class Ledger:
         backward = {piece: self.passes(part.backward, 2) for piece, part in stage.parts.items()}
         weights = {piece: self.passes(part.weights, 2) for piece, part in stage.parts.items()}
         seen: set[tuple[str, int]] = set()
-        for action, beside in zip(stage.table[stage.device], stage.messages, strict=True):
+        for number, action in enumerate(stage.table[stage.device]):
             kind, piece, place = action.kind, action.chunk, action.micro_batch % self.micro_batches
-            come, go = _messages(beside, stage.hidden, "forward" if kind == FORWARD else "backward")
+            come, go = _messages(stage.beside(number), "forward" if kind == FORWARD else "backward")
             if kind == FORWARD:
                 yield Visit((come, *stage.parts[piece].forward, go), False, False, ends=False)
                 continue
@@ -307,10 +309,10 @@ class Ledger:
                 yield "optimizer", "update", operation, operation.count.at(1)
 
 
-def _messages(count: int, size: Linear, phase: str) -> tuple[Passage, Passage]:
-    """So many messages, which come before an action and go after it."""
-    buffers = [Buffer(size, "temporaries", "message") for _ in range(count)]
-    come, go = (Timeline(tuple((buffer, sign) for buffer in buffers)) for sign in (1, -1))
+def _messages(size: Linear, phase: str) -> tuple[Passage, Passage]:
+    """Messages of such bytes together, which come before an action and go after it."""
+    buffer = Buffer(size, "temporaries", "message")
+    come, go = (Timeline(((buffer, sign),)) for sign in (1, -1))
     return Passage("messages", phase, come), Passage("messages", phase, go)
 
 

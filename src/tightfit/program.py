@@ -66,6 +66,22 @@ class Operation:
     count: Linear = Linear(1.0)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """A tensor that a block is called with.
+
+    path          where it lies in the block's arguments
+    size          bytes of the tensor, which may be a part of its storage
+    buffer        its storage, where the step made it
+    has_gradient  whether backward makes a gradient of it
+    """
+
+    path: str
+    size: Linear
+    buffer: Buffer | None = None
+    has_gradient: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Timeline:
     """Buffers in the order in which they come (+1) and go (-1), and the operations of the same stretch.
@@ -74,7 +90,7 @@ class Timeline:
 
     needed  how many of the events, and of the operations, come before the last tensor that backward needs: where a
             recomputation stops
-    inputs  of a block: the buffers that it was called with
+    inputs  of a block: the buffers that it was called with; given: all tensors that it was
     kept    of a forward: the buffers, its own or others', that it keeps for backward
     """
 
@@ -83,6 +99,7 @@ class Timeline:
     needed: tuple[int, int] = (0, 0)
     inputs: tuple[Buffer, ...] = ()
     kept: frozenset[Buffer] = frozenset()
+    given: tuple[Given, ...] = ()
 
     def then(self, other: Timeline) -> Timeline:
         events, operations = other.needed
@@ -93,6 +110,7 @@ class Timeline:
             needed,
             self.inputs + other.inputs,
             self.kept | other.kept,
+            self.given or other.given,
         )
 
     @property

@@ -141,8 +141,9 @@ def given_by(action: Action) -> Action:
     return Action(action.kind, action.chunk - (1 if action.kind == FORWARD else -1), action.micro_batch)
 
 
-def messages(table: Timetable, device: int, ahead: bool) -> tuple[int, ...]:
-    """For each action of a device, how many messages lie in its memory beside what the action itself works with.
+def messages(table: Timetable, device: int, ahead: bool) -> tuple[tuple[tuple[Action, ...], tuple[Action, ...]], ...]:
+    """For each action of a device, which messages lie in its memory beside what the action itself works with: (those that it sent,
+    those that are coming), each by the action that takes it.
 
     A message that was sent stays until it is known to have arrived: until the device that takes it has sent one back that it made
     later. ahead: whether what the next action begins with may arrive meanwhile.
@@ -157,8 +158,8 @@ def messages(table: Timetable, device: int, ahead: bool) -> tuple[int, ...]:
         if action.kind != WEIGHTS and given in places:
             sent = [one for one in sent if one.chunk % devices != given.chunk % devices or places[one] > places[given]]
         coming = own[place + 1 : place + 2] if ahead else ()
-        begun = sum(one.kind != WEIGHTS and given_by(one) in places for one in coming)
-        found.append(len(sent) + begun)
+        begun = tuple(one for one in coming if one.kind != WEIGHTS and given_by(one) in places)
+        found.append((tuple(sent), begun))
         taken = taken_by(action)
         if action.kind != WEIGHTS and 0 <= taken.chunk <= last:
             sent.append(taken)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tightfit
 from tightfit.errors import InputError
 from tightfit.methods.run import Run
+from tightfit.planner.search import search
 from tightfit.planner.storages import track
 
 LAYERS, WIDTH, BATCH = 9, 16, 32
@@ -361,6 +362,23 @@ def test_sqrt_refuses_a_model_that_uses_what_inner_blocks_return(model: Callable
     job = build("none", model).job
     with pytest.raises(InputError, match="more between its blocks"):
         tightfit.build(job, tightfit.Plan(recompute="sqrt", compile=compile))
+
+
+@pytest.mark.parametrize("model", [Net, Doubling, Alone, Backwards, Masked, SumOfAll, SumAtTheEnd])
+def test_explain_offers_sqrt_where_training_takes_it(model: type[nn.Module]) -> None:
+    job, plan, said = build("none", model).job, tightfit.Plan(recompute="sqrt"), ""
+    try:
+        next(tightfit.train(tightfit.build(job, plan)))
+    except InputError as error:
+        said = str(error)
+    assert bool(said) == (model is not Net)
+    if not said:
+        assert search(job, pins={"recompute": "sqrt"})[0].plan.recompute == "sqrt"
+        return
+    for ask in (lambda: tightfit.estimate(job, plan), lambda: search(job, pins={"recompute": "sqrt"})):
+        with pytest.raises(InputError) as refused:
+            ask()
+        assert str(refused.value) == said
 
 
 class Forgetful(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tightfit.methods.sections import part, sections_of
+from tightfit.methods.sections import Received, part, sections_of
 from tightfit.program import Buffer, Linear, Passage, Timeline, play
 
 SIZE, HIDDEN = Linear(100.0), Linear(7.0)  # all but the hidden states are equally large
@@ -55,7 +55,8 @@ def test_what_a_stage_keeps_is_its_own_blocks_and_their_inputs() -> None:
     for pieces in ([range(3), range(3, 8)], [range(2), range(2, 5), range(5, 7), range(7, 8)]):
         sections = sections_of(program(blocks), blocks, False)
         for piece in pieces:
-            found = part(sections, piece, HIDDEN)
+            comes = Received(kept=HIDDEN) if piece.start else Received()
+            found = part(sections, piece, comes, Linear() if piece.stop == blocks else HIDDEN)
             last = piece.stop == blocks
             kept = left(found.forward)
             assert kept["activations"] + kept["temporaries"] == len(piece) * 107 + (7 if last else 0), piece
@@ -79,8 +80,8 @@ def test_weights_of_linear_layers_are_made_later_from_what_is_left_for_them() ->
         Passage("between", "backward", Timeline(((gradient, 1), (output, -1)))),
         Passage("block", "backward", backward, 0),
     )
-    whole = part(sections_of(training, 1, False), range(1), HIDDEN)
-    split = part(sections_of(training, 1, True), range(1), HIDDEN)
+    whole = part(sections_of(training, 1, False), range(1), Received(), Linear())
+    split = part(sections_of(training, 1, True), range(1), Received(), Linear())
     assert whole.weights == ()
     assert left(whole.passages) == left(split.passages) == {"activations": 0, "temporaries": 0, "gradients": 103}
     waits = left((*split.forward, *split.backward))

@@ -526,6 +526,41 @@ class LeavesInList(Plain):
         return h + left[-1]
 
 
+class LeavesReturnedInList(Plain):
+    """Blocks leave what they return in a list, in which a stage would find another one by the number."""
+
+    class Leaving(Block):
+        def forward(self, h: Tensor, left: list[Tensor]) -> Tensor:  # type: ignore[override]
+            left.append(super().forward(h))
+            return left[-1]
+
+    def block(self) -> nn.Module:
+        return self.Leaving()
+
+    def through(self, h: Tensor, x: Tensor) -> Tensor:
+        left: list[Tensor] = []
+        for block in self.blocks:
+            h = block(h, left)
+        return h + left[1]
+
+
+class LeavesReturnedOnSelf(Plain):
+    """The block before a stage's first one stores what it returns, where the stage does not find it."""
+
+    class Leaving(Block):
+        returned: Any = None
+
+        def forward(self, h: Tensor) -> Tensor:
+            self.returned = super().forward(h)
+            return self.returned
+
+    def block(self) -> nn.Module:
+        return self.Leaving()
+
+    def through(self, h: Tensor, x: Tensor) -> Tensor:
+        return super().through(h, x) + self.blocks[1].returned  # type: ignore[operator]
+
+
 class CollectsLater(Collects):
     """The first forward installs the hooks."""
 
@@ -589,7 +624,9 @@ REFUSED: dict[type[nn.Module], str] = {
     DecidesByHidden: "decides by",
     TwoLists: "in a row",
     CollectsLater: "registers a hook on blocks.0",
-    LeavesInList: "return h + left[-1]",
+    LeavesInList: "block 2 is called with a value that a block leaves behind",
+    LeavesReturnedInList: "block 2 is called with a value that a block leaves behind",
+    LeavesReturnedOnSelf: "self.blocks[1].returned",
     ReplacesBufferInBlock: "self.through(self.before(x), x) * seen",
 }
 MODELS = {model.__name__: model for model in (*WORK, *REFUSED)}

@@ -77,8 +77,12 @@ def loss_of_means(output: Tensor, batch: Any) -> Tensor:
 
 
 def measured(name: str, size: str, fields: dict[str, Any]) -> int:
+    return measured_of(job(name, size), fields)
+
+
+def measured_of(job: tightfit.Job, fields: dict[str, Any]) -> int:
     """Bytes of tensors at this device's peak, once steps are as they will be."""
-    run = build(job(name, size), tightfit.Plan(**fields))
+    run = build(job, tightfit.Plan(**fields))
     steps, number = run.data.steps(0, None), 0
     for number in range(2):
         take_step(run, next(steps), number)

@@ -156,6 +156,8 @@ CUSTOM = [
     module("double", nets.Double),
     module("checkpointed", nets.Checkpointed),
     module("caches", nets.Caches),
+    module("leaves-returned", nets.LeavesReturned),
+    module("keeps-returned", nets.KeepsReturned),
     module("complex", nets.Complex),
     module("fourier", nets.Fourier),
     module("lstm", layers.Recurrent),

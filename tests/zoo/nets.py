@@ -515,6 +515,48 @@ class Dropping(Net):
     block = Drops
 
 
+class LeavesReturned(Net):
+    """Each block appends what it returns to a list of the model's, from which the model takes some of it in the end."""
+
+    class Leaving(Block):
+        left: list[Tensor]
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.left.append(super().forward(x))
+            return self.left[-1]
+
+    block = Leaving
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[Tensor] = []
+        for block in self.blocks:
+            block.left = self.left
+
+    def forward(self, tokens: Tensor) -> Any:
+        self.left.clear()
+        hidden = self.before(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.after(hidden + self.left[1])
+
+
+class KeepsReturned(Net):
+    """Each block stores what it returns on itself."""
+
+    class Keeping(Block):
+        returned: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.returned = super().forward(x)
+            return self.returned
+
+    block = Keeping
+
+    def after(self, hidden: Tensor) -> Any:
+        return super().after(hidden + self.blocks[1].returned.relu())
+
+
 class WideBuffer(Net):
     """A buffer in fp64 and one of truths, read in the forward."""
 

@@ -11,6 +11,7 @@ reads it.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -55,23 +56,30 @@ def look(run: Run, plan: Plan) -> Run:
     return replace(run, dataflow=flow)
 
 
-def moved(ledger: Ledger, plan: Plan) -> Ledger:
-    """The ledger whose parameters lie where they are used. Raises InputError where a run would."""
-    if ledger.dataflow is None:
-        return ledger
+def moved(ledger: Ledger, plan: Plan) -> tuple[Ledger, dict[int, tuple[PathTo, ...]]]:
+    """The ledger whose parameters lie where they are used; and by the first block of each stage but the first, which of its
+    arguments are sent. Raises InputError where a run would."""
+    assert ledger.dataflow is not None
     pieces = pieces_of(plan, ledger.blocks)
     defined = {p.name: p.places for p in ledger.parameters if p.places != EVERYWHERE}
     refuse_shared_blocks(defined, ledger.blocks)
     flow: Dataflow = ledger.dataflow()
-    refuse(flow, plan, pieces, defined, {p.name: p.count for p in ledger.parameters if p.name in defined})
+    found = refuse(flow, plan, pieces, defined, {p.name: p.count for p in ledger.parameters if p.name in defined})
+    crosses = {}
+    for piece in pieces[1:]:  # a block that was not recorded is like the one that was recorded last before it
+        recorded = bisect_right(flow.numbers, piece.start) - 1
+        crosses[piece.start] = found.get(recorded, found[max(found)])
     places = placed(defined, flow, ledger.blocks)
-    return replace(ledger, parameters=tuple(replace(p, places=places.get(p.name, p.places)) for p in ledger.parameters))
+    parameters = tuple(replace(p, places=places.get(p.name, p.places)) for p in ledger.parameters)
+    return replace(ledger, parameters=parameters), crosses
 
 
-def refuse(flow: Dataflow, plan: Plan, pieces: list[range], defined: Places, sizes: dict[str, int]) -> None:
-    """Raise InputError for a model that the plan's stages would not compute. defined: see `places_of`."""
+def refuse(
+    flow: Dataflow, plan: Plan, pieces: list[range], defined: Places, sizes: dict[str, int]
+) -> dict[int, tuple[PathTo, ...]]:
+    """Raise InputError for a model that the plan's stages would not compute. defined: see `places_of`. Else, what crosses."""
     _refuse_misplaced(plan, pieces, defined, placed(defined, flow, pieces[-1].stop), sizes)
-    crossing(flow, plan, pieces)
+    return crossing(flow, plan, pieces)
 
 
 def refuse_shared_blocks(places: Places, blocks: int) -> None:
@@ -330,6 +338,13 @@ class _Stage:
         for path, seen in event.given.items():
             if seen.tensor in came or self._why(seen) is None:
                 continue
+            if seen.tensor in self.left:
+                raise InputError(
+                    ASKED,
+                    f"block {event.block} is called with a value that a block leaves behind and does not return: "
+                    f"{self.left[seen.tensor]}",
+                    f"let blocks return it, or {INSTEAD}",
+                )
             came[seen.tensor] = path
             self.taken[path] = seen
             self.unknown.pop(seen.tensor, None)

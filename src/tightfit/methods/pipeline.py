@@ -49,7 +49,8 @@ def wanted(plan: Plan) -> bool:
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """What one device of the row holds and does: the ledger's `stage` says which one."""
-    return staged(moved(ledger, plan), plan, machine)
+    ledger, crosses = moved(ledger, plan)
+    return staged(ledger, crosses, plan, machine)
 
 
 def apply(run: Run, plan: Plan) -> Run:

@@ -148,7 +148,7 @@ class _Recomputation:
             first = first.then(_freed([buffer for buffer in inputs if buffer in saved]))
         products = _kept_products(before, self.selective) if self.selective else set()
         own = frozenset((*(inputs if keep_input else ()), *products))
-        self._put(self.forward[call], replace(first, inputs=inputs, kept=own))
+        self._put(self.forward[call], replace(first, inputs=inputs, kept=own, given=before.given))
         held = [buffer for buffer in first.born if buffer not in first.gone and buffer not in left]
         soon = [buffer for buffer in held if buffer in self.passing]  # what nobody keeps of what it returns
         after = next(iter(self._after(call)), self.end)

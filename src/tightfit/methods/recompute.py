@@ -63,8 +63,7 @@ def apply(run: Run, plan: Plan) -> Run:
             "name its list of blocks in the job (model: {..., blocks: encoder.layers}), or use recompute: none",
         )
     if plan.recompute == "sqrt":
-        length = round(math.sqrt(len(blocks)))
-        segments = [blocks[start : start + length] for start in range(0, len(blocks), length)]
+        segments = in_segments(blocks)
         if active_fake_mode() is None:
             _refuse_other_uses(run, plan, segments)
         ends = [recompute_segment(segment) for segment in segments]
@@ -87,6 +86,16 @@ def apply(run: Run, plan: Plan) -> Run:
     return run
 
 
+def _segments(blocks: int) -> list[range]:
+    """Of so many blocks, those that sqrt computes again as one: as many segments as each has blocks."""
+    length = max(round(math.sqrt(blocks)), 1)
+    return [range(start, min(start + length, blocks)) for start in range(0, blocks, length)]
+
+
+def in_segments(blocks: list[nn.Module]) -> list[list[nn.Module]]:
+    return [blocks[segment.start : segment.stop] for segment in _segments(len(blocks))]
+
+
 def _every(plan: Plan) -> int:
     return int(plan.recompute.removeprefix("every-")) if plan.recompute.startswith("every-") else 1
 
@@ -100,11 +109,10 @@ def _selective(plan: Plan) -> int:
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """Forward as an evaluation's, which keeps nothing, but for the segments' inputs; backward after another forward."""
-    if plan.recompute == "sqrt":
-        length = max(round(math.sqrt(ledger.blocks)), 1)
-        segments = [range(start, min(start + length, ledger.blocks)) for start in range(0, ledger.blocks, length)]
-    else:
-        segments = [range(block, block + 1) for block in range(0, ledger.blocks, _every(plan))]
+    if plan.recompute == "sqrt" and ledger.try_segments is not None:
+        ledger.try_segments()
+    every = [range(block, block + 1) for block in range(0, ledger.blocks, _every(plan))]
+    segments = _segments(ledger.blocks) if plan.recompute == "sqrt" else every
     compiled = plan.compile != "none"
     training = with_recomputation(ledger.training, ledger.inference(), tuple(segments), _selective(plan), compiled)
     return replace(ledger, training=training)
@@ -386,23 +394,47 @@ _LOOKS = frozenset({"shape", "size", "dim", "ndim", "numel", "dtype", "device", 
 def _refuse_other_uses(run: Run, plan: Plan, segments: list[list[nn.Module]]) -> None:
     """Run a batch of the job's as it is, without gradients, and raise InputError where the model uses what a block inside a segment
     returns for more than the next block: a segment returns its last block's output in the place of each."""
-    watch = _Uses()
     buffers = ChangingBuffers([run.model])
     before = buffers.values()
     devices = [run.device] if run.device.type == "cuda" else []
-    with left_as_it_was(run.model), torch.random.fork_rng(devices):
-        for segment in segments:
-            for block in segment:
-                block.forward = partial(watch.call, block.forward, block is segment[-1])
+    with torch.random.fork_rng(devices):
         batch = to_device(run.data.example(), run)
         if plan.is_true:  # the weights are narrow already, the batch is not
             narrow = Counter(parameter.dtype for parameter in run.model.parameters()).most_common(1)[0][0]
             batch = map_tensors(lambda tensor: tensor.to(narrow) if tensor.is_floating_point() else tensor, batch)
-        with torch.no_grad(), watch:
-            run.loss_sum(batch)
-    _put(before)
+        try:
+            refuse_other_uses(run.model, segments, lambda: run.loss_sum(batch))
+        finally:
+            _put(before)
+
+
+def refuse_other_uses(model: nn.Module, segments: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
+    """Run the model's `forward`, and raise InputError where it uses what a block inside a segment returns for more than the next
+    block. Its modules are left as they were."""
+    watch = _Uses()
+    with left_as_it_was(model), torch.no_grad(), watch:
+        for segment in segments:
+            for block in segment:
+                block.forward = partial(watch.call, block.forward, block is segment[-1])
+        forward()
     if watch.used:
         raise _not_in_a_row()
+
+
+def try_segments(model: nn.Module, segments: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
+    """Raise InputError, on tensors without values, for what a run that recomputes these segments refuses before its first update."""
+    refuse_other_uses(model, segments, forward)
+    with left_as_it_was(model), torch.no_grad():
+        ends = [recompute_segment(segment) for segment in segments]
+        try:
+            forward()
+        except FAILURES as error:
+            if not _says_something_else(error):
+                for end in ends:
+                    end()
+            raise
+        for end in ends:
+            end()
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)

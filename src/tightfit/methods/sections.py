@@ -9,11 +9,11 @@ the two neighbours makes it, and which frees it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from tightfit.entries import Part
+from tightfit.entries import NOTHING, Part
 from tightfit.program import Buffer, Linear, Passage, Timeline
 
 BEFORE = -1  # the section of what comes before the blocks; what comes after them is of the section with their number
@@ -79,6 +79,23 @@ class Sections:
         step = 1 if self.phase[buffer] == FORWARD else -1
         return min(freed) - min(made) == step or max(freed) - max(made) == step
 
+    def kept(self, piece: range) -> frozenset[Buffer]:
+        """What the forward of a piece keeps for its backward."""
+        first, last = piece.start or BEFORE, self.end + 1 if piece.stop == self.end else piece.stop
+        here = (passage for section in range(first, last) for passage in self.passages.get((section, FORWARD), ()))
+        return frozenset().union(*(passage.timeline.kept for passage in here))
+
+    def keeps(self, piece: range, given: Buffer | None) -> bool:
+        """Whether backward needs what a piece gives to the next block. given: as the program of that block names it, which the
+        piece may know by another name."""
+        if given is None:
+            return False
+        kept, last = self.kept(piece), piece.stop - 1
+        if not {BEFORE, last}.isdisjoint(self.made.get(given, ())):
+            return given in kept
+        handed_on = (one for one in self.left(last) if self.phase[one] == FORWARD and self.to_next(one))
+        return any(one in kept for one in handed_on if one.size == given.size)
+
     def left(self, section: int, whole: bool = True) -> Iterator[Buffer]:
         """What a section makes and does not free itself, but gradients of parameters. whole: its backward too."""
         phases = (FORWARD, BACKWARD, WEIGHTS) if whole else (FORWARD,)
@@ -108,10 +125,23 @@ def sections_of(training: tuple[Passage, ...], blocks: int, deferred: bool) -> S
     return Sections(training, blocks, deferred)
 
 
-def part(sections: Sections, piece: range, hidden: Linear) -> Part:
+@dataclass(frozen=True)
+class Received:
+    """Bytes of what a piece is sent: of what its backward needs, and of the rest, which goes when its forward ends. instead: the
+    buffers in whose place it comes, of what lies before the blocks."""
+
+    kept: Linear = NOTHING
+    passing: Linear = NOTHING
+    instead: frozenset[Buffer] = frozenset()
+
+
+def part(sections: Sections, piece: range, received: Received, gradients: Linear) -> Part:
     """The program of a piece of the model by itself. What comes from another device comes, and what no passage here frees goes
-    where the forward or the backward ends."""
-    return _Piece(sections, piece, hidden).part()
+    where the forward or the backward ends.
+
+    received   from the piece before; gradients: bytes of those that come from the piece behind
+    """
+    return _Piece(sections, piece, received, gradients).part()
 
 
 class _Piece:
@@ -120,8 +150,8 @@ class _Piece:
     here     the sections whose forward and backward it runs; of what comes before the blocks each device runs the forward
     """
 
-    def __init__(self, sections: Sections, piece: range, hidden: Linear) -> None:
-        self.sections, self.hidden = sections, hidden
+    def __init__(self, sections: Sections, piece: range, comes: Received, gradients: Linear) -> None:
+        self.sections, self.comes, self.gradients = sections, comes, gradients
         self.received, self.handed_on = piece.start > 0, piece.stop < sections.end
         self.here = range(piece.start if self.received else BEFORE, piece.stop if self.handed_on else sections.end + 1)
         self.run = {BEFORE, *self.here}
@@ -132,15 +162,14 @@ class _Piece:
             FORWARD: False,
             BACKWARD: False,
         }  # whether what is received in a phase waits for the weights' part
-        self.kept = frozenset().union(
-            *(passage.timeline.kept for section in self.here for passage in sections.passages[section, FORWARD])
-        )
+        self.kept = sections.kept(piece)
         self.early: dict[int, Events] = {}  # by section: what forward made is a gradient when backward comes to it
         self.becomes: dict[
             Buffer, Buffer | None
         ] = {}  # what a buffer is here, where it is something else; None: nothing
         for gradient in sections.tied:
             self._untie(gradient)
+        self.becomes.update((buffer, None) for buffer in comes.instead if BEFORE in sections.made.get(buffer, ()))
 
     def _untie(self, gradient: Buffer) -> None:
         """A parameter that pieces on several devices use has on each of them a gradient of its own, and no sum of them."""
@@ -169,25 +198,19 @@ class _Piece:
             kept = buffer in self.kept or self.sections.phase[buffer] == BACKWARD
             ends[BACKWARD if kept else FORWARD].append((buffer, -1))
         begin: dict[str, Events] = {FORWARD: [], BACKWARD: []}
-        for phase, row, comes in (
-            (FORWARD, "activations", self.received),
-            (BACKWARD, "temporaries", self.handed_on),
+        for phase, row, size, end in (
+            (FORWARD, "activations", self.comes.kept, WEIGHTS if self.operand[FORWARD] else BACKWARD),
+            (FORWARD, "temporaries", self.comes.passing, FORWARD),
+            (BACKWARD, "temporaries", self.gradients, WEIGHTS if self.operand[BACKWARD] else BACKWARD),
         ):
-            if comes:
-                buffer = Buffer(self.hidden, row, "received")
-                begin[phase].append((buffer, 1))
-                ends[WEIGHTS if self.operand[phase] else BACKWARD].append((buffer, -1))
+            buffer = Buffer(size, row, "received")
+            begin[phase].append((buffer, 1))
+            ends[end].append((buffer, -1))
         return Part(
             (_passage("received", FORWARD, begin[FORWARD]), *done, _passage("sent", FORWARD, ends[FORWARD])),
             (_passage("received", BACKWARD, begin[BACKWARD]), *back, _passage("sent", BACKWARD, ends[BACKWARD])),
             (*later, _passage("sent", BACKWARD, ends[WEIGHTS])) if later else (),
-            keeps=self.handed_on and any(buffer in self.kept for buffer in self._handed_on()),
         )
-
-    def _handed_on(self) -> Iterator[Buffer]:
-        for buffer in self.sections.left(self.here[-1]):
-            if self.sections.phase[buffer] == FORWARD and self.sections.to_next(buffer):
-                yield buffer
 
     def _find_left(self) -> None:
         """Count what is alive when its own section is done, and is not the next one's to free."""
@@ -287,14 +310,4 @@ def _without_weights(timeline: Timeline) -> tuple[Timeline, Timeline]:
     return replace(timeline, events=tuple(now)), Timeline(tuple(weights))
 
 
-def hidden_states(training: Iterable[Passage]) -> Linear:
-    """Bytes of the hidden states that one block hands to the next: of what a block is called with, what only it is."""
-    called = [set(p.timeline.inputs) for p in training if p.phase == FORWARD and p.block is not None]
-    if len(called) < 2:
-        return Linear()
-    own = [one - other for one, other in ((called[1], called[0]), (called[0], called[1]))]
-    sizes = [buffer.size for buffers in own for buffer in buffers]
-    return max(sizes, key=lambda size: size.at(1), default=Linear())
-
-
-__all__ = ["hidden_states", "part", "sections_of"]
+__all__ = ["Received", "Sections", "part", "sections_of"]

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from tightfit.entries import Part, Stage
+from tightfit.entries import Crossing, Part, Stage
 from tightfit.errors import InputError
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.hollow import not_in_a_row
 from tightfit.methods.mesh import latency, link
-from tightfit.methods.sections import hidden_states, part, sections_of
+from tightfit.methods.sections import Received, Sections, part, sections_of
+from tightfit.models.dataflow import PathTo
 from tightfit.plan import Plan
-from tightfit.program import Passage
+from tightfit.program import Given, Linear, Passage
 from tightfit.timetable import messages, split_evenly, timetable
 
 
@@ -51,8 +52,11 @@ def refuse_idle_devices(plan: Plan, pieces: list[range], trained: list[tuple[int
             )
 
 
-def staged(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """The ledger of one device: its pieces' passages, parameters and updates, and the order of its actions."""
+def staged(ledger: Ledger, crosses: Mapping[int, tuple[PathTo, ...]], plan: Plan, machine: Machine) -> Ledger:
+    """The ledger of one device: its pieces' passages, parameters and updates, and the order of its actions.
+
+    crosses  by the first block of each stage but the first, which of its arguments are sent to it
+    """
     pieces = pieces_of(plan, ledger.blocks)
     called = [passage.block for passage in ledger.training if passage.phase == "forward" and passage.block is not None]
     if called != sorted(set(called)):
@@ -62,8 +66,21 @@ def staged(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     own = [piece for piece in range(plan.stages) if piece % plan.pp == number]
     mine = {p.name for p in ledger.parameters if pieces_with(p.places, pieces) & set(own)}
     sections = sections_of(ledger.training, ledger.blocks, plan.schedule == "zero-bubble")
-    hidden = hidden_states(ledger.training)
-    parts = {piece: part(sections, pieces[piece], hidden) for piece in own}
+    given = [_given(ledger.training, piece.start, crosses.get(piece.start, ())) for piece in pieces]
+    crossings = {
+        piece: Crossing(
+            tuple(one.size for one in tensors),
+            tuple(one.size for one in tensors if one.has_gradient),
+            _sum(one.size for one in tensors if sections.keeps(pieces[piece - 1], one.buffer)),
+        )
+        for piece, tensors in enumerate(given)
+        if piece
+    }
+    parts = {}
+    for piece in own:
+        comes = _received(sections, pieces[piece], given[piece])
+        gradients = crossings[piece + 1].backward if piece + 1 in crossings else ()
+        parts[piece] = part(sections, pieces[piece], comes, _sum(gradients))
     said = {name: _said(passages) for name, passages in (("all", ledger.training), ("own", _own(parts)))}
     share = said["own"] / said["all"] if said["all"] else 1.0  # of what the tp devices say to each other
     table = timetable(plan.schedule, plan.pp, plan.virtual_stages, ledger.micro_batches)
@@ -79,14 +96,34 @@ def staged(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
             parts=parts,
             table=table,
             device=number,
-            hidden=hidden,
+            crossings=crossings,
             bytes_per_s=link(plan, machine, ("pp",)),
             latency_s=latency(plan, machine, ("pp",), 1),
-            messages=messages(table, number, ahead) if waits else (0,) * len(table[number]),
+            messages=messages(table, number, ahead) if waits else (((), ()),) * len(table[number]),
             versions=_versions(plan, number),
             continuous=plan.schedule == "pipedream",
         ),
     )
+
+
+def _given(training: Iterable[Passage], block: int, paths: tuple[PathTo, ...]) -> list[Given]:
+    """Of what a block is called with, the tensors at these paths, each storage once."""
+    called = next((one for one in training if one.phase == "forward" and one.block == block), None)
+    known = {one.path: one for one in called.timeline.given} if called is not None else {}
+    return [known[str(path)] for path in paths if str(path) in known]
+
+
+def _received(sections: Sections, piece: range, given: list[Given]) -> Received:
+    kept = sections.kept(piece)
+    return Received(
+        _sum(one.size for one in given if one.buffer in kept),
+        _sum(one.size for one in given if one.buffer not in kept),
+        frozenset(one.buffer for one in given if one.buffer is not None),
+    )
+
+
+def _sum(sizes: Iterable[Linear]) -> Linear:
+    return sum(sizes, Linear())
 
 
 def _own(parts: dict[int, Part]) -> tuple[Passage, ...]:

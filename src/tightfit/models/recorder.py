@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from tightfit.errors import InputError
 from tightfit.models.answers import answer
@@ -107,6 +107,7 @@ class Recorder(TorchDispatchMode):
             if len(self.forwards) == 1:
                 run_hooks_on_direct_calls(block, partial(self._is_running, number))
             hooks.append(block.register_forward_pre_hook(self._calling(number), with_kwargs=True, prepend=True))
+            hooks.append(block.register_forward_hook(partial(self._apart, number), prepend=True))
             hooks.append(block.register_forward_hook(self._returning(number), with_kwargs=True))
         try:
             total(self.model, self.batch)
@@ -151,6 +152,18 @@ class Recorder(TorchDispatchMode):
             self.forwards[-1].append(Called(number, given))
 
         return called
+
+    def _apart(self, number: int, module: nn.Module, args: Any, output: Any) -> Any:
+        """What a block returns, as tensors of their own: what it also leaves in a list or an attribute is then known not to have
+        come this way, the only one that leads to another stage."""
+        given = {id(leaf) for leaf in self.known[number].arguments.values()}
+        leaves, spec = tree_flatten(output)
+        made = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in given}
+        if not made:
+            return output
+        with torch.enable_grad():  # a view that is made without may not be overwritten with it
+            apart = {key: torch.ops.aten.alias.default(leaf) for key, leaf in made.items()}
+        return tree_unflatten([apart.get(id(leaf), leaf) for leaf in leaves], spec)
 
     def _returning(self, number: int) -> Callable[..., None]:
         def returned(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

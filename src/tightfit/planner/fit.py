@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from tightfit.program import TRACED, Buffer, Linear, Operation, Passage, Timeline
+from tightfit.program import TRACED, Buffer, Given, Linear, Operation, Passage, Timeline
 
 
 def fitted(
@@ -56,7 +56,13 @@ class _Fit:
             events, needed = self._compressed(small, large), (0, 0)
         inputs = tuple(self._buffer(one, other) for one, other in zip(small.inputs, large.inputs, strict=True))
         kept = frozenset(self.buffers[buffer] for buffer in small.kept if buffer in self.buffers)
-        return Timeline(events, self._operations(small.operations, large.operations), needed, inputs, kept)
+        given = tuple(self._given(one, other) for one, other in zip(small.given, large.given, strict=True))
+        return Timeline(events, self._operations(small.operations, large.operations), needed, inputs, kept, given)
+
+    def _given(self, small: Given, large: Given) -> Given:
+        both = small.buffer is not None and large.buffer is not None
+        buffer = self._buffer(small.buffer, large.buffer) if both else None  # type: ignore[arg-type]
+        return Given(small.path, self.line(small.size.fixed, large.size.fixed), buffer, small.has_gradient)
 
     def _buffer(self, small: Buffer, large: Buffer) -> Buffer:
         if small not in self.buffers:

@@ -17,11 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from tightfit.entries import EVERYWHERE, Parameter, Update
-from tightfit.errors import InputError
+from tightfit.errors import InputError, Untraceable
 from tightfit.job import Job, LossSpec, ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.methods import (
     attention,
+    boundaries,
     compile,
     context_parallel,
     loss,
@@ -58,6 +59,7 @@ DECIDING = (attention, loss, compile, precision)  # rooms that decide which oper
 MOST_CHUNKS = 64  # chunks of a loss that are traced one after another: more are more of the same
 
 
+WHOLE = 16  # blocks up to which a model is tried with all of them
 TAKEN_OUT, PASSED, RUN = range(3)  # what becomes in a trace of the blocks that are like another
 
 
@@ -83,6 +85,8 @@ class Profiler:
         self._updates: dict[Any, dict[str, Update]] = {}
         self._parameters: dict[Any, tuple[Parameter, ...]] = {}
         self._dataflow: Dataflow | None = None
+        self._segments_tried = False
+        self._segments_refused: InputError | None = None
         self._clippings: dict[Any, tuple[Operation, ...]] = {}
 
     @property
@@ -114,6 +118,7 @@ class Profiler:
             sample_s=self.sample_s,
             host_batch=self.device == "cpu",
             dataflow=self.dataflow,
+            try_segments=self.try_segments,
         )
 
     def dataflow(self) -> Dataflow:
@@ -121,10 +126,36 @@ class Profiler:
         if self._dataflow is None:
             with self._mode, FakeValues(self.padded):
                 model, depth = self._model(torch.float32, False)
+                boundaries.refuse_two_rows(model)
                 blocks = find_blocks(model, self._blocks_name)
                 batch, total = sized(self.batch, min(self.samples, EXAMPLE)), self._objective().total
                 self._dataflow = trace_dataflow(model, total, batch, blocks, tuple(depth.numbers))
         return self._dataflow
+
+    def try_segments(self) -> None:
+        """Raise InputError where a run of this job would refuse `recompute: sqrt`. The answer is found once."""
+        if not self._segments_tried:
+            self._segments_tried = True
+            try:
+                self._try_segments()
+            except Untraceable:  # a dry run will say so
+                pass
+            except InputError as error:
+                self._segments_refused = error
+        if self._segments_refused is not None:
+            raise self._segments_refused
+
+    def _try_segments(self) -> None:
+        with self._mode, FakeValues(self.padded):
+            model, depth = self._model(torch.float32, False)
+            if len(depth.names) <= WHOLE and depth.missing:
+                model, depth = self._model(torch.float32, True)
+            model.train()
+            blocks = [block for _, block in find_blocks(model, self._blocks_name)]
+            batch, objective = sized(self.batch, min(self.samples, EXAMPLE)), self._objective()
+            segments = [blocks] if depth.missing else recompute.in_segments(blocks)
+            with traceable(model):
+                recompute.try_segments(model, segments, lambda: objective.total(model, batch))
 
     def _batch_bytes(self, plan: Plan) -> float:
         """Of one sample, as it lies on one device."""

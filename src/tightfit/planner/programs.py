@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tightfit.entries import Parameter
-from tightfit.program import TRACED, Buffer, Linear, Operation, Passage, Timeline
+from tightfit.program import TRACED, Buffer, Given, Linear, Operation, Passage, Timeline
 
 PHASES = ("forward", "backward", "inference")
 
@@ -45,6 +45,15 @@ def to_content(programs: Programs) -> dict[str, Any]:
             "needed": list(one.needed),
             "inputs": [buffer_number(buffer) for buffer in one.inputs],
             "kept": sorted(buffer_number(buffer) for buffer in one.kept),
+            "given": [
+                [
+                    each.path,
+                    _pair(each.size),
+                    None if each.buffer is None else buffer_number(each.buffer),
+                    each.has_gradient,
+                ]
+                for each in one.given
+            ],
         }
 
     passages = [
@@ -103,6 +112,15 @@ def from_content(content: Any) -> Programs:
                 (_whole(first), _whole(second)),
                 tuple(buffers[_whole(place)] for place in one["inputs"]),
                 frozenset(buffers[_whole(place)] for place in one["kept"]),
+                tuple(
+                    Given(
+                        _text(path),
+                        _linear(size),
+                        None if place is None else buffers[_whole(place)],
+                        _one_of(has_gradient, (True, False)),
+                    )
+                    for path, size, place, has_gradient in one["given"]
+                ),
             )
         )
     passages = tuple(

@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tightfit.entries import Message
+from tightfit.entries import Message, Stage
 from tightfit.ledger import Ledger
 from tightfit.machine import COMPUTED, Machine
 from tightfit.planner.deep import of_all_blocks
 from tightfit.planner.heap import LARGEST_THRESHOLD, fetched_bytes
-from tightfit.program import Operation, Passage, Timeline
-from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, Slot, play
+from tightfit.program import Linear, Operation, Passage, Timeline
+from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, Slot, play, taken_by
 
 # Kinds of operations: how fast one is depends on its kind, its type and its size. What is named nowhere is elementwise.
 PRODUCT, BATCHED = "product", "batched product"
@@ -165,6 +165,11 @@ class Clock:
     def _sent_s(self, message: Message) -> float:
         return message.bytes / (message.bytes_per_s * self.link_share) + message.latency_s
 
+    def _crossing_s(self, stage: Stage, tensors: tuple[Linear, ...], samples: int) -> float:
+        """Seconds until what one stage hands to the next has arrived: each tensor is a message."""
+        size, latency_s = sum(one.at(samples) for one in tensors), stage.latency_s * len(tensors)
+        return self._sent_s(Message("crossing", size, stage.bytes_per_s, False, latency_s))
+
     def _exposed_s(self, ledger: Ledger, time: Time) -> float:
         """Time for what is sent, beyond what passes while the device works: gradients while backward goes on, gathered
         parameters in the whole of a step."""
@@ -204,15 +209,19 @@ class Clock:
                 seconds.update({(piece, kind): one_s * (1 + waited_s / busy_s) for kind, one_s in durations.items()})
         one = next(iter(ledgers.values()))
         assert one.stage is not None
-        hidden = Message(
-            "hidden", one.stage.hidden.at(one.micro_batch), one.stage.bytes_per_s, False, one.stage.latency_s
-        )
-        travel = self._sent_s(hidden)
+        travel = {
+            (kind, piece): self._crossing_s(one.stage, crossing.sent(kind), one.micro_batch)
+            for piece, crossing in one.stage.crossings.items()
+            for kind in (FORWARD, BACKWARD)
+        }
 
         def lasts(action: Action) -> float:
             return seconds[action.chunk, action.kind]
 
-        slots = play(table, lasts, lambda action: travel)
+        def travels(action: Action) -> float:
+            return travel[action.kind, max(action.chunk, taken_by(action).chunk)]
+
+        slots = play(table, lasts, travels)
         busy = [sum(map(lasts, actions)) for actions in table]
         slowest = max((known for known in ledgers), key=lambda known: busy[known])
         time = self.step_time(ledgers[slowest])

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from tightfit.methods.turns import taken_by
 from tightfit.models.answers import GROUPED_PRODUCT, grouped_flops, grouped_sizes
+from tightfit.models.dataflow import path_of
 from tightfit.planner.passing import watched
 from tightfit.planner.storages import ACCUMULATES, storages_of
-from tightfit.program import Buffer, Linear, Operation, Passage, Timeline
+from tightfit.program import Buffer, Given, Linear, Operation, Passage, Timeline
 
 _VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 _UNREAD = frozenset({"prim.device.default", "aten.detach.default", "aten.sym_size.int", "prim.layout.default"})
@@ -66,6 +67,7 @@ class _Open:
     needed: tuple[int, int] = (0, 0)
     inputs: list[_Storage] = field(default_factory=list)
     kept: set[_Storage] = field(default_factory=set)
+    given: list[_Given] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -80,6 +82,19 @@ class _Storage:
     terms: tuple[_Storage, ...] = ()
     sources: tuple[_Storage, ...] = ()
     buffer: Buffer | None = None
+
+
+@dataclass(eq=False)
+class _Given:
+    """As a Given."""
+
+    path: str
+    size: int
+    storage: _Storage | None
+    has_gradient: bool = False
+
+    def note_gradient(self, gradient: Tensor) -> None:
+        self.has_gradient = True
 
 
 class Recorder(TorchDispatchMode):
@@ -126,10 +141,18 @@ class Recorder(TorchDispatchMode):
         self.program.append(opened)
 
     def note_inputs(self, arguments: Any) -> None:
-        """What a block is called with, as far as this step made it."""
-        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        keys = dict.fromkeys(id(storage) for tensor in tensors for storage in storages_of(tensor))
-        self.program[-1].inputs += [self._live[key][0] for key in keys if key in self._live]
+        """What a block is called with: its tensors, and their storages as far as this step made them."""
+        passage = self.program[-1]
+        leaves = tree_flatten_with_path(arguments)[0]
+        tensors = [(path_of(keys), leaf) for keys, leaf in leaves if isinstance(leaf, Tensor)]
+        numbers = dict.fromkeys(id(storage) for _, tensor in tensors for storage in storages_of(tensor))
+        passage.inputs += [self._live[number][0] for number in numbers if number in self._live]
+        for path, tensor in tensors:
+            made = [self._live[id(one)][0] for one in storages_of(tensor) if id(one) in self._live]
+            given = _Given(str(path), tensor.numel() * tensor.element_size(), made[0] if made else None)
+            passage.given.append(given)
+            if tensor.requires_grad and torch.is_grad_enabled():
+                tensor.register_hook(given.note_gradient)
 
     def end_forward(self) -> None:
         """What forward made and is still alive is kept for backward."""
@@ -369,6 +392,7 @@ def _passages(program: list[_Open]) -> tuple[Passage, ...]:
             opened.needed,
             tuple(_buffer(seen) for seen in opened.inputs),
             frozenset(_buffer(seen) for seen in opened.kept),
+            tuple(_given(one) for one in opened.given),
         )
         closed.append((opened, timeline))
         if opened.block is not None and opened.stands_for is None:
@@ -405,6 +429,11 @@ def _buffer(seen: _Storage) -> Buffer:
         operands, terms = (tuple(map(_buffer, storages)) for storages in (seen.operands, seen.terms))
         seen.buffer = Buffer(Linear(float(seen.size)), seen.row, seen.maker, seen.parameter, operands, terms)
     return seen.buffer
+
+
+def _given(one: _Given) -> Given:
+    buffer = None if one.storage is None else _buffer(one.storage)
+    return Given(one.path, Linear(float(one.size)), buffer, one.has_gradient)
 
 
 def recorded(recorder: Recorder) -> tuple[Passage, ...]:
