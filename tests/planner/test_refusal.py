@@ -20,6 +20,7 @@ from tightfit.planner import finalists
 from tightfit.planner.candidates import is_legal
 from tightfit.planner.complete import complete
 from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.leanest import leanest
 from tightfit.planner.rehearse import rehearse
 from tightfit.planner.search import search
 from tightfit.report.commands import explain_command
@@ -112,6 +113,27 @@ def test_a_plan_whose_estimate_is_little_too_large_gets_its_dry_run() -> None:
     chosen, *_ = search(small(limit, plan=pins), GPU, {**pins, "update_in_backward": False})
     assert chosen.rehearsed is not None
     assert chosen.fits
+
+
+def test_what_an_allocator_adds_tells_the_leanest_of_plans_that_are_nearly_as_lean(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also of a run that is too short for compiling to pay, so that the plan it starts from is not compiled."""
+    job = small(memory=1e6)
+    estimator = Estimator(job, GPU)
+    start, _ = complete(job, GPU, {"compile": "none"})
+    settle = estimator.settle
+
+    def settled(one: Estimate) -> Estimate:
+        found = settle(one)
+        more = 0.05 * found.peak.total if one.plan.compile == "none" else 0.0
+        return found if one.settled else replace(found, peak=replace(found.peak, total=found.peak.total + more))
+
+    monkeypatch.setattr(estimator, "settle", settled)
+    least = leanest(estimator, start, {"precision": "fp32"})
+    assert least is not None
+    assert least.plan.compile == "block"
+    assert least.settled
 
 
 def all_plans(estimator: Estimator, start: tightfit.Plan) -> list[Estimate]:

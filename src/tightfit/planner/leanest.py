@@ -7,12 +7,14 @@ weights, states and gradients alone need bounds it from below, so few of the man
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from tightfit.errors import InputError
 from tightfit.plan import Plan
 from tightfit.planner.candidates import is_legal, spreads
+from tightfit.planner.complete import can_compile
 from tightfit.planner.estimate import Estimate, Estimator
 
 OFFLOADED: dict[str, tuple[tuple[str, ...], ...]] = {  # what is tried where nothing else fits
@@ -27,6 +29,8 @@ OFFLOADED: dict[str, tuple[tuple[str, ...], ...]] = {  # what is tried where not
 }
 PRECISIONS = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true")
 MOST_LOOKED_AT = 32  # combinations of which estimates are made
+NEAR = 1.1  # times what the leanest takes: what an allocator adds to others may be less
+MOST_SETTLED = 6  # plans of which that is found out
 
 
 def leanest(estimator: Estimator, start: Plan, pins: dict[str, Any], only_fitting: bool = False) -> Estimate | None:
@@ -49,10 +53,13 @@ def leanest(estimator: Estimator, start: Plan, pins: dict[str, Any], only_fittin
             break
         seen = _least(estimator, plan.replace(**kernels), pins, _SIZES)
         best = min((one for one in (best, seen) if one is not None), key=_taken, default=None)
-    if best is None or best.fits:
+    if best is None or estimator.settle(best).fits:
         return best
-    again = _least(estimator, best.plan, {**pins, "micro_batch": best.plan.micro_batch}, _KERNELS)
-    return min((one for one in (best, again) if one is not None), key=_taken)
+    compiled = {"compile": lambda plan: ["none", "block"]} if can_compile(estimator.machine) else {}
+    pinned = {**pins, "micro_batch": best.plan.micro_batch}
+    again = [best, *_estimates(estimator, best.plan, pinned, {**_KERNELS, **compiled})]
+    near = sorted((one for one in again if _taken(one) <= (NEAR * best.fullness, math.inf)), key=_taken)
+    return min((estimator.settle(one) for one in near[:MOST_SETTLED]), key=_taken)
 
 
 def _taken(one: Estimate) -> tuple[float, float]:
@@ -78,6 +85,13 @@ def _least(
     estimator: Estimator, start: Plan, pins: dict[str, Any], options: dict[str, Callable[[Plan], list[Any]]]
 ) -> Estimate | None:
     """The leanest of the estimates of `start` with such options; None where the model can have none."""
+    return min(_estimates(estimator, start, pins, options), key=_taken, default=None)
+
+
+def _estimates(
+    estimator: Estimator, start: Plan, pins: dict[str, Any], options: dict[str, Callable[[Plan], list[Any]]]
+) -> list[Estimate]:
+    """The estimates of `start` with such options that the model can have."""
     open_ = {name: list(dict.fromkeys(values(start))) for name, values in options.items() if name not in pins}
     found: list[Estimate] = []
     for values in itertools.product(*open_.values()):
@@ -91,7 +105,7 @@ def _least(
             found.append(estimator.estimate(plan))
         except InputError:  # what this model cannot have
             continue
-    return min(found, key=_taken, default=None)
+    return found
 
 
 def _combinations(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Iterator[Plan]:
