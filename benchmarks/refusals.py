@@ -32,6 +32,7 @@ from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.rehearse import rehearse
 from tightfit.planner.search import search
 from tightfit.record import code_version
+from tightfit.report.commands import quiet_libraries
 from tightfit.units import format_bytes
 
 PRESETS = (
@@ -207,6 +208,7 @@ def checked(draw: Draw, listed: float) -> dict[str, Any]:
 
 
 def main() -> None:
+    quiet_libraries()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seed", type=int, default=0)

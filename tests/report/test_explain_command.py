@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
+import warnings
 from pathlib import Path
 
 import pytest
+
+from tightfit.report.commands import quiet_libraries
 
 from .. import tiny
 from .test_session import command
@@ -128,3 +132,11 @@ def test_a_run_that_goes_on_keeps_its_plan(
     assert command(monkeypatch, "train", job, "--out", str(out), *first) == 0
     assert command(monkeypatch, "train", job, "--out", str(out), "--resume", "--set", "train.steps=6") == 0
     assert json.loads((out / "record.json").read_text())["plan"]["recompute"] == "full"
+
+
+@pytest.mark.parametrize("name", ["torch._higher_order_ops.wrap", "torch.utils._pytree", "torchao", "torchao.kernel"])
+def test_notes_of_libraries_are_not_shown(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """torch warns of selective recomputation that is compiled, torchao of files that it cannot load."""
+    monkeypatch.setattr("warnings.showwarning", warnings.showwarning)
+    quiet_libraries()
+    assert not logging.getLogger(name).isEnabledFor(logging.WARNING)

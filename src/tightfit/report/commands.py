@@ -34,7 +34,8 @@ def quiet_libraries() -> None:
     """Keep other libraries' notes out of a command's output, and say tightfit's own warnings in a line, once of all processes.
     Of this process only."""
     warnings.showwarning = _show_in_a_line
-    for name in ("torchao", "torch.utils._pytree", "torch.utils.flop_counter"):
+    # the last one warns of what is written in place under selective recomputation, which tightfit looks for itself
+    for name in ("torchao", "torch.utils._pytree", "torch.utils.flop_counter", "torch._higher_order_ops.wrap"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
