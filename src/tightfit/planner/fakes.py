@@ -135,7 +135,7 @@ def traceable(model: nn.Module | None = None) -> Iterator[None]:
         raise
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise _untraceable(f"has shapes or branches that depend on the data ({error.func})") from error
-    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, NotImplementedError) as error:
+    except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, LookupError) as error:
         said = str(error).strip().partition("\n")[0]
         raise _untraceable(
             f"fails on tensors without values: {type(error).__name__}: {said} ({_place(error)})"
