@@ -17,7 +17,8 @@ from tightfit.methods.microbatch import correct_batch_norm
 from tightfit.optim import make_optimizer
 
 BATCH, STEPS = 8, 2
-TYPES = {"true": torch.bfloat16, "fp64": torch.float64}
+TYPES = {"true": torch.bfloat16, "half": torch.float16, "fp64": torch.float64}
+SCALE = 1024.0  # of the loss in fp16: small gradients do not vanish
 Weights = dict[str, Tensor]
 
 
@@ -54,7 +55,8 @@ def train_plainly(name: str, train: dict[str, Any], micro_batch: int | None, rep
 
     micro_batch, replicas  how the batch is cut, for models in which a sample's result depends on the others of its forward:
                            then buffers are the means of the replicas'
-    precision              fp32; mixed is torch.autocast to bf16, true a model and inputs cast to it; fp64 says what fp32 rounds
+    precision              fp32; mixed and half-mixed are torch.autocast to bf16 and fp16, true and half a model and inputs cast
+                           to these; fp64 says what fp32 rounds
     """
     entry = find(name)
     try:
@@ -74,14 +76,16 @@ def _train(
     entry: Entry, run: Any, settings: tightfit.Train, micro_batch: int | None, replicas: int, precision: str
 ) -> tuple[list[float], Weights]:
     model, batches = run.model, run.data.steps(0, None)
-    if precision == "true":
-        narrow(model)
+    if precision in ("true", "half"):
+        narrow(model, TYPES[precision])
     if precision == "fp64":
         model.double()
     share = settings.batch // replicas
     size = min(micro_batch or share, share)
     correct_batch_norm(model, -(-share // size))
     optimizer = make_optimizer(model, settings)
+    scale = SCALE if precision.startswith("half") else 1.0
+    mixed = torch.float16 if precision == "half-mixed" else torch.bfloat16
     seed_all(settings.seed + 1)
     losses: list[float] = []
     negligible = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
@@ -93,9 +97,9 @@ def _train(
             for piece in part:
                 if precision in TYPES:
                     piece = cast(piece, TYPES[precision])
-                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "mixed"):
+                with torch.autocast("cpu", mixed, enabled=precision.endswith("mixed")):
                     loss, counted = entry.plain(model, piece)
-                loss.backward()
+                (loss * scale).backward()
                 total, count = total + loss.item(), count + counted
             after.append(buffers(model))
         put(model, {name: mean([one[name] for one in after]) for name in before})
@@ -103,7 +107,7 @@ def _train(
         largest = max(float(gradient.abs().max()) for gradient in gradients.values())
         for name, gradient in gradients.items():
             negligible[name] |= gradient.abs() <= max(1e-6 * largest, 1e-5 * float(gradient.abs().max()))
-            gradient.div_(count)
+            gradient.div_(count * scale)
         losses.append(total / count)
         if settings.clip is not None:
             torch.nn.utils.clip_grad_norm_(list(model.parameters()), settings.clip)
@@ -112,13 +116,45 @@ def _train(
     return losses, negligible
 
 
-def narrow(model: nn.Module) -> None:
-    """Weights in bf16, but for those of BatchNorm, which stay in the type of its statistics."""
+def replay(name: str, train: dict[str, Any], log: list[tuple[int, int, int]], workers: int) -> Weights:
+    """What an asynchronous server's weights are after the updates of its log: (worker, its step, version of the weights).
+
+    Each update's gradient is the mean over the samples of its worker, taken at the weights of that version.
+    """
+    entry = find(name)
+    run = tightfit.build(make_job(entry, train), alone=True)
+    model, settings = run.model, run.job.train
+    batches = [batch for _, (batch,) in zip(range(STEPS), run.data.steps(0, None), strict=False)]
+    optimizer, weights = make_optimizer(model, settings), list(model.parameters())
+    versions = [[weight.detach().clone() for weight in weights]]
+    for worker, step, version in log:
+        share = split(batches[step], -(-BATCH // workers))[worker - 1]
+        _put_weights(weights, versions[version])
+        loss, counted = entry.plain(model, share)
+        loss.backward()
+        _put_weights(weights, versions[-1])
+        for weight in weights:
+            if weight.grad is not None:
+                weight.grad.div_(counted)
+        optimizer.step()
+        optimizer.zero_grad()
+        versions.append([weight.detach().clone() for weight in weights])
+    return tensors(model)
+
+
+@torch.no_grad()
+def _put_weights(weights: list[nn.Parameter], values: list[Tensor]) -> None:
+    for weight, value in zip(weights, values, strict=True):
+        weight.copy_(value)
+
+
+def narrow(model: nn.Module, dtype: torch.dtype) -> None:
+    """Weights in 16 bits, but for those of BatchNorm, which stay in the type of its statistics."""
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     wide = {id(parameter) for module in norms for parameter in module.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in wide and parameter.is_floating_point():
-            parameter.data = parameter.data.bfloat16()
+            parameter.data = parameter.data.to(dtype)
 
 
 def cast(batch: Any, dtype: torch.dtype) -> Any:
