@@ -310,3 +310,31 @@ def test_what_an_action_begins_with_is_asked_for_while_the_one_before_is_at_work
 def test_what_cannot_be_cut_is_refused(name: str, fields: dict[str, Any], said: str) -> None:
     for error in together(tightfit.Plan(**fields).devices, HERE + "refused", name, fields):
         assert said in error
+
+
+class Deep(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.Sequential(
+            *(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def losses_in_bf16(fields: dict[str, Any]) -> list[float]:
+    generator = torch.Generator().manual_seed(3)
+    samples = [(torch.randn(8, generator=generator), torch.randn(8, generator=generator)) for _ in range(16)]
+    train = tightfit.Train(batch=8, steps=2, optimizer="sgd", learning_rate=0.1)
+    loss = lambda output, batch: torch.nn.functional.mse_loss(output, batch[1])  # noqa: E731
+    plan = tightfit.Plan(precision="bf16-true", **fields)
+    run = tightfit.build(tightfit.Job(model=Deep, data=samples, loss=loss, train=train), plan)
+    return [step.loss for step in tightfit.train(run)]
+
+
+def test_devices_sum_a_loss_of_16_bits_in_one_type() -> None:
+    """The last device has a loss in bf16 here, the others none: with another type there the processes ended in gloo's abort."""
+    alone = losses_in_bf16({})
+    for found in together(2, HERE + "losses_in_bf16", {"pp": 2}):
+        assert found == pytest.approx(alone, rel=2e-2)
