@@ -223,3 +223,15 @@ def test_a_refusal_is_printed_as_json_and_ends_with_3(
     assert {"change", "needed", "fits", "plan"} == said["remedies"][0].keys()
     for words in ("DoesNotFit", "at least", "safety margin", "are there", "leanest plan", "what would help"):
         assert words in printed.err
+
+
+def test_the_leanest_plan_may_have_the_whole_share_of_a_device_pinned_as_its_micro_batch() -> None:
+    """Of 8 samples on 8 devices, a micro-batch of 1 is all of a share: no plan was looked at then."""
+    job = small(allow=["bf16", "8-bit-states", "stochastic-rounding"])
+    machine = Machine.named("h100-sxm:8")
+    estimator = Estimator(job, machine)
+    for pins in ({"compile": "none", "micro_batch": 1}, {"compile": "none"}):
+        start, _ = complete(job, machine, pins)
+        found = leanest(estimator, start, pins)
+        assert found is not None
+        assert found.plan.recompute != "none"

@@ -223,7 +223,9 @@ class Pipeline:
             raise not_in_a_row()
         self.passage.end()
         self.alive[action.chunk, action.micro_batch] = _Alive(came, [loss], scale if counts else 0.0)
-        return loss.detach().float() if counts else None  # as the devices without a loss have it: their sums are one collective
+        return (
+            loss.detach().float() if counts else None
+        )  # as the devices without a loss have it: their sums are one collective
 
     def backward(self, run: Run, action: Action, final: bool) -> None:
         alive = self.alive.pop((action.chunk, action.micro_batch))

@@ -96,8 +96,8 @@ def _estimates(
     found: list[Estimate] = []
     for values in itertools.product(*open_.values()):
         plan = start.replace(**dict(zip(open_, values, strict=True)))
-        whole = plan.micro_batch == 1 == plan.share_of(estimator.job.train.batch)  # is None, which is the same
-        if whole or not is_legal(plan, estimator.job, estimator.machine.device):
+        whole = plan.micro_batch == 1 == plan.share_of(estimator.job.train.batch)  # None is tried, which is the same
+        if (whole and "micro_batch" in open_) or not is_legal(plan, estimator.job, estimator.machine.device):
             continue
         if plan.recompute == "none" and any(one.ledger.blocks for one in found):
             continue
