@@ -328,8 +328,10 @@ def summary(record: dict[str, Any], out: Path) -> str:
             if record["tokens_per_s"]
             else f"{record['samples_per_s']:.4g} samples/s"
         )
-        mfu = f", {record['mfu']:.0%} of the measured matrix rate" if record["mfu"] else ""
-        lines.append(f"speed    {speed} (median of {len(record['step_s'])} steps){mfu}")
+        mfu = f", {record['mfu']:.0%} MFU" if record["mfu"] else ""
+        share = record["matrix_utilization"]
+        reached = f", {share:.0%} of the achieved matrix rate" if share else ""
+        lines.append(f"speed    {speed} (median of {len(record['step_s'])} steps){mfu}{reached}")
         measured_s, predicted_s = statistics.median(record["step_s"]), record["predicted_step_s"]
         if predicted_s:
             lines.append(f"         {_beside(predicted_s, measured_s, format_seconds)} a step")
