@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -127,28 +126,3 @@ def test_sizes_that_are_none() -> None:
 )
 def test_formats(value: str, text: str) -> None:
     assert value == text
-
-
-def test_a_gpu_is_known_by_what_its_driver_calls_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its rates are those of the table, its memory its own; one that no row names has none, whatever its host's cores."""
-    import torch
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    exists = Path.exists
-    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidia0" or exists(path))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-
-    def seen(name: str) -> tightfit.Machine:
-        properties = SimpleNamespace(name=name, total_memory=79 * 2**30)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-        return tightfit.Machine.detect()
-
-    known, table = seen("NVIDIA H100 80GB HBM3"), tightfit.Machine.named("h100-sxm")
-    assert known.matrix_flops_per_s == table.matrix_flops_per_s
-    assert (known.name, known.devices_per_node) == ("NVIDIA H100 80GB HBM3", 2)
-    assert known.memory_bytes.value == 79 * 2**30
-    assert not known.speed_is
-    other = seen("NVIDIA A10G")
-    assert "--calibrate" in other.speed_is
-    assert other.achieved("product", "float32", 1e12) == 1e13

@@ -202,8 +202,9 @@ class Ledger:
         return {"communication": there, "gradients": arrived}
 
     def model_flops(self) -> float:
-        """FLOPs of a step as throughput is compared by: a forward of all samples and twice as much for its gradients,
-        recomputation not counted."""
+        """FLOPs of a step as throughput is compared by (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): a forward of all
+        samples, attention counted over all pairs even under a causal mask, and twice as much for its gradients;
+        recomputation is not counted."""
         forward = sum(
             operation.flops.at(self.micro_batch) * operation.count.at(self.micro_batch)
             for passage in self.inference()

@@ -17,16 +17,17 @@ from pydantic import Field
 
 from tightfit.errors import InputError
 from tightfit.machines import ACHIEVED, MEMORY_ACHIEVED, USABLE, devices
+from tightfit.machines.gpus import Gpu, estimated_bytes_per_s, estimated_flops_per_s, visible
 from tightfit.units import format_bytes, format_flops
 from tightfit.values import Value, nearest
 
 
 class Figure(Value):
     """One number of a machine and where it comes from: measured here, in a minute or at a glance of seconds, published by the
-    maker, or read from the system."""
+    maker, read from the system, or estimated from what the system says of the device."""
 
     value: float
-    source: Literal["measured", "glance", "published", "system"]
+    source: Literal["measured", "glance", "published", "system", "estimated"]
     detail: str = ""
 
 
@@ -40,7 +41,8 @@ LATENCIES = {  # of a hop within a node and between nodes, and of a call; by the
 class Machine(Value):
     """What a job runs on: device kind, count and memory, and the rates it was measured or published to reach.
 
-    matrix_peak_flops_per_s   what the maker prints, dense, by dtype; nothing is predicted from it
+    architecture     of a GPU: sm_90 for compute capability 9.0, gfx942 and the like for AMD's
+    matrix_peak_flops_per_s   what the maker prints, dense, by dtype; nothing is predicted from it, and MFU is a share of it
     matrix_flops_per_s   achieved rate of square matrix products by dtype, FLOP/s per device
     memory_bytes_per_s   achieved bandwidth of device memory
     launch_s             time to start one operation
@@ -49,13 +51,15 @@ class Machine(Value):
     process_latency_s, network_latency_s   of one hop of a collective from process to process, however little is sent; call_s: of
                          starting it
     rates                what each kind of operation achieves, measured here: "kind/dtype" -> size -> FLOP/s of products
-                         and attention (size: the cube root of rows x columns x depth of one of its products), else bytes moved/s
+                         and attention (size: the cube root of rows x columns x depth of one of its products), else bytes moved/s;
+                         of causal attention the FLOPs of pairs that the mask leaves
     control_s            seconds of a fixed piece of work at the pace that all figures measured here are of: `measure.pace`
     efficiency           share of these rates that whole training steps reach, from their records: compute, memory, launch, link
     """
 
     name: str
     device: Literal["cpu", "cuda"]
+    architecture: str = ""
     devices_per_node: int = Field(1, gt=0)
     nodes: int = Field(1, gt=0)
     cores: int = Field(1, gt=0)
@@ -78,14 +82,19 @@ class Machine(Value):
 
     @classmethod
     def detect(cls) -> Machine:
-        """This machine: its devices and memory, with the figures of the last calibration if there was one."""
+        """This machine: its devices and memory, with the figures of the last calibration if there was one.
+
+        GPUs are those that torch can use in this process (CUDA_VISIBLE_DEVICES); torch is asked, and imported, only where the
+        system shows a GPU. Of GPUs that differ all figures are those of the one with the least memory.
+        """
         found = _detect_cuda() or _detect_cpu()
         try:
             measured = cls.model_validate_json(calibration_path(found.name).read_text())
         except (OSError, ValueError):  # none, or one that another version wrote: as if it had not been measured
             return found
-        same = (measured.name, measured.memory_bytes) == (found.name, found.memory_bytes)
-        return measured if same else found
+        if (measured.name, measured.memory_bytes.value) != (found.name, found.memory_bytes.value):
+            return found
+        return measured.replace(**{field: getattr(found, field) for field in _SEEN})
 
     @classmethod
     def named(cls, text: str) -> Machine:
@@ -133,13 +142,25 @@ class Machine(Value):
         """What is to be said of predicted times; empty where somebody has printed or measured how fast the machine is."""
         if not self.matrix_flops_per_s:
             return "a guess until this machine is measured: tightfit machine --calibrate"
-        glanced = any(figure.source == "glance" for figure in self.matrix_flops_per_s.values())
+        sources = {figure.source for figure in self.matrix_flops_per_s.values()}
+        if "estimated" in sources:
+            return "an estimate from the GPU's processors and clock; tightfit machine --calibrate measures it"
+        glanced = "glance" in sources
         return "after a glance of seconds at this machine; tightfit machine --calibrate looks closer" if glanced else ""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the machine that the process runs on, rather than one of the table."""
+        return self.memory_bytes.source == "system"
+
     def rate(self, precision: str) -> float | None:
-        """Measured matrix rate (FLOP/s) of the type a plan's precision multiplies in; None if not measured."""
-        kind = precision.split("-")[0]
-        figure = self.matrix_flops_per_s.get(kind)
+        """Achieved matrix rate (FLOP/s of a device) of the type a plan's precision multiplies in; None if not known."""
+        figure = self.matrix_flops_per_s.get(precision.split("-")[0])
+        return figure.value if figure else None
+
+    def peak(self, precision: str) -> float | None:
+        """The maker's dense peak (FLOP/s of a device) of the type a plan's precision multiplies in; None where none is known."""
+        figure = self.matrix_peak_flops_per_s.get(precision.split("-")[0])
         return figure.value if figure else None
 
     def achieved(self, kind: str, dtype: str, size: float) -> float:
@@ -148,7 +169,7 @@ class Machine(Value):
         was not measured: a GPU's wait for memory."""
         dtype = {"bool": "float32", "int64": "float32", "float64": "float32"}.get(dtype, dtype)
         if dtype == "tf32" and f"{kind}/tf32" not in self.rates and "tf32" in self.matrix_flops_per_s:
-            return self._matrix_rate(dtype) * _SHARE_OF_PRODUCTS.get(kind, 1.0)
+            return self._matrix_rate(dtype) * self._share_of_products(kind)
         if dtype == "float16" and f"{kind}/float16" not in self.rates:
             return self._in_fp16(kind, size)
         for key in (f"{kind}/{dtype}", f"{_NEAREST.get(kind, kind)}/{dtype}", f"{kind}/float32"):
@@ -159,8 +180,15 @@ class Machine(Value):
         if kind in COMPUTED:
             return math.inf
         if kind in _ARITHMETIC:
-            return self._matrix_rate(dtype) * _SHARE_OF_PRODUCTS.get(kind, 1.0)
+            return self._matrix_rate(dtype) * self._share_of_products(kind)
         return self.bandwidth(size)
+
+    def _share_of_products(self, kind: str) -> float:
+        """What share of the rate of large products a kind of arithmetic reaches where nobody measured it."""
+        causal = kind.startswith("causal ")
+        plain = kind.removeprefix("causal ")
+        share = _FUSED_ATTENTION.get(self.architecture, {}).get(plain) or _SHARE_OF_PRODUCTS.get(plain, 1.0)
+        return share * (_CAUSAL if causal else 1.0)
 
     def _in_fp16(self, kind: str, size: float) -> float:
         """As in bf16, which is as wide; products by what the two types' were measured or printed to reach."""
@@ -168,7 +196,7 @@ class Machine(Value):
         if kind not in _ARITHMETIC or "fp16" not in known:
             return self.achieved(kind, "bfloat16", size)
         if "bf16" not in known:  # on a device without units for bf16
-            return known["fp16"].value * _SHARE_OF_PRODUCTS.get(kind, 1.0)
+            return known["fp16"].value * self._share_of_products(kind)
         return self.achieved(kind, "bfloat16", size) * known["fp16"].value / known["bf16"].value
 
     def bandwidth(self, moved: float) -> float:
@@ -208,6 +236,7 @@ def _of_table(name: str, row: dict[str, Any], count: int, nodes: int) -> Machine
     return Machine(
         name=name,
         device="cuda",
+        architecture=row["architecture"],
         devices_per_node=count,
         nodes=nodes,
         memory_bytes=figure(row["memory"] * 2**30 * USABLE, source),
@@ -235,10 +264,14 @@ _ARITHMETIC = (
     "convolution backward",
     "attention",
     "attention backward",
+    "causal attention",
+    "causal attention backward",
     "blocked attention",
     "blocked attention backward",
 )
 _NEAREST = {
+    "causal attention": "attention",
+    "causal attention backward": "attention backward",
     "blocked attention": "batched product",
     "blocked attention backward": "batched product",
     "convolution backward": "convolution",
@@ -259,6 +292,24 @@ _SHARE_OF_PRODUCTS = {
     "convolution": 0.6,
     "convolution backward": 0.6,
 }
+# Shares of the rate of large products, for the pairs that are computed; by architecture.
+# sm_80  FlashAttention-2 (Dao 2023, arXiv:2307.08691) reaches 70 to 73 % of an A100's peak forward and
+#        50 to 63 % backward, where large products reach 87 %. Its kernels are tuned for that generation,
+#        and its successors are taken to do as well.
+# sm_90  torch runs the same kernels on an H100. They reach 35 % of the peak (Shah et al. 2024,
+#        arXiv:2407.08608), and 335 of 989 TFLOP/s forward and backward together (arXiv:2307.08691,
+#        section 4), where large products reach 80 %.
+_TUNED = {"attention": 0.71 / 0.869, "attention backward": 0.565 / 0.869}
+_FUSED_ATTENTION = {
+    **dict.fromkeys(("sm_80", "sm_86", "sm_89"), _TUNED),
+    "sm_90": {"attention": 0.35 / 0.803, "attention backward": 0.335 / 0.803},
+}
+# With a causal mask a kernel is 1.7 to 1.8 times as fast (arXiv:2307.08691, section 3.1), for half of the pairs.
+_CAUSAL = 0.875
+_SEEN = (  # what a machine has now, whatever it had when it was measured
+    "architecture", "devices_per_node", "cores", "memory_bytes", "host_memory_bytes", "matrix_peak_flops_per_s",
+)  # fmt: skip
+MEASURED_AS = 2  # how rates are counted and measured: what an earlier way left behind is not read
 PRIVATE = 0o700  # mode of the cache's folders
 _UNKNOWN_FLOPS = {"cpu": 5e10, "cuda": 1e13}  # fp32, of a core, or of a whole GPU, until somebody calibrates
 _UNKNOWN_BANDWIDTH = {"cpu": 1e10, "cuda": 5e11}
@@ -294,7 +345,9 @@ def private_folder(folder: Path) -> None:
 
 
 def calibration_path(name: str) -> Path:
-    return cache_folder() / "machines" / f"{''.join(c if c.isalnum() else '-' for c in name.lower())}.json"
+    """The file that a machine's measured figures are kept in."""
+    plain = "".join(c if c.isalnum() else "-" for c in name.lower())
+    return cache_folder() / "machines" / f"{plain}.{MEASURED_AS}.json"
 
 
 def _detect_cpu() -> Machine:
@@ -306,26 +359,42 @@ def _detect_cpu() -> Machine:
 
 
 def _detect_cuda() -> Machine | None:
-    if not Path("/proc/driver/nvidia").exists() and not Path("/dev/nvidia0").exists():
+    gpus = visible()
+    if not gpus:
         return None
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    properties, count = torch.cuda.get_device_properties(0), torch.cuda.device_count()
+    gpu = min(gpus, key=lambda one: one.memory)
+    kinds = sorted({one.name for one in gpus})
+    detail = "device memory" if len(kinds) == 1 else f"device memory, the least of {', '.join(kinds)}"
     found = Machine(
-        name=properties.name,
+        name=gpu.name,
         device="cuda",
-        devices_per_node=count,
+        architecture=gpu.architecture,
+        devices_per_node=len(gpus),
         cores=os.cpu_count() or 1,
-        memory_bytes=Figure(value=properties.total_memory, source="system", detail="device memory"),
+        memory_bytes=Figure(value=gpu.memory, source="system", detail=detail),
         host_memory_bytes=Figure(value=_host_memory(), source="system", detail="usable physical memory"),
     )
     for name, row in devices().items():
-        if properties.name in row.get("called", ()):
+        if gpu.name in row["called"]:
             seen = ("name", "cores", "memory_bytes", "host_memory_bytes")
-            return _of_table(name, row, count, 1).replace(**{field: getattr(found, field) for field in seen})
-    return found
+            return _of_table(name, row, len(gpus), 1).replace(**{field: getattr(found, field) for field in seen})
+    return _with_estimates(found, gpu)
+
+
+def _with_estimates(machine: Machine, gpu: Gpu) -> Machine:
+    """A GPU that the table does not name: rates from its number of processors, its clock and its memory's, as far as known.
+    That gives no published peak, so no MFU."""
+
+    def figure(value: float, detail: str) -> Figure:
+        return Figure(value=value, source="estimated", detail=detail)
+
+    flops, (bytes_per_s, of) = estimated_flops_per_s(gpu), estimated_bytes_per_s(gpu)
+    processors = f"{ACHIEVED:.0%} of what {gpu.processors} processors of {gpu.architecture} compute"
+    moved = bytes_per_s and figure(MEMORY_ACHIEVED * bytes_per_s, f"{MEMORY_ACHIEVED:.0%} of {of}")
+    return machine.replace(
+        matrix_flops_per_s={kind: figure(ACHIEVED * value, processors) for kind, value in flops.items()},
+        memory_bytes_per_s=moved,
+    )
 
 
 def _host_memory() -> int:

@@ -55,7 +55,9 @@ class Operation:
 
     name   the operation's, such as aten.mm
     dtype  of what it computes in
+    flops  as model FLOPs count them: of attention over all pairs of queries and keys
     sizes  of a product: (batches, rows, columns, depth)
+    computed  share of `flops` that is computed: attention skips the pairs that a causal mask hides
     """
 
     name: str
@@ -64,6 +66,7 @@ class Operation:
     moved: Linear
     sizes: tuple[Linear, ...] = ()
     count: Linear = Linear(1.0)
+    computed: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,6 +33,9 @@ class Record(Value):
     """What was seen when a plan ran.
 
     step_s  seconds of every timed step; the first steps, which compile and are looked into, are not timed
+    mfu     model FLOPs (of PaLM: attention counts all pairs, recomputation nothing) in a second, over the devices' published
+            dense peak; None where none is published. matrix_utilization: the same, over the rate that their large
+            matrix products achieve
     loss    pairs of step (from 1) and value, None where it was no number; of the whole training, also of what a resumed
             run found done. The other figures are of the last stretch.
     """
@@ -49,6 +52,7 @@ class Record(Value):
     compile_s: float | None
     loss: list[tuple[int, float | None]]
     predicted_step_s: float | None = None
+    matrix_utilization: float | None = None
     skipped_steps: int = 0
     damaged_samples: int = 0
     parameters: int = 0

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import tightfit
 from tightfit.machine import Figure, Machine
-from tightfit.measure.flops import forward_flops, mfu
+from tightfit.measure.flops import forward_flops, matrix_utilization, mfu
 
 from ..contract.cases import BERT, LLAMA, VIT, make_case
 
@@ -121,13 +121,21 @@ def test_a_model_that_asks_for_values_has_no_count() -> None:
     assert count(job) is None
 
 
-def test_mfu_is_the_share_of_the_measured_rate() -> None:
+def test_mfu_is_the_share_of_the_published_peak_and_not_of_the_achieved_rate() -> None:
     memory = Figure(value=1, source="system")
-    rates = {"bf16": Figure(value=200.0, source="measured")}
+    rates = {kind: Figure(value=200.0, source="measured") for kind in ("bf16", "fp32")}
+    peaks = {"bf16": Figure(value=400.0, source="published")}
     machine = Machine(
-        name="here", device="cpu", memory_bytes=memory, host_memory_bytes=memory, matrix_flops_per_s=rates
+        name="here",
+        device="cpu",
+        memory_bytes=memory,
+        host_memory_bytes=memory,
+        matrix_flops_per_s=rates,
+        matrix_peak_flops_per_s=peaks,
     )
-    assert mfu(300.0, 3.0, machine, "bf16-mixed") == 0.5
-    assert mfu(300.0, 3.0, machine, "fp32") is None
-    assert mfu(None, 3.0, machine, "bf16-true") is None
-    assert mfu(300.0, None, machine, "bf16-true") is None
+    assert (mfu(300.0, 3.0, machine, "bf16-mixed"), matrix_utilization(300.0, 3.0, machine, "bf16-mixed")) == (0.25, 0.5)
+    assert (mfu(300.0, 3.0, machine, "fp32"), matrix_utilization(300.0, 3.0, machine, "fp32")) == (None, 0.5)
+    for share in (mfu, matrix_utilization):
+        assert share(300.0, 3.0, machine, "fp16-mixed") is None
+        assert share(None, 3.0, machine, "bf16-true") is None
+        assert share(300.0, None, machine, "bf16-true") is None

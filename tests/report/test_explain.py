@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import tightfit
 from tests.planner import cases
 from tightfit.machine import Machine
@@ -20,6 +22,19 @@ def test_an_estimate_explains_itself() -> None:
     assert "samples/s" not in estimate.explain()
     assert estimate.tokens_per_s is None
     assert estimate.samples_per_s > 0
+
+
+def test_mfu_is_said_where_a_peak_is_published_and_the_share_of_the_matrix_rate_everywhere() -> None:
+    job, here, gpu = cases.job("gpt2"), Machine.detect(), Machine.named("l4")
+    on_gpu, on_processor = (tightfit.estimate(job, tightfit.Plan(), machine) for machine in (gpu, here))
+    assert on_gpu.mfu is not None
+    assert on_gpu.matrix_utilization == pytest.approx(on_gpu.mfu / 0.7)  # of the peak, as large products reach it there
+    assert on_processor.mfu is None
+    assert {"mfu", "matrix_utilization"} <= on_processor.content().keys()
+    for machine, said in ((gpu, True), (here, False)):
+        text = tightfit.explain(job, machine, tightfit.Plan())
+        assert (" MFU" in text) is said
+        assert "of the matrix rate" in text
 
 
 def test_an_explanation_says_that_a_machine_s_speed_is_a_guess() -> None:

@@ -1,4 +1,4 @@
-"""Model FLOPs of a step, counted from the model's own operations, and the share of the machine's rate they reach."""
+"""Model FLOPs of a step, counted from the model's own operations, and the shares of the machine's rates they reach."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from tightfit.models.objective import Batch, map_tensors, objective_of
 def forward_flops(run: Run, batch: Batch) -> int | None:
     """FLOPs of one forward of `batch`, a multiplication and its addition counted as two; None where it cannot be known.
 
-    Products, convolutions and attention count, and nothing else; attention as if no pair were masked. So three times
+    Products, convolutions and attention count, and nothing else; attention as if no pair were masked, although kernels
+    skip what a causal mask hides, and times are predicted of what is left. So three times
     this is 6 P + 12 L h s for each token of a language model of P parameters, L layers of width h, and length s: the
     model FLOPs of Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B. What a plan computes twice counts once.
 
@@ -79,8 +80,17 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
 def mfu(
     flops_per_step: float | None, step_s: float | None, machine: Machine, precision: str, devices: int = 1
 ) -> float | None:
-    """Model FLOP/s over the measured matrix rate of all devices for the plan's type; None where either is unknown."""
-    rate = machine.rate(precision)
-    if not flops_per_step or not step_s or not rate:
-        return None
-    return flops_per_step / step_s / rate / devices
+    """Model FLOP/s over the published dense peak of all devices for the plan's type; None where either is unknown, as the
+    peak of a processor is. Chowdhery et al. 2022, arXiv:2204.02311, appendix B."""
+    return _share(flops_per_step, step_s, machine.peak(precision), devices)
+
+
+def matrix_utilization(
+    flops_per_step: float | None, step_s: float | None, machine: Machine, precision: str, devices: int = 1
+) -> float | None:
+    """As `mfu`, over the rate that large matrix products achieve rather than over the peak."""
+    return _share(flops_per_step, step_s, machine.rate(precision), devices)
+
+
+def _share(flops: float | None, seconds: float | None, flops_per_s: float | None, devices: int) -> float | None:
+    return flops / seconds / flops_per_s / devices if flops and seconds and flops_per_s else None

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tightfit.engine.step import Step, take_step
 from tightfit.machine import Machine
-from tightfit.measure.flops import forward_flops, mfu
+from tightfit.measure.flops import forward_flops, matrix_utilization, mfu
 from tightfit.measure.memory import Sample, process_peak_bytes
 from tightfit.methods.run import Filler, Run, parameter_count
 from tightfit.models.objective import Batch, sample_count
@@ -114,6 +114,9 @@ class Observer:
                 rows=peak.rows if peak else {},
             ),
             mfu=mfu(self.flops_per_step, median, machine, run.plan.precision, run.plan.devices),
+            matrix_utilization=matrix_utilization(
+                self.flops_per_step, median, machine, run.plan.precision, run.plan.devices
+            ),
             compile_s=max(first - median, 0.0) if compiled and first is not None and median is not None else None,
             loss=[(step.step + 1, step.loss if math.isfinite(step.loss) else None) for step in self.steps],
             skipped_steps=sum(step.skipped for step in self.steps),

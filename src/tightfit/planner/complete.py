@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 
 from tightfit.job import DataSpec, Job, ModelSpec
 from tightfit.machine import Machine
+from tightfit.machines.gpus import GENERATIONS
 from tightfit.models import has_complex, task_of
 from tightfit.plan import Plan
 from tightfit.rules import RULES, check
@@ -177,9 +178,8 @@ def has_fast_bf16(machine: Machine) -> bool:
     if "fp32" in measured and not glanced:  # the table, or a calibration, has every type that the device multiplies
         return "bf16" in measured and measured["bf16"].value > 1.2 * measured["fp32"].value
     if machine.device == "cuda":
-        import torch
-
-        return torch.cuda.get_device_capability() >= (8, 0)
+        generation = GENERATIONS.get(machine.architecture)
+        return generation is not None and "bf16" in generation.flops
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -130,9 +130,16 @@ class Estimate:
 
     @cached_property
     def mfu(self) -> float | None:
-        """Share of the machine's achieved matrix rate that the model's own FLOPs take; None where the rate is unknown."""
-        rate = self.machine.rate(self.plan.precision)
-        return self.ledger.model_flops() / self.time.step_s / rate if rate else None
+        """Model FLOP/s over the device's published dense peak; None where none is published. See `Ledger.model_flops`."""
+        return self._share_of(self.machine.peak(self.plan.precision))
+
+    @cached_property
+    def matrix_utilization(self) -> float | None:
+        """Model FLOP/s over the rate that the device's large matrix products achieve; None where that is unknown."""
+        return self._share_of(self.machine.rate(self.plan.precision))
+
+    def _share_of(self, flops_per_s: float | None) -> float | None:
+        return self.ledger.model_flops() / self.time.step_s / flops_per_s if flops_per_s else None
 
     @cached_property
     def bytes_per_parameter(self) -> dict[str, float]:
@@ -186,6 +193,7 @@ class Estimate:
             "tokens_per_s": self.tokens_per_s,
             "samples_per_s": self.samples_per_s,
             "mfu": self.mfu,
+            "matrix_utilization": self.matrix_utilization,
             "rejected_because": self.rejected_because,
         }
 

@@ -92,7 +92,7 @@ class _Fit:
             return tuple(self._operation(one, other) for one, other in zip(small, large, strict=True))
         first, second = Counter(small), Counter(large)
         return tuple(
-            Operation(one.name, one.dtype, one.flops, one.moved, one.sizes, self.line(first[one], second[one]))
+            replace(one, count=self.line(first[one], second[one]))
             for one in dict.fromkeys((*small, *large))
         )
 
@@ -103,6 +103,7 @@ class _Fit:
             self.line(small.flops.fixed, large.flops.fixed),
             self.line(small.moved.fixed, large.moved.fixed),
             tuple(self.line(one.fixed, other.fixed) for one, other in zip(small.sizes, large.sizes, strict=True)),
+            computed=small.computed,
         )
 
 

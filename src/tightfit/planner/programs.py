@@ -81,6 +81,7 @@ def to_content(programs: Programs) -> dict[str, Any]:
                 _pair(one.moved),
                 [_pair(size) for size in one.sizes],
                 _pair(one.count),
+                one.computed,
             ]
             for one in operations
         ],
@@ -98,8 +99,16 @@ def from_content(content: Any) -> Programs:
         sources = (tuple(buffers[_whole(place)] for place in places) for places in (operands, terms))
         buffers.append(Buffer(_linear(size), _one_of(row, TRACED), _text(maker), _text(parameter), *sources))
     operations = [
-        Operation(_text(name), _text(dtype), _linear(flops), _linear(moved), tuple(map(_linear, sizes)), _linear(count))
-        for name, dtype, flops, moved, sizes, count in content["operations"]
+        Operation(
+            _text(name),
+            _text(dtype),
+            _linear(flops),
+            _linear(moved),
+            tuple(map(_linear, sizes)),
+            _linear(count),
+            _share(computed),
+        )
+        for name, dtype, flops, moved, sizes, count, computed in content["operations"]
     ]
     timelines = []
     for one in content["timelines"]:
@@ -157,6 +166,12 @@ def _linear(value: Any) -> Linear:
     if not (math.isfinite(fixed) and math.isfinite(per_sample)):
         raise ValueError(f"{value} is no size")
     return Linear(fixed, per_sample)
+
+
+def _share(value: Any) -> float:
+    if type(value) is not float or not 0.0 < value <= 1.0:
+        raise ValueError(f"{value} is no share")
+    return value
 
 
 def _whole(value: Any) -> int:

@@ -290,9 +290,11 @@ class Clock:
     def operation_s(self, operation: Operation, samples: int) -> float:
         """Seconds of one operation without its launch, at the rate of its kind."""
         kind = KIND.get(operation.name, "elementwise")
-        flops, moved = operation.flops.at(samples), operation.moved.at(samples)
+        flops, moved = operation.flops.at(samples) * operation.computed, operation.moved.at(samples)
         if kind not in ARITHMETIC:
             return moved / self.machine.achieved(kind, operation.dtype, moved) / self.memory_share
+        if operation.computed < 1.0 and kind in (ATTENTION, ATTENTION_BACKWARD):
+            kind = f"causal {kind}"
         arithmetic_s = flops / self.machine.achieved(kind, operation.dtype, _size(operation, samples, flops))
         return max(arithmetic_s / self.compute_share, moved / self.machine.bandwidth(moved) / self.memory_share)
 

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
+from tightfit.methods.attention import probability_count
 from tightfit.methods.turns import taken_by
 from tightfit.models.answers import GROUPED_PRODUCT, grouped_flops, grouped_sizes
 from tightfit.models.dataflow import path_of
@@ -35,6 +36,10 @@ _UNREAD = frozenset({"prim.device.default", "aten.detach.default", "aten.sym_siz
 _ATTENTION = {  # where the query stands; the key follows it
     "aten._scaled_dot_product_flash_attention_for_cpu": 0,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": 1,
+    "aten._scaled_dot_product_flash_attention": 0,
+    "aten._scaled_dot_product_flash_attention_backward": 1,
+    "aten._scaled_dot_product_efficient_attention": 0,
+    "aten._scaled_dot_product_efficient_attention_backward": 1,
     "tightfit.blocked_attention": 0,
     "tightfit.blocked_attention_backward": 1,
 }
@@ -293,9 +298,30 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor
     tensors = outputs or inputs
     floating = [tensor for tensor in [*tensors, *inputs] if tensor.is_floating_point()]
     dtype = str((floating or tensors)[0].dtype).removeprefix("torch.") if tensors else ""
-    return Operation(
-        name, dtype, Linear(float(flops)), Linear(float(sum(map(_touched, inputs + outputs)))), _sizes(name, args)
-    )
+    moved = float(sum(map(_touched, inputs + outputs)))
+    computed = _computed(func, name, args, kwargs)
+    return Operation(name, dtype, Linear(float(flops)), Linear(moved), _sizes(name, args), computed=computed)
+
+
+def _computed(func: Any, name: str, args: Any, kwargs: Any) -> float:
+    """The share of an operation's FLOPs that it computes: of attention under a causal mask the pairs that it leaves."""
+    if name not in _ATTENTION:
+        return 1.0
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if not (given.get("is_causal") or given.get("causal")):
+        return 1.0
+    query, key = args[_ATTENTION[name] : _ATTENTION[name] + 2]
+    rows, columns = query.shape[2], key.shape[2]
+    if name.startswith("tightfit.blocked"):
+        return probability_count(rows, causal=True) / (rows * columns)
+    return causal_pairs(rows, columns) / (rows * columns)
+
+
+def causal_pairs(queries: int, keys: int) -> int:
+    """Pairs that a causal mask leaves, the first query seeing the first key alone: s (s + 1) / 2 of s queries and s keys."""
+    square = min(queries, keys)
+    return square * (square + 1) // 2 + (queries - square) * keys
 
 
 def _with_heads_of_query(name: str, args: Any) -> Any:
@@ -441,4 +467,4 @@ def recorded(recorder: Recorder) -> tuple[Passage, ...]:
     return _passages(recorder.program)
 
 
-__all__ = ["Recorder", "recorded", "trace"]
+__all__ = ["Recorder", "causal_pairs", "recorded", "trace"]

@@ -21,6 +21,7 @@ from tightfit.engine.launch import enter_environment, start_processes, take_surr
 from tightfit.errors import DoesNotFit, InputError, TightfitWarning, Untraceable
 from tightfit.job import Job, ModelSpec, apply_change
 from tightfit.machine import Machine
+from tightfit.machines.gpus import unused
 from tightfit.plan import Plan, read_pins
 from tightfit.planner.complete import ALLOCATOR, complete
 from tightfit.report.alive import never_silent
@@ -213,6 +214,8 @@ def explain_command(
 
             check_picture(option, file)
     machine = this_machine(say) if machine_name is None else Machine.named(machine_name)
+    if analyze:  # which runs in this process, and so on one of the GPUs that are here
+        machine = machine.of_processes(1)
     quiet_transformers(job)
     from tightfit.planner.estimate import Estimator
     from tightfit.planner.refusal import lacking
@@ -267,8 +270,11 @@ def _bytes_of(option: str, text: str) -> int:
 
 
 def this_machine(say: Callable[[str], None]) -> Machine:
-    """The machine that this is; one that nobody has measured is looked at for a few seconds, once."""
+    """The machine that this is; a processor that nobody has measured is looked at for a few seconds, once. Says why where a GPU is
+    not used."""
     machine = Machine.detect()
+    if without := unused():
+        say(f"warning  {without}")
     if machine.device != "cpu" or machine.matrix_flops_per_s:
         return machine
     say("a glance at this machine, some seconds, once, to know how fast it is")
@@ -322,8 +328,10 @@ def summary(record: dict[str, Any], out: Path) -> str:
             if record["tokens_per_s"]
             else f"{record['samples_per_s']:.4g} samples/s"
         )
-        mfu = f", {record['mfu']:.0%} of the measured matrix rate" if record["mfu"] else ""
-        lines.append(f"speed    {speed} (median of {len(record['step_s'])} steps){mfu}")
+        mfu = f", {record['mfu']:.0%} MFU" if record["mfu"] else ""
+        share = record["matrix_utilization"]
+        reached = f", {share:.0%} of the achieved matrix rate" if share else ""
+        lines.append(f"speed    {speed} (median of {len(record['step_s'])} steps){mfu}{reached}")
         measured_s, predicted_s = statistics.median(record["step_s"]), record["predicted_step_s"]
         if predicted_s:
             lines.append(f"         {_beside(predicted_s, measured_s, format_seconds)} a step")

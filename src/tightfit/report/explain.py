@@ -143,7 +143,9 @@ def _speed(estimate: Estimate) -> str:
     )
     parts = [f"{format_seconds(estimate.time.step_s)} a step, {per_s}"]
     if estimate.mfu:
-        parts.append(f"{estimate.mfu:.0%} of the matrix rate")
+        parts.append(f"{estimate.mfu:.0%} MFU")
+    if estimate.matrix_utilization:
+        parts.append(f"{estimate.matrix_utilization:.0%} of the matrix rate")
     if estimate.compile_s:
         parts.append(f"{format_seconds(estimate.compile_s)} to compile")
     return ", ".join(parts)

@@ -12,6 +12,7 @@ from rich.table import Table
 from tightfit.errors import InputError
 from tightfit.machine import Figure, Machine
 from tightfit.machines import devices
+from tightfit.machines.gpus import unused
 from tightfit.record import Record
 from tightfit.report.commands import quiet_libraries
 from tightfit.units import format_bytes, format_flops, format_seconds
@@ -26,6 +27,9 @@ def machine_command(name: str | None, known: bool, calibrate: bool, records: lis
     if (calibrate or records) and name is not None:
         raise InputError(f"machine {name}", "only this machine is calibrated", "leave out the name")
     machine = Machine.detect() if name is None else Machine.named(name)
+    without = unused() if name is None else ""
+    if without:
+        console.print(f"warning  {without}", highlight=False, markup=False, soft_wrap=True)
     if calibrate:
         from tightfit.measure.calibrate import calibrate as measure
 
@@ -87,7 +91,8 @@ def list_machines(console: Console, as_json: bool) -> None:
 def machine_rows(machine: Machine) -> list[tuple[str, str, str]]:
     """(what, value, source) for each figure of a machine."""
     count = machine.devices_per_node * machine.nodes
-    rows = [("device", f"{count} x {machine.name} ({machine.device})", "system")]
+    kind = f"{machine.device}, {machine.architecture}" if machine.architecture else machine.device
+    rows = [("device", f"{count} x {machine.name} ({kind})", "system" if machine.is_here else "published")]
     figures: list[tuple[str, Figure, Callable[[float], str]]] = [
         ("memory", machine.memory_bytes, format_bytes),
         ("host memory", machine.host_memory_bytes, format_bytes),

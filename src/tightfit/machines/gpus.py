@@ -1,0 +1,173 @@
+"""The GPUs that torch sees on this host, why it sees none, and how fast one that the table does not name may be.
+
+Imports torch only where the system shows signs of a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DRIVER = Path("/proc/driver/nvidia")
+DEVICES = Path("/dev")
+SIGNS = (  # names in /dev of what leads to a GPU
+    "nvidia[0-9]*",  # of NVIDIA's driver; a container may show any of them, and not the first
+    "dxg",  # WSL2
+    "kfd",  # ROCm
+    "nvhost-gpu",  # Jetson
+    "nvgpu",  # Jetson, later ones
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as torch describes it.
+
+    architecture  sm_90 for compute capability 9.0; of AMD's the LLVM name, such as gfx942
+    memory        bytes
+    processors    streaming multiprocessors, or AMD's compute units
+    clock_hz, memory_clock_hz, bus_bits   None where this version of torch does not say
+    """
+
+    name: str
+    architecture: str
+    memory: int
+    processors: int
+    clock_hz: float | None = None
+    memory_clock_hz: float | None = None
+    bus_bits: int | None = None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What the GPUs of one architecture have in common.
+
+    flops            FLOPs of one processor in one clock, dense, by type
+    clock_hz         a usual boost clock, where torch does not say the device's own
+    bytes_per_s      memory bandwidth of a smaller device, where torch does not say clock and width
+    geforce_share    of the 16-bit and tf32 rates, what is left to GeForce cards, which add up in fp32 at half the rate
+    """
+
+    flops: dict[str, int]
+    clock_hz: float
+    bytes_per_s: float
+    geforce_share: float = 1.0
+
+
+def _nvidia(
+    fp32: int, half: int, clock: float, bandwidth: float, narrow: bool = True, geforce: float = 1.0
+) -> Generation:
+    types = {"fp32": fp32, "fp16": half, **({"tf32": half // 2, "bf16": half} if narrow else {})}
+    return Generation(types, clock * 1e9, bandwidth * 1e9, geforce)
+
+
+def _amd(half: int, clock: float, bandwidth: float) -> Generation:
+    return Generation({"fp32": 256, "fp16": half, "bf16": half}, clock * 1e9, bandwidth * 1e9)
+
+
+# Of NVIDIA's whitepapers on Volta, Turing, Ampere (GA100, GA102), Ada, Hopper and Blackwell, and AMD's on CDNA 1 to 4: processors
+# x clock x these is the peak that the table has, within 10 % for each device that it names.
+GENERATIONS = {
+    "sm_70": _nvidia(128, 1024, 1.53, 900, narrow=False),
+    "sm_72": _nvidia(128, 1024, 1.4, 137, narrow=False),
+    "sm_75": _nvidia(128, 1024, 1.59, 320, narrow=False, geforce=0.5),
+    "sm_80": _nvidia(128, 2048, 1.41, 1555),
+    "sm_86": _nvidia(256, 1024, 1.7, 450, geforce=0.5),
+    "sm_87": _nvidia(256, 1024, 1.3, 200),
+    "sm_89": _nvidia(256, 1024, 2.3, 300, geforce=0.5),
+    "sm_90": _nvidia(256, 4096, 1.83, 2000),
+    "sm_100": _nvidia(256, 8192, 1.85, 8000),
+    "sm_103": _nvidia(256, 8192, 1.85, 8000),
+    "sm_120": _nvidia(256, 1024, 2.4, 670, geforce=0.5),
+    "sm_121": _nvidia(256, 1024, 2.4, 273),
+    "gfx908": _amd(1024, 1.5, 1200),
+    "gfx90a": _amd(1024, 1.7, 1600),
+    "gfx942": _amd(2048, 2.1, 5300),
+    "gfx950": _amd(4096, 2.4, 8000),
+}
+
+
+def shows_signs() -> bool:
+    """Whether the system shows a GPU that torch could use."""
+    return DRIVER.exists() or any(True for sign in SIGNS for _ in DEVICES.glob(sign))
+
+
+def visible() -> list[Gpu]:
+    """The GPUs that torch can use in this process, in its order; none where the system shows no sign of one."""
+    if not shows_signs():
+        return []
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is wrong is said by `unused`
+        if not torch.cuda.is_available():
+            return []
+    return [_described(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())]
+
+
+def _described(properties: object) -> Gpu:
+    """From torch's properties; those that a version of torch or a device does not have are None."""
+    has: dict[str, Any] = {name: getattr(properties, name, None) for name in _ASKED}
+    arch = (has["gcnArchName"] or "").partition(":")[0]
+    khz = {name: has[name] * 1e3 if has[name] else None for name in ("clock_rate", "memory_clock_rate")}
+    return Gpu(
+        name=str(has["name"]),
+        architecture=arch if arch.startswith("gfx") else f"sm_{has['major']}{has['minor']}",
+        memory=int(has["total_memory"] or 0),
+        processors=int(has["multi_processor_count"] or 0),
+        clock_hz=khz["clock_rate"],
+        memory_clock_hz=khz["memory_clock_rate"],
+        bus_bits=has["memory_bus_width"] or None,
+    )
+
+
+_ASKED = (
+    "name", "major", "minor", "gcnArchName", "total_memory", "multi_processor_count", "clock_rate", "memory_clock_rate",
+    "memory_bus_width",
+)  # fmt: skip
+
+
+def unused() -> str:
+    """Why torch uses no GPU although the system shows one; empty where it uses one, or there is none."""
+    if not shows_signs():
+        return ""
+    import torch
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            return ""
+    return f"this host shows a GPU, and torch {torch.__version__} does not use it: {_reason(torch, said)}"
+
+
+def _reason(torch: object, said: Iterable[warnings.WarningMessage]) -> str:
+    version = torch.version  # type: ignore[attr-defined]
+    if version.cuda is None and version.hip is None:
+        return "it is a build for processors alone; install one for CUDA or ROCm (pytorch.org says how)"
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if os.environ.get(name) in ("", "-1", "NoDevFiles"):
+            return f"{name}={os.environ[name]} hides every GPU"
+    return next((str(one.message).splitlines()[0] for one in said), "its driver gives it none")
+
+
+def estimated_flops_per_s(gpu: Gpu) -> dict[str, float]:
+    """Dense peak by type, from the number of processors and the clock; empty for an architecture that is not known."""
+    generation = GENERATIONS.get(gpu.architecture)
+    if generation is None or not gpu.processors:
+        return {}
+    whole = gpu.processors * (gpu.clock_hz or generation.clock_hz)
+    share = generation.geforce_share if "GeForce" in gpu.name else 1.0
+    return {kind: whole * flops * (1.0 if kind == "fp32" else share) for kind, flops in generation.flops.items()}
+
+
+def estimated_bytes_per_s(gpu: Gpu) -> tuple[float | None, str]:
+    """Peak bandwidth of memory, which sends twice in a clock, and what it is known by; of a smaller device of the architecture
+    where torch does not say."""
+    if gpu.memory_clock_hz and gpu.bus_bits:
+        return 2 * gpu.memory_clock_hz * gpu.bus_bits / 8, "what the memory's clock and width give"
+    generation = GENERATIONS.get(gpu.architecture)
+    return generation.bytes_per_s if generation else None, f"a smaller device of {gpu.architecture}"

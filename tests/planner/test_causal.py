@@ -1,0 +1,109 @@
+"""Attention under a causal mask: half of its pairs take time, all of them count as model FLOPs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+import tightfit
+from tightfit.machine import Figure, Machine
+from tightfit.methods.attention import blocked_attention
+from tightfit.planner import programs
+from tightfit.planner.estimate import Estimator
+from tightfit.planner.time import KIND, Clock
+from tightfit.planner.trace import causal_pairs, trace
+from tightfit.program import Linear, Operation
+
+from . import cases
+
+LENGTH, WIDTH = 128, 16
+
+
+class Attention(nn.Module):
+    def __init__(self, causal: bool, blocked: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.causal, self.blocked = causal, blocked
+
+    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+        states = batch["states"] * self.weight
+        if self.blocked:
+            return blocked_attention(states, states, states, None, self.causal)[0].sum()
+        return functional.scaled_dot_product_attention(states, states, states, is_causal=self.causal).sum()
+
+
+def traced(causal: bool, blocked: bool = False) -> list[Operation]:
+    """The two kernels of attention, forward and backward, of 2 samples with 3 heads."""
+    with FakeTensorMode():
+        model = Attention(causal, blocked)
+        passages = trace(model, model, {"states": torch.ones(2, 3, LENGTH, WIDTH)}, [])
+    found = [one for passage in passages for one in passage.timeline.operations]
+    return [one for one in found if "attention" in KIND.get(one.name, "")]
+
+
+def test_pairs_that_a_causal_mask_leaves() -> None:
+    for queries, keys in ((4, 4), (2, 5), (5, 2), (1, 1)):
+        assert causal_pairs(queries, keys) == torch.ones(queries, keys).tril().sum().item()
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_all_pairs_count_as_flops_and_those_that_the_mask_leaves_are_computed(blocked: bool) -> None:
+    full, causal = traced(False, blocked), traced(True, blocked)
+    assert len(full) == len(causal) == 2
+    forward = 4 * 2 * 3 * LENGTH**2 * WIDTH
+    for one, other in zip(full, causal, strict=True):
+        assert one.flops == other.flops
+        assert one.flops.at(1) >= forward
+        left = (64 * 64 + 64 * 128) / LENGTH**2 if blocked else (LENGTH + 1) / (2 * LENGTH)
+        assert (one.computed, other.computed) == (1.0, pytest.approx(left))
+
+
+def machine(rates: dict[str, float]) -> Machine:
+    memory = Figure(value=2**34, source="system")
+    fast = Figure(value=1e15, source="measured")
+    return Machine(
+        name="here",
+        device="cuda",
+        memory_bytes=memory,
+        host_memory_bytes=memory,
+        memory_bytes_per_s=fast,
+        matrix_flops_per_s={"fp32": fast},
+        rates={f"{kind}/float32": {1: rate} for kind, rate in rates.items()},
+    )
+
+
+def test_time_is_of_the_pairs_that_are_computed_at_the_rate_of_their_kernel() -> None:
+    name = "aten._scaled_dot_product_flash_attention_for_cpu"
+    flops = Linear(1e12)
+    full, half = (Operation(name, "float32", flops, Linear(1.0), computed=share) for share in (1.0, 0.5))
+    clock = Clock(machine({"attention": 1e12}))
+    assert clock.operation_s(half, 1) == pytest.approx(0.5 * clock.operation_s(full, 1))
+    slower = Clock(machine({"attention": 1e12, "causal attention": 5e11}))
+    assert slower.operation_s(half, 1) == pytest.approx(slower.operation_s(full, 1)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("name", "forward"), [("a100-80gb", 0.71), ("h100-sxm", 0.35)])
+def test_published_devices_reach_what_published_kernels_do(name: str, forward: float) -> None:
+    known = Machine.named(name)
+    peak = known.peak("bf16-mixed")
+    assert peak is not None
+    found = known.achieved("attention", "bfloat16", 4096)
+    assert found / peak == pytest.approx(forward, rel=0.02)
+    assert known.achieved("causal attention", "bfloat16", 4096) == pytest.approx(0.875 * found)
+
+
+def test_a_language_model_s_flops_are_those_of_all_pairs_and_its_time_is_shorter() -> None:
+    """GPT-2 with the mask that its kernel knows, and the same work without one."""
+    estimator = Estimator(cases.job("gpt2"), Machine.named("l4"))
+    estimate = estimator.estimate(tightfit.Plan())
+    attention = [one for _, _, one, _ in estimate.ledger.operations() if KIND.get(one.name) == "attention"]
+    assert attention
+    assert all(0.5 < one.computed < 0.6 for one in attention)
+    kept = programs.to_content(estimator.profiler.programs(tightfit.Plan(), 8))
+    assert len({row[-1] for row in kept["operations"]}) == 2  # what is kept on disk says so, too
+    assert programs.to_content(programs.from_content(kept)) == kept
