@@ -39,6 +39,7 @@ Divided = tuple[int, dist.ProcessGroup]  # the first class that is here, and the
 cost = traced
 VARIANTS = ({"chunked_loss": 5},)
 CHUNK = 1024  # tokens: on a processor the fastest that was measured, on a CUDA device the fewest that products are fast with
+MOST_TOKENS = 8192  # of a chunk: longer ones make no product faster
 CHUNK_BYTES = 512 * 2**20  # of the logits of a chunk
 SHARE_OF_DEVICE = 32  # a chunk's logits take no more of a CUDA device's memory than one part of so many
 STEP, BYTES = 128, {"cpu": 4, "cuda": 2}  # a chunk is a multiple of STEP tokens; bytes of a logit, in the usual type
@@ -62,9 +63,9 @@ def default_chunk(vocabulary: int | None, device: str, memory_bytes: float | Non
     """How many tokens a chunk has where nobody says it: a multiple of 128.
 
     On a CUDA device as many as have 512 MiB of logits in 16 bits, or a 32nd of its memory where that is less; but at least
-    1,024. Each chunk reads and writes the fp32 gradient of the head's weight once more, 8 bytes for every 2 x tokens FLOPs: with
-    fewer tokens that takes longer than the product. On a processor 1,024, or fewer where their fp32 logits would take more than
-    512 MiB: a vocabulary beyond 131,072.
+    1,024 and at most 8,192. Each chunk reads and writes the fp32 gradient of the head's weight once more, 8 bytes for every
+    2 x tokens FLOPs: with fewer tokens that takes longer than the product. On a processor 1,024, or fewer where their fp32
+    logits would take more than 512 MiB: with a vocabulary beyond 131,072.
 
     vocabulary: classes of the head on one device; None where the model does not say.
     """
@@ -72,7 +73,7 @@ def default_chunk(vocabulary: int | None, device: str, memory_bytes: float | Non
     if vocabulary is None:
         return CHUNK
     tokens = max(int(most / (BYTES[device] * vocabulary)) // STEP * STEP, STEP)
-    return min(tokens, CHUNK) if device == "cpu" else max(tokens, CHUNK)
+    return min(tokens, CHUNK) if device == "cpu" else min(max(tokens, CHUNK), MOST_TOKENS)
 
 
 def count_labelled(targets: Callable[[Batch], Tensor], batch: Batch) -> Labelled | None:
@@ -180,8 +181,6 @@ def chunked(
 
     def total(model: nn.Module, batch: Batch) -> Tensor:
         labelled = batch.get(LABELLED) if isinstance(batch, dict) else None
-        if labelled is not None:
-            batch = {name: value for name, value in batch.items() if name != LABELLED}
         hidden = head.hidden(logits, model, batch)
         return linear_cross_entropy(
             hidden.flatten(0, -2),

@@ -134,7 +134,7 @@ def _labels(batch: Batch) -> Tensor:
 
 def _model_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Logits of a model called with everything in the batch but its labels."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    inputs = {name: value for name, value in batch.items() if name not in ("labels", LABELLED)}
     return _logits_of(call_by_name(model, inputs))
 
 
