@@ -64,7 +64,7 @@ class Plan(Value):
     micro_batch         samples per forward; None is the whole batch at once
     recompute           which blocks are computed again in backward instead of kept
     attention           sdpa (torch's fused kernel) or blocked (plain products, faster on processors)
-    chunked_loss        tokens whose logits live at once; None keeps all logits
+    chunked_loss        tokens whose logits live at once; None keeps all logits, true chooses: 1,024, or by device
     states              width in which optimizer states are stored
     fused_optimizer     torch's fused kernel in place of its default one
     update_in_backward  each weight is updated as soon as its gradient is there, and the gradient freed

@@ -6,6 +6,7 @@ Those that speak to other devices are checked as a function of what all of them 
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,9 +21,19 @@ from torch.utils.checkpoint import checkpoint
 
 import tightfit
 from tests.pool import together
-from tightfit.methods import attention, context_parallel, cutter, deferred, loss, row, sequences, vocabulary
+from tightfit.methods import (
+    attention,
+    context_parallel,
+    cutter,
+    deferred,
+    loss,
+    loss_kernels,
+    row,
+    sequences,
+    vocabulary,
+)
 from tightfit.methods.mesh import make_mesh
-from tightfit.models.objective import IGNORED
+from tightfit.models.objective import IGNORED, Labelled
 
 HERE = "tests.methods.test_gradcheck:"
 
@@ -58,16 +69,36 @@ def check_attention() -> None:
 
 def check_linear_cross_entropy() -> None:
     """Its backward scales what forward kept, so it runs once: each time, forward runs again."""
-    labels = targets(7, 9)
-    for bias in (None, random(9)):
-        for chunk in (3, 100):
+    some = targets(7, 9).index_fill(0, torch.tensor([0, 4]), IGNORED)
+    as_on_cuda = loss_kernels.Kernels(100, pads=True, adds=True, fused=loss_kernels.loss_and_gradient, multiple=1)
+    every = [(targets(7, 9), None), (some, Labelled(4, 7))]
+    for (labels, few), kernels, bias, chunk in itertools.product(
+        every, (loss_kernels.Kernels(2), as_on_cuda), (None, random(9)), (3, 100)
+    ):
 
-            def total(hidden: Tensor, weight: Tensor, bias: Any, chunk: int = chunk) -> Tensor:
-                return checkpoint(
-                    loss.linear_cross_entropy, hidden, weight, bias, labels, chunk, 2, use_reentrant=False
-                )
+        def total(
+            hidden: Tensor,
+            weight: Tensor,
+            bias: Any,
+            labels: Tensor = labels,
+            few: Any = few,
+            kernels: Any = kernels,
+            chunk: int = chunk,
+        ) -> Tensor:
+            return checkpoint(
+                loss.linear_cross_entropy, hidden, weight, bias, labels, chunk, kernels, None, few, use_reentrant=False
+            )
 
-            assert gradcheck(total, (random(7, 4), random(9, 4), bias))
+        assert gradcheck(total, (random(7, 4), random(9, 4), bias))
+
+
+def check_add_product() -> None:
+    """Within a Function only, which asks for no gradient of it: it adds what a product in fp64 gives, but for fp32's rounding."""
+    left, right = (random(*shape).detach().bfloat16() for shape in ((5, 64), (64, 3)))
+    total = random(5, 3).detach().float()
+    expected = total.double() + left.double() @ right.double()
+    loss_kernels.add_product(left, right, total)
+    assert torch.allclose(total.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 def check_deferred_product() -> None:
@@ -229,6 +260,7 @@ def positions_scattered() -> None:
 ALONE: dict[str, Callable[[], None]] = {
     "tightfit::blocked_attention": check_attention,
     "tightfit::blocked_attention_backward": check_attention,  # of which nothing is asked twice: see below
+    "tightfit::add_product": check_add_product,
     "tightfit.methods.loss.LinearCrossEntropy": check_linear_cross_entropy,
     "tightfit.methods.deferred._Product": check_deferred_product,
     "tightfit.methods.row._Entered": check_entered,

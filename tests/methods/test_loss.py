@@ -13,8 +13,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tightfit
 from tightfit.errors import InputError
-from tightfit.methods.loss import cross_entropy_with_gradient, find_head, linear_cross_entropy
-from tightfit.models.objective import TASKS
+from tightfit.machine import Machine
+from tightfit.methods.loss import (
+    cross_entropy_with_gradient,
+    default_chunk,
+    find_head,
+    linear_cross_entropy,
+    rows_taken,
+)
+from tightfit.methods.loss_kernels import Kernels, add_product, compiled, linear, loss_and_gradient
+from tightfit.methods.run import to_device
+from tightfit.models.objective import IGNORED, TASKS, Labelled
+from tightfit.planner.complete import complete
+from tightfit.planner.profile import Profiler
+from tightfit.planner.rehearse import rehearse
 from tightfit.planner.storages import StorageTracker
 
 from .. import tiny
@@ -209,4 +221,228 @@ def test_logits_that_are_changed_behind_the_head_are_refused(compiled: str, monk
     run = tightfit.build(job, tightfit.Plan(chunked_loss=4, compile=compiled))
     with pytest.raises(InputError, match="changes the logits after its head"):
         next(tightfit.train(run))
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "device", "memory_bytes", "tokens"),
+    [
+        (32_000, "cuda", 80e9, 8192),
+        (50_257, "cuda", 80e9, 5248),
+        (128_256, "cuda", 80e9, 2048),
+        (262_144, "cuda", 80e9, 1024),
+        (1_000_000, "cuda", 80e9, 1024),
+        (50_257, "cuda", 8e9, 2432),
+        (None, "cuda", 80e9, 1024),
+        (320, "cpu", 8e9, 1024),
+        (128_256, "cpu", 8e9, 1024),
+        (262_144, "cpu", 8e9, 512),
+        (10**9, "cpu", 8e9, 128),
+    ],
+)
+def test_a_chunk_is_chosen_by_its_bytes(vocabulary: int | None, device: str, memory_bytes: float, tokens: int) -> None:
+    assert default_chunk(vocabulary, device, memory_bytes) == tokens
+
+
+def test_a_plan_gets_the_chunk_of_its_device_and_vocabulary() -> None:
+    job = tiny.job().replace(model={**tiny.MODEL, "vocab_size": 50_257})
+    for name, tokens in (("a100-80gb", 5248), ("v100-32gb", 5248)):
+        for pins in ({}, {"chunked_loss": True}):
+            assert complete(job, Machine.named(name), pins)[0].chunked_loss == tokens
+    assert complete(job, Machine.named("a100-80gb"), {"chunked_loss": 7})[0].chunked_loss == 7
+    assert complete(job, Machine.detect(), {})[0].chunked_loss == 1024
+
+
+AS_ON_CUDA = Kernels(1000, pads=True, adds=True, fused=loss_and_gradient, multiple=8)
+
+
+@pytest.mark.parametrize("chunk", [5, 1000])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("counted", [True, False])
+def test_what_cuda_devices_compute_is_the_same(chunk: int, bias: bool, counted: bool) -> None:
+    """Rows of logits padded, rows without a label left out, and one function for softmax, loss and gradient."""
+    results = []
+    for pads in (None, True):
+        hidden, weight, offset, targets = inputs(bias)
+        targets[::2] = IGNORED
+        labelled = Labelled(int((targets != IGNORED).sum()), TOKENS) if counted else None
+        if pads is None:
+            loss = whole(hidden, weight[:37], None if offset is None else offset[:37], targets.clamp(max=36))
+        else:
+            part = weight[:37], None if offset is None else offset[:37]
+            loss = linear_cross_entropy(hidden, *part, targets.clamp(max=36), chunk, AS_ON_CUDA, labelled=labelled)
+        (loss * 0.25).backward()
+        results.append([loss.detach(), hidden.grad, weight.grad, *([] if offset is None else [offset.grad])])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_logits_are_aligned_where_they_are_not() -> None:
+    rows, weight = torch.randn(3, 8), torch.randn(30, 8)
+    padded = linear(rows, weight, None, pads=True)
+    assert padded.shape == (3, 30)
+    assert padded.stride() == (64, 1)
+    assert torch.equal(padded, rows @ weight.t())
+    assert linear(rows, weight, None, pads=False).stride() == (30, 1)
+    assert linear(rows, weight[:24], None, pads=True).stride() == (24, 1)
+
+
+def test_a_sum_of_products_in_fp32_is_not_rounded_to_16_bits() -> None:
+    """Against fp64: each chunk's product rounded to bf16 is off by 2^-9 of it, one that is added up in fp32 by 2^-24."""
+    generator = torch.Generator().manual_seed(1)
+    chunks = [[torch.randn(64, 8, generator=generator).bfloat16() for _ in range(2)] for _ in range(4)]
+    exact = sum(left.double().t() @ right.double() for left, right in chunks)
+    rounded, added = torch.zeros(8, 8), torch.zeros(8, 8)
+    for left, right in chunks:
+        rounded += left.t() @ right
+        add_product(left.t(), right, added)
+    assert float((added - exact).abs().max()) < 1e-4
+    assert float((rounded - exact).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_kernel_computes_what_the_operations_do(dtype: torch.dtype) -> None:
+    """Compiled for two numbers of rows with one graph, over rows that are padded."""
+    graphs = []
+
+    def backend(module: Any, example: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    kernel = compiled(backend)
+    for rows in (6, 9, 4):
+        buffer = torch.randn(rows, 64).to(dtype)
+        labels = torch.randint(0, 50, (rows,))
+        labels[1] = IGNORED
+        expected = buffer[:, :50].clone()
+        loss, gradient = cross_entropy_with_gradient(expected, labels)
+        padding = buffer[:, 50:].clone()
+        found = kernel(buffer[:, :50], labels)
+        torch.testing.assert_close(found, loss)
+        there = labels != IGNORED
+        torch.testing.assert_close(
+            buffer[:, :50][there], gradient[there], rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-6
+        )
+        assert not buffer[1, :50].any()
+        assert torch.equal(buffer[:, 50:], padding)
+    assert len(graphs) == 1
+    torch.compiler.reset()
+
+
+def test_extreme_logits_give_the_fused_kernel_finite_losses_and_gradients() -> None:
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-3e38, 3e38, 0.0]])
+    assert float(loss_and_gradient(logits, torch.tensor([0, 1]))) == 0.0
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("labelled", "multiple", "taken"),
+    [
+        (None, 1, None),
+        (Labelled(150, 1000), 1, 150),
+        (Labelled(150, 1000), 128, 256),
+        (Labelled(0, 1000), 1, 1),
+        (Labelled(899, 1000), 1, 899),
+        (Labelled(900, 1000), 1, None),
+        (Labelled(1000, 1000), 128, None),
+        (Labelled(3, 20), 1, 150),
+    ],
+)
+def test_rows_are_left_out_where_a_tenth_of_them_do_not_count(
+    labelled: Labelled | None, multiple: int, taken: int | None
+) -> None:
+    assert rows_taken(labelled, 1000, multiple) == taken
+
+
+BERT: dict[str, Any] = {
+    "architecture": "bert",
+    "vocab_size": 320,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+def bert_job() -> tightfit.Job:
+    data = {"synthetic": "tokens", "sequence_length": 32, "samples": 64}
+    return tightfit.Job(model=BERT, data=data, train=tightfit.Train(batch=8, steps=2))
+
+
+class Rows(TorchDispatchMode):
+    """How many rows the products with a head of so many classes have."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.classes, self.found = classes, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm) and output.shape[-1] == self.classes:
+            self.found += output.shape[0]
+        return output
+
+
+def test_a_masked_language_model_computes_logits_where_labels_stand() -> None:
+    runs = [tightfit.build(bert_job(), plan) for plan in (tightfit.Plan(), tightfit.Plan(chunked_loss=16))]
+    batch = next(runs[0].data.steps(0, None))[0]
+    counted = int((batch["labels"] != IGNORED).sum())
+    assert 0 < counted < batch["labels"].numel() / 3
+    results = []
+    for run, rows in zip(runs, (batch["labels"].numel(), counted), strict=True):
+        with Rows(320) as products:
+            loss = run.loss_sum(to_device(batch, run))
+        assert products.found == rows
+        loss.backward()
+        results.append([loss.detach(), *(weight.grad for weight in run.model.parameters())])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_without_any_label_has_a_loss_of_zero_and_zero_gradients() -> None:
+    hidden, weight, bias, targets = inputs()
+    targets.fill_(IGNORED)
+    loss = linear_cross_entropy(hidden, weight, bias, targets, 5, labelled=Labelled(0, TOKENS))
+    loss.backward()
+    assert float(loss.detach()) == 0.0
+    for tensor in (hidden, weight, bias):
+        assert tensor is not None
+        assert tensor.grad is not None
+        assert not tensor.grad.any()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_prediction_has_logits_for_the_share_of_labels(device: str) -> None:
+    """Which is the data's mask_probability, in the ledger as in the rehearsal; and no tensor of the fused kernel."""
+    job, plan = bert_job(), tightfit.Plan(chunked_loss=16)
+    chunks = -(-round(8 * 32 * 0.15) // 16)
+    profiler = Profiler(job, device)
+    names = [
+        operation.name
+        for passage in profiler.ledger(plan).training
+        if passage.phase == "forward"
+        for operation in passage.timeline.operations
+        for _ in range(round(operation.count.at(8)))
+    ]
+    assert names.count("compiled") == (chunks if device == "cuda" else 0)
+    assert ("aten._softmax" in names) == (device == "cpu")
+    every = job.replace(data={**job.data.model_dump(exclude_none=True), "mask_probability": 0.99})
+    assert rehearse(job, plan, device).total < rehearse(every, plan, device).total
+
+
+@pytest.mark.parametrize("compiled", ["block", "model"])
+def test_nothing_is_compiled_again_for_another_number_of_labels(compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tightfit.methods.compile.BACKEND", "aot_eager")
+    run = tightfit.build(bert_job(), tightfit.Plan(chunked_loss=16, compile=compiled))
+    plain = tightfit.build(bert_job(), tightfit.Plan())
+    batches = [next(run.data.steps(8 * number, None))[0] for number in range(3)]
+    assert len({int((batch["labels"] != IGNORED).sum()) for batch in batches}) == 3
+    run.loss_sum(to_device(batches[0], run)).backward()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for batch in batches[1:]:
+            loss = run.loss_sum(to_device(batch, run))
+            torch.testing.assert_close(loss, plain.loss_sum(to_device(batch, plain)), rtol=1e-5, atol=1e-5)
     torch.compiler.reset()

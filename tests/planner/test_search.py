@@ -126,12 +126,14 @@ def test_the_chunked_loss_is_taken_where_it_is_faster_or_memory_is_short() -> No
     pins = {"recompute": "none", "micro_batch": None, "update_in_backward": False, "states": "fp32"}
     estimator = Estimator(job, GPU)
     free = search(job, GPU, pins, estimator)[0]
-    same = estimator.estimate(free.plan.replace(chunked_loss=1024))
+    chunk = complete(job, GPU, {})[0].chunked_loss
+    assert chunk is not None
+    same = estimator.estimate(free.plan.replace(chunked_loss=chunk))
     assert free.plan.chunked_loss is None
     assert free.time.step_s < same.time.step_s
     assert same.peak_bytes < free.peak_bytes
     short = search(limited(same.peak_bytes + 1e6), GPU, pins)
-    assert short[0].plan.chunked_loss == 1024
+    assert short[0].plan.chunked_loss == chunk
     assert any(one.plan == free.plan and one.rejected_because.startswith("needs") for one in short)
     assert search(job, GPU, {"chunked_loss": 1024})[0].plan.chunked_loss == 1024
 

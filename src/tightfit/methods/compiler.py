@@ -11,7 +11,9 @@ Source  Ansel et al. 2024, "PyTorch 2", ASPLOS.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +44,15 @@ def stand_in() -> Callable[..., Any]:
         decompositions=decompositions,
         partition_fn=min_cut_rematerialization_partition,
     )
+
+
+def generates_kernels() -> bool:
+    """Whether torch.compile can make kernels for CUDA devices here: that takes Triton, which knows devices since Volta, and a C
+    compiler for what starts its kernels. Of a machine that is predicted from one without a GPU, it is taken so."""
+    if not torch.cuda.is_available():
+        return True
+    compilers = any(shutil.which(name) for name in ("cc", "gcc", "clang"))
+    return compilers and importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability() >= (7, 0)
 
 
 def _asking_the_generator(decomposition: Callable[..., Any]) -> Callable[..., Any]:
@@ -242,7 +253,7 @@ def _planned(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., An
         for node in nodes:
             if node in computed:
                 kind, count = computed[node]
-                _see_kernel(4 * count, torch.float32, kind)  # in which type they are computed
+                see_kernel(4 * count, torch.float32, kind)  # in which type they are computed
             if node.op == "get_attr":
                 values[node] = getattr(module, str(node.target))
             elif node.op == "output":
@@ -300,11 +311,11 @@ def _generated(node: fx.Node, moved: int) -> Any:
     made = node.meta["val"]
     outputs = _empty(made) if isinstance(made, Tensor) else tree_map_only(Tensor, _empty, made)
     written = [value for value in tree_leaves(outputs) if isinstance(value, Tensor)]
-    _see_kernel(moved + sum(map(_bytes, written)), written[0].dtype)
+    see_kernel(moved + sum(map(_bytes, written)), written[0].dtype)
     return outputs
 
 
-def _see_kernel(moved: int, dtype: torch.dtype, kind: str = "compiled") -> None:
+def see_kernel(moved: int, dtype: torch.dtype, kind: str = "compiled") -> None:
     """Tell dispatch modes that want to know of a generated kernel, which dispatches nothing: the bytes that it reads and writes,
     or that what it computes would take. Those have a `see_kernel`."""
     for mode in _get_current_dispatch_mode_stack():

@@ -4,9 +4,12 @@ Saves   the logits and their gradient: (tokens, vocabulary) becomes (chunk, voca
         128k that is most of a language model's activations.
 Costs   nothing in arithmetic: the gradient is taken while the chunk's logits are at hand, so nothing is recomputed.
         Keeps a gradient of the head's weight in fp32, and one of the hidden states, from forward to backward.
+        Positions without a label have no logits at all, where they are a tenth or more: of a masked language model most.
 When    any causal or masked language model.
 Order   before anything wraps the head.
 Source  Hsu et al. 2024, arXiv:2410.10989 (Liger kernel, fused linear cross entropy).
+
+A chunk is chosen by bytes: see `default_chunk`. What computes it depends on the device: see `loss_kernels.py`.
 """
 
 from __future__ import annotations
@@ -24,17 +27,23 @@ from torch.nn import functional
 
 from tightfit.errors import InputError
 from tightfit.ledger import traced
+from tightfit.methods.loss_kernels import ROWS_IN_CACHE, Kernels, add_product, kernels_for, linear
 from tightfit.methods.run import Run, kind_of
 from tightfit.methods.turns import turns
 from tightfit.methods.vocabulary import divided_cross_entropy_with_gradient
-from tightfit.models.objective import IGNORED, Batch, Objective
+from tightfit.models.objective import IGNORED, LABELLED, Batch, Labelled, Objective
 from tightfit.plan import Plan
 
-ROWS_IN_CACHE = 64
 ADDED = "final_logits_bias"  # what BART and its relatives call a buffer that they add to the logits
 Divided = tuple[int, dist.ProcessGroup]  # the first class that is here, and the devices that have the others
 cost = traced
 VARIANTS = ({"chunked_loss": 5},)
+CHUNK = 1024  # tokens: on a processor the fastest that was measured, on a CUDA device the fewest that products are fast with
+MOST_TOKENS = 8192  # of a chunk: longer ones make no product faster
+CHUNK_BYTES = 512 * 2**20  # of the logits of a chunk
+SHARE_OF_DEVICE = 32  # a chunk's logits take no more of a CUDA device's memory than one part of so many
+STEP, BYTES = 128, {"cpu": 4, "cuda": 2}  # a chunk is a multiple of STEP tokens; bytes of a logit, in the usual type
+WORTH_LEAVING = 0.9  # rows are left out where those that count are fewer than this share
 
 
 def wanted(plan: Plan) -> bool:
@@ -43,9 +52,34 @@ def wanted(plan: Plan) -> bool:
 
 def apply(run: Run, plan: Plan) -> Run:
     assert plan.chunked_loss is not None
-    rows = ROWS_IN_CACHE if kind_of(run.device) == "cpu" else plan.chunked_loss
-    objective = chunked(run.objective, run.model, plan.chunked_loss, rows, _divided(run))
-    return replace(run, objective=objective, loss_sum=partial(objective.total, run.model))
+    kernels = kernels_for(kind_of(run.device), plan.precision not in ("fp32", "tf32"), plan.chunked_loss)
+    objective = chunked(run.objective, run.model, plan.chunked_loss, kernels, _divided(run))
+    assert objective.targets is not None
+    labelled = partial(count_labelled, objective.targets)
+    return replace(run, objective=objective, loss_sum=partial(objective.total, run.model), labelled=labelled)
+
+
+def default_chunk(vocabulary: int | None, device: str, memory_bytes: float | None = None) -> int:
+    """How many tokens a chunk has where nobody says it: a multiple of 128.
+
+    On a CUDA device as many as have 512 MiB of logits in 16 bits, or a 32nd of its memory where that is less; but at least
+    1,024 and at most 8,192. Each chunk reads and writes the fp32 gradient of the head's weight once more, 8 bytes for every
+    2 x tokens FLOPs: with fewer tokens that takes longer than the product. On a processor 1,024, or fewer where their fp32
+    logits would take more than 512 MiB: with a vocabulary beyond 131,072.
+
+    vocabulary: classes of the head on one device; None where the model does not say.
+    """
+    most = CHUNK_BYTES if memory_bytes is None or device == "cpu" else min(CHUNK_BYTES, memory_bytes / SHARE_OF_DEVICE)
+    if vocabulary is None:
+        return CHUNK
+    tokens = max(int(most / (BYTES[device] * vocabulary)) // STEP * STEP, STEP)
+    return min(tokens, CHUNK) if device == "cpu" else min(max(tokens, CHUNK), MOST_TOKENS)
+
+
+def count_labelled(targets: Callable[[Batch], Tensor], batch: Batch) -> Labelled | None:
+    """How many of a batch's targets count, of a batch on the host; None for tensors without values."""
+    labels = targets(batch)
+    return None if is_fake(labels) else Labelled(int((labels != IGNORED).sum()), labels.numel())
 
 
 def _divided(run: Run) -> Divided | None:
@@ -129,9 +163,13 @@ def _changed() -> InputError:
 
 
 def chunked(
-    objective: Objective, model: nn.Module, chunk: int, rows: int = ROWS_IN_CACHE, divided: Divided | None = None
+    objective: Objective,
+    model: nn.Module,
+    chunk: int,
+    kernels: Kernels = Kernels(),  # noqa: B008
+    divided: Divided | None = None,
 ) -> Objective:
-    """`objective` with its logits never whole: see linear_cross_entropy.
+    """`objective` with its logits never whole: see linear_cross_entropy. A batch may say under LABELLED how many labels count.
 
     Raises InputError where the logits are not the head's own output.
     """
@@ -142,6 +180,7 @@ def chunked(
     logits, targets = objective.logits, objective.targets
 
     def total(model: nn.Module, batch: Batch) -> Tensor:
+        labelled = batch.get(LABELLED) if isinstance(batch, dict) else None
         hidden = head.hidden(logits, model, batch)
         return linear_cross_entropy(
             hidden.flatten(0, -2),
@@ -149,8 +188,9 @@ def chunked(
             head.bias(divided[0] if divided else 0),
             targets(batch).flatten(),
             chunk,
-            rows,
+            kernels,
             divided,
+            labelled,
         )
 
     return replace(objective, total=total)
@@ -182,22 +222,33 @@ def linear_cross_entropy(
     bias: Tensor | None,
     targets: Tensor,
     chunk: int,
-    rows: int = ROWS_IN_CACHE,
+    kernels: Kernels = Kernels(),  # noqa: B008
     divided: Divided | None = None,
+    labelled: Labelled | None = None,
 ) -> Tensor:
     """Sum over the targets that count of the cross entropy of `hidden @ weight.T + bias`, `chunk` rows at a time.
 
-    The softmax goes over `rows` of them at a time: on a processor few, so that their fp32 copy stays in its cache.
     hidden (tokens, width), weight (vocabulary, width), bias (vocabulary) or None, targets (tokens) with IGNORED.
     divided: weight and bias have a part of the vocabulary, and other devices the rest; of which hidden's gradients are sums.
+    labelled: how many targets count, as the host knows it; rows that do not are then left out where they are many, and
+    nothing is asked of the device. None: all rows are computed.
     Products run in the type of autocast, or of `hidden`; the softmax and the sum in fp32. Returns an fp32 scalar.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    taken = rows_taken(labelled, len(targets), kernels.multiple)
     # within a Function's forward gradients look disabled, and its inputs look as if they needed one: asked here
     return LinearCrossEntropy.apply(
-        hidden, weight, bias, targets, (chunk, rows), divided, dtype, torch.is_grad_enabled()
+        hidden, weight, bias, targets, taken, (chunk, kernels), divided, dtype, torch.is_grad_enabled()
     )
+
+
+def rows_taken(labelled: Labelled | None, rows: int, multiple: int) -> int | None:
+    """How many of the rows are computed, a multiple of `multiple`: those that count, and some that do not; None for all."""
+    if labelled is None:
+        return None
+    taken = -(-max(labelled.among(rows), 1) // multiple) * multiple
+    return taken if taken < WORTH_LEAVING * rows else None
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -210,25 +261,36 @@ class LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        pieces: tuple[int, int],
+        taken: int | None,
+        how: tuple[int, Kernels],
         divided: Divided | None,
         dtype: torch.dtype,
         learning: bool,
     ) -> Tensor:
         wanted = [learning and needed for needed in ctx.needs_input_grad[:3]]
+        which = None if taken is None else _those_that_count_first(targets)[:taken]
         with torch.autocast(hidden.device.type, enabled=False):
-            loss, gradients = _sum_and_gradients(hidden, weight, bias, targets, pieces, divided, dtype, wanted)
+            loss, gradients = _sum_and_gradients(hidden, weight, bias, targets, which, how, divided, dtype, wanted)
         ctx.types = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.save_for_backward(*gradients)
+        ctx.shape = hidden.shape
+        ctx.save_for_backward(*gradients, which if wanted[0] else None)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        *made, which = ctx.saved_tensors
         scaled = [  # in place, of which autograd keeps count: a second backward through the same graph raises
             None if gradient is None else gradient.mul_(gradients[0]).to(dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.types, strict=True)
+            for gradient, dtype in zip(made, ctx.types, strict=True)
         ]
-        return *scaled, None, None, None, None, None
+        if which is not None and scaled[0] is not None:
+            scaled[0] = scaled[0].new_zeros(ctx.shape).index_copy_(0, which, scaled[0])
+        return *scaled, None, None, None, None, None, None
+
+
+def _those_that_count_first(targets: Tensor) -> Tensor:
+    """The numbers of all rows, those with a label first, each in their order. A device is not waited for."""
+    return (targets == IGNORED).to(torch.uint8).argsort(stable=True)
 
 
 def _sum_and_gradients(
@@ -236,16 +298,21 @@ def _sum_and_gradients(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    pieces: tuple[int, int],
+    which: Tensor | None,
+    how: tuple[int, Kernels],
     divided: Divided | None,
     dtype: torch.dtype,
     wanted: list[bool],
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """The loss, and its gradients for hidden, weight and bias, those that are `wanted`; the last two in fp32."""
-    chunk, at_a_time = pieces
+    """The loss, and its gradients for hidden, weight and bias, those that are `wanted`; the last two in fp32.
+
+    which: numbers of the rows that are computed, and that the gradient for hidden is of; None for all.
+    """
+    chunk, kernels = how
     narrow_weight, narrow_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-    for_hidden = torch.empty_like(hidden, dtype=dtype) if wanted[0] else None
-    one = len(hidden) <= chunk and weight.dtype == dtype  # a single product, which is in the weight's type anyway
+    count = len(hidden) if which is None else len(which)
+    for_hidden = hidden.new_empty((count, hidden.shape[1]), dtype=dtype) if wanted[0] else None
+    one = count <= chunk and weight.dtype == dtype  # a single product, which is in the weight's type anyway
     wide = torch.promote_types(dtype, torch.float32)
     for_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] and not one else None
     for_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
@@ -253,26 +320,35 @@ def _sum_and_gradients(
 
     def take(here: slice) -> None:  # whose tensors are gone at its end, before the next chunk's logits come
         nonlocal for_weight
-        rows, labels = hidden[here].to(dtype), targets[here]
-        logits = functional.linear(rows, narrow_weight, narrow_bias)
-        if divided is None:
-            part, gradient = cross_entropy_with_gradient(logits, labels, at_a_time)
+        if which is None:
+            rows, labels = hidden[here].to(dtype), targets[here]
         else:
+            rows, labels = hidden.index_select(0, which[here]).to(dtype), targets.index_select(0, which[here])
+        logits = linear(rows, narrow_weight, narrow_bias, kernels.pads)
+        if divided is not None:
             part, gradient = divided_cross_entropy_with_gradient(logits, labels, *divided)
+        elif kernels.fused is not None and any(wanted):
+            part, gradient = kernels.fused(logits, labels), logits
+        else:
+            part, gradient = cross_entropy_with_gradient(logits, labels, kernels.rows)
         loss.add_(part)
         counts = (labels != IGNORED).to(dtype).unsqueeze(1)
         if for_hidden is not None:
             torch.mm(gradient, narrow_weight, out=for_hidden[here]).mul_(counts)
+        if wanted[1]:
+            rows = rows * counts
         if wanted[1] and one:
-            for_weight = gradient.t() @ (rows * counts)
+            for_weight = gradient.t() @ rows
         elif for_weight is not None and dtype == wide:
-            for_weight.addmm_(gradient.t(), rows * counts)
+            torch.addmm(for_weight, gradient.t(), rows, out=for_weight)
+        elif for_weight is not None and kernels.adds:
+            add_product(gradient.t(), rows, for_weight)
         elif for_weight is not None:
-            for_weight += gradient.t() @ (rows * counts)
+            for_weight += gradient.t() @ rows
         if for_bias is not None:
             for_bias.add_((gradient.t() @ counts).squeeze(1))
 
-    for start in turns(range(0, len(hidden), chunk)):
+    for start in turns(range(0, count, chunk)):
         take(slice(start, start + chunk))
     return loss, (for_hidden, for_weight, for_bias)
 

@@ -15,7 +15,7 @@ from tightfit.job import Job
 from tightfit.methods.mesh import Mesh, Slice
 from tightfit.methods.stores import TARGET, Store
 from tightfit.models.dataflow import Dataflow
-from tightfit.models.objective import Batch, Objective, map_tensors
+from tightfit.models.objective import LABELLED, Batch, Labelled, Objective, map_tensors
 from tightfit.plan import Plan
 
 
@@ -183,6 +183,7 @@ class Run:
     store          memory beside the device's, where the plan offloads
     blocks         set by `pipeline`: those of the model's blocks that this device has
     dataflow       set by `boundaries`: what the model does in a forward, seen before it was cut
+    labelled       set by `loss`: how many labels of a batch on the host count; None where it has no values
     """
 
     job: Job
@@ -204,10 +205,21 @@ class Run:
     store: Store | None = None
     blocks: tuple[nn.Module, ...] | None = None
     dataflow: Dataflow | None = None
+    labelled: Callable[[Batch], Labelled | None] | None = None
 
 
 def to_device(batch: Batch, run: Run) -> Batch:
+    """A batch on the host as one on the device, with what has to be known of it before."""
+    batch = with_labelled(batch, run)
     return map_tensors(lambda tensor: tensor.to(run.device, non_blocking=run.plan.non_blocking), batch)
+
+
+def with_labelled(batch: Batch, run: Run) -> Batch:
+    """A batch on the host that says how many of its labels count, where the run's loss leaves out those that do not."""
+    if run.labelled is None or not isinstance(batch, dict) or LABELLED in batch:
+        return batch
+    labelled = run.labelled(batch)
+    return batch if labelled is None else {**batch, LABELLED: labelled}
 
 
 def weights_named(run: Run, names: frozenset[str]) -> list[nn.Parameter]:

@@ -40,9 +40,10 @@ def divided_cross_entropy_with_gradient(
     logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """As divided_cross_entropy, and the gradient of each token's logits here, in their type; of targets that are IGNORED it
-    means nothing."""
+    means nothing. Of 16-bit logits it is written over them, so rows that were aligned still are."""
     losses, probabilities, local, here = _over_classes(logits, targets, first, group)
-    return losses.sum(), _gradient(probabilities, local, here).to(logits.dtype)
+    gradient = _gradient(probabilities, local, here)
+    return losses.sum(), gradient if gradient.dtype == logits.dtype else logits.copy_(gradient)
 
 
 def _over_classes(

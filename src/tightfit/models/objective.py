@@ -22,6 +22,24 @@ from tightfit.models.losses import TorchLoss, explained, torch_loss
 
 Batch = Any  # what the data yields: usually dict[str, Tensor], else what torch's default_collate makes of samples
 IGNORED = -100  # the label of a position that does not count
+LABELLED = "tightfit: labelled"  # under which a batch on its device may say how many of its labels count
+
+
+class Labelled:
+    """Of `of` labels `count` are not IGNORED, as the host knows it: a device would have to be waited for.
+
+    No dataclass: torch's compiler reads the numbers of those, and would compile a model again for other ones.
+    """
+
+    def __init__(self, count: int, of: int) -> None:
+        self.count, self.of = count, of
+
+    def among(self, labels: int) -> int:
+        """How many of so many labels count, where they do in this proportion; rounded up."""
+        return -(-labels * self.count // max(self.of, 1))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.count}, {self.of})"
 
 
 @dataclass(frozen=True)
@@ -116,7 +134,7 @@ def _labels(batch: Batch) -> Tensor:
 
 def _model_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Logits of a model called with everything in the batch but its labels."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    inputs = {name: value for name, value in batch.items() if name not in ("labels", LABELLED)}
     return _logits_of(call_by_name(model, inputs))
 
 

@@ -31,6 +31,8 @@ ALLOCATOR: Literal["tuned"] = "tuned"  # known before torch is imported, as a pr
 def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, dict[str, str]]:
     """The plan with every field of `pins` kept, and the reason for each field chosen here. Raises InputError."""
     reasons: dict[str, str] = {}
+    if pins.get("chunked_loss") is True:
+        pins = {**pins, "chunked_loss": chosen_chunk(job, machine)}
     plan = Plan.parse({**pins, **over_devices(machine, pins)}, "plan")
     for field in ("dp_replicate", "dp_shard", "zero"):
         if field not in pins and getattr(plan, field) != getattr(Plan(), field):
@@ -76,7 +78,7 @@ def _choices(job: Job, machine: Machine) -> Iterator[tuple[str, Any, str]]:
     elif "tf32" in job.allowed and has_fast_tf32(machine):
         yield "precision", "tf32", "this machine multiplies tf32 faster, and the job allows it"
     if of_transformers and task in ("causal-lm", "masked-lm", "seq2seq-lm"):
-        yield "chunked_loss", 1024, "logits are never all there at once"
+        yield "chunked_loss", chosen_chunk(job, machine), "logits are never all there at once"
     if machine.device == "cpu" and of_transformers and task == "causal-lm" and sequence <= 1024:
         yield "attention", "blocked", "plain products are faster here than the fused attention kernel"
     yield "fused_optimizer", True, "one pass over the states in place of several"
@@ -86,6 +88,14 @@ def _choices(job: Job, machine: Machine) -> Iterator[tuple[str, Any, str]]:
     if machine.device == "cuda":
         yield "pin_memory", True, "page-locked buffers copy about twice as fast"
         yield "non_blocking", True, "copies overlap the device's work"
+
+
+def chosen_chunk(job: Job, machine: Machine) -> int:
+    """Tokens of a chunk of the loss, where nobody says it: see `default_chunk`."""
+    from tightfit.data import model_input
+    from tightfit.methods.loss import default_chunk
+
+    return default_chunk(model_input(job).vocabulary, machine.device, machine.memory_bytes.value)
 
 
 def _model_admits(job: Job, field: str, plan: Plan) -> bool:

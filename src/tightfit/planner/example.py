@@ -12,8 +12,9 @@ from tightfit.data.images import DIGITS, first_images
 from tightfit.data.sequences import corruption, row_length
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
-from tightfit.models.objective import Batch, map_tensors
+from tightfit.models.objective import IGNORED, Batch, Labelled, map_tensors, objective_of
 
+MILLION = 1_000_000
 TRIED = 2  # times that a batch is prepared to see how long it takes
 _SEEN = 8  # samples of a user's dataset that are looked at: batches are as long as their longest
 _TOKENS = 2**22  # of a text that stands in for another
@@ -56,6 +57,22 @@ def _sample_s(job: Job, source: Samples | None) -> float:
             return 0.0
         seconds.append((time.perf_counter() - began) / len(places))
     return min(seconds)
+
+
+def labelled(job: Job, batch: Batch) -> Labelled | None:
+    """How many of a micro-batch's labels count, in proportion: as `mask_probability` says of text for a masked language model,
+    else as in `batch`, a job's example. None where the job brings its own loss.
+
+    Text that is padded for a causal model is taken to have labels everywhere, as its example does: a bound from above.
+    """
+    model = model_input(job)
+    targets = None if job.loss is not None else objective_of(None, model.task).targets
+    if targets is None or not isinstance(batch, dict) or "labels" not in batch:
+        return None
+    if isinstance(job.data, DataSpec) and job.data.python is None and model.task == "masked-lm":
+        return Labelled(round(MILLION * job.data.mask_probability), MILLION)
+    labels = targets(batch)
+    return Labelled(int((labels != IGNORED).sum()), labels.numel())
 
 
 def is_padded(batch: Batch) -> bool:

@@ -34,15 +34,16 @@ from tightfit.methods import (
     shards,
     tensor_parallel,
 )
+from tightfit.methods.compiler import generates_kernels
 from tightfit.methods.loader import EXAMPLE
 from tightfit.methods.mesh import make_mesh
 from tightfit.methods.run import Run
 from tightfit.models import find_blocks, has_complex, load_python, places_of, task_of
 from tightfit.models.dataflow import Dataflow
-from tightfit.models.objective import Batch, Objective, objective_of, processed_count, sample_count
+from tightfit.models.objective import LABELLED, Batch, Objective, objective_of, processed_count, sample_count
 from tightfit.models.tracing import trace as trace_dataflow
 from tightfit.plan import Plan
-from tightfit.planner.example import example, is_padded, sized
+from tightfit.planner.example import example, is_padded, labelled, sized
 from tightfit.planner.fakes import FakeValues, traceable
 from tightfit.planner.fit import fitted
 from tightfit.planner.kept import identity, kept
@@ -75,6 +76,7 @@ class Profiler:
         self.batch, self.sample_s = example(job)
         self.samples, self.tokens = sample_count(self.batch), processed_count(self.batch)
         self.padded = is_padded(self.batch)
+        self.labelled = labelled(job, self.batch)
         self.unit = self._objective().unit
         self._mode = FakeTensorMode()  # of all traces, so that they may share a model's tensors
         self._models: dict[tuple[torch.dtype, bool], tuple[nn.Module, Depth]] = {}
@@ -204,14 +206,16 @@ class Profiler:
         """Samples from which on a chunked loss has a whole chunk: below it is one that grows, above there are more."""
         if plan.chunked_loss is None:
             return 0
-        return max(int(-(-plan.chunked_loss // (self.tokens / self.samples))), 1)
+        taken = loss.rows_taken(self.labelled, self.tokens, 1) or self.tokens
+        return max(int(-(-plan.chunked_loss // (taken / self.samples))), 1)
 
     def _kept(self, key: Any, plan: Plan, samples: int, training: bool) -> Programs:
         """A trace, from disk where the same one was made before."""
         model = identity(self.job)
         shapes = str(tree_map_only(Tensor, lambda tensor: (str(tensor.dtype), tensor.shape[1:]), self.batch))
-        what = None if model is None else (model, shapes, self.padded, self.device, key, samples)
-        return kept(what, lambda: self._trace(plan, samples, training))
+        kernels = self.device == "cuda" and generates_kernels()
+        what = (model, shapes, self.padded, str(self.labelled), self.device, kernels, key, samples)
+        return kept(None if model is None else what, lambda: self._trace(plan, samples, training))
 
     def _trace(self, plan: Plan, samples: int, training: bool) -> Programs:
         before = self._alike
@@ -243,6 +247,8 @@ class Profiler:
             try:
                 with traceable(run.model):
                     batch = self._sized(plan, samples)
+                    if run.labelled is not None and self.labelled is not None:
+                        batch = {**batch, LABELLED: self.labelled}
                     passages = trace(
                         run.model, run.loss_sum, batch, blocks, training, depth.missing, every=self._alike == RUN
                     )

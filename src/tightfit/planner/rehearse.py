@@ -20,9 +20,9 @@ from tightfit.machine import Figure, Machine
 from tightfit.methods import optimizer_states, shards
 from tightfit.methods.run import Run
 from tightfit.methods.turns import few, taken_by
-from tightfit.models.objective import Batch, processed_count, sample_count
+from tightfit.models.objective import LABELLED, Batch, Labelled, processed_count, sample_count
 from tightfit.plan import Plan
-from tightfit.planner.example import example, is_padded, sized
+from tightfit.planner.example import example, is_padded, labelled, sized
 from tightfit.planner.fakes import FakeValues, traceable
 from tightfit.planner.passing import shortened
 from tightfit.planner.storages import Peak, tensor_bytes, tensors_in, track
@@ -41,11 +41,15 @@ def _rehearsed(plan: Plan) -> int | None:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The `Data` of a rehearsal: micro-batches of the job's shapes, without its samples."""
+    """The `Data` of a rehearsal: micro-batches of the job's shapes, without its samples.
+
+    labelled    how many labels count, which a chunked loss asks for; None where it is not told
+    """
 
     batch: Batch
     job: Job
     plan: Plan
+    labelled: Labelled | None = None
     ragged: bool = False
     damaged: int = 0
     tokenizer: Any = None
@@ -63,12 +67,16 @@ class Shapes:
         micro = self.plan.micro_batch_of(self.job.train.batch)
         while True:
             yield [
-                sized(self.batch, min(micro, whole - begin))
+                self._sized(min(micro, whole - begin))
                 for begin in list(range(0, whole, micro))[: _rehearsed(self.plan)]
             ]
 
     def held_out(self, samples: int) -> Iterator[Batch]:
-        yield sized(self.batch, self.plan.micro_batch_of(self.job.train.batch))
+        yield self._sized(self.plan.micro_batch_of(self.job.train.batch))
+
+    def _sized(self, samples: int) -> Batch:
+        batch = sized(self.batch, samples)
+        return batch if self.labelled is None else {**batch, LABELLED: self.labelled}
 
     def example(self) -> Batch:
         return self.batch
@@ -101,7 +109,8 @@ def rehearse(job: Job, plan: Plan, device: str = "cpu", stage: int = 0) -> Peak:
     plan = _here(plan)
     if plan.compile != "none":
         torch._dynamo.reset()  # or what an earlier rehearsal compiled would count against the limit of recompilations
-    shapes = Shapes(example(job)[0], job, plan)
+    batch = example(job)[0]
+    shapes = Shapes(batch, job, plan, None if plan.chunked_loss is None else labelled(job, batch))
     values = FakeValues(is_padded(shapes.batch))
     first = stage * plan.devices // plan.pp + plan.servers  # of those that have this piece; a worker, not its server
     gathers = shards.comes_and_goes(plan, device)

@@ -26,7 +26,7 @@ ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
 BLOCKED = ("blocked attention", "blocked attention backward")
 ARITHMETIC = (PRODUCT, BATCHED, CONVOLUTION, CONVOLUTION_BACKWARD, ATTENTION, ATTENTION_BACKWARD, *BLOCKED)
 _KINDS = {
-    PRODUCT: ("aten.mm", "aten.addmm", "aten.addmm_"),
+    PRODUCT: ("aten.mm", "aten.addmm", "aten.addmm_", "tightfit.add_product"),
     BATCHED: ("aten.bmm", "aten.baddbmm", "aten.baddbmm_", "aten._grouped_mm"),
     CONVOLUTION: ("aten.convolution",),
     CONVOLUTION_BACKWARD: ("aten.convolution_backward",),

@@ -45,7 +45,13 @@ _ATTENTION = {  # where the query stands; the key follows it
 }
 _PRODUCT, _CAST, _SUM = "aten.mm", "aten._to_copy", "aten.add"  # of what a weight's gradient may come
 _GRADIENTS = frozenset((_PRODUCT, _CAST, _SUM))
-_PRODUCTS = {"aten.mm": (0, 1), "aten.bmm": (0, 1), "aten.addmm": (1, 2), "aten.baddbmm": (1, 2)}
+_PRODUCTS = {
+    "aten.mm": (0, 1),
+    "aten.bmm": (0, 1),
+    "aten.addmm": (1, 2),
+    "aten.baddbmm": (1, 2),
+    "tightfit.add_product": (0, 1),
+}
 
 
 _FLOPS = {**flop_registry, GROUPED_PRODUCT: shape_wrapper(grouped_flops)}
