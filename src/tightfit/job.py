@@ -190,7 +190,11 @@ class Train(Value):
     clip: float | None = Field(None, gt=0, description="largest norm of the whole gradient")
     scale_learning_rate: Literal["none", "linear", "sqrt"] = "none"
     base_batch: int | None = Field(None, gt=0, description="the batch the learning rate was chosen for")
-    checkpoint_every: int | None = Field(None, gt=0)
+    checkpoint_every: Annotated[int, Field(gt=0)] | Literal["end", "never"] | None = Field(
+        None,
+        description="save after every so many steps and at the end; end: at the end only, as where it is left out; never: not even "
+        "where a signal ends the training",
+    )
     keep_checkpoints: int = Field(2, gt=0)
     evaluate_every: int | None = Field(None, gt=0)
     evaluate_samples: int = Field(128, gt=0)

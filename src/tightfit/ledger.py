@@ -43,6 +43,7 @@ class Ledger:
     dataflow        gives what a forward computes from what (`models/dataflow.py`), for what cuts the model
     try_segments    raises InputError for a model whose blocks cannot be computed again in segments
     batch_bytes     of one sample, as it lies in device memory (or in the host's, on a CPU)
+    batches_ahead   micro-batches that lie in device memory beside the one at work
     keeps_memory    whether freed memory is kept by the process and used again; mapped_from: else, bytes from which a block is
                     mapped by itself, and fetched anew each time; None where the allocator learns that (see `planner/heap.py`)
     fixed           bytes that live through the whole step beside the model: by row
@@ -72,6 +73,7 @@ class Ledger:
     updates: dict[str, Update] = field(default_factory=dict)
     whole_step: tuple[Operation, ...] = ()
     batch_bytes: float = 0.0
+    batches_ahead: int = 0
     update_in_backward: bool = False
     foreach: bool = False
     host_batch: bool = False
@@ -116,7 +118,8 @@ class Ledger:
         The first micro-batch finds no gradients; in later ones a gradient is added to the one that is there.
         """
         rows = self.row_bytes()
-        in_memory = self.batch_bytes * self.micro_batch * (self.micro_batches if self.host_batch else 1)
+        there = self.micro_batches if self.host_batch else 1 + self.batches_ahead
+        in_memory = self.batch_bytes * self.micro_batch * there
         rows["activations"] += in_memory
         if self.gathered is not None:
             rows["communication"] += self.gathered.rest
@@ -263,7 +266,7 @@ class Ledger:
     def evaluation(self) -> Iterator[tuple[str, str, dict[str, float]]]:
         """As `instants`, of one micro-batch of an evaluation."""
         rows = self.row_bytes()
-        rows["activations"] += self.batch_bytes * self.micro_batch
+        rows["activations"] += self.batch_bytes * self.micro_batch * (1 + self.batches_ahead)
         for passage in self.inference():
             played = play(passage.timeline, self.micro_batch)
             yield "evaluation", passage.part, _sum(rows, played.largest)

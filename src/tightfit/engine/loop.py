@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 
 from tightfit.engine.randomness import evaluating, randomness_kept, seed_all
+from tightfit.engine.readings import Clock, begin_reading
 from tightfit.engine.split import check_split, wants_check
-from tightfit.engine.step import Step, drain, take_step
+from tightfit.engine.step import Step, changed, drain, take_step
 from tightfit.errors import InputError
 from tightfit.methods.mesh import DATA
 from tightfit.methods.progress import doing
@@ -36,8 +35,9 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step) -> Iterator[Step
 
     `take` takes a step: one that also observes it may stand in for the engine's own.
 
-    A step whose loss is known some steps later (pipedream) is yielded then.
-    On CUDA the time of a step ends when its loss is on the host, so the device's work is counted.
+    A step whose loss is known some steps later (pipedream) is yielded then. On CUDA a step is yielded when the device has all of
+    it to do, and has done the step before: whoever reads its loss then waits, and the device waits for Python after that.
+    `tightfit train` reads a step's figures after the next step has begun.
     """
     batch = run.job.train.batch
     until = None
@@ -49,16 +49,17 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step) -> Iterator[Step
     if wants_check(run, total_steps(run) - start):
         check_split(run)
     waiting: deque[Step] = deque()
-    began = time.perf_counter()
+    clock = Clock(run.device)
+    clock.begin()
     doing("reading data", start)
     for step, micro_batches in zip(range(start, total_steps(run)), run.data.steps(start * batch, until), strict=False):
         result = take(run, micro_batches, step)
-        ended = time.perf_counter()
-        waiting.append(replace(result, seconds=ended - began))
+        doing("the end of the step before")
+        waiting.append(changed(result, seconds=clock.end()))
         if run.stages is None or len(waiting) > run.stages.delay:
             yield _with_loss(run, waiting.popleft())
         doing("reading data", step + 1)
-        began = time.perf_counter()
+        clock.begin()
     drain(run)
     while waiting:
         yield _with_loss(run, waiting.popleft())
@@ -67,7 +68,8 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step) -> Iterator[Step
 def _with_loss(run: Run, step: Step) -> Step:
     if run.stages is None or not run.stages.delay:
         return step
-    return replace(step, loss=run.stages.losses.popleft())
+    read = begin_reading({"loss": run.stages.losses.popleft()})
+    return changed(step, loss=lambda: read()["loss"])
 
 
 @torch.no_grad()
@@ -78,27 +80,26 @@ def evaluate(run: Run, samples: int | None = None) -> float:
     are held out.
     """
     drain(run)
-    total, items = 0.0, 0
+    total, items = torch.zeros((), dtype=torch.float64, device=run.device), 0
     with evaluating(run.model), randomness_kept():
         for number, batch in enumerate(run.data.held_out(samples or run.job.train.evaluate_samples)):
             doing(f"evaluation, micro-batch {number + 1}")
             if run.stages is not None:
                 items += 0 if isinstance(batch, Filler) else run.objective.count(batch)
-                total += float(run.stages.evaluate(run, batch))
+                total += run.stages.evaluate(run, batch)
                 continue
             if isinstance(batch, Filler):  # parameters that are divided come only where all devices ask for them
                 run.loss_sum(to_device(batch.batch, run))
                 continue
             items += run.objective.count(batch)
-            total += float(run.loss_sum(to_device(batch, run)))
+            total += run.loss_sum(to_device(batch, run))
     if run.mesh is not None:
-        counted = torch.tensor([total, items], dtype=torch.float64, device=run.device)
-        run.mesh.sum(counted[:1], ("pp",))
-        sums = run.mesh.sum(counted, DATA)
-        total, items = float(sums[0]), int(sums[1])
+        run.mesh.sum(total, ("pp",))
+        run.mesh.sum(total, DATA)
+        items = int(run.mesh.sum(torch.tensor(items, device=run.device), DATA))
     if not items:
         raise InputError("evaluate", "the data holds out nothing that counts", "set data.held_out: 0.01")
-    return total / items
+    return float(total) / items
 
 
 __all__ = ["evaluate", "evaluating", "total_steps", "train"]

@@ -6,31 +6,36 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointError
 
+from tightfit.engine.readings import begin_reading, read_late
 from tightfit.errors import InputError
+from tightfit.methods import optimizer_states
 from tightfit.methods.buckets import made_everywhere
 from tightfit.methods.compile import compiler_failures_named
 from tightfit.methods.mesh import AXES, DATA, Mesh
 from tightfit.methods.progress import doing
-from tightfit.methods.run import Filler, Run, slices_of, to_device, weights_named
+from tightfit.methods.run import Filler, Run, arriving, kind_of, slices_of, weights_named
 from tightfit.models.objective import Batch, processed_count, sample_count
 
 
+@read_late("loss", "gradient_norm", "samples", "items", "processed", "skipped", "seconds")
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step did.
+    """What one optimizer step did. On CUDA whoever first reads a figure waits until the device has it.
 
     loss           mean over the step's items that count
     gradient_norm  norm of the whole gradient before clipping; None where the job does not clip
     items          how many items counted in the loss (tokens or samples); samples: how many samples
     processed      token positions (or samples) that went through the model: what throughput counts
     skipped        whether fp16 overflowed and the update was left out
-    seconds        wall-clock time, waiting for data included
+    seconds        wall-clock time, waiting for data included: on CUDA that of the device, from the end of what it was asked to do
+                   before (the step before this one, or what the caller asked for in between) to the end of this step
     staleness      the most updates that came between a gradient's weights and its own (an asynchronous server's)
     """
 
@@ -58,27 +63,48 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
     with compiler_failures_named(run.plan):
         losses = accumulate(run, micro_batches, lambda: counted()[0])
     norm, finite = update(run)
-    loss = losses()
+    figures: dict[str, float | torch.Tensor] = {"loss": losses(), "finite": finite}
+    if norm is not None:
+        figures["norm"] = norm
+    cp = run.mesh.cp if run.mesh is not None else 1
     items, samples, processed = counted()
-    if run.mesh is not None:
-        samples //= run.mesh.cp  # each of which they all have a piece of
     if run.stages is not None and run.stages.counted is not None:
-        items, samples, processed = run.stages.counted
-    late = max(run.stages.staleness, default=None) if run.stages is not None else None
+        (items, samples, processed), cp = run.stages.counted, 1
+    read = begin_reading({**figures, "items": items, "samples": samples, "processed": processed})
+
+    def late(value: Callable[[dict[str, float]], Any]) -> Any:
+        return lambda: value(read())
+
     return Step(
-        step, float(loss) / max(items, 1), learning_rate, norm, samples, items, processed, not finite, staleness=late
+        step=step,
+        loss=late(lambda figures: figures["loss"] / max(figures["items"], 1)),
+        learning_rate=learning_rate,
+        gradient_norm=None if norm is None else late(lambda figures: figures["norm"]),
+        samples=late(lambda figures: int(figures["samples"]) // cp),  # of whose sequences cp devices have a piece each
+        items=late(lambda figures: int(figures["items"])),
+        processed=late(lambda figures: int(figures["processed"])),
+        skipped=late(lambda figures: not figures["finite"]),
+        staleness=max(run.stages.staleness, default=None) if run.stages is not None else None,
     )
 
 
-def over_data(run: Run, counts: list[int]) -> Callable[[], list[int]]:
-    """Whole numbers, summed over the devices that divide the samples: under way from now on, and waited for when asked."""
+def changed(step: Step, **fields: Any) -> Step:
+    """The step with other fields, which may be functions, and without waiting for those that are. `replace` would wait."""
+    return Step(**{**vars(step), **fields})
+
+
+def over_data(run: Run, counts: list[int]) -> Callable[[], list[int] | list[torch.Tensor]]:
+    """Whole numbers, summed over the devices that divide the samples: under way from now on, and waited for when asked. On CUDA
+    they stay on the device: to read one here, the host would wait until the device has done all it was given."""
     if run.mesh is None or is_free(run) or all(run.mesh.size(axis) == 1 for axis in DATA):
         return lambda: counts
-    sums = run.mesh.begin_sum(torch.tensor(counts, device=run.device), DATA)
-    counted = cache(lambda: [int(count) for count in sums()])
-    if run.device.type != "cpu":
-        counted()  # its queue is empty now, and would have to be waited for later
-    return counted
+    numbers = torch.tensor(counts)
+    if run.device.type == "cuda":  # from pageable memory the copy would be waited for
+        numbers = numbers.pin_memory().to(run.device, non_blocking=True)
+        sums = run.mesh.begin_sum(numbers, DATA)
+        return cache(lambda: list(sums().unbind()))
+    sums = run.mesh.begin_sum(numbers, DATA)
+    return cache(lambda: [int(count) for count in sums()])
 
 
 def _begin_sum(run: Run, loss: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -93,7 +119,9 @@ def is_free(run: Run) -> bool:
     return run.stages is not None and run.stages.free and not run.stages.delay
 
 
-def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -> Callable[[], torch.Tensor]:
+def accumulate(
+    run: Run, micro_batches: list[Batch], items: Callable[[], int | torch.Tensor]
+) -> Callable[[], torch.Tensor]:
     """Gradients of the mean loss over all items of the step, summed into .grad; returns what waits for the sum of all devices'
     losses, which is under way from the last forward on.
 
@@ -101,12 +129,16 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -
             before backward, so that 16-bit gradients of a long step do not vanish.
     """
 
-    def scale() -> float:
-        return (run.loss_scale.value if run.loss_scale else 1.0) / max(items(), 1)
+    def scale() -> float | torch.Tensor:
+        whole, count = run.loss_scale.factor if run.loss_scale else 1.0, items()
+        if isinstance(count, torch.Tensor):  # in fp64, as the host divides: the product's gradient is rounded once
+            return whole / count.clamp(min=1).double()
+        return whole / max(count, 1)
 
     if run.stages is not None:
         return _begin_sum(run, run.stages.accumulate(run, micro_batches, scale()))
     total = torch.zeros((), device=run.device)
+    coming = arriving(micro_batches, run)
     for number, batch in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
         doing(f"forward and backward of micro-batch {number + 1}")
@@ -114,7 +146,7 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -
         if run.reduction is not None:
             run.reduction.begin(last)
         with _compiled_indices_named(run):
-            loss = run.loss_sum(to_device(batch if counts else batch.batch, run))
+            loss = run.loss_sum(next(coming))
         share = scale()  # asked for by all devices at the same point, also where nothing counts
         if counts:
             total += loss.detach()
@@ -155,22 +187,49 @@ def _recomputation_named(run: Run) -> Iterator[None]:
         ) from error
 
 
-def update(run: Run) -> tuple[float | None, bool]:
-    """Unscale, clip, step. Returns the gradient norm (where the job clips) and whether the gradients were finite."""
-    finite, norm = True, None
+def update(run: Run) -> tuple[torch.Tensor | None, bool | torch.Tensor]:
+    """Unscale, clip, step. Returns the gradient norm (where the job clips) and whether the gradients were finite: a scalar tensor
+    where the device alone knows it, and leaves out the update by itself."""
+    finite: bool | torch.Tensor = True
+    norm = None
     doing("update")
     sum_shared(run)
     if run.loss_scale is not None:
         finite = everywhere(run, run.loss_scale.unscale(_weights(run)))
+        if isinstance(finite, torch.Tensor) and not leaves_out_updates(run.optimizer):
+            finite = bool(finite)
         run.loss_scale.update(finite)
     if run.job.train.clip is not None:
         norm = clip(run, run.job.train.clip)
-    if finite:
+    if isinstance(finite, torch.Tensor):
+        run.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+    if isinstance(finite, torch.Tensor) or finite:
         run.optimizer.step()
         if run.reduction is not None:
             run.reduction.updated()
+    if isinstance(finite, torch.Tensor):
+        run.optimizer.found_inf = None  # type: ignore[attr-defined]
+    if run.store is not None:
+        run.store.factor = None
     run.optimizer.zero_grad(set_to_none=True)
     return norm, finite
+
+
+def leaves_out_updates(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's kernels look at `found_inf` and change nothing where it is 1: torch's fused ones. Of SGD with
+    momentum not the first, which would take memory as it finds it for momenta."""
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.SGD):
+        return False
+    if not all(group["fused"] for group in optimizer.param_groups):
+        return False
+    if isinstance(optimizer, torch.optim.Adam):
+        return True
+    return all(
+        not group["momentum"] or optimizer.state[weight].get("momentum_buffer") is not None
+        for group in optimizer.param_groups
+        for weight in group["params"]
+        if weight.grad is not None
+    )
 
 
 def sum_shared(run: Run) -> None:
@@ -200,29 +259,60 @@ def drain(run: Run) -> None:
                 update(run)
 
 
-def everywhere(run: Run, holds: bool) -> bool:
-    """Whether something holds on every device."""
+def everywhere(run: Run, holds: bool | torch.Tensor) -> bool | torch.Tensor:
+    """Whether something holds on every device; a scalar tensor, and nobody waits, where it is one."""
+    if run.mesh is None:
+        return holds
+    if isinstance(holds, torch.Tensor):
+        return run.mesh.sum((~holds).to(run.device, torch.int64), AXES, dist.ReduceOp.MAX) == 0
     return not greatest(run, int(not holds))
 
 
 def greatest(run: Run, number: int) -> int:
     """The greatest of all devices' numbers."""
+    return int(_begin_greatest(run, number)()["greatest"])
+
+
+def _begin_greatest(run: Run, number: int) -> Callable[[], dict[str, float]]:
     if run.mesh is None:
-        return number
-    return int(run.mesh.sum(torch.tensor(number, device=run.device), AXES, dist.ReduceOp.MAX))
+        return begin_reading({"greatest": number})
+    there = torch.full((), number, device=run.device)  # not copied from the host, which would wait
+    return begin_reading({"greatest": run.mesh.sum(there, AXES, dist.ReduceOp.MAX)})
 
 
-def clip(run: Run, limit: float) -> float:
-    """Scale the gradients so that the norm of all of them together, on all devices, is at most `limit`; returns it."""
+def asker(run: Run) -> Callable[[int], int]:
+    """What asks each step for the greatest of all devices' numbers, and gives all of them the same answer: of the step before on
+    several CUDA devices, of this step elsewhere."""
+    if run.mesh is None or run.device.type != "cuda":
+        return partial(greatest, run)
+    asked = [begin_reading({"greatest": 0})]
+
+    def ask(number: int) -> int:
+        asked.append(_begin_greatest(run, number))
+        return int(asked.pop(0)()["greatest"])
+
+    return ask
+
+
+def clip(run: Run, limit: float) -> torch.Tensor:
+    """Scale the gradients so that the norm of all of them together, on all devices, is at most `limit`; returns it. Those that
+    are brought to the device for their updates are scaled there."""
     weights = [weight for weight in _weights(run) if weight.grad is not None]
-    if run.mesh is None:
-        return float(torch.nn.utils.clip_grad_norm_(weights, limit))
+    comes = run.store is not None and optimizer_states.brings(run.plan, kind_of(run.device))
+    if run.mesh is None and not comes:
+        return torch.nn.utils.clip_grad_norm_(weights, limit)
     gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
-    norm = gradient_norm(run, run.mesh)
+    if run.mesh is None:
+        norm = torch.nn.utils.get_total_norm(gradients)
+    else:
+        norm = gradient_norm(run, run.mesh)
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    if gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))  # which may be offloaded
-    return float(norm)
+    if comes:
+        assert run.store is not None
+        run.store.factor = factor
+    elif gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+    return norm
 
 
 def gradient_norm(run: Run, mesh: Mesh) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from bisect import insort
 from dataclasses import replace
 
 import torch
@@ -31,6 +32,8 @@ class Observer:
     def __init__(self, run: Run, start: int) -> None:
         self.run, self.start = run, start
         self.steps: list[Step] = []
+        self._speeds: list[float] = []  # of the timed steps, in order, so that their median costs nothing
+        self._seconds: list[float] = []
         self.sample: Sample | None = None
         self.flops_per_step: float | None = None
 
@@ -49,15 +52,27 @@ class Observer:
         return result
 
     def see(self, step: Step) -> None:
+        """Note a step, whose figures need not be there yet."""
         self.steps.append(step)
+
+    def _order(self) -> None:
+        """Put the timed steps that have come since the last call among those before."""
+        for step in self.steps[self.timed_from + len(self._seconds) :]:
+            insort(self._speeds, self.items(step) / step.seconds)
+            insort(self._seconds, step.seconds)
 
     @property
     def peak(self) -> Peak | None:
         return self.sample.peak if self.sample is not None else None
 
     @property
+    def timed_from(self) -> int:
+        """How many steps come before those that are timed."""
+        return SAMPLED + (self.sample.steps if self.sample is not None else 1)
+
+    @property
     def timed(self) -> list[Step]:
-        return self.steps[SAMPLED + (self.sample.steps if self.sample is not None else 1) :]
+        return self.steps[self.timed_from :]
 
     @property
     def unit(self) -> str:
@@ -69,16 +84,20 @@ class Observer:
 
     def speed(self, latest: Step) -> float:
         """Items per second: the median of the timed steps so far, before them the latest step's."""
-        return statistics.median(self.items(step) / step.seconds for step in self.timed or [latest])
+        self._order()
+        return _middle(self._speeds) if self._speeds else self.items(latest) / latest.seconds
 
     def step_s(self, latest: Step) -> float:
         """Expected seconds of a step, as `speed`."""
-        return statistics.median(step.seconds for step in self.timed or [latest])
+        self._order()
+        return _middle(self._seconds) if self._seconds else latest.seconds
 
     def peak_bytes(self) -> int | None:
         """Peak bytes of tensors so far; on a processor those of the step that is sampled, None until then."""
         if self.run.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.run.device)
+            counters = torch.cuda.memory_stats_as_nested_dict(self.run.device)  # asked each step: not made into one flat list
+            peak: int = counters["allocated_bytes"]["all"]["peak"]
+            return peak
         return self.peak.total if self.peak else None
 
     def _largest_peak(self) -> Peak | None:
@@ -123,3 +142,9 @@ class Observer:
             damaged_samples=run.data.damaged,
             parameters=parameter_count(run),
         )
+
+
+def _middle(ordered: list[float]) -> float:
+    """The median of numbers that are in order."""
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

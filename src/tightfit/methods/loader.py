@@ -3,7 +3,7 @@
 Saves   the device's waiting, and no memory: workers prepare while it computes, and page-locked (pinned) memory is
         copied to it at some 6 GB/s where pageable memory goes at 3, beside its work where the copy does not block.
 Costs   host memory: each worker is a Python process with torch in it, and holds `prefetch` micro-batches and its view
-        of the dataset; pinned buffers cannot be swapped out.
+        of the dataset; pinned buffers cannot be swapped out. Copies beside the work: one more micro-batch on the device.
 When    preparing a step takes a good part of its time: images to decode, a dataset of the user's own. Token files
         need no worker, as a micro-batch is one gather from mapped memory.
 Order   before what asks for the data's length and shapes; its workers start with the first step only.
@@ -35,6 +35,7 @@ from tightfit.job import DataSpec, Job
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.run import Filler, Run
+from tightfit.methods.uploads import Uploads
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.plan import Plan
 
@@ -66,13 +67,23 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         ahead |= {"copy"} if plan.non_blocking and plan.pin_memory else set()
     return replace(
         ledger,
+        batches_ahead=int(uploads_beside(plan, machine.device)),
         host={**ledger.host, **host},
         seconds={**ledger.seconds, **seconds},
         ahead=ledger.ahead | ahead,
     )
 
 
+def uploads_beside(plan: Plan, device: str) -> bool:
+    """Whether the next micro-batch is copied to the device while it works at the one before. A pipeline's devices take them in an
+    order of their own, and a server's workers one at a time."""
+    alone = plan.pp == 1 and plan.parameter_server == "none"
+    return device == "cuda" and plan.pin_memory and plan.non_blocking and alone
+
+
 def apply(run: Run, plan: Plan) -> Run:
+    if uploads_beside(plan, run.device.type):
+        run = replace(run, uploads=Uploads(run.device))
     source = open_samples(run.job)
     part = run.mesh.part if run.mesh is not None else (0, 1)
     if isinstance(source, UserStream):

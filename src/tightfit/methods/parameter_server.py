@@ -186,7 +186,7 @@ class _Process(Undivided):
 
     def __init__(self, box: _Box, plan: Plan, statistics: Statistics) -> None:
         self.box, self.plan, self.statistics = box, plan, statistics
-        self.losses: deque[float] = deque()
+        self.losses: deque[Tensor] = deque()
         self.staleness: list[int] = []
 
     def evaluate(self, run: Run, batch: Batch) -> Tensor:
@@ -204,7 +204,7 @@ class _Process(Undivided):
 
 
 class Worker(_Process):
-    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float) -> Tensor:
+    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
         """Gradients of this worker's samples, sent to the server; returns the sum of its losses."""
         total = self._backward(run, micro_batches, scale)
         flat = self.box.gradients()
@@ -213,7 +213,7 @@ class Worker(_Process):
         self.statistics.average()
         return total
 
-    def _backward(self, run: Run, micro_batches: list[Batch], scale: float) -> Tensor:
+    def _backward(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
         total = torch.zeros((), device=run.device)
         for batch in micro_batches:
             if not isinstance(batch, Filler):
@@ -230,7 +230,7 @@ class Worker(_Process):
 
 
 class Server(_Process):
-    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float) -> Tensor:
+    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
         """All workers' gradients, summed in their order."""
         total = torch.zeros_like(self.box.empty())
         for worker in self.box.workers:
@@ -259,7 +259,7 @@ class AsyncWorker(Worker):
         super().__init__(box, plan, statistics)
         self.step = self.version = 0
 
-    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float) -> Tensor:
+    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
         real = [batch for batch in micro_batches if not isinstance(batch, Filler)]
         items = sum(map(run.objective.count, real))
         total = self._backward(run, micro_batches, scale)
@@ -299,7 +299,7 @@ class AsyncServer(_Process):
         self.waiting: list[int] = []
         self.log: list[tuple[int, int, int]] = []
 
-    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float) -> Tensor:
+    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
         """As many arrivals as there are workers; the update of the last one follows."""
         counts, total = [0, 0, 0], 0.0
         self.staleness = []

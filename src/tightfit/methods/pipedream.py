@@ -51,7 +51,7 @@ class PipeDream(Pipeline):
         self.started = self.updated = 0
         self.seen: dict[int, Tensor] = {}
 
-    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float) -> Tensor:
+    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
         """This step's forward, and the backward of the one that is due. Its loss is known later: see `losses`."""
         assert run.mesh is not None
         version = max(self.started - self.delay, 0) if self.plan.vertical_sync else self.updated
@@ -117,7 +117,7 @@ class PipeDream(Pipeline):
             loss = self.seen.pop(step.number).to(torch.float32)
         if self.rank:
             self._send(loss, Action(BACKWARD, self.rank, self._place(step, 0)), "backward")
-        self.losses.append(float(loss))
+        self.losses.append(loss)
 
     @torch.no_grad()
     def _keep_versions(self, run: Run) -> None:

@@ -94,7 +94,10 @@ def apply(run: Run, plan: Plan) -> Run:
     if plan.precision.startswith("fp16"):
         dynamic = plan.loss_scale == "dynamic"
         value = 2.0**16 if plan.loss_scale == "dynamic" else plan.loss_scale
-        run = replace(run, loss_scale=LossScaler(value, dynamic))
+        scaler = LossScaler(value, dynamic)
+        if run.device.type == "cuda":
+            scaler = LossScalerOnDevice(value, dynamic, run.device)
+        run = replace(run, loss_scale=scaler)
     return run
 
 
@@ -125,19 +128,21 @@ class LossScaler:
     """
 
     def __init__(self, value: float, dynamic: bool, patience: int = 2000) -> None:
-        self.value, self.dynamic, self.patience = float(value), dynamic, patience
-        self.skipped, self.finite_steps = 0, 0
+        self.dynamic, self.patience = dynamic, patience
+        self.value, self.skipped, self.finite_steps = float(value), 0, 0
 
-    def unscale(self, parameters: Iterable[Tensor]) -> bool:
-        found = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        gradients = [gradient for gradient in found if gradient.numel()]  # of a device's rows there may be none
+    @property
+    def factor(self) -> float | Tensor:
+        return self.value
+
+    def unscale(self, parameters: Iterable[Tensor]) -> bool | Tensor:
+        gradients = _gradients(parameters)
         if not gradients:
             return True
-        inverse = 1.0 / self.value
-        torch._foreach_mul_(gradients, inverse)
-        return bool(torch.stack([norm.isfinite() for norm in torch._foreach_norm(gradients, float("inf"))]).all())
+        torch._foreach_mul_(gradients, 1.0 / self.value)
+        return bool(_are_finite(gradients))
 
-    def update(self, finite: bool) -> None:
+    def update(self, finite: bool | Tensor) -> None:
         self.skipped += not finite
         if not self.dynamic:
             return
@@ -152,3 +157,78 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value, self.skipped, self.finite_steps = state["value"], state["skipped"], state["finite_steps"]
+
+
+class LossScalerOnDevice(LossScaler):
+    """A LossScaler whose numbers lie on the device: whether gradients are finite is known there, and the host does not wait for
+    it. Whoever reads `value` or `skipped` does."""
+
+    def __init__(self, value: float, dynamic: bool, device: torch.device, patience: int = 2000) -> None:
+        self._numbers = torch.zeros(3, dtype=torch.float64, device=device)  # value, skipped, finite steps
+        self._fixed = None if dynamic else float(value)
+        super().__init__(value, dynamic, patience)
+
+    @property
+    def value(self) -> float:
+        return float(self._numbers[0])
+
+    @value.setter
+    def value(self, value: float) -> None:
+        self._set(0, value)
+        self._fixed = None if self.dynamic else float(value)
+
+    @property
+    def skipped(self) -> int:
+        return int(self._numbers[1])
+
+    @skipped.setter
+    def skipped(self, skipped: int) -> None:
+        self._set(1, skipped)
+
+    @property
+    def finite_steps(self) -> int:
+        return int(self._numbers[2])
+
+    @finite_steps.setter
+    def finite_steps(self, steps: int) -> None:
+        self._set(2, steps)
+
+    def _set(self, place: int, number: float) -> None:
+        self._numbers = self._numbers.clone()  # what a step was given stays as it is
+        self._numbers[place].fill_(number)
+
+    @property
+    def factor(self) -> float | Tensor:
+        return self._numbers[0] if self._fixed is None else self._fixed
+
+    @torch.no_grad()
+    def unscale(self, parameters: Iterable[Tensor]) -> bool | Tensor:
+        gradients = _gradients(parameters)
+        if not gradients:
+            return torch.ones((), dtype=torch.bool, device=self._numbers.device)
+        if self._fixed is None and all(gradient.dtype is torch.float32 for gradient in gradients):
+            torch._foreach_mul_(gradients, self._numbers[0].reciprocal().to(gradients[0].device, torch.float32))
+        else:  # in 16 bits a scalar tensor would be rounded first, to zero where the scale is large
+            torch._foreach_mul_(gradients, 1.0 / (self.value if self._fixed is None else self._fixed))
+        return _are_finite(gradients)
+
+    @torch.no_grad()
+    def update(self, finite: bool | Tensor) -> None:
+        value, skipped, steps = self._numbers.unbind()
+        fine = torch.as_tensor(finite, device=value.device)
+        skipped = skipped + ~fine
+        if self.dynamic:
+            steps = torch.where(fine, steps + 1, 0.0)
+            doubled = steps == self.patience
+            value = torch.where(fine, torch.where(doubled, value * 2, value), (value / 2).clamp(min=1.0))
+            steps = torch.where(doubled, 0.0, steps)
+        self._numbers = torch.stack([value, skipped, steps])
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [gradient for gradient in found if gradient.numel()]  # of a device's rows there may be none
+
+
+def _are_finite(gradients: list[Tensor]) -> Tensor:
+    return torch.stack([norm.isfinite() for norm in torch._foreach_norm(gradients, float("inf"))]).all()

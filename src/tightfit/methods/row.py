@@ -38,7 +38,7 @@ class _Alive:
 
     came: _Came
     roots: list[Any]
-    scale: float = 1.0
+    scale: float | Tensor = 1.0
 
 
 class _Came:
@@ -125,7 +125,7 @@ class Pipeline:
         self.expected: dict[Action, list[tuple[Any, Tensor]]] = {}
         self.shapes: dict[Any, list[Look]] = {}
         self.used: dict[tuple[int, str], list[bool]] = {}  # whether what a piece is given or gives has a gradient
-        self.losses: deque[float] = deque()
+        self.losses: deque[Tensor] = deque()
         self.staleness: list[int] = []
         self.waited_s = 0.0
         self.deferred = Deferred() if plan.schedule == "zero-bubble" else None
@@ -138,17 +138,17 @@ class Pipeline:
         """Nothing is left of a step when the next begins."""
         return iter(())
 
-    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float) -> Tensor:
+    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
         """Forward and backward of a step's micro-batches, as the timetable has it; returns the sum of the losses that this
         device saw: the last one's."""
         return self._play(run, micro_batches, scale, self.plan.schedule)
 
-    def once(self, run: Run, batch: Batch, scale: float) -> Tensor:
+    def once(self, run: Run, batch: Batch, scale: float | Tensor) -> Tensor:
         """Forward and backward of one micro-batch by itself, whatever the schedule; returns its loss, on the last device."""
         schedule = "1f1b" if self.plan.schedule == "pipedream" else self.plan.schedule
         return self._play(run, [batch], scale, schedule)
 
-    def _play(self, run: Run, micro_batches: list[Batch], scale: float, schedule: str) -> Tensor:
+    def _play(self, run: Run, micro_batches: list[Batch], scale: float | Tensor, schedule: str) -> Tensor:
         table = timetable(schedule, self.devices, self.plan.virtual_stages, len(micro_batches))
         actions = table[self.rank]
         self.order = {action: place for own in table for place, action in enumerate(own)}
@@ -196,7 +196,7 @@ class Pipeline:
         self.finish()
         return torch.zeros((), device=run.device) if total is None else total
 
-    def forward(self, run: Run, action: Action, batch: Batch, scale: float) -> Tensor | None:
+    def forward(self, run: Run, action: Action, batch: Batch, scale: float | Tensor) -> Tensor | None:
         """Returns the loss, where this is the last piece and the micro-batch counts."""
         counts = not isinstance(batch, Filler)
         there = to_device(batch if counts else batch.batch, run)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.methods.mesh import Mesh, Slice
 from tightfit.methods.stores import TARGET, Store
+from tightfit.methods.uploads import Uploads
 from tightfit.models.dataflow import Dataflow
 from tightfit.models.objective import LABELLED, Batch, Labelled, Objective, map_tensors
 from tightfit.plan import Plan
@@ -59,15 +60,21 @@ class Data(Protocol):
 
 
 class LossScale(Protocol):
-    """What keeps small fp16 gradients from vanishing: the loss is multiplied by `value`, the gradients divided by it."""
+    """What keeps small fp16 gradients from vanishing: the loss is multiplied by `value`, the gradients divided by it.
+
+    factor  `value` as the loss is multiplied by it: a scalar tensor where it lies on the device
+    """
 
     value: float
     skipped: int
 
-    def unscale(self, parameters: Iterable[Tensor]) -> bool:
-        """Divide the gradients by `value`; whether all of them are finite."""
+    @property
+    def factor(self) -> float | Tensor: ...
 
-    def update(self, finite: bool) -> None:
+    def unscale(self, parameters: Iterable[Tensor]) -> bool | Tensor:
+        """Divide the gradients by `value`; whether all of them are finite, as a scalar tensor where `value` lies on the device."""
+
+    def update(self, finite: bool | Tensor) -> None:
         """Adapt `value` after a step that was finite or not."""
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -141,7 +148,7 @@ class Stages(Protocol):
     accumulate  (run, micro-batches, what to multiply their losses by) -> sum of the losses that this device saw
     evaluate    (run, micro-batch) -> its loss, on the last device; 0 on the others
     delay       how many steps later than taken a step's loss is known; then accumulate returns NaN
-    losses      those that became known, in order
+    losses      those that became known, in order, each a scalar tensor that nobody changes
     free        whether devices go on without waiting for each other at each step
     counted     items, samples and positions of the last step, where the micro-batches do not say; staleness: how many
                 updates its gradients were behind
@@ -152,12 +159,12 @@ class Stages(Protocol):
     free: bool
     counted: tuple[int, int, int] | None
     staleness: list[int]
-    losses: deque[float]
+    losses: deque[Tensor]
 
     copies: frozenset[str]
     stale: frozenset[str]
 
-    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float) -> Tensor: ...
+    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor: ...
 
     def evaluate(self, run: Run, batch: Batch) -> Tensor: ...
 
@@ -184,6 +191,7 @@ class Run:
     blocks         set by `pipeline`: those of the model's blocks that this device has
     dataflow       set by `boundaries`: what the model does in a forward, seen before it was cut
     labelled       set by `loss`: how many labels of a batch on the host count; None where it has no values
+    uploads        set by `loader`, where micro-batches are copied to the device while it works at those before
     """
 
     job: Job
@@ -206,12 +214,25 @@ class Run:
     blocks: tuple[nn.Module, ...] | None = None
     dataflow: Dataflow | None = None
     labelled: Callable[[Batch], Labelled | None] | None = None
+    uploads: Uploads | None = None
 
 
-def to_device(batch: Batch, run: Run) -> Batch:
-    """A batch on the host as one on the device, with what has to be known of it before."""
+def to_device(batch: Batch, run: Run, copy: Callable[[Tensor], Tensor] | None = None) -> Batch:
+    """A batch on the host as one on the device, with what has to be known of it before.
+
+    copy  how a tensor gets there; left out, when the device's own stream comes to it
+    """
     batch = with_labelled(batch, run)
-    return map_tensors(lambda tensor: tensor.to(run.device, non_blocking=run.plan.non_blocking), batch)
+    own: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(run.device, non_blocking=run.plan.non_blocking)  # noqa: E731
+    return map_tensors(copy or own, batch)
+
+
+def arriving(micro_batches: Sequence[Batch | Filler], run: Run) -> Iterator[Batch]:
+    """The micro-batches of a step on the device, one after another, fillers' too. All of them have to be taken."""
+    batches = [one.batch if isinstance(one, Filler) else one for one in micro_batches]
+    if run.uploads is None:
+        return (to_device(batch, run) for batch in batches)
+    return run.uploads.one_ahead(batches, lambda batch, copy: to_device(batch, run, copy))
 
 
 def with_labelled(batch: Batch, run: Run) -> Batch:

@@ -44,6 +44,7 @@ class Store:
         self.taken = 0
         self._stream: torch.cuda.Stream | None = None  # on which copies pass beside the device's other work
         self.note: Callable[[Tensor], None] | None = None  # who watches memory is told of what is made here
+        self.factor: Tensor | None = None  # by which gradients are scaled when they are brought to the device
         self.states: dict[tuple[Tensor, str], Tensor] = {}
         self.gradients: dict[Tensor, Tensor] = {}
         self.owners: dict[Tensor, nn.Parameter] = {}  # of a weight that is here only to have its gradient here
@@ -130,6 +131,8 @@ class Store:
             here = nn.Parameter(self.fetch(weight.detach()), requires_grad=weight.requires_grad)
         assert weight.grad is not None
         here.grad = self.fetch(weight.grad)
+        if self.factor is not None:
+            here.grad.mul_(self.factor.to(here.grad.device, non_blocking=True))
         return here
 
     def take_back(self, weight: Tensor, here: Tensor) -> None:

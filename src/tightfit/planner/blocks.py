@@ -97,6 +97,8 @@ def played(heap: Owned, ledger: Ledger, steps: int, late: bool = False) -> Itera
     gradients: set[tuple[str, str, float]] = set()
     states = _states(ledger)
     missing = Counter(states.values())  # the first step makes them, each after its gradient
+    if ledger.batches_ahead:
+        heap.take("batches ahead", ledger.batch_bytes * ledger.micro_batch * ledger.batches_ahead)
     for step in range(steps):
         before, gradients = gradients, set()
         for visit in ledger.visits():

@@ -17,7 +17,7 @@ from tightfit.engine.step import Step, accumulate, drain, take_step, update
 from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Figure, Machine
-from tightfit.methods import optimizer_states, shards
+from tightfit.methods import loader, optimizer_states, shards
 from tightfit.methods.run import Run
 from tightfit.methods.turns import few, taken_by
 from tightfit.models.objective import LABELLED, Batch, Labelled, processed_count, sample_count
@@ -106,6 +106,7 @@ def rehearse(job: Job, plan: Plan, device: str = "cpu", stage: int = 0) -> Peak:
 
     Compiled regions run as what the compiler is expected to make of them: see `methods/compiler.py`.
     """
+    ahead = loader.uploads_beside(plan, device)
     plan = _here(plan)
     if plan.compile != "none":
         torch._dynamo.reset()  # or what an earlier rehearsal compiled would count against the limit of recompilations
@@ -130,7 +131,7 @@ def rehearse(job: Job, plan: Plan, device: str = "cpu", stage: int = 0) -> Peak:
                 return take_step(watched, micro_batches, len(several))
 
             peak = track(run, micro_batches, take)[1]
-    return _with_other_batches(peak, shapes, device)
+    return _with_other_batches(peak, shapes, device, ahead)
 
 
 def _first_step(run: Run, micro_batches: list[Batch]) -> None:
@@ -152,12 +153,12 @@ def _first_step(run: Run, micro_batches: list[Batch]) -> None:
     update(run)
 
 
-def _with_other_batches(peak: Peak, shapes: Shapes, device: str) -> Peak:
+def _with_other_batches(peak: Peak, shapes: Shapes, device: str, ahead: bool) -> Peak:
     """The peak with the step's micro-batches that are in memory and were not rehearsed: all of them on a processor, and
-    none elsewhere, where they come one at a time."""
+    elsewhere the next one, where it is copied ahead."""
     whole = shapes.plan.share_of(shapes.job.train.batch)
     micro = shapes.plan.micro_batch_of(shapes.job.train.batch)
-    there = whole if device == "cpu" else micro
+    there = whole if device == "cpu" else micro * (1 + ahead)
     more = (
         tensor_bytes(tensors_in(shapes.batch))
         // (sample_count(shapes.batch) * shapes.plan.cp)

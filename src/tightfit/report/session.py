@@ -9,6 +9,7 @@ import json
 import math
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from tightfit.engine.checkpoint import check_folder, checkpoints, newest, save
 from tightfit.engine.launch import PASSED_ON
 from tightfit.engine.loop import evaluate, total_steps, train
 from tightfit.engine.resume import resume
-from tightfit.engine.step import Step, everywhere, greatest, local
+from tightfit.engine.step import Step, asker, everywhere, local
 from tightfit.errors import TightfitError
 from tightfit.job import Job
 from tightfit.machine import Machine
@@ -122,31 +123,60 @@ def _train(
     trackers: Trackers | None,
     metrics: TextIO | None,
 ) -> int | None:
-    """The training itself; trackers and metrics of the one process that writes them. Returns the signal that ended it, if any."""
+    """The training itself; trackers and metrics of the one process that writes them. Returns the signal that ended it, if any.
+
+    On CUDA the figures of a step are read when the next one has begun, so that the device does not wait, but those of a step that
+    is evaluated, saved or the last at once.
+    """
     settings, last, done, overflows, stopped = run.job.train, total_steps(run), start, 0, 0
+    every = settings.checkpoint_every if isinstance(settings.checkpoint_every, int) else None
+    unread: deque[Step] = deque()
+
+    def note(result: Step) -> None:
+        nonlocal overflows
+        number, overflows = result.step + 1, overflows + 1 if result.skipped else 0
+        observer.see(result)
+        line = metrics_line(result, observer)
+        if _is_due(settings.evaluate_every, number) and math.isfinite(result.loss):
+            line["evaluation_loss"] = evaluate(run)
+            view.say(f"step {number}  evaluation loss {line['evaluation_loss']:.4f}")
+        if metrics is not None and trackers is not None:
+            metrics.write(json.dumps({name: _finite(value) for name, value in line.items()}) + "\n")
+            metrics.flush()
+            trackers.log(line)
+        _check_loss(result, overflows, out)
+        view.show(result, line["items_per_s"], line["peak_bytes"], observer.step_s(result) * (last - number))
+
     with stop_signals() as stop:
+        ask = asker(run)
         for result in train(run, start, take=observer.take):
-            done, overflows = result.step + 1, overflows + 1 if result.skipped else 0
-            observer.see(result)
-            line = metrics_line(result, observer)
-            if settings.evaluate_every and done % settings.evaluate_every == 0 and math.isfinite(result.loss):
-                line["evaluation_loss"] = evaluate(run)
-                view.say(f"step {done}  evaluation loss {line['evaluation_loss']:.4f}")
-            if metrics is not None and trackers is not None:
-                metrics.write(json.dumps({name: _finite(value) for name, value in line.items()}) + "\n")
-                metrics.flush()
-                trackers.log(line)
-            _check_loss(result, overflows, out)
-            view.show(result, line["items_per_s"], line["peak_bytes"], observer.step_s(result) * (last - done))
+            done = result.step + 1
+            unread.append(result)
+            saves = _is_due(every, done) and done < last
+            at_once = saves or done == last or _is_due(settings.evaluate_every, done) or run.device.type != "cuda"
+            while len(unread) > (0 if at_once else 1):
+                note(unread.popleft())
             asks = run.stages is None or not run.stages.free or done % ASKED_EVERY == 0
-            stopped = greatest(run, stop.signal or 0) if asks else 0  # all stop after the same step
+            stopped = ask(stop.signal or 0) if asks else 0  # all stop after the same step
             if stopped:
-                view.say(f"stopped after step {done} by {signal.Signals(stopped).name}; go on with --resume")
                 break
-            if settings.checkpoint_every and done % settings.checkpoint_every == 0 and done < last:
-                _save(run, out, done)
-        _save(run, out, done)
+            if saves:
+                _check_weights(run, out, done)
+                save(run, out / "checkpoints", done)
+        while unread:
+            note(unread.popleft())
+        saved = settings.checkpoint_every != "never"
+        if stopped:
+            way_on = "go on with --resume" if saved else "nothing was saved: train.checkpoint_every is never"
+            view.say(f"stopped after step {done} by {signal.Signals(stopped).name}; {way_on}")
+        _check_weights(run, out, done)
+        if saved:
+            save(run, out / "checkpoints", done)
     return stopped or None
+
+
+def _is_due(every: int | None, done: int) -> bool:
+    return every is not None and done % every == 0
 
 
 def metrics_line(result: Step, observer: Observer) -> dict[str, Any]:
@@ -208,11 +238,10 @@ def _diverged(what: str, out: Path, updated: bool = True) -> TightfitError:
     return TightfitError(f"{what}; {before}\n  fix: {rate if updated else ''}{where}{beside}")
 
 
-def _save(run: Run, out: Path, done: int) -> None:
-    """Write a checkpoint, unless the last update left weights that are no numbers: it would drive out a good one."""
+def _check_weights(run: Run, out: Path, done: int) -> None:
+    """End a training whose last update left weights that are no numbers: their checkpoint would drive out a good one."""
     if not everywhere(run, all(bool(local(parameter).isfinite().all()) for parameter in run.model.parameters())):
         raise _diverged(f"weights became infinite or NaN in step {done}", out)
-    save(run, out / "checkpoints", done)
 
 
 @dataclass
