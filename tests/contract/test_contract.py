@@ -83,9 +83,7 @@ PAIRS = [list(pair) for pair in itertools.combinations(variants(), 2) if pair[0]
 
 
 @functools.cache
-def expected(
-    name: str, micro_batch: int | None, replicas: int, device: str
-) -> tuple[list[float], dict[str, Tensor]]:
+def expected(name: str, micro_batch: int | None, replicas: int, device: str) -> tuple[list[float], dict[str, Tensor]]:
     """Of the whole batch at once, but for BatchNorm, whose statistics are those of what a forward sees."""
     if name != "batchnorm":
         micro_batch, replicas = None, 1
@@ -192,16 +190,13 @@ def on_gpu_too(pairs: list[list[Variant]]) -> list[Any]:
 
 
 PAIRS_ON_GPU = [
-    p
-    for p in PAIRS
-    if not is_compiled(p) and not has_workers(p) and not on_several(p) and all(map(is_usual, p))
+    p for p in PAIRS if not is_compiled(p) and not has_workers(p) and not on_several(p) and all(map(is_usual, p))
 ]
 MIXED = ("precision", {"precision": "bf16-mixed"})
 TRUE = ("precision", {"precision": "bf16-true"})
 HOST = ("offload", {"offload": ("states", "gradients", "parameters")})
 PAIRS_WITH_HOST = [
-    [other, HOST]
-    for other in [MIXED, TRUE, ("recompute", {"recompute": "full"}), ("loss", {"chunked_loss": 5})]
+    [other, HOST] for other in [MIXED, TRUE, ("recompute", {"recompute": "full"}), ("loss", {"chunked_loss": 5})]
 ] + [[MIXED, ("loader", {"pin_memory": True, "non_blocking": True})]]
 
 
