@@ -1,12 +1,17 @@
 """What all tests share: a cache of their own, a machine whose speed is always the same, and how they are dealt out to workers.
 
 Those that start processes of their own run in one worker, which keeps the processes.
+
+A run is of tests for processors or of those with the mark `gpu`. The first see no GPU, nor do the processes that they start:
+what is chosen for a machine is then chosen for its processor, on every machine.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +32,43 @@ _SEVERAL = re.compile(
 )
 
 
-def pytest_configure() -> None:
+GPU_MARK = "not gpu"  # in an expression of marks: none of those with the mark is asked for
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if GPU_MARK in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for devices
     keep_machine()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a run of both kinds where there is a GPU: which of them a plan is for would depend on the order."""
+    kinds = {item.get_closest_marker("gpu") is not None for item in items}
+    if kinds == {True, False} and Machine.detect().device == "cuda":
+        raise pytest.UsageError("tests for processors and for a GPU run apart: use -m gpu, or -m 'not gpu'")
+
+
+@pytest.fixture(autouse=True)
+def one_order_of_sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test on a GPU is skipped where there is none; its kernels are those that add in the same order each time, with factors
+    in fp32; and it leaves no process group behind."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    yield
+    if torch.distributed.is_initialized():  # of one device that offloads parameters
+        from tightfit.methods import mesh
+
+        mesh.forget()
+        torch.distributed.destroy_process_group()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def keep_machine() -> None:

@@ -120,7 +120,7 @@ def _serve(end: Connection, rank: int, size: int) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1",
-    )  # fmt: skip
+    )  # fmt: skip  # what devices they see is in the environment that they inherit: see tests/conftest.py
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     import torch
 

@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import tightfit
+from tests import devices
 from tests.pool import together
 from tightfit.methods import compile as compile_method
+from tightfit.methods.mesh import on_mesh
 from tightfit.methods.microbatch import correct_batch_norm
 from tightfit.models import model_factory
 
@@ -198,18 +200,24 @@ def make_case(name: str, **train: Any) -> Case:
 NAMES = ("llama", "bert", "vit", "batchnorm")
 
 
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+FIRST_SCALE = 2.0**16  # of a dynamic loss scale
+
+
 def plain_training(
-    case: Case, micro_batch: int | None = None, precision: str = "fp32", replicas: int = 1
+    case: Case, micro_batch: int | None = None, precision: str = "fp32", replicas: int = 1, device: str = "cpu"
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of the job, trained by nothing but PyTorch, on the very samples in the very order.
 
     micro_batch  splits the batch the way one would by hand: only BatchNorm, which it changes, needs that.
-    precision    bf16-mixed is torch.autocast, bf16-true a model and inputs cast to bf16
+    precision    -mixed is torch.autocast, in fp16 with torch's GradScaler; bf16-true a model and inputs cast to bf16
     replicas     how many equal parts each batch has whose BatchNorm statistics are taken apart, and averaged after
+    device       the kind of device that computes. Losses and weights come back on the host
     """
     settings = case.job.train
-    run = tightfit.build(case.job)  # for its initial weights and its samples, no more
+    run = tightfit.build(case.job, machine=devices.machine(device))  # for its initial weights and its samples, no more
     model, batches = run.model, run.data.steps(0, None)
+    scaler = torch.amp.GradScaler(device, init_scale=FIRST_SCALE, enabled=precision == "fp16-mixed")
     if precision == "bf16-true":
         normalised = {id(p) for m in model.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()}
         for parameter in model.parameters():  # all but BatchNorm, whose weights stay in the type of its statistics
@@ -226,20 +234,21 @@ def plain_training(
     losses = []
     for _, (batch,) in zip(range(settings.steps or 0), batches, strict=False):
         running, before, seen = 0.0, statistics(norms), []
-        for part in split(batch, share):
+        for part in split(placed(batch, run.device), share):
             put(norms, before)
             for piece in split(part, size):
                 if precision == "bf16-true":
                     piece = cast(piece)
-                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                with torch.autocast(device, AUTOCAST.get(precision, torch.bfloat16), enabled=precision in AUTOCAST):
                     total, items = case.plain_loss(model, piece)
                 count = items if size == settings.batch else settings.batch
-                (total / count).backward()
+                scaler.scale(total / count).backward()
                 running += total.item() / count
             seen.append(statistics(norms))
         put(norms, [torch.stack(values).mean(0) for values in zip(*seen, strict=True)])
         losses.append(running)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
     return losses, state(model)
 
@@ -259,7 +268,15 @@ def put(norms: list[nn.BatchNorm2d], values: list[Tensor]) -> None:
 
 def cast(batch: Any) -> Any:
     """The batch with its floating tensors in bf16."""
-    change = lambda x: x.bfloat16() if x.is_floating_point() else x  # noqa: E731
+    return changed(batch, lambda x: x.bfloat16() if x.is_floating_point() else x)
+
+
+def placed(batch: Any, device: torch.device) -> Any:
+    """The batch, which comes on the host, on the device that computes."""
+    return changed(batch, lambda x: x.to(device))
+
+
+def changed(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return (
         {name: change(x) for name, x in batch.items()} if isinstance(batch, dict) else tuple(change(x) for x in batch)
     )
@@ -273,22 +290,27 @@ def split(batch: Any, size: int) -> list[Any]:
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
-    """Weights and running statistics, in fp32."""
+    """Weights and running statistics, in fp32 on the host."""
     return {
-        name: whole(value).detach().float().clone()
+        name: whole(value).detach().float().cpu().clone()
         for name, value in model.state_dict().items()
         if value.is_floating_point()
     }
 
 
-def training(case: Case, plan: tightfit.Plan, backend: str | None = None) -> tuple[list[float], dict[str, Tensor]]:
+def training(
+    case: Case, plan: tightfit.Plan, backend: str | None = None, device: str = "cpu"
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of the job trained by tightfit with `plan`, on as many processes as it has devices.
 
     backend  of the compiler, in place of the one that generates code
+    device   the kind of device that computes. Losses and weights come back on the host
     """
     if plan.devices == 1:
-        return _training(case.name, case.job.train, plan, backend)
-    results = together(plan.devices, "tests.contract.cases:_training", case.name, case.job.train, plan, backend)
+        return _training(case.name, case.job.train, plan, backend, device)
+    devices.need(plan.devices, device)
+    arguments = case.name, case.job.train, plan, backend, device
+    results = together(plan.devices, "tests.contract.cases:_training", *arguments)
     for losses, weights in results[1:]:
         assert losses == results[0][0]
         assert distance(weights, results[0][1]) < 1e-6  # every process has the same model
@@ -296,12 +318,13 @@ def training(case: Case, plan: tightfit.Plan, backend: str | None = None) -> tup
 
 
 def _training(
-    name: str, train: tightfit.Train, plan: tightfit.Plan, backend: str | None
+    name: str, train: tightfit.Train, plan: tightfit.Plan, backend: str | None, device: str = "cpu"
 ) -> tuple[list[float], dict[str, Tensor]]:
     case, before = make_case(name), compile_method.BACKEND
     compile_method.BACKEND = backend or before
     try:
-        run = tightfit.build(case.job.replace(train=train), plan)
+        run = tightfit.build(case.job.replace(train=train), plan, devices.machine(device))
+        assert run.device.type == device
         losses = [step.loss for step in tightfit.train(run)]
         return losses, state_of(run)
     finally:
@@ -309,13 +332,13 @@ def _training(
 
 
 def state_of(run: Any) -> dict[str, Tensor]:
-    """`state` of a model of which several devices may hold parts."""
+    """`state` of a model of which several devices may hold parts, on the host."""
     first = {id(parameter): name for name, parameter in run.model.named_parameters()}
     found = {}
     for name, value in run.model.state_dict(keep_vars=True).items():
         if value.is_floating_point():
             cut = run.slices.get(first.get(id(value), ""))
-            found[name] = (cut.whole(whole(value).detach()) if cut else whole(value)).detach().float().clone()
+            found[name] = (cut.whole(whole(value).detach()) if cut else whole(value)).detach().float().cpu().clone()
     if run.stages is not None:  # each device of a pipeline has a piece
         right = {name: value for name, value in found.items() if name not in run.stages.stale}
         everyones: list[Any] = [None] * dist.get_world_size()
@@ -328,7 +351,7 @@ def state_of(run: Any) -> dict[str, Tensor]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return on_mesh(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

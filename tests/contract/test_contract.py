@@ -1,6 +1,9 @@
 """The contract: every method, and every pair that the rules admit, trains the same job as plain PyTorch.
 
 Methods are found in METHODS and their settings in each room's VARIANTS: a new room is held to this by being listed.
+
+The same tests run on a processor and, with the mark `gpu`, on a GPU, where plain PyTorch runs on the same GPU. What is compared
+is compared on the host.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ import torch
 from torch import Tensor
 
 import tightfit
+from tests.devices import need, on_each_device, on_gpu
 from tests.sweeps import part, spread
 from tightfit.errors import InputError
 from tightfit.methods import METHODS
 from tightfit.rules import check
 
+from .. import devices
 from . import cases
 
 FP32 = 1e-6
@@ -31,6 +36,15 @@ RELU = {"bf16-mixed": 3e-2, "bf16-true": 3e-2, "fp16-mixed": 2e-2, "fp16-true": 
 COMPILED_NORM = 2e-5
 """The compiler sums BatchNorm's statistics in another order, which three steps of a tiny batch magnify; plain torch.compile
 of the same network is as far from eager in fp32, and 2e-14 from it in fp64."""
+FP32_ON_GPU = {"batchnorm": 5e-5}
+"""There the libraries choose kernels by shape: a micro-batch is summed in another order than a batch, by cuBLAS in products, by
+attention and cuDNN in theirs. Others than these: FP32_OF_OTHERS_ON_GPU. BatchNorm magnifies it, as COMPILED_NORM says."""
+FP32_OF_OTHERS_ON_GPU = 1e-5
+TF32 = 5e-3
+"""One rounding to 10 bits is 2^-11 of a factor, as in fp16, and the bound is that of fp16 with a gradient's slack."""
+BITS_16_ON_GPU = 2e-3
+"""Of a 16-bit precision beside PyTorch's own loop of that precision, after three steps: the same kernels, of which attention's
+backward may add in another order each time. It is less than half of what one rounding of bf16 moves a weight."""
 COMPRESSED = {"none": 0.0, "bf16": 5e-3}
 STATES = {"fp32": 0.0, "bf16": 1e-3, "8-bit": 5e-3, "4-bit": 6e-2}
 
@@ -53,38 +67,61 @@ def on_several(items: list[Variant]) -> bool:
 
 
 SINGLES = [[variant] for variant in variants()]
+ON_GPU_ONLY: list[list[Variant]] = [
+    [("precision", {"precision": "tf32"})],
+    [("loader", {"pin_memory": True})],
+    [("loader", {"pin_memory": True, "non_blocking": True})],
+    [("loader", {"pin_memory": True, "non_blocking": True, "micro_batch": 3})],
+    [("offload", {"offload": ("states",)})],
+    [("offload", {"offload": ("gradients",)})],
+    [("offload", {"offload": ("activations",)})],
+    [("offload", {"offload": ("states", "gradients", "parameters")})],
+    [("offload", {"offload": ("states", "gradients", "parameters", "activations"), "micro_batch": 3})],
+]
+"""What the rules keep from a processor, with which a method's VARIANTS are tried: host memory is another memory there."""
 PAIRS = [list(pair) for pair in itertools.combinations(variants(), 2) if pair[0][0] != pair[1][0]]
 
 
 @functools.cache
-def expected(name: str, micro_batch: int | None, replicas: int) -> tuple[list[float], dict[str, Tensor]]:
+def expected(name: str, micro_batch: int | None, replicas: int, device: str) -> tuple[list[float], dict[str, Tensor]]:
     """Of the whole batch at once, but for BatchNorm, whose statistics are those of what a forward sees."""
     if name != "batchnorm":
         micro_batch, replicas = None, 1
-    return cases.plain_training(cases.make_case(name), micro_batch, replicas=replicas)
+    return cases.plain_training(cases.make_case(name), micro_batch, replicas=replicas, device=device)
 
 
-def hold(name: str, items: list[Variant], backend: str | None = None) -> None:
+def hold(name: str, items: list[Variant], backend: str | None = None, device: str = "cpu") -> None:
     """Train the case with the variants' plan and hold losses and weights against plain PyTorch's."""
     fields = {key: value for _, variant in items for key, value in variant.items()}
     case, plan = cases.make_case(name), tightfit.Plan(**fields)
-    if not admitted(plan, case):
+    if not admitted(plan, case, device):
         with pytest.raises(InputError):
-            tightfit.build(case.job, plan)
+            tightfit.build(case.job, plan, devices.machine(device))
         return
-    losses, weights = cases.training(case, plan, backend)
-    plain_losses, plain_weights = expected(name, plan.micro_batch, plan.data_parallel)
-    bounds = RELU if name == "batchnorm" else BOUNDS
-    fp32 = COMPILED_NORM if plan.compile != "none" and name == "batchnorm" else FP32
-    bound = fp32 + bounds.get(plan.precision, 0.0) + STATES[plan.states] + COMPRESSED[plan.compressed_gradients]
+    need(plan.devices, device)
+    losses, weights = cases.training(case, plan, backend, device)
+    plain_losses, plain_weights = expected(name, plan.micro_batch, plan.data_parallel, device)
+    bound = bound_of(name, plan, device)
     assert cases.distance(weights, plain_weights) <= bound
     assert losses == pytest.approx(plain_losses, rel=max(bound, 2e-6))
 
 
-def admitted(plan: tightfit.Plan, case: cases.Case) -> bool:
+def bound_of(name: str, plan: tightfit.Plan, device: str) -> float:
+    """How far the weights may be from plain PyTorch's in fp32 on the same device, relative to all of them."""
+    bounds = RELU if name == "batchnorm" else BOUNDS
+    fp32 = COMPILED_NORM if plan.compile != "none" and name == "batchnorm" else FP32
+    if device == "cuda":
+        fp32 = FP32_ON_GPU.get(name, FP32_OF_OTHERS_ON_GPU)
+    rounded = TF32 if plan.precision == "tf32" else bounds.get(plan.precision, 0.0)
+    if plan.precision == "tf32" and name == "batchnorm":
+        rounded = RELU["fp16-mixed"]
+    return fp32 + rounded + STATES[plan.states] + COMPRESSED[plan.compressed_gradients]
+
+
+def admitted(plan: tightfit.Plan, case: cases.Case, device: str) -> bool:
     """Whether the rules admit the plan for the case, and the model has what it works on."""
     try:
-        check(plan, case.job, "cpu")
+        check(plan, case.job, device)
     except InputError:
         return False
     if (plan.attention == "blocked" or plan.tp > 1) and case.name == "batchnorm":
@@ -102,15 +139,27 @@ def is_compiled(items: list[Variant]) -> bool:
     return any(method == "compile" for method, _ in items)
 
 
+@on_each_device
 @pytest.mark.parametrize("name", cases.NAMES)
-def test_reference_plan_is_plain_pytorch(name: str) -> None:
-    hold(name, [])
+def test_reference_plan_is_plain_pytorch(name: str, device: str) -> None:
+    hold(name, [], device=device)
 
 
+@on_each_device
 @pytest.mark.parametrize("name", cases.NAMES)
 @pytest.mark.parametrize("items", [s for s in SINGLES if not is_compiled(s)], ids=named)
-def test_single(name: str, items: list[Variant]) -> None:
-    hold(name, items)
+def test_single(name: str, items: list[Variant], device: str) -> None:
+    hold(name, items, device=device)
+
+
+@on_each_device
+@pytest.mark.parametrize("name", cases.NAMES)
+@pytest.mark.parametrize("items", ON_GPU_ONLY, ids=named)
+def test_single_of_a_gpu(name: str, items: list[Variant], device: str) -> None:
+    """On a processor the rules refuse them."""
+    (_, fields), *_ = items
+    assert admitted(tightfit.Plan(**fields), cases.make_case(name), device) == (device == "cuda")
+    hold(name, items, device=device)
 
 
 @pytest.mark.parametrize(
@@ -127,12 +176,37 @@ def test_pair(items: list[Variant], name: str) -> None:
     hold(name, items)
 
 
-SEVERAL = [p for p in PAIRS if on_several(p) and not is_compiled(p) and not has_workers(p)]
-
-
 def is_usual(variant: Variant) -> bool:
     """Of several devices, or the first of its room: the others differ in degree."""
     return on_several([variant]) or variant in [one for one in variants() if one[0] == variant[0]][:1]
+
+
+def on_gpu_too(pairs: list[list[Variant]]) -> list[Any]:
+    """Each of the pairs on one of the models, and on a GPU."""
+    return [
+        on_gpu((pair, cases.NAMES[number % len(cases.NAMES)]), name=f"{named(pair)}-{cases.NAMES[number % 4]}")
+        for number, pair in enumerate(pairs)
+    ]
+
+
+PAIRS_ON_GPU = [
+    p for p in PAIRS if not is_compiled(p) and not has_workers(p) and not on_several(p) and all(map(is_usual, p))
+]
+MIXED = ("precision", {"precision": "bf16-mixed"})
+TRUE = ("precision", {"precision": "bf16-true"})
+HOST = ("offload", {"offload": ("states", "gradients", "parameters")})
+PAIRS_WITH_HOST = [
+    [other, HOST] for other in [MIXED, TRUE, ("recompute", {"recompute": "full"}), ("loss", {"chunked_loss": 5})]
+] + [[MIXED, ("loader", {"pin_memory": True, "non_blocking": True})]]
+
+
+@pytest.mark.parametrize(("items", "name", "device"), on_gpu_too(PAIRS_ON_GPU + PAIRS_WITH_HOST))
+def test_pair_on_a_gpu(items: list[Variant], name: str, device: str) -> None:
+    """The usual setting of each two methods, on one of the models; and what is beside a GPU only."""
+    hold(name, items, device=device)
+
+
+SEVERAL = [p for p in PAIRS if on_several(p) and not is_compiled(p) and not has_workers(p)]
 
 
 QUICK = [p for p in SEVERAL if all(map(is_usual, p))]
@@ -191,15 +265,17 @@ def test_pair_with_workers_of_all(items: list[Variant]) -> None:
     hold("batchnorm", items)
 
 
+@on_each_device
 @pytest.mark.parametrize("name", cases.NAMES)
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_low_precision_is_plain_pytorch(name: str, precision: str) -> None:
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "fp16-mixed"])
+def test_low_precision_is_plain_pytorch(name: str, precision: str, device: str) -> None:
     """Held tightly against the loop that anyone would write for that precision in plain PyTorch."""
     case = cases.make_case(name)
-    losses, weights = cases.training(case, tightfit.Plan(precision=precision))
-    plain_losses, plain_weights = cases.plain_training(case, precision=precision)
-    assert cases.distance(weights, plain_weights) <= FP32
-    assert losses == pytest.approx(plain_losses, rel=1e-5)
+    losses, weights = cases.training(case, tightfit.Plan(precision=precision), device=device)
+    plain_losses, plain_weights = cases.plain_training(case, precision=precision, device=device)
+    bound = FP32 if device == "cpu" else BITS_16_ON_GPU
+    assert cases.distance(weights, plain_weights) <= bound
+    assert losses == pytest.approx(plain_losses, rel=max(bound, 1e-5))
 
 
 @pytest.fixture
@@ -213,21 +289,30 @@ COMPILED = [(name, single) for name in cases.NAMES for single in SINGLES if is_c
 WHOLE = {"compile": "model"}  # generates most code
 
 
+def is_quick(name: str, items: list[Variant]) -> bool:
+    return name == "llama" or (name == "batchnorm" and items[0][1] == WHOLE)
+
+
 @pytest.mark.parametrize(
-    ("name", "items"),
+    ("name", "items", "device"),
     [
         pytest.param(
             name,
             items,
-            id=f"{named(items)}-{name}",
-            marks=[] if name == "llama" or (name == "batchnorm" and items[0][1] == WHOLE) else pytest.mark.slow,
+            device,
+            id=f"{named(items)}-{name}-{device}",
+            marks=[
+                *([pytest.mark.gpu] if device == "cuda" else []),
+                *([] if is_quick(name, items) else [pytest.mark.slow]),
+            ],
         )
+        for device in ("cpu", "cuda")
         for name, items in COMPILED
     ],
 )
-def test_compiled(name: str, items: list[Variant], fresh_compiler: None) -> None:
+def test_compiled(name: str, items: list[Variant], device: str, fresh_compiler: None) -> None:
     """The slow suite compiles every model; the quick one the usual one and the one with buffers."""
-    hold(name, items)
+    hold(name, items, device=device)
 
 
 @pytest.mark.parametrize("items", part([p for p in PAIRS if ("compile", {"compile": "block"}) in p], 2, named))

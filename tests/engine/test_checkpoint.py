@@ -14,9 +14,11 @@ import torch
 import tightfit
 from tightfit import files
 from tightfit.engine.checkpoint import checkpoints
+from tightfit.engine.randomness import random_states, set_random_states
 from tightfit.errors import InputError
 
-from .. import tiny
+from .. import devices, tiny
+from ..devices import on_each_device
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("adamw", {}, {}),
@@ -36,22 +38,52 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@on_each_device
 @pytest.mark.parametrize(("train", "plan"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_resumed_run_is_the_undisturbed_run(train: dict[str, Any], plan: dict[str, Any], tmp_path: Path) -> None:
-    job, fitted = tiny.job(**train), tightfit.Plan(**plan)
-    whole = tightfit.build(job, fitted)
+def test_resumed_run_is_the_undisturbed_run(
+    train: dict[str, Any], plan: dict[str, Any], device: str, tmp_path: Path
+) -> None:
+    """With dropout, so that the device's own generator has to be where it was."""
+    job, fitted, machine = tiny.job(**train), tightfit.Plan(**plan), devices.machine(device)
+    whole = tightfit.build(job, fitted, machine)
     expected = [step.loss for step in tightfit.train(whole)]
-    first = tightfit.build(job, fitted)
+    first = tightfit.build(job, fitted, machine)
     before = [step.loss for step in itertools.islice(tightfit.train(first), 5)]
     tightfit.save(first, tmp_path, 5)
     torch.manual_seed(99)  # what a new process would have
-    second = tightfit.build(job, fitted)
+    second = tightfit.build(job, fitted, machine)
     start = tightfit.resume(second, tmp_path)
     after = [step.loss for step in tightfit.train(second, start)]
     assert start == 5
     assert before + after == expected
     for name, value in whole.model.state_dict().items():
+        assert value.device.type == device
         assert torch.equal(value, second.model.state_dict()[name]), name
+
+
+@pytest.mark.gpu
+def test_the_generators_of_a_gpu_go_on_where_they_were() -> None:
+    """Also those that no training of the tests draws from: what is put back is what each of them gives next."""
+    before = random_states()
+    drawn = [torch.rand(8, device=f"cuda:{number}") for number in range(torch.cuda.device_count())]
+    torch.manual_seed(7)
+    set_random_states(before)
+    again = [torch.rand(8, device=f"cuda:{number}") for number in range(torch.cuda.device_count())]
+    assert all(map(torch.equal, drawn, again))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", [("cuda", "cpu"), ("cpu", "cuda")], ids="to".join)
+def test_a_checkpoint_goes_from_one_kind_of_device_to_another(kinds: tuple[str, str], tmp_path: Path) -> None:
+    """Weights and moments are the same; rounding and dropout are another device's from there on."""
+    first = tightfit.build(tiny.job(), machine=devices.machine(kinds[0]))
+    list(itertools.islice(tightfit.train(first), 5))
+    tightfit.save(first, tmp_path, 5)
+    second = tightfit.build(tiny.job(), machine=devices.machine(kinds[1]))
+    assert tightfit.resume(second, tmp_path) == 5
+    for name, value in first.model.state_dict().items():
+        assert torch.equal(value.cpu(), second.model.state_dict()[name].cpu()), name
+    assert len(list(tightfit.train(second, 5))) == 3
 
 
 def test_resumes_in_the_middle_of_an_epoch_with_a_short_last_step(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import tightfit
 from tests.contract import cases
+from tests.devices import on_each_device
 from tests.pool import together
 from tightfit.errors import InputError
 from tightfit.machine import Machine
@@ -148,7 +149,7 @@ def test_positions_of_the_data_s_own_are_refused() -> None:
         context_parallel.cut({"input_ids": tokens, "labels": tokens, "position_ids": tokens}, True, 0, 2)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+@on_each_device
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_part_s_attention_is_plain_attention(causal: bool, masked: bool, device: str) -> None:

@@ -169,8 +169,8 @@ def test_what_cannot_work_says_what_would(fields: dict[str, Any], device: str, r
 @pytest.mark.parametrize("fields", [{}, {"micro_batch": 2, "precision": "bf16-mixed"}], ids=str)
 def test_on_a_gpu(words: tuple[str, ...], where: str, fields: dict[str, Any]) -> None:
     case = cases.make_case("llama")
-    losses, weights = cases.training(case, tightfit.Plan(**fields, offload=words, offload_to=where))
-    plain_losses, plain = cases.training(case, tightfit.Plan(**fields))
+    losses, weights = cases.training(case, tightfit.Plan(**fields, offload=words, offload_to=where), device="cuda")
+    plain_losses, plain = cases.training(case, tightfit.Plan(**fields), device="cuda")
     bound = 1e-3 if fields else 1e-5
     assert cases.distance(weights, plain) <= bound
     assert losses == pytest.approx(plain_losses, rel=bound)
