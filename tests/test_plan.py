@@ -24,6 +24,7 @@ from . import tiny
         ({"precision": "tf32"}, ["tf32"]),
         ({"precision": "bf16-mixed"}, ["bf16"]),
         ({"precision": "bf16-true", "rounding": "kahan"}, ["bf16"]),
+        ({"precision": "bf16-true", "rounding": "nearest"}, ["bf16"]),
         ({"precision": "bf16-true", "rounding": "stochastic"}, ["bf16", "stochastic-rounding"]),
         ({"precision": "fp16-true"}, ["fp16"]),
         ({"states": "4-bit", "precision": "fp16-mixed"}, ["4-bit-states", "fp16"]),

@@ -25,6 +25,7 @@ Permission = Literal[
     "4-bit-states",
     "another-optimizer",
     "stochastic-rounding",
+    "nearest-rounding",
     "compressed-gradients",
     "asynchronous",
     "offload",
@@ -271,6 +272,9 @@ class Job(Value):
            asynchronous                              gradients are of weights that are some updates old
            offload                                   no numerics: host memory or disk is used as well
            stochastic-rounding                       updates of bf16 weights, rounded at random
+           nearest-rounding                          search may keep weights in bf16 alone and round each update to
+                                                     the nearest, which loses small ones; a plan that pins
+                                                     precision: bf16-true with rounding: nearest needs only bf16
            another-optimizer                         one with smaller states than the job's; no plan asks for it yet
     """
 

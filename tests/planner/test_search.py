@@ -24,6 +24,7 @@ from tightfit.planner import example, finalists
 from tightfit.planner import search as searching
 from tightfit.planner.complete import FEW_BLOCKS, complete
 from tightfit.planner.estimate import Estimator
+from tightfit.planner.leanest import leanest
 from tightfit.planner.rehearse import rehearse
 from tightfit.planner.search import search
 from tightfit.planner.time import Clock
@@ -418,3 +419,24 @@ def test_a_complex_model_is_given_nothing_that_is_of_real_numbers_only() -> None
     }
     with pytest.raises(InputError, match="fused_optimizer: false"):
         search(job, Machine.named("l4"), {"fused_optimizer": True})
+
+
+@pytest.mark.parametrize(
+    ("allow", "pins", "rounding"),
+    [
+        ([], {}, "kahan"),
+        (["nearest-rounding"], {}, "nearest"),
+        ([], {"rounding": "nearest"}, "nearest"),
+        (["nearest-rounding"], {"rounding": "kahan"}, "kahan"),
+    ],
+)
+@pytest.mark.parametrize("memory", [None, 1.0])
+def test_updates_are_rounded_to_the_nearest_only_where_the_job_or_the_plan_says_so(
+    allow: list[str], pins: dict[str, Any], rounding: str, memory: float | None
+) -> None:
+    job, pins = cases.job("llama").replace(allow=["bf16", *allow]), {"precision": "bf16-true", **pins}
+    if memory is None:
+        seen = [one.plan for one in search(job, GPU, pins)]
+    else:  # where nothing fits, the leanest plan is looked for among others
+        seen = [leanest(Estimator(job, GPU), tightfit.Plan(**pins), pins).plan]  # type: ignore[union-attr]
+    assert {plan.rounding for plan in seen} == {rounding}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from tightfit.job import Job
 from tightfit.machine import Machine
@@ -70,13 +70,20 @@ def _is_worth_narrowing(estimator: Estimator, start: Plan) -> bool:
     wide = estimator.estimate(start)
     if not wide.fits:
         return True
-    return estimator.estimate(start.replace(precision="bf16-true", rounding="kahan")).time.step_s < wide.time.step_s
+    narrow = start.replace(precision="bf16-true", rounding=rounding_of(estimator.job))
+    return estimator.estimate(narrow).time.step_s < wide.time.step_s
+
+
+def rounding_of(job: Job) -> Literal["nearest", "kahan"]:
+    """How search rounds updates of bf16 weights: kahan carries what would be lost of small ones, so that the job
+    trains as with wider weights. Nearest takes less memory and time, where the job allows to lose them."""
+    return "nearest" if "nearest-rounding" in job.allowed else "kahan"
 
 
 def _with_kernel_of_optimizer(plan: Plan, job: Job, pins: dict[str, Any]) -> Plan:
-    """bf16-true carries what rounding would lose of small updates, so that it trains as the others do."""
+    """`plan` with the rounding that the job allows for weights held in bf16."""
     if plan.precision == "bf16-true" and "rounding" not in pins:
-        plan = plan.replace(rounding="kahan")
+        plan = plan.replace(rounding=rounding_of(job))
     return plan
 
 
@@ -84,4 +91,4 @@ def is_legal(plan: Plan, job: Job, device: str) -> bool:
     return needed_permissions(plan) <= job.allowed and all(rule.holds(plan, job, device) for rule in RULES)
 
 
-__all__ = ["candidates", "is_legal", "spreads"]
+__all__ = ["candidates", "is_legal", "rounding_of", "spreads"]

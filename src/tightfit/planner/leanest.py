@@ -13,7 +13,7 @@ from typing import Any
 
 from tightfit.errors import InputError
 from tightfit.plan import Plan
-from tightfit.planner.candidates import is_legal, spreads
+from tightfit.planner.candidates import is_legal, rounding_of, spreads
 from tightfit.planner.complete import can_compile
 from tightfit.planner.estimate import Estimate, Estimator
 
@@ -116,7 +116,7 @@ def _combinations(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> It
         "precision": [start.precision] if estimator.profiler.is_complex else [start.precision, *PRECISIONS],
         "states": ["fp32"] if estimator.profiler.is_complex else ["fp32", *widths],
         "update_in_backward": [False, True],
-        "rounding": [start.rounding, "kahan", "stochastic"],
+        "rounding": [start.rounding, rounding_of(job), "kahan", "stochastic"],
     }
     options = {name: [getattr(start, name)] if name in pins else values for name, values in options.items()}
     for spread, offload, *values in itertools.product(
@@ -125,8 +125,9 @@ def _combinations(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> It
         *(list(dict.fromkeys(values)) for values in options.values()),
     ):
         plan = start.replace(**spread, **offload, **dict(zip(options, values, strict=True)))
-        if plan.precision == "bf16-true" and plan.rounding == "nearest" and "rounding" not in pins:
-            continue  # which loses small updates: search takes it only where it is asked for
+        lossy = plan.precision == "bf16-true" and plan.rounding == "nearest"
+        if lossy and "rounding" not in pins and rounding_of(job) != "nearest":
+            continue  # search takes it only where the job allows it, or the plan asks for it
         if is_legal(plan, job, machine.device):
             yield plan
 
