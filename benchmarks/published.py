@@ -25,7 +25,7 @@ from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.plan import Plan
 from tightfit.planner.calibrate import Timed, refine
-from tightfit.planner.estimate import WORKSPACE_BYTES, Estimate, Estimator
+from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.reserve import reserved_bytes
 from tightfit.planner.time import Clock
 from tightfit.record import code_version
@@ -66,7 +66,7 @@ def compare_memory(row: dict[str, Any], ledger: Ledger, settled: Estimate) -> di
     """Published and predicted bytes of a device, by the source's own metric."""
     if settled.plan.devices > 1:  # settled: with what the allocator reserves
         ((metric, size),) = row["memory"].items()
-        predicted = settled.peak.total - settled.peak.rows["runtime"] + WORKSPACE_BYTES
+        predicted = settled.peak.total - settled.peak.rows["runtime"] + settled.workspace_bytes
         return {"metric": metric, "published_bytes": parse_bytes(size), "predicted_bytes": round(predicted)}
     late = row.get("loop", {}).get("zeroes_before_backward", False)
     ((metric, size),) = row["memory"].items()
@@ -74,9 +74,9 @@ def compare_memory(row: dict[str, Any], ledger: Ledger, settled: Estimate) -> di
         sum(rows.values()) + late * (phase == "forward") * ledger.gradient_bytes()
         for phase, _, rows in ledger.instants()
     )
-    predicted = peak - ledger.fixed["runtime"] + WORKSPACE_BYTES
+    predicted = peak - ledger.fixed["runtime"] + settled.workspace_bytes
     if metric != "allocated":
-        predicted = max(reserved_bytes(ledger, expandable=False, late=late) + WORKSPACE_BYTES, predicted)
+        predicted = max(reserved_bytes(ledger, expandable=False, late=late) + settled.workspace_bytes, predicted)
     if metric == "device":
         predicted += parse_bytes(row["context"])
     return {"metric": metric, "published_bytes": parse_bytes(size), "predicted_bytes": round(predicted)}

@@ -29,8 +29,10 @@ def test_public_names_are_sorted_complete_and_there() -> None:
 
 
 def test_importing_the_package_and_its_nouns_imports_no_torch() -> None:
+    """On a host that shows no GPU: of those that it shows torch is asked."""
     assert not {"torch", "transformers", "numpy"} & modules_after(
-        "import tightfit; tightfit.Job, tightfit.Plan, tightfit.Machine.detect(), tightfit.Record"
+        "import tightfit; from tightfit.machines import gpus; gpus.shows_signs = lambda: False; "
+        "tightfit.Job, tightfit.Plan, tightfit.Machine.detect(), tightfit.Record"
     )
 
 

@@ -294,15 +294,15 @@ _SHARE_OF_PRODUCTS = {
 }
 # Shares of the rate of large products, for the pairs that are computed; by architecture.
 # sm_80  FlashAttention-2 (Dao 2023, arXiv:2307.08691) reaches 70 to 73 % of an A100's peak forward and
-#        50 to 63 % backward, where large products reach 87 %. Its kernels are tuned for that generation,
+#        50 to 63 % backward, where large products reach 83 %. Its kernels are tuned for that generation,
 #        and its successors are taken to do as well.
 # sm_90  torch runs the same kernels on an H100. They reach 35 % of the peak (Shah et al. 2024,
 #        arXiv:2407.08608), and 335 of 989 TFLOP/s forward and backward together (arXiv:2307.08691,
-#        section 4), where large products reach 80 %.
-_TUNED = {"attention": 0.71 / 0.869, "attention backward": 0.565 / 0.869}
+#        section 4), where large products reach 72 %.
+_TUNED = {"attention": 0.71 / 0.827, "attention backward": 0.565 / 0.827}
 _FUSED_ATTENTION = {
     **dict.fromkeys(("sm_80", "sm_86", "sm_89"), _TUNED),
-    "sm_90": {"attention": 0.35 / 0.803, "attention backward": 0.335 / 0.803},
+    "sm_90": {"attention": 0.35 / 0.724, "attention backward": 0.335 / 0.724},
 }
 # With a causal mask a kernel is 1.7 to 1.8 times as fast (arXiv:2307.08691, section 3.1), for half of the pairs.
 _CAUSAL = 0.875

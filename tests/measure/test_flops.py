@@ -133,7 +133,10 @@ def test_mfu_is_the_share_of_the_published_peak_and_not_of_the_achieved_rate() -
         matrix_flops_per_s=rates,
         matrix_peak_flops_per_s=peaks,
     )
-    assert (mfu(300.0, 3.0, machine, "bf16-mixed"), matrix_utilization(300.0, 3.0, machine, "bf16-mixed")) == (0.25, 0.5)
+    assert (mfu(300.0, 3.0, machine, "bf16-mixed"), matrix_utilization(300.0, 3.0, machine, "bf16-mixed")) == (
+        0.25,
+        0.5,
+    )
     assert (mfu(300.0, 3.0, machine, "fp32"), matrix_utilization(300.0, 3.0, machine, "fp32")) == (None, 0.5)
     for share in (mfu, matrix_utilization):
         assert share(300.0, 3.0, machine, "fp16-mixed") is None

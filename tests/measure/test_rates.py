@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tightfit.measure import rates
 
@@ -29,3 +32,48 @@ def test_every_size_is_measured_where_they_are_fast(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rates, "timed", lambda work, device, **named: 1e-3)
     cases = ((size, float(size), lambda: None) for size in (1, 10, 100))
     assert rates._table(cases, torch.device("cpu")) == {1: 1e3, 10: 1e4, 100: 1e5}
+
+
+def test_a_gpu_without_room_for_a_case_goes_on_at_the_rate_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "timed", lambda work, device, **named: 1e-3)
+
+    def cases() -> Iterator[rates.Case]:
+        yield 1, 1.0, lambda: None
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert rates._table(cases(), torch.device("cpu")) == {1: 1e3}
+
+
+def sizes(kind: str, dtype: torch.dtype, device: str) -> dict[int, float]:
+    """Amount of work by size of the cases of a kind, on tensors without values."""
+    with FakeTensorMode():
+        found = {}
+        for size, amount, work in rates._KINDS[kind](dtype, torch.device(device)):
+            work()
+            found[size] = amount
+    return found
+
+
+@pytest.mark.parametrize("kind", ["attention", "attention backward"])
+def test_causal_attention_is_measured_by_the_pairs_that_it_computes(kind: str) -> None:
+    full, causal = sizes(kind, torch.float32, "cpu"), sizes(f"causal {kind}", torch.float32, "cpu")
+    assert full.keys() == causal.keys()
+    for (size, all_pairs), length in zip(full.items(), rates.LENGTHS, strict=True):
+        assert size == round((length * length * 64) ** (1 / 3))
+        assert causal[size] / all_pairs == pytest.approx((length + 1) / (2 * length))
+
+
+def test_a_processor_is_measured_at_the_sizes_of_before() -> None:
+    """And a GPU also at what models of billions of parameters multiply and move."""
+    processor, gpu = torch.device("cpu"), torch.device("cuda")
+    assert list(sizes("product", torch.float32, "cpu")) == [
+        round((4 * size**3) ** (1 / 3)) for size in rates.PRODUCT_SIZES
+    ]
+    assert rates._bytes(processor) == rates.BYTES
+    assert rates._channels(processor) == rates.CHANNELS
+    assert max(rates._bytes(gpu)) > 2 * 126 * 2**20  # of the largest second-level cache, B200's
+    assert rates._lengths(gpu)[-1] == 8192
+    assert {rates._heads(length, gpu)[0] * length for length in rates.GPU_LENGTHS} == {rates.GPU_TOKENS}
+    products = [rows * depth * columns for rows, depth, columns in rates.LARGE_PRODUCTS]
+    assert products == sorted(products)
+    assert products[0] > 4 * rates.PRODUCT_SIZES[-1] ** 3

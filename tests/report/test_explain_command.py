@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tightfit.machine import Machine
 from tightfit.report.commands import quiet_libraries
 
 from .. import tiny
@@ -57,6 +58,17 @@ def test_predicted_stands_beside_measured(
     peak = next(line for line in lines[head:] if line.startswith("peak"))
     assert abs(float(peak.rsplit(None, 1)[1].rstrip("%"))) <= 3
     assert any(line.startswith("step") for line in lines[head:])
+
+
+@pytest.mark.parametrize("arguments", [("explain", "--analyze"), ("verify",)], ids=lambda given: given[0])
+def test_what_runs_in_one_process_is_planned_for_one_device_of_several(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    several = Machine.detect().replace(devices_per_node=2)
+    monkeypatch.setattr("tightfit.report.commands.this_machine", lambda say: several)
+    name, *more = arguments
+    assert command(monkeypatch, name, str(tiny.write(tmp_path)), *more, *PINNED) == 0
+    assert "dp_replicate" not in capsys.readouterr().out
 
 
 def test_where_nothing_fits_the_exit_code_is_3_and_help_is_named(

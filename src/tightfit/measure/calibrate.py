@@ -9,16 +9,20 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable
+from datetime import timedelta
+from multiprocessing import connection
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from tightfit.errors import TightfitError, TightfitWarning
 from tightfit.machine import Figure, Machine
 from tightfit.measure.pace import Pace
 from tightfit.measure.rates import measure_rates
-from tightfit.measure.timing import Pick, timed
+from tightfit.measure.timing import Pick, timed, timed_by_clock
 
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,6 +30,11 @@ GLANCE_SIZES = (512,)
 PATIENCE_S = 1.0  # a size that would take longer than this is not measured, nor are larger ones
 BUSY = 0.5  # load of a core, from which on a glance is not kept
 LARGE, SMALL = 2**26, 2**12  # bytes of the sums that two processes are timed by
+LIMIT_S = 120.0  # that two processes may take for them, starting included
+COPIED = {
+    "cpu": 2**28,
+    "cuda": 2**30,
+}  # bytes of a copy in memory: of a GPU many times what its second-level cache holds
 
 
 def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) -> Machine:
@@ -33,7 +42,7 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
 
     What is measured while the machine is slower or faster than for the most part is brought to its usual pace.
     """
-    device = torch.device(machine.device)
+    device = device_of(machine)
     pace = Pace(device)
     by_size: dict[str, dict[int, float]] = {}
     for kind in _types(device):
@@ -46,7 +55,7 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
     bandwidth, launch_s = _memory_bandwidth(device), _launch_s(device)
     copies = _copy_bandwidth(device) if device.type == "cuda" else None
     ended_s = pace.stretch()
-    sums_s = _sums_s()
+    sums_s = _sums_of_two_s(machine, say)
     sums_ended_s, usual_s = pace.stretch(), pace.usual
     now, sums_now = usual_s / ended_s, usual_s / sums_ended_s  # seconds then are so many seconds at the usual pace
     by_size = {kind: {size: amount / usual_s for size, amount in table.items()} for kind, table in by_size.items()}
@@ -55,21 +64,58 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
         matrix_flops_per_s_by_size=by_size,
         rates={kind: {size: amount / usual_s for size, amount in table.items()} for kind, table in kinds.items()},
         efficiency={},  # that of runs was of other rates
-        memory_bytes_per_s=_figure(bandwidth / now, "copy of 256 MiB, read and written"),
+        memory_bytes_per_s=_figure(bandwidth / now, _copied(device)),
         launch_s=_figure(launch_s * now, "a chain of products of single numbers, forward and backward"),
         host_to_device_bytes_per_s=None if copies is None else _figure(copies, "pinned copy of 256 MiB"),
-        process_bytes_per_s=_figure(
-            LARGE / (sums_s[LARGE] * sums_now), "all-reduce of 64 MiB over two gloo processes, bytes each sends"
-        ),
-        process_latency_s=_figure(
-            sums_s[SMALL] * sums_now / 2, "all-reduce of 4 KiB over two gloo processes, of its two rounds one"
-        ),
         control_s=_figure(usual_s, "a step of a small layer in fp32, median of those between the others")
         if device.type == "cpu"
         else None,
+        **_links(machine, sums_s, sums_now),
     )
     measured.keep()
     return measured
+
+
+def device_of(machine: Machine) -> torch.device:
+    """Of a machine's devices the one whose figures it has: of GPUs that differ not always the first."""
+    if machine.device == "cpu":
+        return torch.device("cpu")
+    names = [torch.cuda.get_device_properties(index).name for index in range(torch.cuda.device_count())]
+    return torch.device("cuda", names.index(machine.name))
+
+
+def _links(machine: Machine, sums_s: dict[int, float] | None, now: float) -> dict[str, Figure]:
+    """Figures of what two processes send each other; none where that was not measured. Of GPUs a latency only where no table
+    has one, for NCCL's own model tells the hops from the call."""
+    if sums_s is None:
+        return {}
+    said = "two gloo processes" if machine.device == "cpu" else "two GPUs, by NCCL"
+    found = {
+        "process_bytes_per_s": _figure(
+            LARGE / (sums_s[LARGE] * now), f"all-reduce of 64 MiB over {said}, bytes each sends"
+        )
+    }
+    if machine.device == "cpu" or machine.process_latency_s is None:
+        found["process_latency_s"] = _figure(
+            sums_s[SMALL] * now / 2, f"all-reduce of 4 KiB over {said}, of its two rounds one"
+        )
+    return found
+
+
+def _sums_of_two_s(machine: Machine, say: Callable[[str], None]) -> dict[int, float] | None:
+    """As `_sums_s`, of the devices that are here; None where there are no two, or where they do not come to an end."""
+    if machine.device == "cuda" and machine.devices_per_node < 2:
+        say("nothing between GPUs, of which there is one: figures of links stay what is published")
+        return None
+    try:
+        return _sums_s() if machine.device == "cpu" else _sums_s("nccl")
+    except TightfitError as error:
+        warnings.warn(
+            f"what processes send each other is not measured, and stays as it was: {error}",
+            TightfitWarning,
+            stacklevel=3,
+        )
+        return None
 
 
 def glance(machine: Machine) -> Machine:
@@ -93,7 +139,7 @@ def glance(machine: Machine) -> Machine:
 def glanced(text: str) -> str:
     """What `glance` finds of a machine, on the machine itself; from JSON to JSON, of one line."""
     machine = Machine.model_validate_json(text)
-    device = torch.device(machine.device)
+    device = device_of(machine)
     by_size = {kind: _matrix_rates(kind, device, GLANCE_SIZES, min) for kind in _types(device)}
     kinds = measure_rates(device, Pace(device, watched=False), lambda line: None, glance=True)
     bandwidth, launch_s = _memory_bandwidth(device, min), _launch_s(device, min)
@@ -101,7 +147,7 @@ def glanced(text: str) -> str:
         matrix_flops_per_s=_best(by_size, "glance"),
         matrix_flops_per_s_by_size=by_size,
         rates=kinds,
-        memory_bytes_per_s=_figure(bandwidth, "copy of 256 MiB, read and written", "glance"),
+        memory_bytes_per_s=_figure(bandwidth, _copied(device), "glance"),
         launch_s=_figure(launch_s, "a chain of products of single numbers, forward and backward", "glance"),
     )
     return seen.to_json()
@@ -144,9 +190,13 @@ def _matrix_rates(
 
 
 def _memory_bandwidth(device: torch.device, pick: Pick = statistics.median) -> float:
-    source = torch.ones(2**28, dtype=torch.uint8, device=device)
+    source = torch.ones(COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * 2**28 / timed(lambda: target.copy_(source), device, pick=pick)
+    return 2 * source.nbytes / timed(lambda: target.copy_(source), device, pick=pick)
+
+
+def _copied(device: torch.device) -> str:
+    return f"copy of {COPIED[device.type] // 2**20} MiB, read and written"
 
 
 def _launch_s(device: torch.device, pick: Pick = statistics.median) -> float:
@@ -159,7 +209,7 @@ def _launch_s(device: torch.device, pick: Pick = statistics.median) -> float:
             value = value * 1.0
         value.backward()
 
-    return timed(many, device, pick=pick) / 400
+    return timed_by_clock(many, device, pick=pick) / 400
 
 
 def _copy_bandwidth(device: torch.device) -> float:
@@ -168,33 +218,82 @@ def _copy_bandwidth(device: torch.device) -> float:
     return 2**28 / timed(lambda: target.copy_(source, non_blocking=True), device)
 
 
-def _sums_s() -> dict[int, float]:
-    """Seconds of all-reduces of two gloo processes, by bytes (a ring of two sends each byte once)."""
+def _sums_s(
+    backend: str = "gloo", sums: Callable[..., None] | None = None, limit_s: float = LIMIT_S
+) -> dict[int, float]:
+    """Seconds of all-reduces of two processes, by bytes (a ring of two sends each byte once): of the processor by gloo, or with
+    a GPU each by NCCL. Raises TightfitError where one of them dies, or they take longer than `limit_s`.
+
+    sums  what each process does; left out, the all-reduces
+    """
+    context = torch.multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
-        context = torch.multiprocessing.get_context("spawn")
-        queue = context.SimpleQueue()
-        workers = [context.Process(target=_all_reduce, args=(rank, folder, queue)) for rank in range(2)]
-        for worker in workers:
-            worker.start()
-        seconds: dict[int, float] = queue.get()
-        for worker in workers:
+        workers = [
+            context.Process(target=sums or _all_reduce, args=(rank, folder, backend, sender), daemon=True)
+            for rank in range(2)
+        ]
+        try:
+            for worker in workers:
+                worker.start()
+            return _answer(receiver, workers, limit_s)
+        finally:
+            for worker in workers:
+                if worker.is_alive():
+                    worker.kill()
+                worker.join()
+            receiver.close()
+            sender.close()
+
+
+def _answer(receiver: Any, workers: list[Any], limit_s: float) -> dict[int, float]:
+    """What the first process sends, while none of them fails."""
+    until = time.monotonic() + limit_s
+    running = list(workers)
+    while running:
+        ended = connection.wait(
+            [receiver, *(worker.sentinel for worker in running)], max(until - time.monotonic(), 0.0)
+        )
+        if receiver in ended:
+            answer: dict[int, float] = receiver.recv()
+            return answer
+        if not ended:
+            raise TightfitError(f"two processes did not send each other anything within {limit_s:.3g} s")
+        for worker in [worker for worker in running if worker.sentinel in ended]:
             worker.join()
-    return seconds
+            if worker.exitcode:
+                raise TightfitError(f"a process ended with code {worker.exitcode} while it was timed")
+            running.remove(worker)
+    if receiver.poll():
+        late: dict[int, float] = receiver.recv()
+        return late
+    raise TightfitError("two processes ended without an answer")
 
 
-def _all_reduce(rank: int, folder: str, queue: torch.multiprocessing.SimpleQueue) -> None:
+def _all_reduce(rank: int, folder: str, backend: str, sender: Any) -> None:
     torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     store = torch.distributed.FileStore(str(Path(folder) / "store"), 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    limit = timedelta(seconds=LIMIT_S)
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit)
     found = {}
-    for size, calls in ((LARGE, 5), (SMALL, 50)):
-        tensor, times = torch.ones(size // 4), []
+    for size, calls in ((LARGE, 5 if device.type == "cpu" else 50), (SMALL, 50)):
+        tensor, times = torch.ones(size // 4, device=device), []
         for _ in range(calls + 1):
             torch.distributed.barrier()
+            _wait(device)
             began = time.perf_counter()
             torch.distributed.all_reduce(tensor)
+            _wait(device)
             times.append(time.perf_counter() - began)
         found[size] = statistics.median(times[1:])
     if rank == 0:
-        queue.put(found)
+        sender.send(found)
     torch.distributed.destroy_process_group()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

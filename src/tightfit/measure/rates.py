@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import cast
 
@@ -17,13 +18,25 @@ from tightfit.machine import COMPUTED, Machine
 from tightfit.measure.pace import Pace
 from tightfit.measure.timing import Pick, timed
 from tightfit.methods.allocator import keep_freed_memory
-from tightfit.methods.attention import blocked_attention
+from tightfit.methods.attention import blocked_attention, probability_count
 from tightfit.planner.complete import can_compile
+from tightfit.planner.trace import causal_pairs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PRODUCT_SIZES = (64, 128, 256, 512, 1024, 2048)
+LARGE_PRODUCTS = (  # of a GPU, (rows, depth, columns): what models of 8 billion parameters multiply, the last by their vocabulary
+    (4096, 4096, 4096),
+    (8192, 4096, 4096),
+    (8192, 4096, 14336),
+    (16384, 4096, 14336),
+    (8192, 4096, 128256),
+)
 BYTES = (2**16, 2**19, 2**22, 2**25, 2**27)
-COLD = 2**24  # bytes of inputs between two uses of the same memory: about what a block of a model touches
+LARGE_BYTES = (2**29,)  # of a GPU, whose second-level cache holds 2**26 and more
+COLD = {
+    "cpu": 2**24,
+    "cuda": 2**28,
+}  # bytes of inputs between two uses of the same memory: about what a block of a model touches
 MOST_SETS = 256
 PATIENCE_S = 0.25  # that one run of a case may take
 LEAST_S, ALONE_S = 0.02, 0.2  # that a case is timed; one that is the only one of its kind
@@ -72,18 +85,25 @@ def _table(
     that the processor has no instructions for: what is larger goes on at the rate of the last."""
     rates: dict[int, float] = {}
     rate = math.inf
-    for size, amount, work in cases:
-        if amount / rate > patience_s:
-            break
-        rate = rates[size] = amount / timed(work, device, least_s=least_s, pick=pick)
+    with suppress(torch.OutOfMemoryError):  # of a small GPU: what is larger goes on at the rate of the last, too
+        for size, amount, work in cases:
+            if amount / rate > patience_s:
+                break
+            rate = rates[size] = amount / timed(work, device, least_s=least_s, pick=pick)
     return rates
+
+
+def _bytes(device: torch.device) -> tuple[int, ...]:
+    """Bytes moved by the operations that are measured by them."""
+    return BYTES if device.type == "cpu" else BYTES + LARGE_BYTES
 
 
 def _in_turn(make: Callable[..., object], inputs: Callable[[], tuple[Tensor, ...]]) -> Work:
     """`make` on one set of inputs after another, its results kept as long: in a step, too, what an operation reads was
     not touched a moment ago, nor what it writes."""
     first = inputs()
-    sets = [first, *(inputs() for _ in range(min(COLD // max(sum(tensor.nbytes for tensor in first), 1), MOST_SETS)))]
+    cold = COLD[first[0].device.type] // max(sum(tensor.nbytes for tensor in first), 1)
+    sets = [first, *(inputs() for _ in range(min(cold, MOST_SETS)))]
     kept: list[object] = [None] * len(sets)
     places = itertools.cycle(range(len(sets)))
 
@@ -95,22 +115,25 @@ def _in_turn(make: Callable[..., object], inputs: Callable[[], tuple[Tensor, ...
 
 
 def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """A layer's three products, (4 s, s) x (s, s): forward, the input's gradient, the weight's gradient."""
-    for size in PRODUCT_SIZES:
+    """A layer's three products, (4 s, s) x (s, s): forward, the input's gradient, the weight's gradient. On a GPU also those of
+    large layers."""
+    square = [(4 * size, size, size) for size in PRODUCT_SIZES]
+    for rows, depth, columns in (*square, *(LARGE_PRODUCTS if device.type == "cuda" else ())):
 
-        def inputs(size: int = size) -> tuple[Tensor, ...]:
-            shapes = (4 * size, size), (size, size), (4 * size, size)
+        def inputs(rows: int = rows, depth: int = depth, columns: int = columns) -> tuple[Tensor, ...]:
+            shapes = (rows, depth), (columns, depth), (rows, columns)
             return tuple(_random(shape, dtype, device) for shape in shapes)
 
         def make(rows: Tensor, weight: Tensor, gradient: Tensor) -> object:
             return torch.mm(rows, weight.t()), torch.mm(gradient, weight), torch.mm(gradient.t(), rows)
 
-        yield round((4 * size**3) ** (1 / 3)), 3 * 8.0 * size**3, _in_turn(make, inputs)
+        one = rows * depth * columns
+        yield round(one ** (1 / 3)), 3 * 2.0 * one, _in_turn(make, inputs)
 
 
 def _batched(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """The products of attention: 64 of (length, 64) x (64, length)."""
-    for length in (64, 128, 256, 512):
+    for length in (64, 128, 256, 512, *((1024,) if device.type == "cuda" else ())):
 
         def inputs(length: int = length) -> tuple[Tensor, ...]:
             return _random((64, length, 64), dtype, device), _random((64, 64, length), dtype, device)
@@ -120,6 +143,11 @@ def _batched(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 CHANNELS = ((4, 16), (16, 16), (16, 32), (16, 64), (16, 128))  # (samples, channels) of images of 32 x 32
+LARGE_CHANNELS = ((64, 128), (64, 256), (128, 512))  # of a GPU
+
+
+def _channels(device: torch.device) -> tuple[tuple[int, int], ...]:
+    return CHANNELS if device.type == "cpu" else CHANNELS + LARGE_CHANNELS
 
 
 def _convolution_inputs(samples: int, channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -127,7 +155,7 @@ def _convolution_inputs(samples: int, channels: int, dtype: torch.dtype, device:
 
 
 def _convolutions(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for samples, channels in CHANNELS:
+    for samples, channels in _channels(device):
         flops = 2.0 * samples * 32 * 32 * channels * channels * 9
         inputs = partial(_convolution_inputs, samples, channels, dtype, device)
         yield round(flops), flops, _in_turn(partial(functional.conv2d, padding=1), inputs)
@@ -135,7 +163,7 @@ def _convolutions(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 def _convolution_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """Gradients of the image and of the weight."""
-    for samples, channels in CHANNELS:
+    for samples, channels in _channels(device):
         flops = 4.0 * samples * 32 * 32 * channels * channels * 9
 
         def inputs(samples: int = samples, channels: int = channels) -> tuple[Tensor, ...]:
@@ -149,70 +177,91 @@ def _convolution_backward(dtype: torch.dtype, device: torch.device) -> Iterator[
         yield round(flops), flops, _in_turn(make, inputs)
 
 
+LENGTHS = (64, 128, 256, 1024)
+GPU_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+GPU_TOKENS = 2**14  # of all samples together, as kernels of attention are compared by
+
+
+def _heads(length: int, device: torch.device) -> tuple[int, int, int, int]:
+    """(samples, heads, length, width) of queries, keys and values."""
+    return (8, 8, length, 64) if device.type == "cpu" else (GPU_TOKENS // length, 16, length, 128)
+
+
+def _lengths(device: torch.device) -> tuple[int, ...]:
+    return LENGTHS if device.type == "cpu" else GPU_LENGTHS
+
+
 def _attention_inputs(length: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    return [_random((8, 8, length, 64), dtype, device).requires_grad_() for _ in range(3)]
+    return [_random(_heads(length, device), dtype, device).requires_grad_() for _ in range(3)]
 
 
-_ATTENTION_LENGTHS = (64, 128, 256, 1024)
-
-
-def _attention_size(length: int) -> int:
+def _attention_size(length: int, device: torch.device) -> int:
     """As of a product: of one head's queries and keys."""
-    return round((length * length * 64) ** (1 / 3))
+    return round((length * length * _heads(length, device)[-1]) ** (1 / 3))
 
 
-def _attention(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for length in _ATTENTION_LENGTHS:
+def _pair_flops(length: int, device: torch.device, pairs: int) -> float:
+    """FLOPs of one product of attention over so many pairs of queries and keys."""
+    samples, heads, _, width = _heads(length, device)
+    return 2.0 * samples * heads * width * pairs
+
+
+def _attention(dtype: torch.dtype, device: torch.device, causal: bool = False) -> Iterator[Case]:
+    """Two products of all pairs, or of those that a causal mask leaves."""
+    for length in _lengths(device):
         query, key, value = (tensor.detach() for tensor in _attention_inputs(length, dtype, device))
-        flops = 4.0 * 64 * length * length * 64
+        pairs = causal_pairs(length, length) if causal else length**2
 
         def work(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> Tensor:
-            return functional.scaled_dot_product_attention(query, key, value)
+            return functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
 
-        yield _attention_size(length), flops, work
+        yield _attention_size(length, device), 2 * _pair_flops(length, device, pairs), work
 
 
-def _attention_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for length in _ATTENTION_LENGTHS:
+def _attention_backward(dtype: torch.dtype, device: torch.device, causal: bool = False) -> Iterator[Case]:
+    """Five products."""
+    for length in _lengths(device):
         inputs = _attention_inputs(length, dtype, device)
         query, key, value = inputs
-        output = functional.scaled_dot_product_attention(query, key, value)
-        flops = 10.0 * 64 * length * length * 64
+        output = functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        pairs = causal_pairs(length, length) if causal else length**2
 
         def work(inputs: list[Tensor] = inputs, output: Tensor = output) -> object:
             return torch.autograd.grad(output, inputs, output.detach(), retain_graph=True)
 
-        yield _attention_size(length), flops, work
+        yield _attention_size(length, device), 5 * _pair_flops(length, device, pairs), work
 
 
 def _blocked(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for length in _ATTENTION_LENGTHS if device.type == "cpu" else ():
+    """Two products, of the pairs that blocks under a causal mask compute."""
+    for length in LENGTHS if device.type == "cpu" else ():
         query, key, value = (tensor.detach() for tensor in _attention_inputs(length, dtype, device))
-        flops = 4.0 * 64 * length * length * 64
+        pairs = probability_count(length, causal=True)
 
         def work(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> object:
             return blocked_attention(query, key, value, None, True)
 
-        yield _attention_size(length), flops, work
+        yield _attention_size(length, device), 2 * _pair_flops(length, device, pairs), work
 
 
 def _blocked_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for length in _ATTENTION_LENGTHS if device.type == "cpu" else ():
+    """Four products."""
+    for length in LENGTHS if device.type == "cpu" else ():
         inputs = _attention_inputs(length, dtype, device)
         output, _ = blocked_attention(*inputs, None, True)
-        flops = 8.0 * 64 * length * length * 64
+        pairs = probability_count(length, causal=True)
 
         def work(inputs: list[Tensor] = inputs, output: Tensor = output) -> object:
             return torch.autograd.grad(output, inputs, output.detach(), retain_graph=True)
 
-        yield _attention_size(length), flops, work
+        yield _attention_size(length, device), 4 * _pair_flops(length, device, pairs), work
 
 
 def _of_bytes(make: Callable[[Tensor], Tensor], touched: int) -> Callable[..., Iterator[Case]]:
     """An operation on one tensor, which touches as many bytes as `touched` such tensors have."""
 
     def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-        for moved in BYTES:
+        for moved in _bytes(device):
             shape = (max(moved // touched // dtype.itemsize // 512, 1), 512)
 
             def inputs(shape: tuple[int, int] = shape) -> tuple[Tensor, ...]:
@@ -227,7 +276,7 @@ def _of_bytes(make: Callable[[Tensor], Tensor], touched: int) -> Callable[..., I
 def _cast(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """Between fp32 and bf16; `dtype` is that of the result."""
     other = torch.bfloat16 if dtype is torch.float32 else torch.float32
-    for moved in BYTES:
+    for moved in _bytes(device):
         count = moved // 6
 
         def inputs(count: int = count) -> tuple[Tensor, ...]:
@@ -237,7 +286,7 @@ def _cast(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _softmax(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for moved in BYTES[1:]:
+    for moved in _bytes(device)[1:]:
         rows = max(moved // 2 // dtype.itemsize // 4096, 1)
 
         def inputs(rows: int = rows) -> tuple[Tensor, ...]:
@@ -247,29 +296,36 @@ def _softmax(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _gather(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    table = _random((8192, 256), dtype, device)
-    for rows in (256, 2048, 16384):
-        index = torch.randint(0, 8192, (rows,), device=device)
-        moved = table.nbytes + rows * (256 * dtype.itemsize + 8)
-        yield moved, float(moved), lambda index=index: functional.embedding(index, table)  # type: ignore[misc]
+    for places, width, rows in _embeddings(device):
+        table = _random((places, width), dtype, device)
+        index = torch.randint(0, places, (rows,), device=device)
+        moved = table.nbytes + rows * (width * dtype.itemsize + 8)
+        yield moved, float(moved), partial(functional.embedding, index, table)
 
 
 def _scatter(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for rows in (256, 2048, 16384):
-        gradient = _random((rows, 256), dtype, device)
-        index = torch.randint(0, 8192, (rows,), device=device)
-        moved = gradient.nbytes + 8192 * 256 * dtype.itemsize + 8 * rows
+    for places, width, rows in _embeddings(device):
+        gradient = _random((rows, width), dtype, device)
+        index = torch.randint(0, places, (rows,), device=device)
+        moved = gradient.nbytes + places * width * dtype.itemsize + 8 * rows
 
-        def work(gradient: Tensor = gradient, index: Tensor = index) -> Tensor:
-            return torch.ops.aten.embedding_dense_backward(gradient, index, 8192, -1, False)
+        def work(gradient: Tensor = gradient, index: Tensor = index, places: int = places) -> Tensor:
+            return torch.ops.aten.embedding_dense_backward(gradient, index, places, -1, False)
 
         yield moved, float(moved), work
+
+
+def _embeddings(device: torch.device) -> Iterator[tuple[int, int, int]]:
+    """(places of a table, their width, how many are looked up); on a GPU also those of large models."""
+    yield from ((8192, 256, rows) for rows in (256, 2048, 16384))
+    if device.type == "cuda":
+        yield from ((32000, 2048, 16384), (128256, 4096, 16384))
 
 
 def _search(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """The code of each value in a table of 256, as narrow states are written: fp32 in, whole numbers out."""
     table = torch.linspace(-1, 1, 256, device=device)
-    for moved in BYTES[:-1] if dtype is torch.float32 else ():
+    for moved in _bytes(device)[:-1] if dtype is torch.float32 else ():
         values = torch.rand(moved // 8, device=device)
 
         def work(values: Tensor = values) -> Tensor:
@@ -280,7 +336,7 @@ def _search(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 def _pooling(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """Its output is a quarter as large, and positions of 8 bytes come with it."""
-    for moved in BYTES[1:-1]:
+    for moved in _bytes(device)[1:-1]:
         channels = max(moved // (64 * 64) // (dtype.itemsize + 3), 1)
         elements = channels * 64 * 64
         exact = elements * dtype.itemsize + elements // 4 * (dtype.itemsize + 8)
@@ -293,7 +349,7 @@ def _pooling(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _batch_norm(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for moved in BYTES[1:-1]:
+    for moved in _bytes(device)[1:-1]:
         channels = max(moved // 2 // dtype.itemsize // (64 * 64), 1)
         image = _random((1, channels, 64, 64), dtype, device)
 
@@ -330,7 +386,7 @@ def _eight(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def _update(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for count in (2**14, 2**18, 2**22):
+    for count in (2**14, 2**18, 2**22, *((2**26,) if device.type == "cuda" else ())):
         weight = _random((count,), dtype, device).requires_grad_()
         weight.grad = _random((count,), dtype, device)
         optimizer = torch.optim.AdamW([weight], fused=True)
@@ -355,6 +411,8 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "convolution backward": _convolution_backward,
     "attention": _attention,
     "attention backward": _attention_backward,
+    "causal attention": partial(_attention, causal=True),
+    "causal attention backward": partial(_attention_backward, causal=True),
     "blocked attention": _blocked,
     "blocked attention backward": _blocked_backward,
     "elementwise": _of_bytes(lambda values: values * 2.0, 2),

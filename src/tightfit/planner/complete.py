@@ -6,6 +6,7 @@ These are the choices that need no prediction. They stay within what the job all
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import sysconfig
 from collections.abc import Iterator
@@ -82,9 +83,11 @@ def _choices(job: Job, machine: Machine) -> Iterator[tuple[str, Any, str]]:
     if machine.device == "cpu" and of_transformers and task == "causal-lm" and sequence <= 1024:
         yield "attention", "blocked", "plain products are faster here than the fused attention kernel"
     yield "fused_optimizer", True, "one pass over the states in place of several"
-    if (job.train.steps or COMPILE_PAYS_AFTER_STEPS) >= COMPILE_PAYS_AFTER_STEPS and can_compile(machine):
-        regions = "block" if of_transformers else "model"
-        yield "compile", regions, "fused kernels: fewer of them, and less memory traffic"
+    if pays_to_compile(job):
+        lacking = lacking_to_compile(machine)
+        regions = "none" if lacking else "block" if of_transformers else "model"
+        why = "fused kernels: fewer of them, and less memory traffic"
+        yield "compile", regions, f"torch.compile needs {lacking}" if lacking else why
     if machine.device == "cuda":
         yield "pin_memory", True, "page-locked buffers copy about twice as fast"
         yield "non_blocking", True, "copies overlap the device's work"
@@ -197,9 +200,30 @@ def has_fast_bf16(machine: Machine) -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
+def pays_to_compile(job: Job) -> bool:
+    """Whether a run is so long that compiling may ever pay."""
+    return (job.train.steps or COMPILE_PAYS_AFTER_STEPS) >= COMPILE_PAYS_AFTER_STEPS
+
+
 def can_compile(machine: Machine) -> bool:
-    """torch.compile needs a C++ compiler and Python's headers for processors; for CUDA devices it brings Triton."""
-    if machine.device == "cuda":
-        return True
-    headers = Path(sysconfig.get_path("include")) / "Python.h"
-    return headers.exists() and any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+    return not lacking_to_compile(machine)
+
+
+def lacking_to_compile(machine: Machine) -> str:
+    """What torch.compile needs and does not find here, in words; empty for a machine of the table, which is taken to have it.
+
+    For processors it writes C++. For CUDA devices it brings Triton, which compiles a stub in C for each kernel.
+    """
+    if machine.device == "cuda" and not machine.is_here:
+        return ""
+    compilers, named = _COMPILERS[machine.device]
+    chosen = os.environ.get(named, "")  # as torch and Triton read it
+    lacks = []
+    if not any(shutil.which(name) for name in (*chosen.split()[:1], *compilers)):
+        lacks.append(f"a compiler ({', '.join(compilers)})")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        lacks.append("Python's headers (python3-dev, or python3-devel)")
+    return " and ".join(lacks)
+
+
+_COMPILERS = {"cpu": (("g++", "clang++", "c++"), "CXX"), "cuda": (("gcc", "clang", "cc"), "CC")}

@@ -16,6 +16,7 @@ from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods import METHODS, microbatch
 from tightfit.plan import Plan
+from tightfit.planner.complete import lacking_to_compile, pays_to_compile
 from tightfit.planner.deep import of_all_blocks
 from tightfit.planner.heap import held_bytes
 from tightfit.planner.profile import Profiler
@@ -27,12 +28,21 @@ from tightfit.timetable import Slot
 from tightfit.units import format_bytes, format_seconds
 
 CONTEXT_BYTES = 500 * 2**20  # of a CUDA process beside its allocator: the context, and the kernels that torch loads
-WORKSPACE_BYTES = 2 * (2 * 4096 + 8 * 16) * 2**10  # of cuBLAS, for the thread of forward and that of backward
 KERNELS_BYTES = 40 * 2**20  # that libraries of kernels take on a processor when they are first called
 MARGIN = 0.03  # that is left free for what no row foresees: a share of what is predicted, not of what is there already
 # Of a CUDA process in host memory: Python, torch and transformers 0.4 GiB (measured), the driver's libraries 1 (assumed).
 HOST_PROCESS_BYTES = 1.4 * 2**30
 STEPS = 1000  # of a job that does not say how long it trains
+
+
+def workspace_bytes(architecture: str) -> int:
+    """Bytes that torch gives to cuBLAS and cuBLASLt in its caching allocator, or to their likes of ROCm, from the first product
+    on: to the former once for the thread of forward and once for that of backward. As in CublasHandlePool.cpp of torch."""
+    if architecture.startswith("gfx"):
+        large = architecture.startswith(("gfx94", "gfx95"))
+        return (2 * (128 if large else 32) + 76) * 2**20
+    handle = 32 * 2**20 if architecture == "sm_90" else (2 * 4096 + 8 * 16) * 2**10
+    return 2 * handle + 2**20
 
 
 @dataclass(frozen=True)
@@ -149,9 +159,17 @@ class Estimate:
         return {name: max(one[name] for one in rows) / count for name in ("parameters", "gradients", "optimizer")}
 
     @property
+    def workspace_bytes(self) -> int:
+        """Of `runtime`, what torch's allocator counts among a device's tensors: 0 on a processor."""
+        return 0 if self.machine.device == "cpu" else workspace_bytes(self.machine.architecture)
+
+    @property
     def advice(self) -> list[str]:
-        """Sizes of the model, where devices have its layers whole, and of micro-batches that would fill the hardware's tiles."""
-        return [] if self.plan.tp > 1 else microbatch.advice(self.ledger, self.machine.device)
+        """Sizes of the model, where devices have its layers whole, and of micro-batches that would fill the hardware's tiles; and
+        what this machine lacks to compile."""
+        said = [] if self.plan.tp > 1 else microbatch.advice(self.ledger, self.machine.device)
+        lacking = lacking_to_compile(self.machine) if self.plan.compile == "none" and pays_to_compile(self.job) else ""
+        return [*said, f"compile is none: torch.compile needs {lacking}"] if lacking else said
 
     def explain(self) -> str:
         """The plan, its memory by row at the largest instant, and its time by kind of operation, as text."""
@@ -194,6 +212,7 @@ class Estimate:
             "samples_per_s": self.samples_per_s,
             "mfu": self.mfu,
             "matrix_utilization": self.matrix_utilization,
+            "workspace_bytes": self.workspace_bytes,
             "rejected_because": self.rejected_because,
         }
 
@@ -220,7 +239,9 @@ class Estimator:
         self.profiler, self.clock = Profiler(job, machine.device), Clock(machine)
         self.limit_bytes = job.limits.memory or machine.memory_bytes.value
         self.runtime_bytes = (
-            psutil.Process().memory_info().rss if machine.device == "cpu" else CONTEXT_BYTES + WORKSPACE_BYTES
+            psutil.Process().memory_info().rss
+            if machine.device == "cpu"
+            else CONTEXT_BYTES + workspace_bytes(machine.architecture)
         )
 
     def estimate(self, plan: Plan) -> Estimate:
@@ -382,4 +403,4 @@ def estimate(job: Job, plan: Plan, machine: Machine | None = None) -> Estimate:
     return estimator.settle(estimator.estimate(plan))
 
 
-__all__ = ["Estimate", "Estimator", "estimate", "fold"]
+__all__ = ["Estimate", "Estimator", "estimate", "fold", "workspace_bytes"]

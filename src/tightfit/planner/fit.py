@@ -91,10 +91,7 @@ class _Fit:
         if len(small) == len(large) and all(one.name == other.name for one, other in zip(small, large, strict=True)):
             return tuple(self._operation(one, other) for one, other in zip(small, large, strict=True))
         first, second = Counter(small), Counter(large)
-        return tuple(
-            replace(one, count=self.line(first[one], second[one]))
-            for one in dict.fromkeys((*small, *large))
-        )
+        return tuple(replace(one, count=self.line(first[one], second[one])) for one in dict.fromkeys((*small, *large)))
 
     def _operation(self, small: Operation, large: Operation) -> Operation:
         return Operation(

@@ -239,5 +239,8 @@ def show_analysis(console: Console, estimate: Estimate, record: Record) -> None:
 
 
 def logical_rows(estimate: Estimate) -> dict[str, float]:
-    """The rows that storages make up: what a process holds beside them, and what lies between, is left out."""
-    return {row: size for row, size in estimate.peak.rows.items() if row not in ("runtime", "allocator") and size}
+    """The rows that storages make up: what a process holds beside them, and what lies between, is left out. On CUDA the
+    libraries' workspaces are in torch's allocator, and measured among the temporaries."""
+    rows = {row: size for row, size in estimate.peak.rows.items() if row not in ("runtime", "allocator")}
+    rows["temporaries"] = rows.get("temporaries", 0.0) + estimate.workspace_bytes
+    return {row: size for row, size in rows.items() if size}

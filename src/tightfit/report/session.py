@@ -85,7 +85,7 @@ def train_in_folder(
     if predicted is not None:
         tensors = [size for row, size in predicted["memory"].items() if row not in ("peak", "runtime", "allocator")]
         whole = predicted["memory"]["peak"] if machine.device == "cpu" else None
-        peak = record.peak_bytes.replace(predicted=sum(tensors), predicted_process=whole)
+        peak = record.peak_bytes.replace(predicted=sum(tensors) + predicted["workspace_bytes"], predicted_process=whole)
         record = record.replace(peak_bytes=peak, predicted_step_s=predicted["time"]["step_s"])
     record = record.replace(loss=[*((line["step"], line["loss"]) for line in earlier), *record.loss])
     if leads():
