@@ -1,0 +1,403 @@
+"""tightfit on one GPU, proved by one command: its tests, every method, predictions beside what was measured, speed beside others'.
+
+    python benchmarks/gpu.py --out results --wheels wheels      # on a machine with a GPU, from the source tree
+    python benchmarks/gpu.py --cpu --out results                # a small copy of every part, on a processor, in a minute
+    python benchmarks/gpu.py --only 5,6 --out results           # some of the parts, by number or name
+    python benchmarks/gpu.py --readme                           # the table of records/gpu.json, in Markdown
+
+Nothing has to be installed but torch: what else is missing comes from a folder of wheels (scripts/collect_wheels fills one).
+Parts are processes of their own, each with a time-out, the most important first. When the budget of all is nearly spent the
+rest is left out, and said to be. --out is given gpu.json (what all parts found), tests.txt and log.txt.
+
+Ends with 0 when all parts that were asked for are done, 1 when one failed or ran out of its time, 3 when time for some was short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[:1] = [str(ROOT), str(ROOT / "src")]  # in place of this file's folder
+
+from benchmarks.gpu_sizes import CPU, GPU, LIMIT_S, ORDER  # noqa: E402
+
+RECORD = ROOT / "records" / "gpu.json"
+LEAST_S = 12.0  # left of the budget, without which no part is begun
+KEPT_S = 8.0  # of the budget, for what the parent does at the end
+SAID = 1500  # characters of a part's last output in the record
+NEVER_UNPACKED = ("torch", "triton", "nvidia", "cuda")  # what is there was built for this driver
+DONE, FAILED, OUT_OF_TIME = 0, 1, 3
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for the results")
+    parser.add_argument("--record", type=Path, help="also write what was found to this file, such as records/gpu.json")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels, for packages that are missing or too old")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds that all parts may take together")
+    parser.add_argument("--only", default="", help=f"parts, by number or name: {', '.join(ORDER)}")
+    parser.add_argument("--cpu", action="store_true", help="a small copy of every part, on a processor, in one process")
+    parser.add_argument(
+        "--readme", nargs="?", type=Path, const=RECORD, help="print a record's table in Markdown, and end"
+    )
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--limits", help=argparse.SUPPRESS)
+    found = parser.parse_args(arguments)
+    if not (found.out or found.readme or found.child):
+        parser.error("say where the results go: --out FOLDER")
+    return found
+
+
+def chosen(only: str) -> list[str]:
+    """The parts that are asked for, in their order. Ends the program for a part that there is not."""
+    asked = [word.strip() for word in only.split(",") if word.strip()]
+    names = [ORDER[int(word) - 1] if word.isdigit() and 0 < int(word) <= len(ORDER) else word for word in asked]
+    unknown = [name for name in names if name not in ORDER]
+    if unknown:
+        sys.exit(
+            f"no part {', '.join(unknown)}; there are {', '.join(f'{n} {name}' for n, name in enumerate(ORDER, 1))}"
+        )
+    return [name for name in ORDER if not names or name in names]
+
+
+# --- packages from wheels -------------------------------------------------------------------------------------------
+
+
+def unpack(wheels: Path, target: Path) -> list[str]:
+    """Unpack the wheels of packages that are missing here, or older than the wheel; returns what was unpacked."""
+    taken = []
+    for wheel in sorted(wheels.glob("*.whl")):
+        name, version = wheel.name.split("-")[:2]
+        if name.lower().startswith(NEVER_UNPACKED) and not name.lower().startswith("torchao"):
+            continue
+        if not is_newer(version, installed(name)):
+            continue
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(target)
+        for part in target.glob("*.data"):
+            for kind in ("purelib", "platlib"):
+                if (part / kind).is_dir():
+                    shutil.copytree(part / kind, target, dirs_exist_ok=True)
+            shutil.rmtree(part)
+        taken.append(f"{name} {version}")
+    return taken
+
+
+def installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def is_newer(version: str, than: str | None) -> bool:
+    """Whether a version is later than what is installed, or nothing is."""
+    if than is None:
+        return True
+    numbers = [[int(number) for number in re.findall(r"\d+", text.split("+")[0])] for text in (version, than)]
+    return numbers[0] > numbers[1]
+
+
+# --- parts, as processes --------------------------------------------------------------------------------------------
+
+
+def environment(arguments: argparse.Namespace, packages: Path, work: Path) -> dict[str, str]:
+    """Of the parts: the source tree and the unpacked wheels on their path, a cache of their own, no network, one device."""
+    path = [str(ROOT / "src"), str(ROOT), str(packages), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    found = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "XDG_CACHE_HOME": str(work / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if (
+        arguments.cpu
+    ):  # tiny nets gain nothing from a second thread, and lose much where something else runs beside them
+        return {**found, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return {**found, "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+
+
+def run_child(arguments: argparse.Namespace) -> None:
+    """The parts named by --child, in this process."""
+    from benchmarks.gpu_parts import run_parts
+
+    names = arguments.child.split(",")
+    sizes, device = (CPU, "cpu") if arguments.cpu else (GPU, "cuda")
+    run_parts(names, sizes, device, json.loads(arguments.limits), arguments.work)
+
+
+def run_group(
+    names: list[str],
+    arguments: argparse.Namespace,
+    limits: dict[str, float],
+    left_s: float,
+    work: Path,
+    environ: dict[str, str],
+) -> None:
+    """Run parts in one process, which has the time of all of them, or what is left. What each found is in `work`/NAME.json."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--child", ",".join(names), "--work", str(work)]
+    command += ["--limits", json.dumps(limits), *(["--cpu"] if arguments.cpu else [])]
+    with (work / f"{names[0]}.log").open("w") as log:
+        child = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=min(sum(limits[name] for name in names), left_s))
+        finally:  # with the processes that it has started
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def result_of(name: str, log: Path, work: Path, limit_s: float) -> dict[str, Any]:
+    """A part's status and what it found; of one that did not end by itself, the last lines of its output."""
+    path = work / f"{name}.json"
+    found = json.loads(path.read_text()) if path.exists() else {"status": "failed", "result": {}}
+    if found["status"] == "under way" or "seconds" not in found:
+        said = log.read_text(errors="replace")[-SAID:] if log.exists() else ""
+        over = found["status"] == "under way"
+        found |= {"status": "timed out or died" if over else "failed", "said": said, "limit_s": limit_s}
+    return found
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the parts, merge what they found, and print a table. Returns how it ended."""
+    began, names = time.monotonic(), chosen(arguments.only)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    parts: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="tightfit-gpu-", ignore_cleanup_errors=True) as folder:
+        work, packages = Path(folder) / "work", Path(folder) / "packages"
+        work.mkdir()
+        packages.mkdir()
+        taken = unpack(arguments.wheels, packages) if arguments.wheels else []
+        sys.path.append(str(packages))
+        print(f"unpacked from wheels: {', '.join(taken) or 'nothing'}", flush=True)
+        environ = environment(arguments, packages, work)
+        groups = [names] if arguments.cpu else [[name] for name in names]
+        for group in groups:
+            left = arguments.budget - KEPT_S - (time.monotonic() - began)
+            if left < LEAST_S or (parts and parts.get("machine", {}).get("status", "done") != "done"):
+                why = "the budget is spent" if left < LEAST_S else "the part machine failed"
+                parts |= {name: {"status": "left out", "said": why, "result": {}} for name in group}
+                continue
+            limits = {name: min(LIMIT_S[name], left) for name in group}
+            run_group(group, arguments, limits, left, work, environ)
+            log = work / f"{group[0]}.log"
+            for name in group:
+                parts[name] = result_of(name, log, work, limits[name])
+                print(line_of(name, parts[name]), flush=True)
+            keep(arguments, parts, taken, work, time.monotonic() - began)
+        keep(arguments, parts, taken, work, time.monotonic() - began)
+    show(parts)
+    return status_of(parts)
+
+
+def status_of(parts: dict[str, dict[str, Any]]) -> int:
+    kinds = {part["status"] for part in parts.values()}
+    if kinds - {"done", "left out"}:
+        return FAILED
+    return OUT_OF_TIME if "left out" in kinds else DONE
+
+
+def keep(
+    arguments: argparse.Namespace, parts: dict[str, dict[str, Any]], taken: list[str], work: Path, seconds: float
+) -> None:
+    """Write what is known so far: it stays when this process is ended from outside."""
+    content = {
+        "device": "cpu" if arguments.cpu else "cuda",
+        "python": platform.python_version(),
+        "seconds": seconds,
+        "from_wheels": taken,
+        "parts": parts,
+    }
+    text = json.dumps(content, indent=1) + "\n"
+    for path in (arguments.out / "gpu.json", arguments.record):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    if (work / "tests.txt").exists():
+        shutil.copy(work / "tests.txt", arguments.out / "tests.txt")
+    logs = [*sorted(work.glob("*.log")), *sorted(work.glob("*.contender.txt"))]
+    lines = [f"===== {path.name}\n{path.read_text(errors='replace')[-20_000:]}\n" for path in logs]
+    (arguments.out / "log.txt").write_text("".join(lines))
+
+
+# --- what is shown --------------------------------------------------------------------------------------------------
+
+
+def line_of(name: str, part: dict[str, Any]) -> str:
+    seconds = f"{part['seconds']:6.1f} s" if "seconds" in part else "        "
+    return f"{ORDER.index(name) + 1} {name:12s} {part['status']:10s} {seconds}  {'; '.join(said_of(name, part))}"
+
+
+def show(parts: dict[str, dict[str, Any]]) -> None:
+    """A table of all parts; plain lines where rich is not there."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print("\n".join(line_of(name, part) for name, part in parts.items()))
+        return
+    table = Table("", "part", "", "seconds", "found", box=None)
+    for name, part in parts.items():
+        seconds = f"{part['seconds']:.1f}" if "seconds" in part else ""
+        table.add_row(str(ORDER.index(name) + 1), name, part["status"], seconds, "\n".join(said_of(name, part)))
+    console = Console(width=150, highlight=False)
+    console.print(table)
+    for name, part in parts.items():
+        if part["status"] not in ("done", "left out") and part.get("said"):
+            console.print(f"--- {name}: {part['status']}", markup=False)
+            console.print(part["said"], markup=False)
+
+
+def said_of(name: str, part: dict[str, Any]) -> list[str]:
+    """What a part found, in lines; of one that found nothing, why."""
+    found = part.get("result") or {}
+    lines = SAYS[name](found) if found else []
+    return lines or [part.get("said", "").strip().splitlines()[-1] if part.get("said", "").strip() else ""]
+
+
+def _machine_said(found: dict[str, Any]) -> list[str]:
+    return [f"{found['machine']['name']}, torch {found['code']['torch']}, driver {found['driver'] or 'none'}"]
+
+
+def _tests_said(found: dict[str, Any]) -> list[str]:
+    return [f"{found['passed']} passed, {found['failed']} failed, {found['skipped']} skipped {found['ended']}".strip()]
+
+
+def _methods_said(found: dict[str, Any]) -> list[str]:
+    kinds = ("agrees", "differs", "failed", "refused", "left out")
+    return [", ".join(f"{found[kind]} {kind}" for kind in kinds)] if "rows" in found else []
+
+
+def _calibration_said(found: dict[str, Any]) -> list[str]:
+    rates = found["machine"]["matrix_flops_per_s"]
+    return [", ".join(f"{kind} {figure['value'] / 1e12:.3g} TFLOP/s" for kind, figure in rates.items())]
+
+
+def _llama_said(found: dict[str, Any]) -> list[str]:
+    if "tokens_per_s" not in found:
+        return [f"{one['model']}: {one.get('said', 'under way')[:120]}" for one in found.get("attempts", [])]
+    smaller = "" if found["model"] == found["asked"] else f" (in place of {found['asked']})"
+    return [f"{found['model']}{smaller}: {_speed(found)}", f"plan {found['plan']}", *_bytes(found)]
+
+
+def _speed(found: dict[str, Any]) -> str:
+    share = found.get("mfu_of_published_peak")
+    return f"{found['tokens_per_s'] or 0:.0f} tokens/s{f', MFU {share:.1%}' if share else ''}"
+
+
+def _bytes(found: dict[str, Any]) -> list[str]:
+    """Measured and predicted bytes, in GB."""
+    predicted = found.get("predicted") or {}
+    pairs = [(kind, found.get(f"{kind}_bytes"), predicted.get(f"{kind}_bytes")) for kind in ("allocated", "reserved")]
+    return [f"{kind} {_gb(seen)} GB, predicted {_gb(meant)}" for kind, seen, meant in pairs if seen]
+
+
+def _gb(size: float | None) -> str:
+    return "-" if size is None else f"{size / 1e9:.2f}"
+
+
+def _ladder_said(found: dict[str, Any]) -> list[str]:
+    return [f"{row['name']}: {'; '.join(_bytes(row)) or row.get('said', '')[-80:]}; published {_gb(row['published_bytes'])}"
+            for row in found.get("rungs", [])]  # fmt: skip
+
+
+def _rivals_said(found: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, one in found.get("models", {}).items():
+        rates = ", ".join(f"{kind} {rate:.0f}" for kind, rate in one.get("tokens_per_s", {}).items())
+        ratios = ", ".join(f"{ratio:.2f} x {kind}" for kind, ratio in one.get("tightfit_over", {}).items())
+        missing = "".join(f"; no {kind}" for kind in one.get("missing", {}))
+        lines.append(f"{name}: tokens/s {rates}; tightfit {ratios}{missing}")
+    return lines
+
+
+def _largest_said(found: dict[str, Any]) -> list[str]:
+    lines = []
+    for way, row in found.get("ways", {}).items():
+        size = f"{row['parameters'] / 1e9:.3g}B parameters" if row.get("parameters") else "none fits"
+        lines.append(f"{way}: {size}; {'; '.join(_bytes(row['trained'])) if 'trained' in row else 'predicted'}")
+    return lines
+
+
+def _kernels_said(found: dict[str, Any]) -> list[str]:
+    return [
+        f"{name}: {table[0]['name'][:60]} {table[0]['share']:.0%}" for name, table in found.get("tables", {}).items()
+    ]
+
+
+SAYS = {
+    "machine": _machine_said,
+    "tests": _tests_said,
+    "methods": _methods_said,
+    "calibration": _calibration_said,
+    "llama": _llama_said,
+    "ladder": _ladder_said,
+    "rivals": _rivals_said,
+    "largest": _largest_said,
+    "kernels": _kernels_said,
+}
+
+
+def readme(record: dict[str, Any]) -> str:
+    """The README's table of a record, in Markdown: one row for each thing that was measured."""
+    parts = {name: part.get("result") or {} for name, part in record["parts"].items()}
+    rows: list[tuple[str, str, str]] = []
+    tests, held = parts.get("tests", {}), parts.get("methods", {})
+    if tests:
+        rows.append(("GPU tests", f"{tests['passed']} passed, {tests['failed']} failed", ""))
+    if "rows" in held:
+        rows.append(("methods beside the reference plan", f"{held['agrees']} agree, {held['differs']} differ", ""))
+    one = parts.get("llama", {})
+    if "tokens_per_s" in one:
+        rows.append((f"{one['model']}, AdamW, {one['length']} tokens", _speed(one), "; ".join(_bytes(one))))
+    for row in parts.get("ladder", {}).get("rungs", []):
+        beside = "; ".join([*_bytes(row), f"published {_gb(row['published_bytes'])} GB"])
+        rows.append((f"ViT-L/16: {row['name']}", f"{row.get('samples_per_s') or 0:.0f} images/s", beside))
+    for name, model in parts.get("rivals", {}).get("models", {}).items():
+        for kind, rate in model.get("tokens_per_s", {}).items():
+            ratio = model.get("tightfit_over", {}).get(kind)
+            rows.append((f"{name}: {kind}", f"{rate:.0f} tokens/s", f"tightfit is {ratio:.2f} x this" if ratio else ""))
+    for way, row in parts.get("largest", {}).get("ways", {}).items():
+        if row.get("parameters"):
+            beside = "; ".join(_bytes(row["trained"])) if "trained" in row else "predicted"
+            rows.append((f"largest Llama: {way}", f"{row['parameters'] / 1e9:.3g}B parameters", beside))
+    machine = parts.get("machine", {})
+    said = f"{machine['machine']['name']}, torch {machine['code']['torch']}" if machine else "machine not known"
+    lines = [f"| {said} | measured | beside it |", "| --- | --- | --- |", *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.readme:
+        if not arguments.readme.exists():
+            sys.exit(f"there is no {arguments.readme}: run benchmarks/gpu.py on a GPU with --record {arguments.readme}")
+        print(readme(json.loads(arguments.readme.read_text())))
+    elif arguments.child:
+        run_child(arguments)
+    else:
+        sys.exit(run(arguments))
+
+
+if __name__ == "__main__":
+    main()

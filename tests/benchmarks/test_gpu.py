@@ -1,0 +1,162 @@
+"""The benchmark of a GPU runs here in small, every part of it, and what it records is what the README's table is made of."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.gpu_parts import KEPT_OF_FAILURES, finite, summary_of, variants
+from benchmarks.gpu_sizes import CPU, GPU, LIMIT_S, ORDER
+
+from benchmarks import gpu
+
+PROGRAM = str(Path(gpu.__file__))
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    out = tmp_path_factory.mktemp("gpu")
+    command = [sys.executable, PROGRAM, "--cpu", "--out", str(out), "--record", str(out / "records" / "gpu.json")]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=out), out
+
+
+@pytest.fixture(scope="module")
+def record(ran: tuple[subprocess.CompletedProcess[str], Path]) -> dict[str, Any]:
+    done, out = ran
+    assert done.returncode == gpu.DONE, done.stdout[-5000:] + done.stderr[-2000:]
+    return json.loads((out / "gpu.json").read_text())
+
+
+def test_every_part_is_done_and_at_most_8_files_are_left(
+    record: dict[str, Any], ran: tuple[subprocess.CompletedProcess[str], Path]
+) -> None:
+    done, out = ran
+    assert list(record["parts"]) == list(ORDER)
+    assert {part["status"] for part in record["parts"].values()} == {"done"}
+    assert {path.name for path in out.iterdir()} == {"gpu.json", "tests.txt", "log.txt", "records"}
+    assert json.loads((out / "records" / "gpu.json").read_text()) == record
+    assert all(name in done.stdout for name in ORDER)
+
+
+def test_what_each_part_records(record: dict[str, Any]) -> None:
+    found = {name: part["result"] for name, part in record["parts"].items()}
+    assert found["machine"]["machine"]["device"] == "cpu"
+    assert (found["tests"]["passed"], found["tests"]["failed"]) == (2, 0)
+    methods = found["methods"]
+    assert methods["agrees"] >= 10
+    assert methods["differs"] == methods["failed"] == 0
+    assert {row["net"] for row in methods["rows"]} == {"llama", "bert", "vit", "batchnorm"}
+    assert found["calibration"]["machine"]["matrix_flops_per_s"]
+    llama = found["llama"]
+    assert [one["model"] for one in llama["too_large"]] == [CPU["llama"]["family"][0][0]]
+    assert len(llama["step_s"]) == 2  # of five, three warm up and are looked into
+    assert 0.9 < llama["predicted_over_measured"]["allocated"] < 1.1
+    assert len(found["ladder"]["rungs"]) == CPU["ladder"]["rungs"]
+    for rung in found["ladder"]["rungs"]:
+        assert 0.9 < rung["predicted_over_measured"]["allocated"] < 1.1
+        assert rung["published_bytes"] > 1e10
+    rivals = found["rivals"]["models"]["gpt2"]
+    assert {"plain", "tightfit"} <= set(rivals["tokens_per_s"])
+    assert all(len(rates) == CPU["rivals"]["rounds"] for rates in rivals["rounds"].values())
+    assert rivals["tightfit_over"]["plain"] > 0
+    assert set(rivals["missing"]) <= {"trainer"}  # which needs accelerate
+    for way in CPU["largest"]["trained"]:
+        row = found["largest"]["ways"][way]
+        assert row["parameters"] < 1e6
+        assert row["next_lacks"]["memory"][0] > row["next_lacks"]["memory"][1]
+        assert row["trained"]["loss"]
+    assert "trained" not in found["largest"]["ways"]["AdamW, offload"]
+    for table in found["kernels"]["tables"].values():
+        assert 0 < sum(row["share"] for row in table) <= 1.0001
+        assert len(table) <= 15
+    assert len(found["kernels"]["tables"]) == 2
+
+
+def test_the_readme_s_table_is_made_of_the_record(record: dict[str, Any]) -> None:
+    lines = gpu.readme(record).splitlines()
+    assert len(lines) > 8
+    assert {line.count("|") for line in lines} == {4}
+    assert any("tightfit is" in line for line in lines)
+    assert any("published 26.84 GB" in line for line in lines)
+
+
+def test_sizes_have_every_part_and_the_same_names() -> None:
+    assert set(CPU) == set(GPU) == set(LIMIT_S) == set(ORDER)
+    for name in ORDER:
+        optional = {"rungs"}  # fewer of them on a processor
+        assert set(CPU[name]) - optional == set(GPU[name]) - optional, name
+
+
+def test_variants_of_a_gpu_are_those_of_a_processor_and_more() -> None:
+    here, there = variants("cpu"), variants("cuda")
+    assert there[: len(here)] == here
+    assert {"offload": ("states", "gradients", "parameters")} in there[len(here) :]
+
+
+def test_parts_are_chosen_by_number_and_name() -> None:
+    assert gpu.chosen("") == list(ORDER)
+    assert gpu.chosen("6, llama") == ["llama", "ladder"]
+    with pytest.raises(SystemExit, match="no part 12"):
+        gpu.chosen("12")
+
+
+def test_without_time_parts_are_left_out_and_it_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, PROGRAM, "--cpu", "--budget", "1", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == gpu.OUT_OF_TIME, done.stderr
+    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert {(part["status"], part["said"]) for part in parts.values()} == {("left out", "the budget is spent")}
+
+
+def test_a_part_that_runs_out_of_time_keeps_what_it_found(tmp_path: Path) -> None:
+    (tmp_path / "llama.json").write_text(json.dumps({"status": "under way", "result": {"model": "x"}}))
+    log = tmp_path / "llama.log"
+    log.write_text("building\n")
+    found = gpu.result_of("llama", log, tmp_path, 7.0)
+    assert found["result"] == {"model": "x"}
+    assert (found["status"], found["said"]) == ("timed out or died", "building\n")
+    assert gpu.result_of("ladder", log, tmp_path, 7.0)["status"] == "failed"
+    assert gpu.status_of({"llama": found}) == gpu.FAILED
+
+
+def test_wheels_are_unpacked_where_a_package_is_missing_or_older(tmp_path: Path) -> None:
+    def wheel(name: str, version: str) -> None:
+        with zipfile.ZipFile(tmp_path / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+            archive.writestr(f"{name}/__init__.py", "")
+            archive.writestr(f"{name}-{version}.data/purelib/{name}_more.py", "")
+
+    wheel("not_here_at_all", "1.0")
+    wheel("pytest", "0.1")
+    wheel("torch", "99.0")
+    target = tmp_path / "target"
+    target.mkdir()
+    assert gpu.unpack(tmp_path, target) == ["not_here_at_all 1.0"]
+    assert sorted(path.name for path in target.iterdir()) == ["not_here_at_all", "not_here_at_all_more.py"]
+    assert gpu.is_newer("2.10", "2.9")
+    assert not gpu.is_newer("2.9", "2.9.0+cu128")
+
+
+def test_failures_of_the_tests_are_kept() -> None:
+    text = (
+        "tests/a.py::test_one[x y] PASSED [ 50%]\ntests/a.py::test_two FAILED [100%]\n\n"
+        "=================================== FAILURES ===================================\n"
+        "___ test_two ___\nE   assert 1 == 2\n"
+        "============================= slowest 15 durations =============================\n1.0s call a\n"
+        "=========================== short test summary info ============================\nFAILED tests/a.py::test_two\n"
+        "1 failed, 1 passed in 3.2s\n"
+    )
+    found = summary_of(text)
+    assert (found["passed"], found["failed"], found["names"]) == (1, 1, ["tests/a.py::test_two"])
+    assert "assert 1 == 2" in found["failures"]
+    assert "slowest" not in found["failures"]
+    assert found["slowest"] == ["1.0s call a"]
+    assert len(summary_of(text.replace("assert 1", "x" * 10**6))["failures"]) == KEPT_OF_FAILURES
+
+
+def test_json_has_no_infinity() -> None:
+    assert finite({"a": [float("inf"), 1.0], "b": (float("nan"),)}) == {"a": [None, 1.0], "b": [None]}
