@@ -324,7 +324,9 @@ def _sum_and_gradients(
     for_hidden = hidden.new_empty((count, hidden.shape[1]), dtype=dtype) if wanted[0] else None
     one = count <= chunk and weight.dtype == dtype  # a single product, which is in the weight's type anyway
     wide = torch.promote_types(dtype, torch.float32)
-    for_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] and not one else None
+    adds = kernels.adds and dtype != wide and count > 0
+    begun = torch.empty_like if adds else torch.zeros_like
+    for_weight = begun(weight, dtype=wide) if wanted[1] and not one else None
     for_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
     loss = torch.zeros((), dtype=wide, device=hidden.device)
 
@@ -351,8 +353,8 @@ def _sum_and_gradients(
             for_weight = gradient.t() @ rows
         elif for_weight is not None and dtype == wide:
             torch.addmm(for_weight, gradient.t(), rows, out=for_weight)
-        elif for_weight is not None and kernels.adds:
-            add_product(gradient.t(), rows, for_weight)
+        elif for_weight is not None and adds:
+            add_product(gradient.t(), rows, for_weight, here.start == 0)
         elif for_weight is not None:
             for_weight += gradient.t() @ rows
         if for_bias is not None:
