@@ -41,6 +41,7 @@ NO_METHODS = (
     "methods.cutter",
     "methods.deferred",
     "methods.hollow",
+    "methods.loss_kernels",
     "methods.pipedream",
     "methods.progress",
     "methods.recomputation",

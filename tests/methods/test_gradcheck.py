@@ -97,7 +97,7 @@ def check_add_product() -> None:
     left, right = (random(*shape).detach().bfloat16() for shape in ((5, 64), (64, 3)))
     total = random(5, 3).detach().float()
     expected = total.double() + left.double() @ right.double()
-    loss_kernels.add_product(left, right, total)
+    loss_kernels.add_product(left, right, total, False)
     assert torch.allclose(total.double(), expected, rtol=1e-6, atol=1e-6)
 
 

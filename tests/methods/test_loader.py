@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from tightfit.engine.build import build
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import Job
 from tightfit.methods import loader
-from tightfit.methods.run import Data, Run
+from tightfit.methods.run import Data, Run, to_device
 from tightfit.models.objective import TASKS, Batch
 from tightfit.plan import Plan
 
@@ -263,3 +264,44 @@ def test_pinned_batches_are_page_locked(workers: int) -> None:
     steps = first(data_of(TOKENS, plan=plan), 2)
     assert all(batch["input_ids"].is_pinned() for step in steps for batch in step)
     assert same(stacked(steps), stacked(first(data_of(TOKENS), 2)))
+
+
+TINY_BERT: dict[str, Any] = {
+    "architecture": "bert",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "left_out"),
+    [({}, True), ({"compile": "block"}, True), ({"compile": "model"}, False), ({"cp": 2}, False)],
+)
+def test_a_mask_that_hides_nothing_is_left_out_on_the_host(
+    fields: dict[str, Any], left_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a CUDA device, which transformers would ask whether it does; the loss is the same."""
+    data = [
+        {"input_ids": torch.arange(8) + n, "labels": torch.arange(8), "attention_mask": torch.ones(8).long()}
+        for n in range(4)
+    ]
+    job = Job(model=TINY_BERT, data=data, train={"batch": 2, "steps": 2})
+    run = build(job)
+    assert not run.maskless
+    monkeypatch.setattr("tightfit.methods.loader.kind_of", lambda device: "cuda")
+    on_cuda = loader.apply(run, Plan(**fields))
+    assert on_cuda.maskless == left_out
+    batch = next(run.data.steps(0, None))[0]
+    assert ("attention_mask" not in to_device(batch, on_cuda)) == left_out
+    padded = {**batch, "attention_mask": batch["attention_mask"].index_fill(1, torch.tensor(7), 0)}
+    assert "attention_mask" in to_device(padded, on_cuda)
+    run.model.eval()
+    assert torch.equal(run.loss_sum(to_device(batch, run)), run.loss_sum(to_device(batch, on_cuda)))
+
+
+def test_a_model_of_the_users_own_keeps_its_mask() -> None:
+    assert not loader._does_without_mask(torch.nn.Linear(2, 2), Plan())

@@ -44,7 +44,7 @@ def wanted(plan: Plan) -> bool:
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """Buffers and kernels are traced, through the compiler on fake tensors; here is the time that compiling takes."""
     more = MODEL_COMPILE_S * ledger.blocks if plan.compile == "model" else 0.0
-    return replace(ledger, compile_s=COMPILE_S[machine.device] + more)
+    return replace(ledger, compile_s=ledger.compile_s + COMPILE_S[machine.device] + more)
 
 
 def apply(run: Run, plan: Plan) -> Run:

@@ -12,6 +12,7 @@ Source  torch.utils.data; "Use pinned memory buffers" in PyTorch's notes on CUDA
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import multiprocessing
@@ -26,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tightfit.data import Order, Samples, UserStream, open_samples
@@ -34,7 +36,7 @@ from tightfit.errors import InputError, TightfitError
 from tightfit.job import DataSpec, Job
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods.run import Filler, Run
+from tightfit.methods.run import Filler, Run, kind_of
 from tightfit.methods.uploads import Uploads
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.plan import Plan
@@ -43,6 +45,7 @@ VARIANTS = ({"loader_workers": 2},)
 WORKER_BYTES = 135 * 2**20  # of a worker's process, as far as it does not share them; and of the server that forks them
 SERVER_BYTES = 63 * 2**20
 EXAMPLE = 3  # samples of a batch that is only looked at
+MASK_MAKERS = ("create_causal_mask", "create_bidirectional_mask")
 PAGEABLE = 0.5  # share of the rate of pinned copies that others reach
 
 
@@ -84,11 +87,26 @@ def uploads_beside(plan: Plan, device: str) -> bool:
 def apply(run: Run, plan: Plan) -> Run:
     if uploads_beside(plan, run.device.type):
         run = replace(run, uploads=Uploads(run.device))
+    run = replace(run, maskless=kind_of(run.device) == "cuda" and _does_without_mask(run.model, plan))
     source = open_samples(run.job)
     part = run.mesh.part if run.mesh is not None else (0, 1)
     if isinstance(source, UserStream):
         return replace(run, data=_streamed(source, run.job, plan, part))
     return replace(run, data=_ordered(source, run.job, plan, part))
+
+
+def _does_without_mask(model: nn.Module, plan: Plan) -> bool:
+    """Whether no attention mask is the same to a model as one that hides nothing, and spares it the question which it is.
+
+    transformers' functions that make masks say so of themselves. A model that is compiled whole does not ask, and would be
+    compiled for both; devices that share sequences have to have masks all or none.
+    """
+    if plan.compile == "model" or plan.cp > 1:
+        return False
+    mask = inspect.signature(model.forward).parameters.get("attention_mask")
+    modules = [sys.modules.get(kind.__module__) for kind in type(model).__mro__]
+    makes = any(name in vars(module) for module in modules if module is not None for name in MASK_MAKERS)
+    return makes and mask is not None and mask.default is None
 
 
 @dataclass(frozen=True)

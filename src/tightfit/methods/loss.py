@@ -26,7 +26,9 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional
 
 from tightfit.errors import InputError
-from tightfit.ledger import traced
+from tightfit.ledger import Ledger
+from tightfit.machine import Machine
+from tightfit.methods.compiler import generates_kernels
 from tightfit.methods.loss_kernels import ROWS_IN_CACHE, Kernels, add_product, kernels_for, linear
 from tightfit.methods.run import Run, kind_of
 from tightfit.methods.turns import turns
@@ -36,8 +38,8 @@ from tightfit.plan import Plan
 
 ADDED = "final_logits_bias"  # what BART and its relatives call a buffer that they add to the logits
 Divided = tuple[int, dist.ProcessGroup]  # the first class that is here, and the devices that have the others
-cost = traced
 VARIANTS = ({"chunked_loss": 5},)
+COMPILE_S = 5.0  # of the one kernel that a CUDA device's softmax is, before the first step, until it is measured
 CHUNK = 1024  # tokens: on a processor the fastest that was measured, on a CUDA device the fewest that products are fast with
 MOST_TOKENS = 8192  # of a chunk: longer ones make no product faster
 CHUNK_BYTES = 512 * 2**20  # of the logits of a chunk
@@ -48,6 +50,14 @@ WORTH_LEAVING = 0.9  # rows are left out where those that count are fewer than t
 
 def wanted(plan: Plan) -> bool:
     return plan.chunked_loss is not None
+
+
+def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
+    """Buffers and operations are traced; here is the time that generating a kernel takes. Of a vocabulary that is divided among
+    devices the softmax is torch's own operations."""
+    if machine.device == "cpu" or plan.tp > 1 or not generates_kernels():
+        return ledger
+    return replace(ledger, compile_s=ledger.compile_s + COMPILE_S)
 
 
 def apply(run: Run, plan: Plan) -> Run:
@@ -314,7 +324,9 @@ def _sum_and_gradients(
     for_hidden = hidden.new_empty((count, hidden.shape[1]), dtype=dtype) if wanted[0] else None
     one = count <= chunk and weight.dtype == dtype  # a single product, which is in the weight's type anyway
     wide = torch.promote_types(dtype, torch.float32)
-    for_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] and not one else None
+    adds = kernels.adds and dtype != wide and count > 0
+    begun = torch.empty_like if adds else torch.zeros_like
+    for_weight = begun(weight, dtype=wide) if wanted[1] and not one else None
     for_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
     loss = torch.zeros((), dtype=wide, device=hidden.device)
 
@@ -341,8 +353,8 @@ def _sum_and_gradients(
             for_weight = gradient.t() @ rows
         elif for_weight is not None and dtype == wide:
             torch.addmm(for_weight, gradient.t(), rows, out=for_weight)
-        elif for_weight is not None and kernels.adds:
-            add_product(gradient.t(), rows, for_weight)
+        elif for_weight is not None and adds:
+            add_product(gradient.t(), rows, for_weight, here.start == 0)
         elif for_weight is not None:
             for_weight += gradient.t() @ rows
         if for_bias is not None:

@@ -37,7 +37,7 @@ class Kernels:
 
     rows      rows whose softmax is in fp32 at once: on a processor few, so that it stays in the cache
     pads      whether rows of logits begin at multiples of PADDED_TO classes, where their number is none of NEEDED
-    adds      whether the product that is the weight's gradient is added to the fp32 sum as it is computed
+    adds      whether the 16-bit product that is the weight's gradient is added to the fp32 sum as it is computed
     fused     loss and gradient of logits as one kernel; None: one operation after another
     multiple  rows that count are rounded up to a multiple of this, so that shapes repeat
     """
@@ -80,16 +80,22 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, pads: bool) -> Ten
 
 
 @torch.library.custom_op("tightfit::add_product", mutates_args=("total",))
-def add_product(left: Tensor, right: Tensor, total: Tensor) -> None:
-    """total += left @ right. left (n, k) and right (k, m) in 16 bits, total (n, m) in fp32: no product is rounded to 16 bits."""
-    if left.is_cuda:
+def add_product(left: Tensor, right: Tensor, total: Tensor, first: bool) -> None:
+    """total += left @ right, or total = left @ right where it is the first and `total` holds nothing yet.
+
+    left (n, k) and right (k, m) in 16 bits, total (n, m) in fp32: no product is rounded to 16 bits.
+    """
+    if not left.is_cuda:  # processors have no such product: what is predicted for a CUDA device is tested with this
+        left, right = left.to(total.dtype), right.to(total.dtype)
+        total.addmm_(left, right, beta=0 if first else 1)
+    elif first:
+        torch.mm(left, right, out_dtype=torch.float32, out=total)
+    else:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:  # processors have no such product: what is predicted for a CUDA device is tested with this
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 @add_product.register_fake
-def _(left: Tensor, right: Tensor, total: Tensor) -> None:
+def _(left: Tensor, right: Tensor, total: Tensor, first: bool) -> None:
     return None
 
 

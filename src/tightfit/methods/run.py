@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from tightfit.errors import InputError
 from tightfit.job import Job
@@ -192,6 +193,7 @@ class Run:
     dataflow       set by `boundaries`: what the model does in a forward, seen before it was cut
     labelled       set by `loss`: how many labels of a batch on the host count; None where it has no values
     uploads        set by `loader`, where micro-batches are copied to the device while it works at those before
+    maskless       set by `loader`: whether an attention mask that hides nothing is left out on the host
     """
 
     job: Job
@@ -215,6 +217,7 @@ class Run:
     dataflow: Dataflow | None = None
     labelled: Callable[[Batch], Labelled | None] | None = None
     uploads: Uploads | None = None
+    maskless: bool = False
 
 
 def to_device(batch: Batch, run: Run, copy: Callable[[Tensor], Tensor] | None = None) -> Batch:
@@ -222,7 +225,7 @@ def to_device(batch: Batch, run: Run, copy: Callable[[Tensor], Tensor] | None = 
 
     copy  how a tensor gets there; left out, when the device's own stream comes to it
     """
-    batch = with_labelled(batch, run)
+    batch = with_labelled(without_full_mask(batch, run), run)
     own: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(run.device, non_blocking=run.plan.non_blocking)  # noqa: E731
     return map_tensors(copy or own, batch)
 
@@ -241,6 +244,14 @@ def with_labelled(batch: Batch, run: Run) -> Batch:
         return batch
     labelled = run.labelled(batch)
     return batch if labelled is None else {**batch, LABELLED: labelled}
+
+
+def without_full_mask(batch: Batch, run: Run) -> Batch:
+    """A batch on the host without its attention mask, where that hides nothing: a model would ask the device whether it does."""
+    mask = batch.get("attention_mask") if run.maskless and isinstance(batch, dict) else None
+    if mask is None or is_fake(mask) or mask.device.type != "cpu" or mask.dim() != 2 or not bool((mask == 1).all()):
+        return batch
+    return {name: value for name, value in batch.items() if name != "attention_mask"}
 
 
 def weights_named(run: Run, names: frozenset[str]) -> list[nn.Parameter]:

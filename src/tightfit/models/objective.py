@@ -28,7 +28,7 @@ LABELLED = "tightfit: labelled"  # under which a batch on its device may say how
 class Labelled:
     """Of `of` labels `count` are not IGNORED, as the host knows it: a device would have to be waited for.
 
-    No dataclass: torch's compiler reads the numbers of those, and would compile a model again for other ones.
+    A plain class, which torch's compiler passes on without a look at its numbers: other ones compile nothing again.
     """
 
     def __init__(self, count: int, of: int) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tightfit.errors import InputError
+from tightfit.methods.loss import CHUNK
 from tightfit.plan import Plan
 from tightfit.planner.candidates import is_legal, rounding_of, spreads
 from tightfit.planner.complete import can_compile
@@ -69,7 +70,7 @@ def _taken(one: Estimate) -> tuple[float, float]:
 _KERNELS: dict[
     str, Callable[[Plan], list[Any]]
 ] = {  # what decides which operations run: as it is, or as may take less memory
-    "chunked_loss": lambda plan: [plan.chunked_loss, None],
+    "chunked_loss": lambda plan: [None if plan.chunked_loss is None else min(plan.chunked_loss, CHUNK), None],
     "compile": lambda plan: [plan.compile, "none"],
     "attention": lambda plan: [plan.attention, "sdpa"],
     "micro_batch": lambda plan: [None if plan.update_in_backward else 1],
