@@ -35,7 +35,11 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What the optimizer does to one parameter: state it keeps, bytes it needs meanwhile, operations."""
+    """What the optimizer does to one parameter: state it keeps, bytes it needs meanwhile, operations.
+
+    elements  of a parameter that is updated in one batch with others: how many it has; dtype: its type. Of a batch, the first
+              update has the transient bytes and the operations of all
+    """
 
     state_bytes: int
     transient_bytes: int
@@ -43,6 +47,8 @@ class Update:
     foreach_bytes: int = 0  # of the transient bytes, what a kernel over all parameters holds for each of them at once
     left_bytes: int = 0  # of the transient bytes, what is still there while the next parameter of its group is updated
     group: int = 0
+    elements: int = 0
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ Saves   bytes for each parameter: AdamW and LAMB fp32 8, bf16 4, 8-bit 2, 4-bit 
         Adam 24 GB, in 8 bits 6 GB, Adafactor 12 GB with a first moment and a few MB as here, without.
         `states: fp32` is what the optimizer makes of it: with bf16-true weights bf16, but fp32 where rounding is not
         nearest, or in fp16-true. update_in_backward saves the gradients: one exists at a time.
-Costs   all but fused_optimizer: one parameter after another in place of all at once. Narrow states: another pass over
-        each in either direction. These and rounding: the fp32 copies of one parameter. kahan: 2 bytes for each weight.
+Costs   all but fused_optimizer: one parameter after another in place of all at once; on a GPU in batches of as many
+        elements as the largest parameter has, for AdamW, SGD and Lion. Narrow states: another pass over each in either
+        direction. These and rounding: the fp32 copies of one parameter, or batch. kahan: 2 bytes for each weight.
 When    states are the largest row (every weight trained, small batches); update in backward where gradients are next.
 Order   after the model is final, for it needs the parameters; after the loader, which knows how long an epoch is.
 Source  Adafactor: Shazeer & Stern 2018, arXiv:1804.04235; 8-bit: Dettmers et al. 2022, arXiv:2110.02861; 4-bit:
@@ -21,6 +22,7 @@ from functools import partial
 from torch import nn
 from torch.optim import Optimizer
 
+from tightfit.entries import Update
 from tightfit.errors import InputError
 from tightfit.job import Train
 from tightfit.ledger import Ledger
@@ -28,6 +30,7 @@ from tightfit.machine import Machine
 from tightfit.methods.run import Run, kind_of, part, parts_of, whole
 from tightfit.methods.stores import Store
 from tightfit.optim import make_optimizer
+from tightfit.optim.in_batches import ELEMENTWISE, InBatches, batches
 from tightfit.optim.norms import mark_part
 from tightfit.optim.per_parameter import PerParameter
 from tightfit.optim.schedule import learning_rate, total_steps
@@ -56,14 +59,54 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """States, transients and operations of each update are traced; here is when the updates happen, and how many at once.
 
     On CUDA torch's default kernels take all parameters at once, and what they need meanwhile exists for all of them. An update
-    of one parameter by itself is a call of the whole optimizer.
+    of one parameter by itself, or of a batch of them, is a call of the whole optimizer.
     """
     together = takes_all_at_once(plan, machine.device)
     ledger = replace(ledger, update_in_backward=plan.update_in_backward, foreach=together)
     if not _one_by_one(plan, machine.device):
         return ledger
-    calls = Operation("call", "float32", Linear(), Linear(), count=Linear(float(CALL * len(ledger.updates))))
-    return replace(ledger, whole_step=(*ledger.whole_step, calls))
+    found = _batches_of(ledger.updates)
+    updates = {**ledger.updates, **{name: one for batch in found for name, one in batch.items()}}
+    alone = sum(not update.elements for update in updates.values())
+    calls = Operation("call", "float32", Linear(), Linear(), count=Linear(float(CALL * (alone + len(found)))))
+    return replace(ledger, updates=updates, whole_step=(*ledger.whole_step, calls))
+
+
+def _batches_of(updates: dict[str, Update]) -> list[dict[str, Update]]:
+    """The updates that are made in batches, by batch; the first of each has what the batch needs and does."""
+    alike: dict[tuple[int, str], list[str]] = {}
+    for name, update in updates.items():
+        if update.elements:
+            alike.setdefault((update.group, update.dtype), []).append(name)
+    largest = max((update.elements for update in updates.values()), default=0)
+    found = []
+    for names in alike.values():
+        for numbers in batches([updates[name].elements for name in names], largest):
+            batch = [updates[names[number]] for number in numbers]
+            first = replace(
+                batch[0],
+                transient_bytes=sum(update.transient_bytes for update in batch),
+                operations=_at_once(batch),
+            )
+            rest = (replace(update, transient_bytes=0, operations=()) for update in batch[1:])
+            found.append(dict(zip((names[number] for number in numbers), (first, *rest), strict=True)))
+    return found
+
+
+def _at_once(batch: list[Update]) -> tuple[Operation, ...]:
+    """The operations of updates that are made together: of those that do the same, each is one kernel over all."""
+    alike: dict[object, list[Update]] = {}
+    for update in batch:
+        alike.setdefault(tuple((one.name, one.dtype, one.count) for one in update.operations), []).append(update)
+    return tuple(
+        replace(
+            same[0],
+            flops=Linear(sum(one.flops.at(1) for one in same)),
+            moved=Linear(sum(one.moved.at(1) for one in same)),
+        )
+        for those in alike.values()
+        for same in zip(*(update.operations for update in those), strict=True)
+    )
 
 
 def takes_all_at_once(plan: Plan, device: str) -> bool:
@@ -87,6 +130,17 @@ def _one_by_one(plan: Plan, device: str) -> bool:
     )
 
 
+def updates_in_batches(plan: Plan, train: Train, device: str) -> bool:
+    """Whether what is updated apart from the others is updated in batches: on CUDA, where each kernel costs a launch, by
+    optimizers to which elements are all alike."""
+    return (
+        device == "cuda"
+        and _one_by_one(plan, device)
+        and not plan.update_in_backward
+        and train.optimizer in ELEMENTWISE
+    )
+
+
 def optimizer_of(
     model: nn.Module,
     train: Train,
@@ -106,7 +160,8 @@ def optimizer_of(
     if _one_by_one(plan, device):
         keep = store if "states" in plan.offload else None
         apart = store if brings(plan, device) else None
-        return PerParameter(optimizer, plan.states, plan.rounding, train.seed, wide, keep, apart)
+        kind = InBatches if updates_in_batches(plan, train, device) else PerParameter
+        return kind(optimizer, plan.states, plan.rounding, train.seed, wide, keep, apart)
     return optimizer
 
 

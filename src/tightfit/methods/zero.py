@@ -95,6 +95,7 @@ def _scaled(update: Update, share: float) -> Update:
         transient_bytes=math.ceil(update.transient_bytes * share),
         foreach_bytes=math.ceil(update.foreach_bytes * share),
         left_bytes=math.ceil(update.left_bytes * share),
+        elements=math.ceil(update.elements * share),
         operations=operations,
     )
 

@@ -49,15 +49,18 @@ class Blocks:
 
     def unpack(self, name: str, packed: Packed, like: Tensor) -> Tensor:
         """What `packed` stands for, with the type, shape and layout of `like`."""
-        codes = packed["codes"]
+        values = self.decode(name, packed["codes"], packed["scale"]).view(like.shape).to(like.dtype)
+        return values if like.is_contiguous() else torch.empty_like(like, requires_grad=False).copy_(values)
+
+    def decode(self, name: str, codes: Tensor, scale: Tensor) -> Tensor:
+        """What codes and scales stand for, flat, in fp32."""
         if self.bits == 4:
             codes = torch.stack([codes >> 4, codes & 15], dim=1).flatten()
         codes = codes.int()
         # index_select takes int32; indexing would make an int64 copy first
         values = self._values[name not in _UNSIGNED].index_select(0, codes).view(-1, self.size)
         del codes
-        values = values.mul_(packed["scale"][:, None]).view(like.shape).to(like.dtype)
-        return values if like.is_contiguous() else torch.empty_like(like, requires_grad=False).copy_(values)
+        return values.mul_(scale[:, None]).view(-1)
 
 
 def bits_of(packed: Packed, parameter: Tensor) -> Bits:

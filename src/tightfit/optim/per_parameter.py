@@ -22,7 +22,7 @@ from tightfit.optim.norms import mark_alike
 States = Literal["fp32", "bf16", "8-bit", "4-bit"]
 Rounding = Literal["nearest", "kahan", "stochastic"]
 
-_CARRIED = {"kahan": "compensation", "stochastic": "roundings"}  # the state that each rounding adds: a tensor, a count
+CARRIED = {"kahan": "compensation", "stochastic": "roundings"}  # the state that each rounding adds: a tensor, a count
 _KERNEL = ("fused", "foreach", "capturable")  # options that choose a kernel, and no mathematics
 
 
@@ -102,14 +102,17 @@ class PerParameter(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+            self._update_group(group)
         self._updated.clear()
         for there in (self._keep, self._apart):
             if there is not None:
                 there.settle()
         return loss
+
+    def _update_group(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                self._update(parameter, group)
 
     def _update_in_backward(self, parameter: Tensor, group: int) -> None:
         if parameter in self._updated:
@@ -126,7 +129,7 @@ class PerParameter(Optimizer):
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """One step of the wrapped optimizer for one parameter: widen, update, narrow and round again."""
         kept, inner = dict(self.state.get(parameter, {})), self._inner
-        carried = kept.pop(_CARRIED.get(self._rounding, ""), None)
+        carried = kept.pop(CARRIED.get(self._rounding, ""), None)
         here = parameter if self._apart is None else mark_alike(self._apart.bring(parameter), parameter)
         weight = self._widen_weight(here, carried)
         states = {name: self._widen(name, value, weight) for name, value in kept.items()}
@@ -160,9 +163,8 @@ class PerParameter(Optimizer):
         if self._generator is not None:
             assert here.dtype is torch.bfloat16
             count = carried or 0
-            # a function of these three, so that neither a resume nor the order of the updates changes the noise
             number = self._number.get(parameter, 0)  # a planner's trace puts others in the place of the weights
-            self._generator.manual_seed(abs(hash((self._seed, number, count))))
+            self._generator.manual_seed(seed_of(self._seed, number, count))
             round_stochastically_(weight, self._generator)
             self.state[parameter]["roundings"] = count + 1
         here.copy_(weight)
@@ -206,7 +208,7 @@ class PerParameter(Optimizer):
         """
         super().load_state_dict({**with_kernels_of(self, state_dict), "state": {}})
         groups = [group for group in self.param_groups for _ in group["params"]]
-        parameters, others = self._parameters(), set(_CARRIED.values()) - {_CARRIED.get(self._rounding)}
+        parameters, others = self._parameters(), set(CARRIED.values()) - {CARRIED.get(self._rounding)}
         for number, states in state_dict["state"].items():
             parameter, group = parameters[number], groups[number]
             self.state[parameter] = {
@@ -237,8 +239,19 @@ def round_stochastically_(values: Tensor, generator: torch.Generator) -> Tensor:
     Random bits are added to the 16 bits that bf16 lacks, carrying into the others; then those are cut off.
     """
     noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    return add_noise_(values, noise)
+
+
+def add_noise_(values: Tensor, noise: Tensor) -> Tensor:
+    """Add random bits, of an int32 for each value, and cut off what bf16 does not hold."""
     values.view(torch.int32).add_(noise).bitwise_and_(-(1 << 16))
     return values
+
+
+def seed_of(seed: int, number: int, count: int) -> int:
+    """Of the noise of a parameter's next rounding: a function of the job's seed, the parameter's number and how often it was
+    rounded, so that neither a resume nor the order of the updates changes the noise."""
+    return abs(hash((seed, number, count)))
 
 
 def unpack(name: str, packed: dict[str, Tensor], parameter: Tensor) -> Tensor:
@@ -251,7 +264,7 @@ def unpack(name: str, packed: dict[str, Tensor], parameter: Tensor) -> Tensor:
 def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A pre-hook for a plain optimizer's load_state_dict: takes what any PerParameter around it has saved."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    carried = set(_CARRIED.values())
+    carried = set(CARRIED.values())
 
     def plain(name: str, value: Any, parameter: Tensor) -> Any:
         if not isinstance(value, dict):

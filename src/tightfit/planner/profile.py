@@ -354,7 +354,8 @@ class Profiler:
         """What the job's optimizer does to each parameter, with the plan's states and kernels."""
         fields = plan.states, plan.rounding, plan.fused_optimizer, plan.update_in_backward, plan.tp
         together = optimizer_states.takes_all_at_once(plan, self.device)
-        key = (plan.is_true, plan.precision == "fp16-true", together, *fields)
+        batched = optimizer_states.updates_in_batches(plan, self.job.train, self.device)
+        key = (plan.is_true, plan.precision == "fp16-true", together, batched, *fields)
         if key not in self._updates:
             with processes(plan.tp), self._mode, FakeValues():
                 model, depth = self._part(plan)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from tightfit.entries import Update
 from tightfit.methods.precision import LossScaler
+from tightfit.optim.in_batches import InBatches
 from tightfit.planner.storages import tensor_bytes, tensors_in
 from tightfit.planner.trace import Recorder, recorded
 from tightfit.program import Operation, Timeline, play
@@ -56,13 +57,16 @@ def _update(optimizer: Optimizer, parameter: Tensor, group: int) -> Update:
     transient = _largest(timeline)
     states = tensor_bytes(tensors_in(optimizer.state[parameter]))
     at_once = optimizer.param_groups[group].get("foreach")
+    if isinstance(optimizer, InBatches):
+        elements, dtype = parameter.numel(), str(parameter.dtype)
+        return Update(states, transient, timeline.operations, group=group, elements=elements, dtype=dtype)
     return Update(states, transient, timeline.operations, transient if at_once else 0, group=group)
 
 
 def _left(optimizer: Optimizer, parameter: Tensor, alone: Update) -> float:
     """The share of an update's transient bytes that is still there while the next parameter of its group is updated: what
     a loop over parameters last gave a name. Traced on one that is alike."""
-    if alone.foreach_bytes or not alone.transient_bytes:
+    if alone.foreach_bytes or alone.elements or not alone.transient_bytes:
         return 0.0
     next_one, params = nn.Parameter(torch.empty_like(parameter)), optimizer.param_groups[alone.group]["params"]
     params.append(next_one)
