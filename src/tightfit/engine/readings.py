@@ -59,6 +59,10 @@ class _Late:
         vars(owner)[self.name] = value
 
 
+def _values(owner: Any) -> dict[str, Any]:
+    return {name: getattr(owner, name) for name in vars(owner)}
+
+
 def read_late(*names: str) -> Callable[[Kind], Kind]:
     """A decorator of frozen dataclasses: these fields may be given as functions that wait for the value, and are values to
     whoever reads, compares, prints, copies or pickles them."""
@@ -66,7 +70,7 @@ def read_late(*names: str) -> Callable[[Kind], Kind]:
     def decorate(kind: Kind) -> Kind:
         for name in names:
             setattr(kind, name, _Late(name))
-        kind.__getstate__ = lambda owner: {name: getattr(owner, name) for name in vars(owner)}  # type: ignore[attr-defined]
+        setattr(kind, "__getstate__", _values)  # noqa: B010, as no type checker knows it for a method of any class
         return kind
 
     return decorate

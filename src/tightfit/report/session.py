@@ -26,7 +26,7 @@ from tightfit.engine.launch import PASSED_ON
 from tightfit.engine.loop import evaluate, total_steps, train
 from tightfit.engine.resume import resume
 from tightfit.engine.step import Step, asker, everywhere, local
-from tightfit.errors import TightfitError
+from tightfit.errors import InputError, TightfitError
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.measure.memory import process_peak_bytes
@@ -64,7 +64,7 @@ def train_in_folder(
     console = Console(quiet=not leads())
     check_trackers(job)
     if again:
-        newest(out / "checkpoints")
+        _find_checkpoint(out)
     with memory_errors_named(plan, job, machine.device):
         with never_silent(
             partial(console.print, highlight=False, markup=False, soft_wrap=True), "preparing model and data"
@@ -91,6 +91,20 @@ def train_in_folder(
     if leads():
         (out / "record.json").write_text(json.dumps(record.content(), indent=1) + "\n")
     return record, _sample(run) if stopped is None else None, stopped
+
+
+def _find_checkpoint(out: Path) -> None:
+    """Refuse to go on from a run that saved nothing, before anything is built. Raises InputError."""
+    if checkpoints(out / "checkpoints") or not (out / "job.yaml").exists():
+        newest(out / "checkpoints")
+    elif Job.load(out / "job.yaml").train.checkpoint_every == "never":
+        raise InputError(
+            f"resume from {out}",
+            "no checkpoint there: the run was told to save none (train.checkpoint_every: never)",
+            "leave out --resume to begin again, with train.checkpoint_every: end or a number of steps",
+        )
+    else:
+        newest(out / "checkpoints")
 
 
 def _sample(run: Run) -> str | None:
