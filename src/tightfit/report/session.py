@@ -41,6 +41,7 @@ from tightfit.report.out_of_memory import memory_errors_named
 from tightfit.report.progress import Bar, Lines, progress
 from tightfit.report.sample import sample_text
 from tightfit.report.trackers import Trackers, check_trackers
+from tightfit.values import read_yaml
 
 ASKED_EVERY = 10  # steps of a pipeline whose devices else do not wait for each other
 OVERFLOWS = 25  # steps in a row: more than a dynamic loss scale needs to come down from 2^16 to 1
@@ -95,16 +96,15 @@ def train_in_folder(
 
 def _find_checkpoint(out: Path) -> None:
     """Refuse to go on from a run that saved nothing, before anything is built. Raises InputError."""
-    if checkpoints(out / "checkpoints") or not (out / "job.yaml").exists():
-        newest(out / "checkpoints")
-    elif Job.load(out / "job.yaml").train.checkpoint_every == "never":
+    described = read_yaml(out / "job.yaml") if (out / "job.yaml").exists() else {}
+    told = (described.get("train") or {}).get("checkpoint_every")
+    if told == "never" and not checkpoints(out / "checkpoints"):
         raise InputError(
             f"resume from {out}",
-            "no checkpoint there: the run was told to save none (train.checkpoint_every: never)",
+            "no checkpoint there: its run was told to save none (train.checkpoint_every: never)",
             "leave out --resume to begin again, with train.checkpoint_every: end or a number of steps",
         )
-    else:
-        newest(out / "checkpoints")
+    newest(out / "checkpoints")
 
 
 def _sample(run: Run) -> str | None:
