@@ -393,3 +393,51 @@ def test_a_clock_is_never_more_than_a_step_behind(monkeypatch: pytest.MonkeyPatc
         seconds.append(clock.end())
     assert log == ["record 1", "record 2", "record 3", "record 4", "wait for 2"]
     assert [wait() for wait in seconds if callable(wait)] == [1.0, 1.0]
+
+
+class Copied:
+    """Stands for page-locked memory."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def copy_(self, values: Tensor, non_blocking: bool) -> None:
+        assert non_blocking
+        self.log.append("copy")
+        self.values = values
+
+    def tolist(self) -> list[float]:
+        self.log.append("read")
+        return self.values.tolist()
+
+
+class OnDevice(Tensor):
+    """A scalar that says it lies on a CUDA device."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_what_lies_on_a_device_is_copied_at_once_and_waited_for_when_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            assert blocking
+
+        def record(self, stream: Any) -> None:
+            log.append("record")
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: Copied(log))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    loss, items = torch.tensor(1.5).as_subclass(OnDevice), torch.tensor(2**40 + 1).as_subclass(OnDevice)
+    read = begin_reading({"loss": loss, "norm": torch.tensor(2.0), "items": items})
+    assert log == ["copy", "record"]
+    assert read() == read() == {"norm": 2.0, "loss": 1.5, "items": 2.0**40 + 1}
+    assert log == ["copy", "record", "wait", "read"]
+    assert not [value for value in vars(read).values() if isinstance(value, Copied | Event)]
