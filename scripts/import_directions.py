@@ -55,6 +55,7 @@ NO_METHODS = (
     "methods.stores",
     "methods.turns",
     "methods.unused",
+    "methods.uploads",
     "methods.vocabulary",
 )  # what the rooms share, and a part of one that is long enough for a file
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}

@@ -109,6 +109,18 @@ def test_offloaded_states_are_the_host_s_or_the_disk_s(estimator: Estimator) -> 
 def test_checkpoints_take_the_model_and_its_states(estimator: Estimator) -> None:
     kept = estimator.job.train.keep_checkpoints + 1
     assert estimator.estimate(ADAM).disk["checkpoints"] == pytest.approx(kept * 3 * parameters(estimator), rel=0.01)
+    train = estimator.job.train.replace(checkpoint_every="never")
+    never = Estimator(estimator.job.replace(train=train), estimator.machine).estimate(ADAM)
+    assert never.disk["checkpoints"] == never.host.get("checkpoint", 0.0) == 0.0
+
+
+def test_copies_beside_the_work_keep_a_second_micro_batch_on_the_device(estimator: Estimator) -> None:
+    plan = ADAM.replace(micro_batch=1, pin_memory=True)
+    blocking = estimator.estimate(plan)
+    beside = estimator.estimate(plan.replace(non_blocking=True))
+    more = sum(beside.ledger.peak().rows.values()) - sum(blocking.ledger.peak().rows.values())
+    assert more == pytest.approx(blocking.ledger.batch_bytes)
+    assert more > 0
 
 
 @pytest.mark.parametrize(("limit", "said"), [("host_memory", "of host memory at least"), ("disk", "keep_checkpoints")])

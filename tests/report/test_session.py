@@ -10,7 +10,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,8 +21,10 @@ import pytest
 import yaml
 
 from tightfit.__main__ import main
+from tightfit.engine.step import Step
 from tightfit.errors import InputError
 from tightfit.plan import Plan
+from tightfit.report import session
 from tightfit.report.commands import check_out
 from tightfit.report.session import begin_files
 
@@ -268,6 +273,99 @@ def test_ctrl_c_stops_after_the_step_and_saves(tmp_path: Path) -> None:
     assert "Traceback" not in said
     (saved,) = (out / "checkpoints").glob("step-*")
     assert int(saved.name.removeprefix("step-")) == len(losses(out))
+
+
+def test_checkpoints_are_written_as_often_as_the_job_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = {}
+    for every in (None, "end", 3, "never"):
+        job, out = tiny.write(tmp_path, checkpoint_every=every, keep_checkpoints=9), tmp_path / f"out-{every}"
+        assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 0
+        assert (out / "record.json").exists()
+        saved[every] = [int(path.name.removeprefix("step-")) for path in sorted(out.glob("checkpoints/step-*"))]
+    assert saved == {None: [8], "end": [8], 3: [3, 6, 8], "never": []}
+
+
+def test_checkpoints_that_no_job_can_have_are_refused() -> None:
+    for wrong in (0, -1, "sometimes"):
+        with pytest.raises(InputError, match="checkpoint_every"):
+            tiny.job(checkpoint_every=wrong)
+
+
+def test_going_on_from_a_run_that_was_told_to_save_nothing_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, out = tiny.write(tmp_path, checkpoint_every="never", steps=2), tmp_path / "out"
+    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 0
+    capsys.readouterr()
+    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out), "--resume") == 2
+    said = capsys.readouterr().err
+    assert "told to save none (train.checkpoint_every: never)" in said
+    assert "leave out --resume" in said
+
+
+def test_a_signal_saves_unless_the_job_says_never(tmp_path: Path) -> None:
+    for every, words in (("end", "go on with --resume"), ("never", "nothing was saved")):
+        job, out = tiny.write(tmp_path, steps=100_000, checkpoint_every=every), tmp_path / f"out-{every}"
+        process = start("train", str(job), "--plan", "reference", "--out", str(out))
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 1/"):
+                break
+        process.send_signal(signal.SIGTERM)
+        shown, _ = process.communicate(timeout=60)
+        assert process.returncode == 143
+        assert words in shown
+        assert len(list(out.glob("checkpoints/step-*"))) == (every == "end")
+
+
+@dataclass
+class Followed:
+    """Stands for a run on CUDA, and for all that looks at it: notes what is done, in order."""
+
+    done: list[str]
+
+    def step(self, number: int) -> Step:
+        def read() -> Any:
+            self.done.append(f"read {number}")
+            return 1.0
+
+        loss: Any = read
+        return Step(number, loss, 0.1, None, 4, 60, 64, False, seconds=1.0)
+
+    def steps(self, run: Any, start: int, take: Any) -> Iterator[Step]:
+        for number in range(start, 6):
+            self.done.append(f"begin {number}")
+            yield self.step(number)
+
+
+def test_figures_of_a_step_on_cuda_are_read_when_the_next_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = Followed([])
+    monkeypatch.setattr(session, "train", followed.steps)
+    monkeypatch.setattr(session, "total_steps", lambda run: 6)
+    monkeypatch.setattr(session, "save", lambda run, folder, step: followed.done.append(f"save {step}"))
+    monkeypatch.setattr(session, "_check_weights", lambda run, out, done: None)
+    monkeypatch.setattr(session, "metrics_line", lambda result, observer: {"items_per_s": 1.0, "peak_bytes": 0})
+    observer = SimpleNamespace(take=None, see=lambda step: None, step_s=lambda step: 1.0)
+    view = SimpleNamespace(show=lambda *figures: None, say=lambda line: None)
+    settings = SimpleNamespace(checkpoint_every=3, evaluate_every=None)
+    for device, expected in (
+        (
+            "cuda",
+            "begin 0, begin 1, read 0, begin 2, read 1, read 2, save 3, begin 3, begin 4, read 3, begin 5, read 4, read 5",
+        ),
+        (
+            "cpu",
+            "begin 0, read 0, begin 1, read 1, begin 2, read 2, save 3, begin 3, read 3, begin 4, read 4, begin 5, read 5",
+        ),
+    ):
+        followed.done.clear()
+        run: Any = SimpleNamespace(
+            job=SimpleNamespace(train=settings), device=SimpleNamespace(type=device), stages=None, mesh=None
+        )
+        assert session._train(run, 0, tmp_path, observer, view, None, None) is None  # type: ignore[arg-type]
+        assert ", ".join(followed.done) == f"{expected}, save 6"
 
 
 def test_a_process_that_the_system_ends_is_said(tmp_path: Path) -> None:

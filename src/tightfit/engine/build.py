@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
+
+import torch
 
 from tightfit.engine.randomness import seed_all
 from tightfit.job import Job, LossSpec
@@ -12,6 +15,7 @@ from tightfit.methods.mesh import local_device, make_mesh
 from tightfit.methods.run import Data, Run
 from tightfit.methods.stores import Store
 from tightfit.models import load_python, task_of
+from tightfit.models.masks import positions_unread
 from tightfit.models.objective import objective_of
 from tightfit.plan import Plan
 from tightfit.rules import check
@@ -31,6 +35,8 @@ def build(
     kind = (machine or Machine.detect()).device
     check(plan, job, kind)
     device = local_device(kind)
+    if kind == "cuda":  # before anything is allocated, or it would lie on the first device of the host, too
+        torch.cuda.set_device(device)
     mesh = None if alone else make_mesh(plan, device)
     seed_all(job.train.seed)
     loss = load_python(job.loss.python) if isinstance(job.loss, LossSpec) else job.loss
@@ -53,6 +59,8 @@ def build(
             run = method.apply(run, plan)
         if method is loader and plan.pp > 1:  # while the model is as it was written
             run = boundaries.look(run, plan)
+    if kind == "cuda" and plan.compile != "model":  # a compiled model does not look
+        run = replace(run, loss_sum=positions_unread(run.loss_sum, run.model))
     microbatch.warn_of_dropped_tokens(run)
     run.model.train()
     return run

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from tightfit.engine.randomness import evaluating, randomness_kept, seed_all
-from tightfit.engine.readings import Clock, begin_reading
+from tightfit.engine.readings import Clock, begin_reading, settle
 from tightfit.engine.split import check_split, wants_check
 from tightfit.engine.step import Step, changed, drain, take_step
 from tightfit.errors import InputError
@@ -49,6 +49,7 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step) -> Iterator[Step
     if wants_check(run, total_steps(run) - start):
         check_split(run)
     waiting: deque[Step] = deque()
+    before: Step | None = None
     clock = Clock(run.device)
     clock.begin()
     doing("reading data", start)
@@ -56,6 +57,9 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step) -> Iterator[Step
         result = take(run, micro_batches, step)
         doing("the end of the step before")
         waiting.append(changed(result, seconds=clock.end()))
+        if before is not None and run.device.type == "cuda":
+            settle(before)  # it has ended; a caller that keeps all steps and reads none would keep page-locked memory
+        before = waiting[-1]
         if run.stages is None or len(waiting) > run.stages.delay:
             yield _with_loss(run, waiting.popleft())
         doing("reading data", step + 1)

@@ -21,11 +21,11 @@ def seed_all(seed: int) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """Where all generators stand, in types that JSON has."""
+    """Where the generators of this process and of its CUDA device stand, in types that JSON has."""
     name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     return {
         "torch": _as_text(torch.get_rng_state()),
-        "cuda": [_as_text(state) for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+        "cuda": [_as_text(torch.cuda.get_rng_state())] if torch.cuda.is_initialized() else [],
         "python": random.getstate(),
         "numpy": (name, numpy.asarray(keys).tolist(), position, has_gauss, gauss),
     }
@@ -40,10 +40,13 @@ def _from_text(state: str) -> torch.Tensor:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Put the generators where `random_states` saw them; those of devices that are not here are left out."""
+    """Put the generators where `random_states` saw them, whatever number this process's CUDA device has now."""
     torch.set_rng_state(_from_text(states["torch"]))
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([_from_text(state) for state in states["cuda"][: torch.cuda.device_count()]])
+    saved = states["cuda"]
+    if saved and torch.cuda.is_available():
+        number = torch.cuda.current_device()
+        # older checkpoints have the states of all devices that the process saw
+        torch.cuda.set_rng_state(_from_text(saved[number] if number < len(saved) else saved[0]))
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = states["numpy"]

@@ -18,27 +18,49 @@ from torch import Tensor
 Kind = TypeVar("Kind", bound=type)
 
 
-def begin_reading(numbers: Mapping[str, float | Tensor]) -> Callable[[], dict[str, float]]:
-    """Start to read scalars, by name; what it returns waits for them, and gives the same ones each time.
+class Reading:
+    """Scalars by name, on their way from the device to the host; called, it waits for them, and gives the same ones each time.
 
-    Whole numbers up to 2^53 stay exact. Nobody may change the tensors in place until they are read.
+    Whole numbers up to 2^53 stay exact. Nobody may change tensors on the host in place until they are read. Of those on the
+    device only their copies are kept, and these until they are read.
     """
-    there = {name: one for name, one in numbers.items() if isinstance(one, Tensor) and one.is_cuda}
-    if not there:
-        return cache(lambda: {name: float(one) for name, one in numbers.items()})
-    with torch.no_grad():
-        together = torch.stack([one.detach().to(torch.float64) for one in there.values()])
-        copied = torch.empty(len(there), dtype=torch.float64, pin_memory=True)
-        copied.copy_(together, non_blocking=True)
-    arrived = torch.cuda.Event(blocking=True)
-    arrived.record(torch.cuda.current_stream(together.device))
 
-    def read() -> dict[str, float]:
-        arrived.synchronize()
-        found = dict(zip(there, copied.tolist(), strict=True))
-        return {name: found[name] if name in found else float(one) for name, one in numbers.items()}
+    def __init__(self, numbers: Mapping[str, float | Tensor]) -> None:
+        there = {name: one for name, one in numbers.items() if isinstance(one, Tensor) and one.is_cuda}
+        self._here: dict[str, float | Tensor] = {name: one for name, one in numbers.items() if name not in there}
+        self._names = list(there)
+        self._copied: Tensor | None = None
+        self._arrived: Any = None
+        if there:
+            self._copy(list(there.values()))
 
-    return cache(read)
+    @torch.no_grad()
+    def _copy(self, scalars: list[Tensor]) -> None:
+        together = torch.stack([one.detach().to(torch.float64) for one in scalars])
+        self._copied = torch.empty(len(scalars), dtype=torch.float64, pin_memory=True)
+        self._copied.copy_(together, non_blocking=True)
+        self._arrived = torch.cuda.Event(blocking=True)
+        self._arrived.record(torch.cuda.current_stream(together.device))
+
+    def __call__(self) -> dict[str, float]:
+        if self._copied is not None:
+            self._arrived.synchronize()
+            self._here |= dict(zip(self._names, self._copied.tolist(), strict=True))
+            self._copied = self._arrived = None
+        found = {name: float(one) for name, one in self._here.items()}
+        self._here = dict(found)
+        return found
+
+
+def begin_reading(numbers: Mapping[str, float | Tensor]) -> Reading:
+    """Start to read scalars; what it returns waits for them."""
+    return Reading(numbers)
+
+
+def settle(owner: Any) -> None:
+    """Read all late fields, and so let go of what they come from: of a step whose end was waited for, nobody waits."""
+    for name in list(vars(owner)):
+        getattr(owner, name)
 
 
 class _Late:
@@ -59,6 +81,10 @@ class _Late:
         vars(owner)[self.name] = value
 
 
+def _values(owner: Any) -> dict[str, Any]:
+    return {name: getattr(owner, name) for name in vars(owner)}
+
+
 def read_late(*names: str) -> Callable[[Kind], Kind]:
     """A decorator of frozen dataclasses: these fields may be given as functions that wait for the value, and are values to
     whoever reads, compares, prints, copies or pickles them."""
@@ -66,7 +92,7 @@ def read_late(*names: str) -> Callable[[Kind], Kind]:
     def decorate(kind: Kind) -> Kind:
         for name in names:
             setattr(kind, name, _Late(name))
-        kind.__getstate__ = lambda owner: {name: getattr(owner, name) for name in vars(owner)}  # type: ignore[attr-defined]
+        setattr(kind, "__getstate__", _values)  # noqa: B010, as no type checker knows it for a method of any class
         return kind
 
     return decorate
@@ -114,4 +140,4 @@ class Clock:
         return event
 
 
-__all__ = ["Clock", "begin_reading", "read_late"]
+__all__ = ["Clock", "begin_reading", "read_late", "settle"]

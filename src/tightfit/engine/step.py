@@ -302,10 +302,7 @@ def clip(run: Run, limit: float) -> torch.Tensor:
     if run.mesh is None and not comes:
         return torch.nn.utils.clip_grad_norm_(weights, limit)
     gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
-    if run.mesh is None:
-        norm = torch.nn.utils.get_total_norm(gradients)
-    else:
-        norm = gradient_norm(run, run.mesh)
+    norm = torch.nn.utils.get_total_norm(gradients) if run.mesh is None else gradient_norm(run, run.mesh)
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     if comes:
         assert run.store is not None

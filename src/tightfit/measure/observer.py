@@ -95,7 +95,9 @@ class Observer:
     def peak_bytes(self) -> int | None:
         """Peak bytes of tensors so far; on a processor those of the step that is sampled, None until then."""
         if self.run.device.type == "cuda":
-            counters = torch.cuda.memory_stats_as_nested_dict(self.run.device)  # asked each step: not made into one flat list
+            counters = torch.cuda.memory_stats_as_nested_dict(
+                self.run.device
+            )  # asked each step: not made into one flat list
             peak: int = counters["allocated_bytes"]["all"]["peak"]
             return peak
         return self.peak.total if self.peak else None

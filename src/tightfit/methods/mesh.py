@@ -346,8 +346,24 @@ def _same_stage(devices: DeviceMesh) -> dist.ProcessGroup:
 
 
 def local_device(kind: str) -> torch.device:
-    """The device of this process among those of its host."""
-    return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+    """The device of this process among those of its host. A launcher may show each process its own GPU only, which is then the
+    first. Raises InputError where there are some, and fewer than processes."""
+    if kind != "cuda":
+        return torch.device(kind)
+    number, visible = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if number >= visible > 1:
+        raise InputError(
+            f"process {number} of this host",
+            f"{visible} CUDA devices are visible to it",
+            "start as many processes on a host as it has GPUs, and show each either all of them or its own",
+        )
+    return torch.device(kind, 0 if visible == 1 else number)
+
+
+def on_device(numbers: list[float], device: torch.device) -> Tensor:
+    """Numbers of the host in fp32, without waiting: a copy from pageable memory would wait for the device's other work."""
+    there = torch.tensor(numbers, dtype=torch.float32)
+    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tightfit.methods.agreed import Agreement
 from tightfit.methods.buckets import absent
+from tightfit.methods.mesh import on_device
 
 
 class Made:
@@ -53,7 +54,7 @@ class Made:
         self, parameters: list[nn.Parameter], total: Callable[[Tensor], object], device: torch.device
     ) -> list[int]:
         """Places of the parameters that no device made a gradient of in this step. total: sums over the devices, in place."""
-        counts = torch.tensor([float(parameter in self.made) for parameter in parameters], device=device)
+        counts = on_device([float(parameter in self.made) for parameter in parameters], device)
         missed = [place for place, parameter in enumerate(parameters) if parameter not in self.made]
         self.made.clear()
         total(counts)

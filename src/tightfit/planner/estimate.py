@@ -336,7 +336,9 @@ class Estimator:
         return {**rows, "checkpoints": (self.job.train.keep_checkpoints + 1) * sum(self._saved(plan))}
 
     def _saved(self, plan: Plan) -> tuple[float, float]:
-        """Bytes of the whole model and of its optimizer's states."""
+        """Bytes of the whole model and of its optimizer's states in a checkpoint; none where the job saves none."""
+        if self.job.train.checkpoint_every == "never":
+            return 0.0, 0.0
         parameters = sum(parameter.bytes for parameter in self.profiler.parameters(plan)) * plan.tp
         return parameters, sum(update.state_bytes for update in self.profiler.updates(plan).values()) * plan.tp
 

@@ -26,7 +26,7 @@ from tightfit.engine.launch import PASSED_ON
 from tightfit.engine.loop import evaluate, total_steps, train
 from tightfit.engine.resume import resume
 from tightfit.engine.step import Step, asker, everywhere, local
-from tightfit.errors import TightfitError
+from tightfit.errors import InputError, TightfitError
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.measure.memory import process_peak_bytes
@@ -41,6 +41,7 @@ from tightfit.report.out_of_memory import memory_errors_named
 from tightfit.report.progress import Bar, Lines, progress
 from tightfit.report.sample import sample_text
 from tightfit.report.trackers import Trackers, check_trackers
+from tightfit.values import read_yaml
 
 ASKED_EVERY = 10  # steps of a pipeline whose devices else do not wait for each other
 OVERFLOWS = 25  # steps in a row: more than a dynamic loss scale needs to come down from 2^16 to 1
@@ -64,7 +65,7 @@ def train_in_folder(
     console = Console(quiet=not leads())
     check_trackers(job)
     if again:
-        newest(out / "checkpoints")
+        _find_checkpoint(out)
     with memory_errors_named(plan, job, machine.device):
         with never_silent(
             partial(console.print, highlight=False, markup=False, soft_wrap=True), "preparing model and data"
@@ -91,6 +92,19 @@ def train_in_folder(
     if leads():
         (out / "record.json").write_text(json.dumps(record.content(), indent=1) + "\n")
     return record, _sample(run) if stopped is None else None, stopped
+
+
+def _find_checkpoint(out: Path) -> None:
+    """Refuse to go on from a run that saved nothing, before anything is built. Raises InputError."""
+    described = read_yaml(out / "job.yaml") if (out / "job.yaml").exists() else {}
+    told = (described.get("train") or {}).get("checkpoint_every")
+    if told == "never" and not checkpoints(out / "checkpoints"):
+        raise InputError(
+            f"resume from {out}",
+            "no checkpoint there: its run was told to save none (train.checkpoint_every: never)",
+            "leave out --resume to begin again, with train.checkpoint_every: end or a number of steps",
+        )
+    newest(out / "checkpoints")
 
 
 def _sample(run: Run) -> str | None:

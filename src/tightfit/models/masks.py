@@ -1,0 +1,79 @@
+"""Masks: what transformers asks a device about each batch, and knows already.
+
+Where a batch has no attention mask, transformers looks in each forward whether the positions of its tokens begin anew within a
+row, as they do where several sequences are packed into one. It reads the answer on the host, which waits until the device has
+done all it was given. Positions that a model numbers itself, from 0 on, never begin anew.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from tightfit.models.objective import Batch
+
+BY_THE_TOKENS = ("cumsum", "get_rope_index", "create_position_ids")  # what numbers positions by what a batch holds
+MASKS = "transformers.masking_utils"
+
+
+def numbers_in_order(model: nn.Module) -> bool:
+    """Whether a model of transformers numbers the positions of a row one after another, whatever the tokens are: nothing in the
+    files that its classes come from looks at them for it. Of other code nobody knows."""
+    files = {
+        kind.__module__ for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)
+    }
+    return MASKS in sys.modules and all(_in_order(name) for name in files if not name.startswith("torch."))
+
+
+@lru_cache(64)
+def _in_order(name: str) -> bool:
+    if not name.startswith(("transformers.", "tightfit.")):
+        return False
+    try:
+        source = inspect.getsource(sys.modules[name])
+    except (OSError, TypeError, KeyError):
+        return False
+    return not any(word in source for word in BY_THE_TOKENS)
+
+
+def positions_unread(loss_sum: Callable[[Batch], Tensor], model: nn.Module) -> Callable[[Batch], Tensor]:
+    """`loss_sum` that does not look at positions on the device, where the batch brings none and the model numbers them in order;
+    the same function elsewhere."""
+    if not numbers_in_order(model):
+        return loss_sum
+    masks = importlib.import_module(MASKS)
+
+    def unread(batch: Batch) -> Tensor:
+        if not isinstance(batch, dict) or "position_ids" in batch:
+            return loss_sum(batch)
+        with _replaced(masks, "find_packed_sequence_indices", _one_sequence_each):
+            return loss_sum(batch)
+
+    return unread
+
+
+def _one_sequence_each(position_ids: Tensor) -> None:
+    return None
+
+
+@contextmanager
+def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    before = getattr(module, name, None)
+    if before is None:  # a version of transformers that does not ask
+        yield
+        return
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+__all__ = ["numbers_in_order", "positions_unread"]
