@@ -14,7 +14,8 @@ Pick = Callable[[list[float]], float]  # of the seconds of several runs
 WARM_UPS = 3  # calls before a GPU is timed: libraries choose and load their kernels in the first
 BATCH_S = 3e-3  # of a GPU's work between two events, so that what the events take is nothing beside it
 MOST_CALLS = 100  # between two events: their kernels have to fit the queue that a GPU takes them from
-SPIN_HZ = 2e9  # clock that `_sleep` counts in, at most: a slower one waits longer
+SPIN_HZ = 2e9  # clock that `_sleep` counts in, at most: a slower one waits longer; of AMD's GPUs a clock of its own
+AMD_SPIN_HZ = 1e8
 
 
 def timed(
@@ -74,7 +75,7 @@ def calls_in_a_batch(seconds: float) -> int:
 def _batch_s(work: Callable[[], object], calls: int, started_s: float) -> float:
     """Seconds of one of `calls` calls on the current GPU. started_s: what the host takes to start one."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(int(2 * calls * started_s * SPIN_HZ))
+    torch.cuda._sleep(int(2 * calls * started_s * (AMD_SPIN_HZ if torch.version.hip else SPIN_HZ)))
     first.record()
     for _ in range(calls):
         work()
