@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.gpu_parts import KEPT_OF_FAILURES, finite, summary_of, variants
+from benchmarks.gpu_parts import KEPT_OF_FAILURES, finite, llama_spec, summary_of, variants
 from benchmarks.gpu_sizes import CPU, GPU, LIMIT_S, ORDER
 
+import tightfit
 from benchmarks import gpu
+from tightfit.models.create import model_config
 
 PROGRAM = str(Path(gpu.__file__))
 
@@ -90,6 +92,24 @@ def test_sizes_have_every_part_and_the_same_names() -> None:
     for name in ORDER:
         optional = {"rungs"}  # fewer of them on a processor
         assert set(CPU[name]) - optional == set(GPU[name]) - optional, name
+
+
+def test_every_model_that_a_gpu_is_given_is_one_and_sizes_rise() -> None:
+    rivals = [one["model"] for one in GPU["rivals"]["models"].values()]
+    for spec in [
+        *(spec for _, spec in GPU["llama"]["family"]),
+        *rivals,
+        GPU["ladder"]["model"],
+        *GPU["methods"]["specs"].values(),
+    ]:
+        model_config(tightfit.ModelSpec.parse(spec))
+    widths = GPU["largest"]["widths"]
+    counts = []
+    for width, depth, heads, inner in widths:
+        config = model_config(tightfit.ModelSpec.parse(llama_spec(width, depth, heads, inner, GPU["largest"])))
+        assert width % heads == heads % config.num_key_value_heads == (width // heads) % 8 == 0
+        counts.append(depth * width * (2 * width + 2 * width * 8 // heads + 3 * inner))
+    assert counts == sorted(counts)
 
 
 def test_variants_of_a_gpu_are_those_of_a_processor_and_more() -> None:
