@@ -12,7 +12,7 @@ ORDER = ("machine", "tests", "methods", "calibration", "llama", "ladder", "rival
 
 LIMIT_S = {
     "machine": 40,
-    "tests": 150,
+    "tests": 190,
     "methods": 90,
     "calibration": 80,
     "llama": 150,

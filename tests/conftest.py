@@ -66,9 +66,8 @@ def one_order_of_sums(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         from tightfit.methods import mesh
 
         mesh.forget()
+        gc.collect()
         torch.distributed.destroy_process_group()
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def keep_machine() -> None:
