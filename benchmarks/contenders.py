@@ -285,8 +285,9 @@ class Contender:
         else:
             make = {"plain": plain, "trainer": trainer}[kind]
             self.ways = {f"micro_batch {size}": make(asked, size) for size in asked["micro_batches"]}
-        for steps in self.ways.values():  # which compiles
+        for steps in self.ways.values():  # which compiles; the others that prepare themselves meanwhile need room, too
             self._timed(steps, 1)
+            self._give_back()
 
     def _idle(self) -> None:
         import torch
@@ -302,21 +303,25 @@ class Contender:
         self._idle()
         return (time.perf_counter() - began) / count, None if loss is None else float(loss)
 
-    def choose(self) -> dict[str, Any]:
-        """Time each way for a few steps; keep the fastest and let go of the others."""
+    def _give_back(self) -> None:
+        """Give back what the allocator holds of a GPU and no tensor uses, and count the peak from here."""
         import gc
 
         import torch
 
+        gc.collect()
+        if self.asked["device"] == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def choose(self) -> dict[str, Any]:
+        """Time each way for a few steps; keep the fastest and let go of the others."""
         seconds = {name: self._timed(steps, self.asked["tried"])[0] for name, steps in self.ways.items()}
         best = min(seconds, key=lambda name: seconds[name])
         for name in list(self.ways):
             if name != best:
                 self.ways.pop(name).close()  # type: ignore[attr-defined]
-        gc.collect()
-        if self.asked["device"] == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        self._give_back()
         return {**self.told, "chosen": best, "tried_s": seconds}
 
     def take(self, count: int) -> dict[str, Any]:

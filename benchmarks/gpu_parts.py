@@ -80,7 +80,8 @@ def tail_of(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    said = "can't allocate memory", "out of memory"  # of a processor's allocator, and of CUDA beside torch's own
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in said)
 
 
 def tokens_job(
@@ -175,6 +176,8 @@ def kernels_of(step: Callable[[], Any], steps: int, device: str) -> list[dict[st
     times: dict[str, tuple[float, int]] = {}
     for event in watched.key_averages():
         if on_gpu and event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        if event.is_user_annotation:  # which spans kernels that are counted by themselves
             continue
         spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         before, calls = times.get(event.key, (0.0, 0))

@@ -12,12 +12,12 @@ ORDER = ("machine", "tests", "methods", "calibration", "llama", "ladder", "rival
 
 LIMIT_S = {
     "machine": 40,
-    "tests": 150,
-    "methods": 75,
+    "tests": 190,
+    "methods": 90,
     "calibration": 80,
     "llama": 150,
     "ladder": 80,
-    "rivals": 130,
+    "rivals": 170,
     "largest": 90,
     "kernels": 20,
 }
@@ -61,7 +61,12 @@ def net_specs(width: int, layers: int) -> dict[str, dict[str, Any]]:
 
 GPU: dict[str, dict[str, Any]] = {
     "machine": {},
-    "tests": {"arguments": ["-m", "gpu and not slow", "tests"]},
+    "tests": {
+        "arguments": [
+            "-m", "gpu and not slow", "tests/contract", "tests/engine/test_checkpoint.py", "tests/measure",
+            *(f"tests/methods/test_{name}.py" for name in ("allocator", "context_parallel", "loader", "materialize", "offload")),
+        ],
+    },
     "methods": {"specs": net_specs(256, 4), "length": 64, "batch": 8, "steps": 3, "every": 1, "compiled": ["llama"]},
     "calibration": {"how": "calibrate"},
     "llama": {
@@ -104,15 +109,17 @@ GPU: dict[str, dict[str, Any]] = {
         "tried": 4,
         "compile": True,
         "pins": {},
-        "planned_steps": 1000,
+        "planned_steps": 100_000,
         "profiled": 2,
-        "ready_s": 90,
+        "ready_s": 110,
     },
     "largest": {
         "widths": [
-            (2048, 16, 16, 8192), (3072, 28, 24, 8192), (4096, 32, 32, 14336), (5120, 40, 40, 13824),
-            (5120, 52, 40, 17920), (6144, 52, 48, 20480), (6656, 60, 52, 17920), (8192, 64, 64, 22528),
-            (8192, 80, 64, 28672), (10240, 88, 80, 28672),
+            (2048, 16, 16, 8192), (3072, 28, 24, 8192), (4096, 32, 32, 14336), (5120, 32, 40, 13824),
+            (5120, 40, 40, 13824), (5120, 48, 40, 13824), (5120, 48, 40, 17920), (5120, 56, 40, 17920),
+            (6144, 48, 48, 20480), (6144, 56, 48, 20480), (6144, 64, 48, 20480), (7168, 56, 56, 20480),
+            (7168, 64, 56, 20480), (7168, 72, 56, 20480), (8192, 64, 64, 22528), (8192, 64, 64, 28672),
+            (8192, 72, 64, 28672), (8192, 80, 64, 28672), (9216, 80, 72, 28672), (10240, 88, 80, 28672),
         ],
         "vocabulary": 32000,
         "length": 2048,

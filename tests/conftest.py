@@ -41,9 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
     keep_machine()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a run of both kinds where there is a GPU: which of them a plan is for would depend on the order."""
-    kinds = {item.get_closest_marker("gpu") is not None for item in items}
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse a run of both kinds where there is a GPU: what is made for this machine would be made for it in both."""
+    kinds = {item.get_closest_marker("gpu") is not None for item in session.items}
     if kinds == {True, False} and Machine.detect().device == "cuda":
         raise pytest.UsageError("tests for processors and for a GPU run apart: use -m gpu, or -m 'not gpu'")
 
@@ -66,9 +66,8 @@ def one_order_of_sums(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         from tightfit.methods import mesh
 
         mesh.forget()
+        gc.collect()
         torch.distributed.destroy_process_group()
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def keep_machine() -> None:

@@ -7,9 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from benchmarks.gpu_sizes import GPU
 
+import tightfit
+from tests import conftest
 from tests.contract.test_contract import ON_GPU_ONLY, SINGLES, is_compiled, named, on_several
 from tightfit.methods import METHODS
 
@@ -51,3 +56,36 @@ def test_every_method_of_one_device_has_a_variant(collected: list[str]) -> None:
 @pytest.mark.parametrize("file", ["engine/test_checkpoint", "measure/test_predicted", "methods/test_offload"])
 def test_what_goes_with_a_training_is_tried_on_a_gpu(file: str, collected: list[str]) -> None:
     assert sum(one.startswith(f"tests/{file}.py") for one in collected) >= 10
+
+
+def test_the_benchmark_of_a_gpu_runs_all_of_it(collected: list[str]) -> None:
+    """It names the files: others may need packages that are not there."""
+    (_, marks, *paths) = GPU["tests"]["arguments"]
+    assert marks == "gpu and not slow"
+    files = {one.partition("::")[0] for one in collected}
+    assert all(any(file == path or file.startswith(f"{path}/") for path in paths) for file in files), files
+
+
+@pytest.mark.parametrize(("marks", "device"), [([1, 1], "cuda"), ([0, 0], "cuda"), ([0, 1], "cpu"), ([0, 1], "cuda")])
+def test_both_kinds_do_not_run_together_where_there_is_a_gpu(
+    marks: list[int], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = tightfit.Machine.detect().replace(device=device)
+    monkeypatch.setattr(tightfit.Machine, "detect", lambda: machine)
+    items = [
+        SimpleNamespace(get_closest_marker=lambda name, mark=mark: pytest.mark.gpu if mark else None) for mark in marks
+    ]
+    session: Any = SimpleNamespace(items=items)
+    if device == "cpu" or len(set(marks)) == 1:
+        conftest.pytest_collection_finish(session)
+        return
+    with pytest.raises(pytest.UsageError, match="run apart"):
+        conftest.pytest_collection_finish(session)
+
+
+def test_a_suite_for_processors_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for marks, hidden in (("gpu and not slow", None), ("gpu", None), ("not gpu", ""), ("not slow and not gpu", "")):
+        config: Any = SimpleNamespace(option=SimpleNamespace(markexpr=marks))
+        conftest.pytest_configure(config)
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == hidden

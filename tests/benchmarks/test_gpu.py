@@ -6,14 +6,20 @@ import json
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benchmarks.gpu_parts import KEPT_OF_FAILURES, finite, summary_of, variants
+import torch
+from benchmarks.gpu_parts import KEPT_OF_FAILURES, finite, llama_spec, summary_of, variants
 from benchmarks.gpu_sizes import CPU, GPU, LIMIT_S, ORDER
 
-from benchmarks import gpu
+import tightfit
+from benchmarks import gpu, gpu_parts
+from tightfit.models.create import model_config
 
 PROGRAM = str(Path(gpu.__file__))
 
@@ -92,6 +98,24 @@ def test_sizes_have_every_part_and_the_same_names() -> None:
         assert set(CPU[name]) - optional == set(GPU[name]) - optional, name
 
 
+def test_every_model_that_a_gpu_is_given_is_one_and_sizes_rise() -> None:
+    rivals = [one["model"] for one in GPU["rivals"]["models"].values()]
+    for spec in [
+        *(spec for _, spec in GPU["llama"]["family"]),
+        *rivals,
+        GPU["ladder"]["model"],
+        *GPU["methods"]["specs"].values(),
+    ]:
+        model_config(tightfit.ModelSpec.parse(spec))
+    widths = GPU["largest"]["widths"]
+    counts = []
+    for width, depth, heads, inner in widths:
+        config = model_config(tightfit.ModelSpec.parse(llama_spec(width, depth, heads, inner, GPU["largest"])))
+        assert width % heads == heads % config.num_key_value_heads == (width // heads) % 8 == 0
+        counts.append(depth * width * (2 * width + 2 * width * 8 // heads + 3 * inner))
+    assert counts == sorted(counts)
+
+
 def test_variants_of_a_gpu_are_those_of_a_processor_and_more() -> None:
     here, there = variants("cpu"), variants("cuda")
     assert there[: len(here)] == here
@@ -156,6 +180,79 @@ def test_failures_of_the_tests_are_kept() -> None:
     assert "slowest" not in found["failures"]
     assert found["slowest"] == ["1.0s call a"]
     assert len(summary_of(text.replace("assert 1", "x" * 10**6))["failures"]) == KEPT_OF_FAILURES
+
+
+def test_kernels_of_a_gpu_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the operations that started them nor the ranges that span them; those of one name together."""
+    gpu_device, host = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+
+    def event(name: str, kind: Any, spent: float, marks: bool = False) -> Any:
+        return SimpleNamespace(
+            key=name,
+            device_type=kind,
+            self_device_time_total=spent,
+            self_cpu_time_total=99.0,
+            count=4,
+            is_user_annotation=marks,
+        )
+
+    events = [
+        event("gemm", gpu_device, 60.0),
+        event("aten::mm", host, 60.0),
+        event("Optimizer.step", gpu_device, 100.0, marks=True),
+        event("add", gpu_device, 30.0),
+        event("add", gpu_device, 10.0),
+    ]
+    asked_for: list[Any] = []
+
+    @contextmanager
+    def profile(activities: list[Any], acc_events: bool) -> Iterator[Any]:
+        asked_for.extend(activities)
+        yield SimpleNamespace(key_averages=lambda: events)
+
+    waited: list[int] = []
+    monkeypatch.setattr(gpu_parts, "profile", profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(1))
+    table = gpu_parts.kernels_of(lambda: None, 2, "cuda")
+    assert [(row["name"], row["us_per_step"], row["calls_per_step"], row["share"]) for row in table] == [
+        ("gemm", 30.0, 2.0, 0.6),
+        ("add", 20.0, 4.0, 0.4),
+    ]
+    assert torch.profiler.ProfilerActivity.CUDA in asked_for
+    assert waited
+
+
+def test_memory_that_ends_is_told_from_other_errors() -> None:
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("CUDA error: out of memory"),
+    ):
+        assert gpu_parts.is_out_of_memory(error)
+    assert not gpu_parts.is_out_of_memory(RuntimeError("shapes do not match"))
+
+
+def test_the_next_of_the_family_is_trained_where_memory_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each attempt of a size, then the next size; what was tried is recorded, and another error is not taken for it."""
+    family = [("large", {"preset": "llama-3-8b"}), ("small", {"preset": "llama-3.2-1b"})]
+    sizes = {"family": family, "length": 16, "batch": 1, "planned_steps": 10, "attempts": [{}, {"micro_batch": 1}]}
+    setup = gpu_parts.Setup("cpu", sizes, 10.0, tmp_path)
+    saved: list[dict[str, Any]] = []
+
+    def searched(job: Any, pins: Any, machine: Any, sizes: Any, one: dict[str, Any]) -> dict[str, Any]:
+        if one["model"] == "large":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"tokens_per_s": 7.0}
+
+    monkeypatch.setattr(gpu_parts, "searched", searched)
+    gpu_parts.llama(setup, lambda content: saved.append(content))
+    assert saved[-1]["model"] == "small"
+    assert saved[-1]["tokens_per_s"] == 7.0
+    assert [one["model"] for one in saved[-1]["attempts"]] == ["large", "large", "small"]
+    assert [one["model"] for one in saved[-1]["too_large"]] == ["large"]
+    monkeypatch.setattr(gpu_parts, "searched", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        gpu_parts.llama(setup, lambda content: None)
 
 
 def test_json_has_no_infinity() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -25,7 +26,6 @@ SIZES: dict[str, dict[str, Any]] = {
         "vocab_size": 16384, "max_position_embeddings": 512,
     },
 }  # fmt: skip
-"""On a GPU large enough that cuBLAS's workspaces (up to 64 MiB) are a small part of it."""
 PLANS: list[dict[str, Any]] = [
     {},
     {"micro_batch": 2},
@@ -41,6 +41,9 @@ HOST: list[dict[str, Any]] = [
     {"offload": ("states", "gradients", "parameters"), "precision": "bf16-mixed", "micro_batch": 2},
 ]
 WITHIN = 0.05
+BESIDE = {"cpu": 0, "cuda": 64 * 2**20}
+"""Bytes that a GPU's libraries take of its allocator beside tensors: cuBLAS a workspace of up to 32 MiB for the thread of forward
+and for that of backward. A prediction has them among its runtime, a measurement among its tensors."""
 
 
 def job_of(device: str) -> tightfit.Job:
@@ -52,6 +55,7 @@ def job_of(device: str) -> tightfit.Job:
 
 def measured(job: tightfit.Job, plan: tightfit.Plan, device: str) -> int:
     """Peak bytes of the third step: the first makes the optimizer's states."""
+    gc.collect()  # what earlier tests left in cycles would count
     run = tightfit.build(job, plan, devices.machine(device))
     assert run.device.type == device
     steps = run.data.steps(0, None)
@@ -75,8 +79,8 @@ def test_predicted_and_dry_run_peaks_are_the_measured_one(fields: dict[str, Any]
     found = measured(job, plan, device)
     rows = tightfit.estimate(job, plan, devices.machine(device)).peak.rows
     predicted = sum(size for row, size in rows.items() if row not in ("runtime", "allocator"))
-    assert predicted == pytest.approx(found, rel=WITHIN)
-    assert rehearse(job, plan, device).total == pytest.approx(found, rel=WITHIN)
+    for told in (predicted, rehearse(job, plan, device).total):
+        assert -WITHIN * found <= found - told <= WITHIN * found + BESIDE[device]
 
 
 @on_each_device
