@@ -38,6 +38,8 @@ class Record(Value):
             matrix products achieve
     loss    pairs of step (from 1) and value, None where it was no number; of the whole training, also of what a resumed
             run found done. The other figures are of the last stretch.
+    attention  the kernel of the model's attention: flash, efficient, cudnn or math, as torch chooses them on CUDA, cpu-flash,
+               blocked, or the name of an implementation that is not torch's (eager); None where it is not known
     """
 
     job: dict[str, Any]
@@ -56,6 +58,7 @@ class Record(Value):
     skipped_steps: int = 0
     damaged_samples: int = 0
     parameters: int = 0
+    attention: str | None = None
 
     @property
     def median_step_s(self) -> float | None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tightfit.engine.step import Step, take_step
 from tightfit.machine import Machine
 from tightfit.measure.flops import forward_flops, matrix_utilization, mfu
+from tightfit.measure.kernels import AttentionCalls
 from tightfit.measure.memory import Sample, process_peak_bytes
 from tightfit.methods.run import Filler, Run, parameter_count
 from tightfit.models.objective import Batch, sample_count
@@ -36,6 +37,7 @@ class Observer:
         self._seconds: list[float] = []
         self.sample: Sample | None = None
         self.flops_per_step: float | None = None
+        self.attention: str | None = None
 
     def take(self, run: Run, micro_batches: list[Batch], step: int) -> Step:
         """Take a step, and look into it if it is the one that is sampled."""
@@ -46,7 +48,10 @@ class Observer:
         result = self.sample.take(run, micro_batches, step)
         if not self.sample.ended:
             return result
-        flops = None if isinstance(micro_batches[0], Filler) else forward_flops(run, micro_batches[0])
+        calls = AttentionCalls()
+        with calls:
+            flops = None if isinstance(micro_batches[0], Filler) else forward_flops(run, micro_batches[0])
+        self.attention = calls.kernel(run)
         if flops is not None:
             self.flops_per_step = 3 * flops * run.job.train.batch / sample_count(micro_batches[0])
         return result
@@ -143,6 +148,7 @@ class Observer:
             skipped_steps=sum(step.skipped for step in self.steps),
             damaged_samples=run.data.damaged,
             parameters=parameter_count(run),
+            attention=self.attention,
         )
 
 

@@ -132,12 +132,15 @@ def train_command(
                 f"{format_seconds(predicted['time']['step_s'])} a step{f' ({machine.speed_is})' if machine.speed_is else ''}"
             )
         quiet_transformers(job)
+        from tightfit.report.explain import slow_attention
         from tightfit.report.session import train_in_folder
 
         record, sample, stopped = train_in_folder(job, chosen, machine, out, resume, predicted)
         if sample is not None:
             say("\n  ".join(["sample", *sample.splitlines()]))
         say(summary(record.content(), out))
+        if warning := slow_attention(record):
+            say(f"warning  {warning}")
         wait_for_all()
     leave()
     if stopped is not None:

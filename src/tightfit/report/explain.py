@@ -236,6 +236,20 @@ def show_analysis(console: Console, estimate: Estimate, record: Record) -> None:
         expected = estimate.time.step_s
         table.add_row("step", format_seconds(expected), format_seconds(step_s), f"{expected / step_s - 1:+.0%}")
     console.print(table, highlight=False)
+    if record.attention:
+        console.print(f"attention {record.attention}", highlight=False)
+    if warning := slow_attention(record):
+        console.print(f"warning  {warning}", highlight=False)
+
+
+def slow_attention(record: Record) -> str:
+    """What is to be said where a GPU has a fused kernel for attention, and torch does not take it; empty where it does."""
+    if record.attention != "math" or record.machine.device != "cuda":
+        return ""
+    return (
+        "torch takes no fused kernel for this model's attention: it is slower, and keeps length x length scores; "
+        "wide heads, or a mask or bias beside causality, are the usual causes"
+    )
 
 
 def logical_rows(estimate: Estimate) -> dict[str, float]:
