@@ -130,11 +130,13 @@ class Own(torch.nn.Linear):
 
 
 def test_a_model_that_numbers_positions_by_its_tokens_is_looked_at() -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
     from transformers.models.roberta.modeling_roberta import RobertaEmbeddings
 
     sharded = type("FSDPRobertaEmbeddings", (FSDPModule, RobertaEmbeddings), {})  # as fully_shard makes of a class
     small = tightfit.build(tiny.job()).model
     assert numbers_in_order(small)
+    assert numbers_in_order(Gemma3RMSNorm(4))  # whose file numbers images
     for kind in (Own, RobertaEmbeddings, sharded):
         odd = object.__new__(kind)
         torch.nn.Module.__init__(odd)
