@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tightfit
 from tightfit.engine.randomness import seed_all
 from tightfit.engine.readings import Clock, begin_reading
-from tightfit.engine.step import Step, accumulate, asker, changed, leaves_out_updates, take_step
+from tightfit.engine.step import Step, accumulate, asker, changed, leaves_out_updates, over_data, take_step
 from tightfit.methods.precision import LossScalerOnDevice
 from tightfit.methods.run import Filler, Run, arriving
 from tightfit.methods.uploads import Uploads
@@ -130,11 +130,13 @@ class Own(torch.nn.Linear):
 
 
 def test_a_model_that_numbers_positions_by_its_tokens_is_looked_at() -> None:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
     from transformers.models.roberta.modeling_roberta import RobertaEmbeddings
 
     sharded = type("FSDPRobertaEmbeddings", (FSDPModule, RobertaEmbeddings), {})  # as fully_shard makes of a class
     small = tightfit.build(tiny.job()).model
     assert numbers_in_order(small)
+    assert numbers_in_order(Gemma3RMSNorm(4))  # whose file numbers images
     for kind in (Own, RobertaEmbeddings, sharded):
         odd = object.__new__(kind)
         torch.nn.Module.__init__(odd)
@@ -274,6 +276,37 @@ def test_the_first_micro_batch_of_a_step_goes_where_room_was_made() -> None:
     first, *_ = uploads.one_ahead(batches(2, 1), placed)
     assert first["input_ids"] is room
     assert uploads._room.tensors[0] is not room
+
+
+def test_a_training_is_the_same_with_micro_batches_one_ahead() -> None:
+    job, plan = tiny.job(steps=None, epochs=2.0), tightfit.Plan(micro_batch=3)  # steps of two sizes, the last one short
+    found = []
+    for uploads in (None, Uploads(torch.device("cpu"))):
+        run = replace(tightfit.build(job, plan), uploads=uploads)
+        found.append([(step.loss, step.samples) for step in tightfit.train(run)])
+    assert found[0] == found[1]
+    assert len({samples for _, samples in found[0]}) == 2
+
+
+class TwoDevices:
+    """A mesh of two devices along which samples are divided, as the first of them sees it."""
+
+    def size(self, axis: str) -> int:
+        return 2 if axis == "dp_replicate" else 1
+
+    def begin_sum(self, values: Tensor, axes: tuple[str, ...]) -> Any:
+        return lambda: values * 2
+
+
+def test_counts_of_several_gpus_stay_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(Tensor, "to", lambda tensor, device, non_blocking: tensor)
+    run: Any = SimpleNamespace(mesh=TwoDevices(), stages=None, device=SimpleNamespace(type="cuda"))
+    with Reads() as reads:
+        counts = over_data(run, [60, 4, 64])()
+        assert reads.count == 0
+    assert all(isinstance(count, Tensor) for count in counts)
+    assert [int(count) for count in counts] == [120, 8, 128]
 
 
 def test_fillers_come_too() -> None:

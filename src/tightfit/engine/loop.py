@@ -55,7 +55,8 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step) -> Iterator[Step
     doing("reading data", start)
     for step, micro_batches in zip(range(start, total_steps(run)), run.data.steps(start * batch, until), strict=False):
         result = take(run, micro_batches, step)
-        doing("the end of the step before")
+        if run.device.type == "cuda":
+            doing("the end of the step before")
         waiting.append(changed(result, seconds=clock.end()))
         if before is not None and run.device.type == "cuda":
             settle(before)  # it has ended; a caller that keeps all steps and reads none would keep page-locked memory

@@ -285,7 +285,7 @@ def asker(run: Run) -> Callable[[int], int]:
     several CUDA devices, of this step elsewhere."""
     if run.mesh is None or run.device.type != "cuda":
         return partial(greatest, run)
-    asked = [begin_reading({"greatest": 0})]
+    asked: list[Callable[[], dict[str, float]]] = [begin_reading({"greatest": 0})]
 
     def ask(number: int) -> int:
         asked.append(_begin_greatest(run, number))

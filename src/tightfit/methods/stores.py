@@ -132,7 +132,7 @@ class Store:
         assert weight.grad is not None
         here.grad = self.fetch(weight.grad)
         if self.factor is not None:
-            here.grad.mul_(self.factor.to(here.grad.device, non_blocking=True))
+            here.grad.mul_(self.factor)
         return here
 
     def take_back(self, weight: Tensor, here: Tensor) -> None:
