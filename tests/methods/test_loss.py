@@ -23,13 +23,15 @@ from tightfit.methods.loss import (
 )
 from tightfit.methods.loss_kernels import Kernels, add_product, compiled, linear, loss_and_gradient
 from tightfit.methods.run import to_device
-from tightfit.models.objective import IGNORED, TASKS, Labelled
+from tightfit.models.objective import IGNORED, LABELLED, TASKS, Labelled
 from tightfit.planner.complete import complete
 from tightfit.planner.profile import Profiler
 from tightfit.planner.rehearse import rehearse
 from tightfit.planner.storages import StorageTracker
 
 from .. import tiny
+from ..contract import cases
+from ..pool import together
 
 TOKENS, WIDTH, VOCABULARY = 23, 16, 40
 
@@ -467,3 +469,27 @@ def test_the_gradient_of_fp32_weights_from_16_bit_products(chunk: int, count: in
     added, rounded = (float((one - exact.grad).norm()) for one in found)
     assert added <= rounded
     assert added <= 5e-3 * float(exact.grad.norm())
+
+
+def trained_on_some_labels(fields: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], int]:
+    """Losses and weights of a masked language model, and how many rows its first loss left out here."""
+    job = bert_job().replace(train=tightfit.Train(batch=8, steps=2, learning_rate=1e-2, epsilon=cases.EPSILON))
+    run = tightfit.build(job, tightfit.Plan(**fields))
+    batch = next(run.data.steps(0, None))[0]
+    labelled = to_device(batch, run).get(LABELLED)
+    left_out = 0 if labelled is None else labelled.of - labelled.count
+    return [result.loss for result in tightfit.train(run)], cases.state_of(run), left_out
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tp": 2}, {"pp": 2, "micro_batch": 4}, {"dp_shard": 2, "zero": 3}, {"cp": 2}], ids=str
+)
+def test_rows_are_left_out_on_several_devices(fields: dict[str, Any]) -> None:
+    losses, weights, left_out = trained_on_some_labels({})
+    assert left_out == 0
+    for found, others, fewer in together(
+        2, "tests.methods.test_loss:trained_on_some_labels", {"chunked_loss": 8, **fields}
+    ):
+        assert fewer > 50
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert cases.distance(others, weights) < 1e-5

@@ -17,6 +17,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -46,6 +47,7 @@ def stand_in() -> Callable[..., Any]:
     )
 
 
+@cache
 def generates_kernels() -> bool:
     """Whether torch.compile can make kernels for CUDA devices here: that takes Triton, which knows devices since Volta, and a C
     compiler for what starts its kernels. Of a machine that is predicted from one without a GPU, it is taken so."""

@@ -25,6 +25,9 @@ from tightfit.methods.compiler import generates_kernels, see_kernel
 from tightfit.models.objective import IGNORED
 
 ROWS_IN_CACHE = 64
+MOST_ROWS = (
+    1024  # on a CUDA device, where no kernel is fused: an evaluation's softmax in fp32 takes no more than these do
+)
 PADDED_TO = 64  # classes of 2 bytes: a cache line of 128
 NEEDED = 8  # classes of 2 bytes: what the fast kernels of cuBLAS ask of a row's length, 16 bytes
 REPEATED = 128  # rows: of so many a CUDA device's products make a tile
@@ -35,7 +38,7 @@ Fused = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> loss; the grad
 class Kernels:
     """How a chunk is computed.
 
-    rows      rows whose softmax is in fp32 at once: on a processor few, so that it stays in the cache
+    rows      rows whose softmax is in fp32 at once, where it is no fused kernel: on a processor few, so that it stays in the cache
     pads      whether rows of logits begin at multiples of PADDED_TO classes, where their number is none of NEEDED
     adds      whether the 16-bit product that is the weight's gradient is added to the fp32 sum as it is computed
     fused     loss and gradient of logits as one kernel; None: one operation after another
@@ -61,7 +64,7 @@ def kernels_for(kind: str, narrow: bool, chunk: int) -> Kernels:
     fused = None
     if generates_kernels():
         fused = foreseen if predicted else compiled()
-    return Kernels(chunk, pads=narrow, adds=narrow, fused=fused, multiple=1 if predicted else REPEATED)
+    return Kernels(min(chunk, MOST_ROWS), pads=narrow, adds=narrow, fused=fused, multiple=1 if predicted else REPEATED)
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, pads: bool) -> Tensor:
