@@ -70,9 +70,9 @@ class Crew:
 
     def ready(self, limit_s: float) -> dict[str, dict[str, Any]]:
         """What each says of itself once it is ready, or why it is not; those that are choose their micro-batch, in turn."""
-        until, found = time.monotonic() + limit_s, {}
-        for kind in KINDS:
-            found[kind] = self._answer(kind, max(until - time.monotonic(), 0.1))
+        until = time.monotonic() + limit_s
+        found = {kind: self._answer(kind, max(until - time.monotonic(), 0.1)) for kind in KINDS}
+        for kind in KINDS:  # when all have done what they do side by side
             if "said" not in found[kind]:
                 found[kind] |= self._ask(kind, {"do": "choose"})
             if "said" not in found[kind]:

@@ -33,6 +33,8 @@ _SEVERAL = re.compile(
 
 
 GPU_MARK = "not gpu"  # in an expression of marks: none of those with the mark is asked for
+_ONE_FIXTURE = re.compile(r"(benchmarks/test_gpu|test_gpu_suite)\.py")
+"""Files whose tests share what takes long to make: in one worker, which makes it once."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -94,6 +96,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            shared = _ONE_FIXTURE.search(nodeid)
+            if shared:
+                return shared.group(1)
             return "distributed" if _SEVERAL.search(nodeid) else nodeid
 
     return Scheduling(config, log)

@@ -40,6 +40,8 @@ FP32_ON_GPU = {"batchnorm": 5e-5}
 """There the libraries choose kernels by shape: a micro-batch is summed in another order than a batch, by cuBLAS in products, by
 attention and cuDNN in theirs. Others than these: FP32_OF_OTHERS_ON_GPU. BatchNorm magnifies it, as COMPILED_NORM says."""
 FP32_OF_OTHERS_ON_GPU = 1e-5
+COMPILED_ON_GPU = 5e-5
+"""The compiler's kernels take sums and powers by instructions of their own."""
 TF32 = 5e-3
 """One rounding to 10 bits is 2^-11 of a factor, as in fp16, and the bound is that of fp16 with a gradient's slack."""
 BITS_16_ON_GPU = 2e-3
@@ -111,7 +113,7 @@ def bound_of(name: str, plan: tightfit.Plan, device: str) -> float:
     bounds = RELU if name == "batchnorm" else BOUNDS
     fp32 = COMPILED_NORM if plan.compile != "none" and name == "batchnorm" else FP32
     if device == "cuda":
-        fp32 = FP32_ON_GPU.get(name, FP32_OF_OTHERS_ON_GPU)
+        fp32 = FP32_ON_GPU.get(name, FP32_OF_OTHERS_ON_GPU if plan.compile == "none" else COMPILED_ON_GPU)
     rounded = TF32 if plan.precision == "tf32" else bounds.get(plan.precision, 0.0)
     if plan.precision == "tf32" and name == "batchnorm":
         rounded = RELU["fp16-mixed"]
@@ -182,11 +184,14 @@ def is_usual(variant: Variant) -> bool:
 
 
 def on_gpu_too(pairs: list[list[Variant]]) -> list[Any]:
-    """Each of the pairs on one of the models, and on a GPU."""
-    return [
-        on_gpu((pair, cases.NAMES[number % len(cases.NAMES)]), name=f"{named(pair)}-{cases.NAMES[number % 4]}")
-        for number, pair in enumerate(pairs)
-    ]
+    """Each of the pairs on one of the models that take it, and on a GPU."""
+    found = []
+    for number, pair in enumerate(pairs):
+        of_language = any(method in ("loss", "attention") for method, _ in pair)
+        names = ("llama", "bert") if of_language else cases.NAMES
+        name = names[number % len(names)]
+        found.append(on_gpu((pair, name), name=f"{named(pair)}-{name}"))
+    return found
 
 
 PAIRS_ON_GPU = [
