@@ -46,6 +46,7 @@ class Ledger:
     batches_ahead   micro-batches that lie in device memory beside the one at work
     keeps_memory    whether freed memory is kept by the process and used again; mapped_from: else, bytes from which a block is
                     mapped by itself, and fetched anew each time; None where the allocator learns that (see `planner/heap.py`)
+    keeps_step      whether what forward and backward need is kept from step to step, for them alone, as CUDA graphs do
     fixed           bytes that live through the whole step beside the model: by row
     phases          bytes at the largest instant of what comes before the first step, by name, without the fixed rows
     whole_step      operations once for each step that are of no passage and no update, such as clipping
@@ -78,6 +79,7 @@ class Ledger:
     foreach: bool = False
     host_batch: bool = False
     keeps_memory: bool = False
+    keeps_step: bool = False
     mapped_from: float | None = None
     fixed: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
@@ -117,6 +119,21 @@ class Ledger:
 
         The first micro-batch finds no gradients; in later ones a gradient is added to the one that is there.
         """
+        if not self.keeps_step:
+            yield from self._instants()
+            return
+        pool = self._pool_bytes()
+        for phase, part, rows in self._instants():
+            inside = sum(rows[row] for row in _OF_A_GRAPH)
+            beside = rows if phase in _IN_A_GRAPH else _sum(rows, {"temporaries": max(pool - inside, 0.0)})
+            yield phase, part, beside
+
+    def _pool_bytes(self) -> float:
+        """What CUDA graphs keep from step to step: as much as forward and backward ever need beside parameters and states."""
+        steps = (rows for phase, _, rows in self._instants() if phase in _IN_A_GRAPH)
+        return max(sum(rows[row] for row in _OF_A_GRAPH) for rows in steps)
+
+    def _instants(self) -> Iterator[tuple[str, str, dict[str, float]]]:
         rows = self.row_bytes()
         there = self.micro_batches if self.host_batch else 1 + self.batches_ahead
         in_memory = self.batch_bytes * self.micro_batch * there
@@ -267,14 +284,16 @@ class Ledger:
         """As `instants`, of one micro-batch of an evaluation."""
         rows = self.row_bytes()
         rows["activations"] += self.batch_bytes * self.micro_batch * (1 + self.batches_ahead)
+        if self.keeps_step:
+            rows["temporaries"] += self._pool_bytes()
         for passage in self.inference():
             played = play(passage.timeline, self.micro_batch)
             yield "evaluation", passage.part, _sum(rows, played.largest)
             rows = _sum(rows, played.net)
 
     def peak(self) -> Peak:
-        """The largest instant of a step."""
-        return _largest(self.instants())
+        """The largest instant of a step; of an evaluation, where it needs its memory beside what CUDA graphs keep."""
+        return _largest((*self.instants(), *self.evaluation()) if self.keeps_step else self.instants())
 
     def peaks(self) -> dict[str, float]:
         """Device bytes at the largest instant of each phase, in the order in which the phases come."""
@@ -311,6 +330,10 @@ class Ledger:
         for update in self.updates.values():
             for operation in update.operations:
                 yield "optimizer", "update", operation, operation.count.at(1)
+
+
+_IN_A_GRAPH = ("forward", "backward")
+_OF_A_GRAPH = ("activations", "temporaries", "gradients")  # rows of what comes and goes in these
 
 
 def _messages(size: Linear, phase: str) -> tuple[Passage, Passage]:

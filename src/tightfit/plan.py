@@ -69,6 +69,8 @@ class Plan(Value):
     fused_optimizer     torch's fused kernel in place of its default one
     update_in_backward  each weight is updated as soon as its gradient is there, and the gradient freed
     compile             torch.compile of nothing, each block, or the model with its loss
+    compile_mode        how: torch's default; max-autotune-no-cudagraphs tries several kernels for each product, and takes
+                        the fastest; reduce-overhead replays the whole model as a CUDA graph, without a launch for each kernel
     materialize         where the model is created: host (then moved and cast) or device (there, in its precision)
     allocator           default; tuned: freed memory is kept and reused, huge pages, expandable segments; lean, on a
                         processor: freed memory goes back to the system at once
@@ -108,6 +110,7 @@ class Plan(Value):
     fused_optimizer: bool = False
     update_in_backward: bool = False
     compile: Annotated[Literal["none", "block", "model"], BeforeValidator(_compile)] = "none"
+    compile_mode: Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead"] = "default"
     materialize: Literal["host", "device"] = "host"
     allocator: Literal["default", "tuned", "lean"] = "default"
     dp_replicate: int = Field(1, gt=0)

@@ -127,6 +127,32 @@ RULES = (
         "use compile: block, or zero: 2 and no parameters in offload",
     ),
     Rule(
+        "a compile_mode is how regions are compiled",
+        lambda plan, job, device: plan.compile_mode == "default" or plan.compile != "none",
+        "use compile: block or model, or compile_mode: default",
+    ),
+    Rule(
+        "CUDA graphs, and kernels that are tried for the fastest, are of CUDA devices",
+        lambda plan, job, device: plan.compile_mode == "default" or device == "cuda",
+        "use compile_mode: default",
+    ),
+    Rule(
+        "a CUDA graph of a step holds the whole model on one device, and its gradients until the update: another micro-batch would "
+        "overwrite them, an update in backward would come between, and what is offloaded comes and goes",
+        lambda plan, job, device: (
+            plan.compile_mode != "reduce-overhead"
+            or (
+                plan.compile == "model"
+                and plan.devices == 1
+                and not plan.offload
+                and not plan.update_in_backward
+                and plan.micro_batch_of(job.train.batch) == plan.share_of(job.train.batch)
+            )
+        ),
+        "use compile: model on one device with the whole batch as one micro-batch, without offload and update_in_backward, "
+        "or compile_mode: default",
+    ),
+    Rule(
         "a parameter server has workers that are whole replicas",
         lambda plan, job, device: (
             plan.parameter_server == "none"

@@ -13,8 +13,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tightfit
+from tests.planner import cases
 from tightfit.errors import InputError
+from tightfit.machine import Machine
 from tightfit.methods import compile as room
+from tightfit.planner.estimate import Estimator
+from tightfit.rules import check
 
 from .. import tiny
 
@@ -200,3 +204,88 @@ def test_what_the_model_does_wrong_beside_compiled_blocks_is_its_own(counter: Co
     with pytest.raises(RuntimeError, match="must match the size") as raised:
         losses(small(Wrong), tightfit.Plan(compile="block"))
     assert not isinstance(raised.value, InputError)
+
+
+@pytest.mark.parametrize(
+    ("plan", "device", "fix"),
+    [
+        ({"compile": "none", "compile_mode": "max-autotune-no-cudagraphs"}, "cuda", "compile: block or model"),
+        ({"compile": "model", "compile_mode": "max-autotune-no-cudagraphs"}, "cpu", "compile_mode: default"),
+        ({"compile": "block", "compile_mode": "reduce-overhead"}, "cuda", "compile: model"),
+        ({"compile": "model", "compile_mode": "reduce-overhead"}, "cpu", "compile_mode: default"),
+        ({"compile": "model", "compile_mode": "reduce-overhead", "micro_batch": 1}, "cuda", "one micro-batch"),
+        (
+            {"compile": "model", "compile_mode": "reduce-overhead", "update_in_backward": True},
+            "cuda",
+            "without offload",
+        ),
+        ({"compile": "model", "compile_mode": "reduce-overhead", "offload": ["states"]}, "cuda", "without offload"),
+        ({"compile": "model", "compile_mode": "reduce-overhead", "dp_replicate": 2}, "cuda", "on one device"),
+        ({"compile": "model", "compile_mode": "reduce-overhead"}, "cuda", ""),
+        ({"compile": "model", "compile_mode": "reduce-overhead", "micro_batch": 4}, "cuda", ""),
+        ({"compile": "block", "compile_mode": "max-autotune-no-cudagraphs", "dp_replicate": 2}, "cuda", ""),
+    ],
+    ids=str,
+)
+def test_where_a_mode_of_compiling_works(plan: dict[str, Any], device: str, fix: str) -> None:
+    asked, allowing = tightfit.Plan(**plan), job().replace(allow=["offload"])
+    if not fix:
+        check(asked, allowing, device)
+        return
+    with pytest.raises(InputError) as raised:
+        check(asked, allowing, device)
+    assert fix in raised.value.fix
+
+
+@pytest.mark.parametrize("regions", ["block", "model"])
+def test_the_compiler_is_asked_for_the_mode(regions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def compiled(function: Any, **options: Any) -> Any:
+        asked.append(options["mode"])
+        return function
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    for mode, wanted in (("default", None), ("max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs")):
+        asked.clear()
+        room.apply(tightfit.build(job()), tightfit.Plan(compile=regions, compile_mode=mode))
+        assert asked == [wanted] * (BLOCKS if regions == "block" else 1)
+
+
+def test_a_graphs_loss_is_copied_out_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a graph's replay does, this compiled function writes each loss in the same place."""
+    begun: list[bool] = []
+    place = torch.zeros(1)
+    monkeypatch.setattr(torch, "compile", lambda *_, **options: lambda batch: place.copy_(batch["loss"]))
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(True))
+    run = room.apply(tightfit.build(job(batch=1)), tightfit.Plan(compile="model", compile_mode="reduce-overhead"))
+    losses = [run.loss_sum({"loss": torch.tensor([value])}) for value in (1.0, 2.0)]
+    assert [float(loss) for loss in losses] == [1.0, 2.0]
+    assert len(begun) == 2
+
+
+def test_a_graph_is_of_one_shape() -> None:
+    ragged = tightfit.build(job(ragged_samples()))
+    with pytest.raises(InputError, match="of one shape"):
+        room.apply(ragged, tightfit.Plan(compile="model", compile_mode="reduce-overhead"))
+
+
+def test_graphs_keep_a_steps_memory_beside_the_update_and_evaluations() -> None:
+    estimator = Estimator(cases.job("llama"), Machine.named("a100-80gb"))
+    plain = tightfit.Plan(compile="model")
+    without, kept = (estimator.estimate(plain.replace(compile_mode=mode)) for mode in ("default", "reduce-overhead"))
+    rows = ("activations", "temporaries", "gradients")
+    pool = max(
+        sum(sizes[row] for row in rows)
+        for phase, _, sizes in without.ledger.instants()
+        if phase in ("forward", "backward")
+    )
+    lives = without.ledger.row_bytes()
+    states = sum(lives.values())
+    assert kept.phases["optimizer"] >= states + pool
+    assert kept.phases["evaluation"] == pytest.approx(without.phases["evaluation"] + pool)
+    assert kept.phases["backward"] == without.phases["backward"]
+    assert kept.peak_bytes >= kept.phases["evaluation"]
+    tuned = estimator.estimate(plain.replace(compile_mode="max-autotune-no-cudagraphs"))
+    assert tuned.compile_s > kept.compile_s == without.compile_s
+    assert tuned.phases == without.phases

@@ -10,6 +10,7 @@ from tightfit.job import Job, Train
 from tightfit.methods import optimizer_states
 from tightfit.methods.run import Run
 from tightfit.models.objective import objective_of
+from tightfit.optim.in_batches import InBatches
 from tightfit.optim.per_parameter import PerParameter
 from tightfit.plan import Plan
 
@@ -137,3 +138,27 @@ def test_complex_parameters_are_refused_what_is_of_real_ones(fields: dict[str, A
         optimizer_states.optimizer_of(model, Train(optimizer=optimizer), Plan(**fields))
     assert fix in raised.value.fix
     optimizer_states.optimizer_of(model, Train(optimizer="sgd"), Plan())
+
+
+@pytest.mark.parametrize(
+    ("fields", "optimizer", "kind"),
+    [
+        ({"states": "8-bit"}, "adamw", InBatches),
+        ({"states": "bf16"}, "lion", InBatches),
+        ({"states": "8-bit", "fused_optimizer": True}, "sgd", InBatches),
+        ({"states": "8-bit", "update_in_backward": True}, "adamw", PerParameter),
+        ({"states": "8-bit"}, "lamb", PerParameter),
+        ({"fused_optimizer": True}, "adamw", torch.optim.AdamW),
+    ],
+    ids=str,
+)
+def test_a_gpu_updates_in_batches_where_elements_are_all_alike(
+    fields: dict[str, Any], optimizer: str, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = Train(steps=10, optimizer=optimizer, learning_rate=1e-3, weight_decay=0.1)
+    expected = three_steps(optimizer_states.apply(make_run(train), Plan(**fields)))
+    monkeypatch.setattr(optimizer_states, "kind_of", lambda device: "cuda")
+    run = optimizer_states.apply(make_run(train), Plan(**fields))
+    assert type(run.optimizer) is kind
+    for one, two in zip(expected, three_steps(run), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)

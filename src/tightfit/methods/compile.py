@@ -1,8 +1,11 @@
 """torch.compile of each block, or of the model with its loss.
 
 Saves   time: fewer and fused element-wise kernels, less memory traffic; often temporaries as well.
-Costs   15 to 35 s or more before the first step; worth it only past some number of steps.
-When    a run of more than a few hundred steps. block compiles once for all blocks of one kind.
+Costs   15 to 35 s or more before the first step; worth it only past some number of steps. max-autotune-no-cudagraphs takes
+        several times as long. reduce-overhead keeps a step's activations, temporaries and gradients in a pool of its own
+        from step to step, so that the update and evaluations need their memory beside it.
+When    a run of more than a few hundred steps. block compiles once for all blocks of one kind. reduce-overhead for small
+        models, whose kernels take less time than their launches; search tries neither mode by itself.
 Order   sees the loss and the recomputation; entered under autocast.
 Source  Ansel et al. 2024, "PyTorch 2", ASPLOS.
 
@@ -34,6 +37,7 @@ from tightfit.plan import Plan
 VARIANTS = ({"compile": "block"}, {"compile": "model"})
 BACKEND = "inductor"
 COMPILE_S = {"cpu": 20.0, "cuda": 30.0}  # before the first step, for blocks of one kind, until it is measured
+AUTOTUNED = 4.0  # times as long as by default, where kernels are tried: a guess until it is measured
 MODEL_COMPILE_S = 2.0  # for each further block, where the whole model is one region
 
 
@@ -42,14 +46,26 @@ def wanted(plan: Plan) -> bool:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Buffers and kernels are traced, through the compiler on fake tensors; here is the time that compiling takes."""
+    """Buffers and kernels are traced, through the compiler on fake tensors; here is the time that compiling takes, and whether
+    CUDA graphs keep a step's memory. The launches that a graph saves, and kernels that turn out faster, are not counted."""
     more = MODEL_COMPILE_S * ledger.blocks if plan.compile == "model" else 0.0
-    return replace(ledger, compile_s=ledger.compile_s + COMPILE_S[machine.device] + more)
+    times = AUTOTUNED if plan.compile_mode == "max-autotune-no-cudagraphs" else 1.0
+    graphed = plan.compile_mode == "reduce-overhead"
+    compile_s = ledger.compile_s + times * (COMPILE_S[machine.device] + more)
+    return replace(ledger, compile_s=compile_s, keeps_step=graphed)
 
 
 def apply(run: Run, plan: Plan) -> Run:
     backend = BACKEND if active_fake_mode() is None else stand_in()
+    mode = None if plan.compile_mode == "default" or active_fake_mode() is not None else plan.compile_mode
+    graphed = mode == "reduce-overhead"
     dynamic = active_fake_mode() is None and run.data.ragged
+    if graphed and dynamic:
+        raise InputError(
+            "plan: compile_mode=reduce-overhead",
+            "the data's lengths vary, and a CUDA graph is of one shape",
+            "use compile_mode: default",
+        )
     full = plan.micro_batch_of(run.job.train.batch) if active_fake_mode() is None else None
     name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
     if plan.compile == "block":
@@ -59,10 +75,11 @@ def apply(run: Run, plan: Plan) -> Run:
                 "plan: compile=block", f"{type(run.model).__name__} has no repeated blocks", "use compile: model"
             )
         for _, block in blocks:
-            block.compile(dynamic=dynamic, backend=backend)
+            block.compile(dynamic=dynamic, backend=backend, mode=mode)
         compiled = run.loss_sum
     else:
-        compiled = torch.compile(run.loss_sum, dynamic=dynamic, backend=backend)
+        compiled = torch.compile(run.loss_sum, dynamic=dynamic, backend=backend, mode=mode)
+    compiled = replaying(compiled) if graphed else compiled
     if plan.recompute != "none" and active_fake_mode() is None:
         compiled = leaving_buffers(compiled, run.model, name)
     return replace(run, loss_sum=steady(compiled, run.loss_sum, full))
@@ -124,6 +141,16 @@ def leaving_buffers(
                     "use compile: none, or recompute: none",
                 )
         return total
+
+    return loss_sum
+
+
+def replaying(compiled: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+    """`compiled`, which replays a CUDA graph: its loss is copied out of the graph's memory, which the next replay overwrites."""
+
+    def loss_sum(batch: Batch) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return compiled(batch).clone()
 
     return loss_sum
 

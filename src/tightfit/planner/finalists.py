@@ -90,8 +90,10 @@ def _nearly_fits(one: Estimate) -> bool:
 
 
 def has_dry_run(one: Estimate) -> bool:
-    """fully_shard on a hundred blocks takes a minute: there the estimate stands, which tests hold to a dry run."""
-    return one.plan.devices == 1 or one.ledger.blocks <= REHEARSED_BLOCKS
+    """fully_shard on a hundred blocks takes a minute: there the estimate stands, which tests hold to a dry run. So it does of
+    CUDA graphs, whose pools fake tensors do not show."""
+    small = one.plan.devices == 1 or one.ledger.blocks <= REHEARSED_BLOCKS
+    return small and not one.ledger.keeps_step
 
 
 def _is_chosen(finals: Finals, estimator: Estimator, one: Estimate, job: Job, nearly: bool = False) -> bool:

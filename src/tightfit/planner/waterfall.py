@@ -22,7 +22,7 @@ METHOD_FIELDS = {
     "pipeline": ("pp", "schedule", "virtual_stages", "split", "vertical_sync"),
     "offload": ("offload", "offload_to", "offload_folder"),
     "optimizer states": ("states", "fused_optimizer", "update_in_backward"),
-    "compile": ("compile",),
+    "compile": ("compile", "compile_mode"),
     "materialize": ("materialize",),
     "allocator": ("allocator",),
     "loader": ("loader_workers", "prefetch", "pin_memory", "non_blocking"),
