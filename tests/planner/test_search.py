@@ -258,7 +258,7 @@ def test_the_picture_has_a_layer_for_each_row(tmp_path: Path) -> None:
 def test_named_machines() -> None:
     machine = Machine.named("h100-sxm:8x4")
     assert (machine.devices_per_node, machine.nodes) == (8, 4)
-    assert machine.rate("bf16-mixed") == pytest.approx(989e12 * 0.803)
+    assert machine.rate("bf16-mixed") == pytest.approx(989e12 * 0.724)
     for name in ("h100-sxn", "h100-sxm:0", "h100-sxm:8by4"):
         with pytest.raises(InputError):
             Machine.named(name)
