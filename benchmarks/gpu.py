@@ -380,9 +380,12 @@ def readme(record: dict[str, Any]) -> str:
     one = parts.get("llama", {})
     if "tokens_per_s" in one:
         rows.append((f"{one['model']}, AdamW, {one['length']} tokens", _speed(one), "; ".join(_bytes(one))))
-    for row in parts.get("ladder", {}).get("rungs", []):
+    ladder = parts.get("ladder", {})
+    for row in ladder.get("rungs", []):
         beside = "; ".join([*_bytes(row), f"published {_gb(row['published_bytes'])} GB"])
-        rows.append((f"ViT-L/16: {row['name']}", f"{row.get('samples_per_s') or 0:.0f} images/s", beside))
+        rows.append(
+            (f"{ladder['model']['preset']}: {row['name']}", f"{row.get('samples_per_s') or 0:.0f} images/s", beside)
+        )
     for name, model in parts.get("rivals", {}).get("models", {}).items():
         for kind, rate in model.get("tokens_per_s", {}).items():
             ratio = model.get("tightfit_over", {}).get(kind)
