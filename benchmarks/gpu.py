@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py --out results --wheels wheels      # on a machine with a GPU, from the source tree
     python benchmarks/gpu.py --cpu --out results                # a small copy of every part, on a processor, in a minute
-    python benchmarks/gpu.py --only 5,6 --out results           # some of the parts, by number or name
+    python benchmarks/gpu.py --only 5,6 --out results           # some of the parts; a record there keeps the others
     python benchmarks/gpu.py --readme                           # the table of records/gpu.json, in Markdown
 
 Nothing has to be installed but torch: what else is missing comes from a folder of wheels (scripts/collect_wheels fills one).
@@ -226,18 +226,28 @@ def keep(
         "python": platform.python_version(),
         "seconds": seconds,
         "from_wheels": taken,
-        "parts": parts,
     }
-    text = json.dumps(content, indent=1) + "\n"
     for path in (arguments.out / "gpu.json", arguments.record):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            earlier = others(path, content["device"]) if arguments.only else {}
+            done = {name: part for name, part in parts.items() if part["status"] != "left out" or name not in earlier}
+            merged = {name: {**earlier, **done}[name] for name in ORDER if name in earlier or name in done}
+            path.write_text(json.dumps({**content, "parts": merged}, indent=1) + "\n")
     if (work / "tests.txt").exists():
         shutil.copy(work / "tests.txt", arguments.out / "tests.txt")
     logs = [*sorted(work.glob("*.log")), *sorted(work.glob("*.contender.txt"))]
     lines = [f"===== {path.name}\n{path.read_text(errors='replace')[-20_000:]}\n" for path in logs]
     (arguments.out / "log.txt").write_text("".join(lines))
+
+
+def others(path: Path, device: Any) -> dict[str, dict[str, Any]]:
+    """The parts of a record that is there already, where it is of the same kind of device."""
+    try:
+        found = json.loads(path.read_text())
+        return found["parts"] if found["device"] == device else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 # --- what is shown --------------------------------------------------------------------------------------------------
@@ -370,9 +380,12 @@ def readme(record: dict[str, Any]) -> str:
     one = parts.get("llama", {})
     if "tokens_per_s" in one:
         rows.append((f"{one['model']}, AdamW, {one['length']} tokens", _speed(one), "; ".join(_bytes(one))))
-    for row in parts.get("ladder", {}).get("rungs", []):
+    ladder = parts.get("ladder", {})
+    for row in ladder.get("rungs", []):
         beside = "; ".join([*_bytes(row), f"published {_gb(row['published_bytes'])} GB"])
-        rows.append((f"ViT-L/16: {row['name']}", f"{row.get('samples_per_s') or 0:.0f} images/s", beside))
+        rows.append(
+            (f"{ladder['model']['preset']}: {row['name']}", f"{row.get('samples_per_s') or 0:.0f} images/s", beside)
+        )
     for name, model in parts.get("rivals", {}).get("models", {}).items():
         for kind, rate in model.get("tokens_per_s", {}).items():
             ratio = model.get("tightfit_over", {}).get(kind)

@@ -137,6 +137,23 @@ def test_without_time_parts_are_left_out_and_it_says_so(tmp_path: Path) -> None:
     assert {(part["status"], part["said"]) for part in parts.values()} == {("left out", "the budget is spent")}
 
 
+def test_some_of_the_parts_leave_the_others_of_a_record_as_they_are(tmp_path: Path) -> None:
+    """Also those that there was no time for; unless the record is of another kind of device."""
+    path = tmp_path / "gpu.json"
+    earlier = {"kernels": {"status": "done"}, "llama": {"status": "done"}, "machine": {"status": "done"}}
+    command = [sys.executable, PROGRAM, "--cpu", "--budget", "1", "--only", "llama,6", "--out", str(tmp_path)]
+    for device, expected in (
+        ("cpu", {"machine": "done", "llama": "done", "ladder": "left out", "kernels": "done"}),
+        ("cuda", {"llama": "left out", "ladder": "left out"}),
+    ):
+        path.write_text(json.dumps({"device": device, "parts": earlier}))
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == gpu.OUT_OF_TIME, done.stderr
+        parts = json.loads(path.read_text())["parts"]
+        assert {name: part["status"] for name, part in parts.items()} == expected
+        assert list(parts) == list(expected)
+
+
 def test_a_part_that_runs_out_of_time_keeps_what_it_found(tmp_path: Path) -> None:
     (tmp_path / "llama.json").write_text(json.dumps({"status": "under way", "result": {"model": "x"}}))
     log = tmp_path / "llama.log"
