@@ -50,18 +50,21 @@ class Finals:
 def first_that_fits(estimator: Estimator, fitting: list[Estimate], job: Job) -> Finals:
     """The fastest that fits in a dry run, with what the allocator reserves.
 
-    Where one is found not to, those that leave no more memory than it did are put off, and come last, the leanest first.
+    Where one is found not to, those that leave no more memory than it did, and update weights of the same type as it does, are
+    put off, and come last, the leanest first.
     """
     finals = Finals()
-    reserved, put_off = 0.0, []
+    reserved, put_off = dict[tuple[str, ...], float](), []
     for one in fitting:
-        if one.peak_bytes + reserved > one.limit_bytes:
+        kind = one.plan.precision, one.plan.rounding, one.plan.states  # each with buffers of its own for an update
+        if one.peak_bytes + reserved.get(kind, 0.0) > one.limit_bytes:
             put_off.append(one)
-            finals.lacking[one.plan] = _with_reserve(one, reserved)
+            finals.lacking[one.plan] = _with_reserve(one, reserved.get(kind, 0.0))
         elif _is_chosen(finals, estimator, one, job):
             return finals
         elif one.plan in finals.lacking:
-            reserved = max(reserved, finals.lacking[one.plan].peak_bytes - one.peak_bytes)
+            more = finals.lacking[one.plan].peak_bytes - one.peak_bytes
+            reserved[kind] = max(reserved.get(kind, 0.0), more)
     for one in sorted(put_off, key=lambda one: one.peak_bytes):
         if _is_chosen(finals, estimator, one, job):
             return finals
