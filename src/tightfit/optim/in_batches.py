@@ -17,7 +17,7 @@ from torch import Tensor
 from tightfit.optim.norms import mark_alike
 from tightfit.optim.per_parameter import CARRIED, PerParameter, add_noise_, seed_of
 
-ELEMENTS = 2**24  # that a batch may have at least: 64 MiB of each wide copy
+ELEMENTS = 2**15  # that a batch may have at least, of a model without large parameters: 128 KiB of each wide copy
 ELEMENTWISE = ("adamw", "sgd", "lion")  # optimizers that look at no more of a parameter than each of its elements
 
 Wide = dict[str, tuple[Tensor, list[Tensor]]]  # by state: a flat buffer, and the views of it that the optimizer updates
