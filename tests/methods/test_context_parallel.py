@@ -154,17 +154,21 @@ def test_positions_of_the_data_s_own_are_refused() -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_part_s_attention_is_plain_attention(causal: bool, masked: bool, device: str) -> None:
     """Output, sums and gradients of what one device does with another's keys; on a GPU by its own kernel."""
+    hold_a_part(causal, masked, device, 40)
+
+
+def hold_a_part(causal: bool, masked: bool, device: str, keys: int) -> None:
     generator = torch.Generator().manual_seed(1)
     query, key, value = (
-        torch.randn(2, heads, 40, 16, generator=generator).to(device).requires_grad_() for heads in (4, 2, 2)
+        torch.randn(2, heads, keys, 16, generator=generator).to(device).requires_grad_() for heads in (4, 2, 2)
     )
-    seen = (torch.rand(2, 1, 1, 40, generator=generator) > 0.3).to(device)
+    seen = (torch.rand(2, 1, 1, keys, generator=generator) > 0.3).to(device)
     seen[..., 0] = True
     scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.25
     if masked:
         scores = scores.masked_fill(~seen, float("-inf"))
     if causal:
-        scores = scores + torch.full((40, 40), float("-inf"), device=device).triu(1)
+        scores = scores + torch.full((keys, keys), float("-inf"), device=device).triu(1)
     expected = scores.softmax(-1) @ value.repeat_interleave(2, 1)
     bias = seen if masked else None
     found, sums = context_parallel._attention(query, key, value, bias, causal, 0.25)
@@ -176,3 +180,88 @@ def test_a_part_s_attention_is_plain_attention(causal: bool, masked: bool, devic
         gradients = context_parallel._attention_backward(gradient, query, key, value, bias, found, sums, causal, 0.25)
     for one, other in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+class KernelsOfCuda:
+    """PyTorch's kernels on CUDA, written out as products: what they take, and how they lay out their sums."""
+
+    def __init__(self) -> None:
+        self.called: set[str] = set()
+
+    @staticmethod
+    def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
+        scores = query @ key.mT * scale + (0.0 if bias is None else bias)
+        return scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1) > 0, float("-inf")) if causal else scores
+
+    def _checked(self, name: str, *given: Tensor, bias: Tensor | None = None) -> None:
+        self.called.add(name)
+        assert all(one.shape[-1] % 8 == 0 and one.stride(-1) == 1 for one in given)
+        if bias is not None:
+            assert all(stride % 8 == 0 for stride in bias.stride()[:-1])
+
+    def _gradients(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor, scores: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        shares = (scores - sums.unsqueeze(-1)).exp()
+        inner = shares * (gradient @ value.mT - (gradient * output).sum(-1, keepdim=True)) * scale
+        return inner @ key, inner.mT @ query, shares.mT @ gradient
+
+    def _scaled_dot_product_flash_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, mask: bool, *, scale: float
+    ) -> tuple[Tensor, ...]:
+        self._checked("flash", query, key, value)
+        groups = query.shape[1] // key.shape[1]
+        scores = self._scores(query, key.repeat_interleave(groups, 1), None, causal, scale)
+        return scores.softmax(-1) @ value.repeat_interleave(groups, 1), scores.logsumexp(-1), query
+
+    def _scaled_dot_product_flash_attention_backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor, first: None,
+        last: None, queries: int, keys: int, dropout: float, causal: bool, seed: Tensor, offset: Tensor, *, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self._checked("flash backward", gradient, query, key, value)
+        assert (queries, keys) == (query.shape[2], key.shape[2])
+        assert sums.is_contiguous()
+        groups = query.shape[1] // key.shape[1]
+        wide_key, wide_value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        scores = self._scores(query, wide_key, None, causal, scale)
+        found = self._gradients(gradient, query, wide_key, wide_value, output, sums, scores, scale)
+        of_key, of_value = (part.unflatten(1, (key.shape[1], groups)).sum(2) for part in found[1:])
+        return found[0], of_key, of_value
+
+    def _scaled_dot_product_efficient_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, with_sums: bool, dropout: float,
+        causal: bool, *, scale: float,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        self._checked("efficient", query, key, value, bias=bias)
+        assert query.shape[1] == key.shape[1]
+        scores = self._scores(query, key, bias, causal, scale)
+        padded = torch.nn.functional.pad(scores.logsumexp(-1), (0, -scores.shape[2] % 32), value=float("inf"))
+        return scores.softmax(-1) @ value, padded, query, query
+
+    def _scaled_dot_product_efficient_attention_backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, output: Tensor,
+        sums: Tensor, seed: Tensor, offset: Tensor, dropout: float, wanted: list[bool], causal: bool, *, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor, None]:  # fmt: skip
+        self._checked("efficient backward", gradient, query, key, value, bias=bias)
+        assert sums.shape[-1] % 32 == 0
+        scores = self._scores(query, key, bias, causal, scale)
+        own = sums[..., : query.shape[2]]
+        return *self._gradients(gradient, query, key, value, output, own, scores, scale), None
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "plain"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_kernels_of_a_gpu_are_called_as_they_want(
+    kernel: str, causal: bool, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """13 keys, of half as many heads as queries: with each kernel the attention of plain products."""
+    if kernel == "flash" and masked:
+        return  # which takes none
+    kernels = KernelsOfCuda()
+    monkeypatch.setattr(context_parallel, "kernel_of", lambda query, seen: kernel)
+    monkeypatch.setattr(context_parallel, "aten", kernels)
+    monkeypatch.setattr(context_parallel, "_is_apart", lambda tensor: True)
+    hold_a_part(causal, masked, "cpu", 13)
+    assert kernels.called == (set() if kernel == "plain" else {kernel, f"{kernel} backward"})

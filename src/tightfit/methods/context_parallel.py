@@ -36,8 +36,11 @@ from tightfit.models import task_of
 from tightfit.models.objective import IGNORED, TASKS, Batch, map_tensors, next_token_targets
 from tightfit.plan import Plan
 
+aten = torch.ops.aten
 VARIANTS = ({"cp": 2}, {"cp": 2, "zero": 3})
 NAME = "tightfit_ring"
+ALIGNED = 8  # numbers: CUDA's kernels take heads, and rows of a mask, of a multiple of so many
+WIDEST_FLASH = 256  # numbers in a head, at most
 _BEYOND = ("softcap", "s_aux", "position_bias", "sliding_window")  # what some models' attention has besides
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
@@ -295,9 +298,12 @@ def attend(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     narrow, wide = query.shape[-1], value.shape[-1]
-    if narrow != wide:  # one kernel for both: columns of zeros change nothing (the scale is known already)
-        query, key = (functional.pad(x, (0, max(wide - narrow, 0))) for x in (query, key))
-        value = functional.pad(value, (0, max(narrow - wide, 0)))
+    most = max(narrow, wide)
+    if _is_apart(query):
+        most += -most % ALIGNED
+    if not narrow == wide == most:  # one kernel for both: columns of zeros change nothing (the scale is known already)
+        query, key = (functional.pad(x, (0, most - narrow)) for x in (query, key))
+        value = functional.pad(value, (0, most - wide))
     output = RingAttention.apply(query, key, value, attention_mask, causal, scale, _rings[module])
     return output[..., :wide].transpose(1, 2).contiguous(), None  # as sdpa's is: some models take a view of it
 
@@ -396,18 +402,45 @@ def _of(seen: Tensor | None, columns: slice) -> Tensor | None:
     return None if seen is None else seen[..., columns]
 
 
+def _is_apart(tensor: Tensor) -> bool:
+    return tensor.device.type != "cpu"
+
+
+def kernel_of(query: Tensor, seen: Tensor | None) -> str:
+    """Which of PyTorch's kernels computes attention here: "cpu", "flash", "efficient", or "plain" products.
+
+    flash takes 16-bit types without a mask, and heads of fewer keys than queries as they are; efficient takes fp32 and masks.
+    """
+    if query.device.type == "cpu":
+        return "cpu"
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return "plain"
+    narrow = query.dtype != torch.float32 and seen is None and query.shape[-1] <= WIDEST_FLASH
+    if narrow and torch.cuda.get_device_capability(query.device) >= (8, 0):
+        return "flash"
+    return "efficient"
+
+
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """PyTorch's fused kernel: (batch, heads, queries, width), and of each query the log of its sum of exponentials in fp32."""
+    kernel = kernel_of(query, seen)
+    if kernel == "flash":
+        output, sums, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+        return output, sums
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     bias = None if seen is None else _as_bias(seen, query, key)
-    if query.device.type == "cpu":
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    if kernel == "cpu":
+        flash = aten._scaled_dot_product_flash_attention_for_cpu
         return flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
-    output, sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+    if kernel == "plain":
+        scores = _scores(query, key, bias, causal, scale)
+        sums = scores.logsumexp(-1)
+        return (scores - sums.unsqueeze(-1)).exp() @ value, sums
+    output, sums, *_ = aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, 0.0, causal, scale=scale
     )
     return output, sums[..., : query.shape[2]]  # it pads them to its tiles
@@ -418,20 +451,30 @@ def _attention_backward(
     causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value; output and sums are those over all keys, wherever they are."""
-    heads = key.shape[1]
+    kernel, heads = kernel_of(query, seen), key.shape[1]
+    if kernel == "flash":
+        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout that is not there
+        return aten._scaled_dot_product_flash_attention_backward(
+            gradient.contiguous(), query, key, value, output.contiguous(), sums.contiguous(), None, None, query.shape[2],
+            key.shape[2], 0.0, causal, seed, seed, scale=scale,
+        )  # fmt: skip
     groups = query.shape[1] // heads
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     bias = None if seen is None else _as_bias(seen, query, key)
-    if query.device.type == "cpu":
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    if kernel == "cpu":
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, query, key, value, output, sums.transpose(1, 2).contiguous().transpose(1, 2), 0.0, causal,
             attn_mask=bias, scale=scale,
         )  # fmt: skip
+    elif kernel == "plain":
+        shares = (_scores(query, key, bias, causal, scale) - sums.unsqueeze(-1)).exp()
+        inner = shares * (gradient @ value.mT - (gradient * output).sum(-1, keepdim=True)) * scale
+        found = inner @ key, inner.mT @ query, shares.mT @ gradient
     else:
         padded = functional.pad(sums, (0, -sums.shape[-1] % 32), value=float("inf"))  # as the forward's are
         seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of a dropout that is not there
-        found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        found = aten._scaled_dot_product_efficient_attention_backward(
             gradient,
             query,
             key,
@@ -455,8 +498,21 @@ def _attention_backward(
     return of_query, of_key, of_value
 
 
+def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
+    scores = query @ key.mT * scale
+    if bias is not None:
+        scores = scores + bias
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    return scores
+
+
 def _as_bias(seen: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """(batch, heads, queries, keys) with 0 for keys that are seen, and the lowest number for others: not -inf, so that a query
     that sees none of a device's keys has a sum that vanishes beside others' and is a number."""
-    bias = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, torch.finfo(query.dtype).min)
+    keys = seen.shape[-1]
+    if _is_apart(query):  # CUDA's kernel reads rows that begin at multiples of 16 bytes
+        seen = functional.pad(seen, (0, -keys % ALIGNED))
+    bias = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, torch.finfo(query.dtype).min)[..., :keys]
     return bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])

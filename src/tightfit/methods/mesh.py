@@ -88,8 +88,27 @@ class Mesh:
         """`values`, in place, summed over the devices along `axes`."""
         for axis in axes:
             if self.size(axis) > 1:
-                dist.all_reduce(values, op, group=self.group(axis))
+                self.sum_in(values, self.group(axis), op)
         return values
+
+    def sum_in(
+        self, values: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Tensor:
+        """`values`, in place, summed over the devices of a group. NCCL takes only what lies on the device, in one piece: what is
+        offloaded, or is not contiguous, goes there and back."""
+        there = self.here(values)
+        dist.all_reduce(there, op, group=group)
+        return values if there is values else values.copy_(there)
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device."""
+        return local_device(self.axes["pp"].device_type)
+
+    def here(self, tensor: Tensor) -> Tensor:
+        """A tensor as the devices can send it to each other: on this process's device, and contiguous."""
+        elsewhere = tensor.device.type != self.device.type
+        return (tensor.to(self.device) if elsewhere else tensor).contiguous()
 
     def begin_sum(self, values: Tensor, axes: tuple[str, ...]) -> Callable[[], Tensor]:
         """As `sum`, under way while the caller goes on; what it returns waits for it."""
@@ -132,7 +151,7 @@ class Slice:
 
     def whole(self, part: Tensor) -> Tensor:
         """The whole of a tensor whose part each device has. All devices of the axis take part."""
-        count = self.mesh.size("tp")
+        count, part = self.mesh.size("tp"), self.mesh.here(part)
         most = (self.range(0)[1] - self.range(0)[0]) * self.pieces
         missing = most - part.shape[self.dim]
         padded = torch.cat([part, part.new_zeros(*self._sized(part, missing))], self.dim) if missing else part

@@ -117,6 +117,7 @@ class Pipeline:
         self.slots, self.kept, self.stubs, self.shared, self.stale = slots, kept, stubs, shared, stale
         self.here = {number: Here(number, passage, block) for number, block in kept.items()}
         self.rank, self.devices = mesh.rank("pp"), mesh.size("pp")
+        self.device = mesh.device  # not that of a parameter, which may be offloaded
         self.last = len(pieces) - 1
         self.copies = shared if self.rank else frozenset()
         self.alive: dict[tuple[int, int], _Alive] = {}
@@ -329,7 +330,7 @@ class Pipeline:
         predicted = active_fake_mode() is not None
         self.expected[action] = []
         for dtype, shape, _ in looks:
-            tensor = torch.empty(shape, dtype=dtype, device=group_device(self.kept))
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
             work = None if predicted else dist.irecv(tensor, group=line[0], group_src=line[1])
             self.expected[action].append((work, tensor))
         return True
@@ -347,7 +348,7 @@ class Pipeline:
             self.waited_s += time.perf_counter() - began
         else:
             for dtype, shape, _ in looks:
-                found.append(torch.empty(shape, dtype=dtype, device=group_device(self.kept)))
+                found.append(torch.empty(shape, dtype=dtype, device=self.device))
                 self._wait_for(found[-1], group, device)
         if found:
             self._learn_from(action)
@@ -405,7 +406,7 @@ class Pipeline:
         if active_fake_mode() is not None:
             self.used[known] = [True] * len(looks)
         elif known not in self.used:
-            words = torch.zeros(len(looks), dtype=torch.int64, device=group_device(self.kept))
+            words = torch.zeros(len(looks), dtype=torch.int64, device=self.device)
             self._wait_for(words, *self._line(action.chunk, action.chunk + 1, "backward"))
             self.used[known] = [bool(word) for word in words.tolist()]
         used = self.used[known]
@@ -419,9 +420,10 @@ class Pipeline:
         weights = [weight for weight in weights_named(run, self.shared) if weight.requires_grad]
         if not weights:
             return
-        total = partial(dist.all_reduce, group=self.mesh.lines["ends"])
+        total = partial(self.mesh.sum_in, group=self.mesh.lines["ends"])
         with made_everywhere(weights, total):
             for weight in weights:
+                assert weight.grad is not None
                 total(weight.grad)
 
 
@@ -434,7 +436,3 @@ def _key_of(batch: Batch) -> Any:
     """What decides the shapes of what is sent for a batch, and whether it has gradients."""
     leaves = tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
     return leaves, torch.is_grad_enabled()
-
-
-def group_device(blocks: dict[int, nn.Module]) -> torch.device:
-    return next(parameter.device for block in blocks.values() for parameter in block.parameters())

@@ -145,7 +145,7 @@ class Rows:
     def whole(self, weight: Tensor, value: Tensor) -> Tensor:
         parameter = self.owner[weight]  # type: ignore[index]
         whole = DTensor.from_local(
-            value, self.mesh.axes["dp_shard"], [Shard(0)], run_check=False,
+            self.mesh.here(value), self.mesh.axes["dp_shard"], [Shard(0)], run_check=False,
             shape=parameter.shape if parameter.dim() else torch.Size([1]),
             stride=parameter.stride() if parameter.dim() else (1,),
         )  # fmt: skip
