@@ -133,12 +133,14 @@ def batches_of(job: Any, count: int) -> list[dict[str, Any]]:
     """The first batches of a job as tightfit's loader makes them, on the host: {"input_ids", "labels", ...} of (batch, length)."""
     from typing import cast
 
+    import torch
+
     import tightfit
     from tightfit.methods import loader
     from tightfit.methods.run import Run
 
     nothing, plan = cast(Any, None), tightfit.Plan()
-    empty = Run(job, plan, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+    empty = Run(job, plan, torch.device("cpu"), nothing, nothing, nothing, nothing, nothing, nothing)
     return [batch for (batch,) in itertools.islice(loader.apply(empty, plan).data.steps(0, None), count)]
 
 

@@ -185,15 +185,15 @@ def _with(fault: str) -> Iterator[None]:
     from tightfit.engine import step
     from tightfit.methods.mesh import Mesh
 
-    kept, begin = step.to_device, Mesh.begin_sum
+    kept, begin = step.arriving, Mesh.begin_sum
     if fault == "batch":
-        step.to_device = lambda batch, run: batch
+        step.arriving = lambda micro_batches, run: iter(micro_batches)
     elif fault == "sum":
         Mesh.begin_sum = lambda mesh, values, axes: begin(mesh, values.cpu(), axes)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        step.to_device, Mesh.begin_sum = kept, begin  # type: ignore[method-assign]
+        step.arriving, Mesh.begin_sum = kept, begin  # type: ignore[method-assign]
 
 
 def run_case(job: Any, fields: dict[str, Any], rank: int) -> None:
