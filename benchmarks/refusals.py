@@ -219,10 +219,11 @@ def main() -> None:
         default=120,
         help="for the list of plans of one draw; 0: only see that search never raises",
     )
+    parser.add_argument("--first", type=int, default=0, help="the number of the first draw: a run can be gone on with")
     arguments = parser.parse_args()
     until, rows = time.monotonic() + 60 * arguments.minutes, []
     everything = draws(arguments.seed)
-    for draw in everything:
+    for draw in everything[arguments.first :]:
         if time.monotonic() > until:
             break
         rows.append(checked(draw, arguments.seconds))
@@ -234,7 +235,7 @@ def main() -> None:
         wrong = sum(bool(one["wrong"]) for one in rows)
         if arguments.out:
             what = {
-                "code": code_version(), "seed": arguments.seed, "draws": len(rows), "of": len(everything), "wrong": wrong,
+                "code": code_version(), "seed": arguments.seed, "first": arguments.first, "draws": len(rows), "of": len(everything), "wrong": wrong,
                 "rows": rows,
             }  # fmt: skip
             arguments.out.write_text(json.dumps(what, indent=1) + "\n")
