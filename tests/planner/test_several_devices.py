@@ -148,6 +148,13 @@ def test_what_is_offloaded_is_no_longer_the_device_s(
     assert found.time.communication_s > without.time.communication_s
 
 
+def test_what_is_recomputed_is_not_offloaded() -> None:
+    job, words = JOB.replace(allow=["bf16", "offload"]), ("states", "activations")
+    plan = tightfit.Plan(recompute="full", micro_batch=4, offload=words, fused_optimizer=True)
+    found = Estimator(job, Machine.named("a100-80gb")).estimate(plan).peak
+    assert found.total - found.rows["runtime"] == pytest.approx(rehearse(job, plan, "cuda").total, rel=0.03)
+
+
 def test_a_search_offloads_where_nothing_else_fits() -> None:
     machine = Machine.named("a100-80gb")
     least = Estimator(JOB, machine).estimate(tightfit.Plan(micro_batch=1, recompute="full", fused_optimizer=True))

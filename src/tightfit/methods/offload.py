@@ -4,7 +4,8 @@ Saves   what is named: of an fp32 parameter with Adam, states 8 bytes, gradients
         host: page-locked memory beside a GPU. disk: files that are mapped, and take no memory that cannot be taken back.
 Costs   copies at the link's rate or the disk's: states once to the device and once back for each step, activations once out and
         once in for each micro-batch, gradients out for each and in for the update; parameters to a GPU for each forward, each
-        backward and the update.
+        backward and the update. A GPU goes on meanwhile: what forward saved leaves beside it, and comes back while it is at what
+        was saved later, up to 256 MiB or one tensor ahead of its use.
 When    nothing else fits on one device. Large batches hide it: what moves with states does not grow with them.
 Order   around the forward as the precision runs it, and around blocks that recompute and compile have changed; before a
         pipeline or zero divide what it holds.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -25,7 +27,7 @@ from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.run import Run, Undivided
 from tightfit.methods.shards import comes_and_goes, gathered_of, narrow_names, sharded, working_weights
-from tightfit.methods.stores import SMALL, Gradients, Store, is_apart
+from tightfit.methods.stores import SMALL, Gradients, Store, is_apart, most_ahead
 from tightfit.models.objective import Batch
 from tightfit.plan import Plan
 from tightfit.program import Buffer, Passage
@@ -37,6 +39,8 @@ VARIANTS = (
 )
 DISK_BYTES_PER_S = 5e8  # until somebody measures it: what a plain SSD writes
 HOST_BYTES_PER_S = 1e10
+
+Events = tuple[tuple[Buffer, int], ...]
 
 
 def wanted(plan: Plan) -> bool:
@@ -86,8 +90,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         for name, update in updates.items()
     }
     if "activations" in plan.offload:
-        training, size = _left_out(training, ledger.micro_batch, mapped=machine.device == "cpu")
-        beside["activations"] = between["activations"] = size * steps / plan.pp
+        training, size = _left_out(training, ledger.micro_batch, apart, divided=plan.pp > 1)
+        beside["activations"] = 2.0 * size * steps / plan.pp
         held["activations"] = size
     alone = gathers and plan.shards == 1  # then fully_shard takes gradients over while nothing else goes on
     messages = [
@@ -114,9 +118,11 @@ def _pinned(size: float) -> float:
     return 2.0 ** math.ceil(math.log2(size)) if size >= 1 else 0.0
 
 
-def _left_out(training: tuple[Passage, ...], samples: int, mapped: bool) -> tuple[tuple[Passage, ...], float]:
-    """The program in which what forward saves goes at the end of its passage, and comes back where backward frees it (where it
-    is not used as it is mapped); and how many bytes that is."""
+def _left_out(
+    training: tuple[Passage, ...], samples: int, apart: bool, divided: bool
+) -> tuple[tuple[Passage, ...], float]:
+    """The program in which what forward saves goes at the end of its passage, and comes back before backward frees it (where it
+    is not used as it is mapped); and how many bytes that is. divided: passages may come to lie on several devices."""
     saved = {
         buffer
         for passage in training
@@ -124,29 +130,66 @@ def _left_out(training: tuple[Passage, ...], samples: int, mapped: bool) -> tupl
         for buffer, sign in passage.timeline.events
         if sign < 0 and buffer.row == "activations" and buffer.size.at(samples) > SMALL
     }
-    size, edited = 0.0, []
+    for passage in training:
+        if passage.phase == "backward":  # what it makes itself, as where it recomputes
+            saved.difference_update(passage.timeline.born)
+    size, largest = 0.0, 0.0
+    forward: list[Passage] = []
     for passage in training:
         timeline = passage.timeline
+        leaving: list[Buffer] = []
         if passage.phase == "forward":
             gone = timeline.gone
             leaving = [buffer for buffer in timeline.born if buffer in saved and buffer not in gone]
-            size += sum(buffer.size.at(samples) for buffer in leaving)
-            edited.append(replace(timeline, events=(*timeline.events, *((buffer, -1) for buffer in leaving))))
-        else:
-            left = [event for event in timeline.events if not mapped or event[0] not in saved]
-            edited.append(replace(timeline, events=tuple(_coming_back(left, saved))))
-    return tuple(replace(p, timeline=timeline) for p, timeline in zip(training, edited, strict=True)), size
+            sizes = [buffer.size.at(samples) for buffer in leaving]
+            size, largest = size + sum(sizes), max(largest, *sizes, 0.0)
+        events = (*timeline.events, *((buffer, -1) for buffer in leaving))
+        forward.append(replace(passage, timeline=replace(timeline, events=events)))
+    backward = [number for number, passage in enumerate(forward) if passage.phase != "forward"]
+    stretches = [forward[number].timeline.events for number in backward]
+    if not apart:
+        found = [tuple(event for event in events if event[0] not in saved) for events in stretches]
+    else:
+        ahead = _Ahead(saved, samples, most_ahead(largest))
+        found = ahead.coming_back(stretches) if not divided else [ahead.coming_back([one])[0] for one in stretches]
+    for number, events in zip(backward, found, strict=True):
+        forward[number] = replace(forward[number], timeline=replace(forward[number].timeline, events=events))
+    return tuple(forward), size
 
 
-def _coming_back(events: list[tuple[Buffer, int]], saved: set[Buffer]) -> list[tuple[Buffer, int]]:
-    """What backward frees one after another it has used together."""
-    found: list[tuple[Buffer, int]] = []
-    for frees, group in itertools.groupby(events, key=lambda event: event[1] < 0):
-        stretch = list(group)
-        if frees:
-            found += [(buffer, 1) for buffer, _ in stretch if buffer in saved]
-        found += stretch
-    return found
+class _Ahead:
+    """When what forward saved comes back in the events of backward: what backward frees one after another it has used together,
+    and when it uses a buffer the next ones come, up to `most` bytes or one."""
+
+    def __init__(self, saved: set[Buffer], samples: int, most: float) -> None:
+        self.saved, self.samples, self.most = saved, samples, most
+
+    def coming_back(self, stretches: list[Events]) -> list[Events]:
+        """The events of stretches that follow each other."""
+        freed = [buffer for events in stretches for buffer, sign in events if sign < 0 and buffer in self.saved]
+        place, ahead = 0, deque[Buffer]()  # of the next one that comes; what has come and is not used yet
+        found = []
+        for events in stretches:
+            edited: list[tuple[Buffer, int]] = []
+            for frees, group in itertools.groupby(events, key=lambda event: event[1] < 0):
+                stretch = list(group)
+                used = [buffer for buffer, _ in stretch if frees and buffer in self.saved]
+                for buffer in used:
+                    if ahead:
+                        ahead.popleft()
+                    else:
+                        edited.append((buffer, 1))
+                        place += 1
+                    while place < len(freed) and self._fits(ahead, freed[place]):
+                        edited.append((freed[place], 1))
+                        ahead.append(freed[place])
+                        place += 1
+                edited += stretch
+            found.append(tuple(edited))
+        return found
+
+    def _fits(self, ahead: deque[Buffer], one: Buffer) -> bool:
+        return not ahead or sum(buffer.size.at(self.samples) for buffer in (*ahead, one)) <= self.most
 
 
 def apply(run: Run, plan: Plan) -> Run:

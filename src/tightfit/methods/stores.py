@@ -1,6 +1,10 @@
 """Stores: memory that is not the device's, for what a step needs rarely: page-locked host memory, or files that are mapped.
 
 A mapped file is no data of the process: the system writes its pages to disk when memory is short, and reads them back.
+
+A GPU copies on two streams beside its own, one for each direction, so that what comes does not wait for what goes. Events
+order the three. torch's allocator of page-locked memory keeps freed buffers for the next ones of the same size, and gives
+none away before the copies that it knows of have ended: each copy here is one of those.
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 import os
 import tempfile
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,6 +33,7 @@ from tightfit.units import format_bytes
 TARGET: ContextVar[str | None] = ContextVar("target", default=None)
 """The kind of device that fake tensors stand for; None for the one that they lie on."""
 SMALL = 2**16  # bytes up to which a saved tensor stays where it is
+AHEAD = 2**28  # bytes of saved tensors that come to the device ahead of their use: at most so many, or one tensor
 
 
 def is_apart(device: torch.device) -> bool:
@@ -42,7 +48,9 @@ class Store:
         self.device, self.on_disk = device, plan.offload_to == "disk"
         self.folder = Path(plan.offload_folder or tempfile.gettempdir())
         self.taken = 0
-        self._stream: torch.cuda.Stream | None = None  # on which copies pass beside the device's other work
+        self._out: torch.cuda.Stream | None = None  # on which copies leave beside the device's other work
+        self._in: torch.cuda.Stream | None = None  # on which they come
+        self._leaving: dict[int, torch.cuda.Event] = {}  # address of a storage here -> when its last copy has arrived
         self.note: Callable[[Tensor], None] | None = None  # who watches memory is told of what is made here
         self.factor: Tensor | None = None  # by which gradients are scaled when they are brought to the device
         self.states: dict[tuple[Tensor, str], Tensor] = {}
@@ -106,23 +114,64 @@ class Store:
 
     def fetch(self, value: Tensor) -> Tensor:
         """A tensor of the store as the device computes with it: a processor does where it is."""
-        if self.device.type == "cpu" and is_apart(self.device):  # predicted
-            return value.clone()
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
-        return value.to(self.device, non_blocking=True)
+        return self.begin(value).end()
+
+    def begin(self, value: Tensor) -> Coming:
+        """Begin to fetch a tensor of the store while the device works on.
+
+        The memory is of the device's own stream, as is all other memory. So the copy waits for the work that the stream has
+        by now, which may use that memory, and for the tensor's copy out. It does not wait for other copies out.
+        """
+        if not is_apart(self.device) or value.device.type != "cpu":
+            return Coming(value)
+        if self.device.type == "cpu":  # predicted
+            return Coming(value.clone())
+        here = torch.empty_like(value, device=self.device, pin_memory=False)
+        current = torch.cuda.current_stream(self.device)
+        self._in = self._in or torch.cuda.Stream(self.device)
+        self._in.wait_stream(current)
+        left = self._leaving.get(value.untyped_storage()._cdata)
+        if left is not None:
+            self._in.wait_event(left)
+        with torch.cuda.stream(self._in):
+            here.copy_(value, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record(self._in)
+        return Coming(here, arrived, current)
+
+    def send(self, value: Tensor, kept: Tensor) -> None:
+        """Copy `value`, a tensor on the device, into `kept`, one of the store, while the device works on."""
+        with self._beside(value, kept):
+            kept.copy_(value, non_blocking=True)
+
+    def add(self, value: Tensor, kept: Tensor) -> None:
+        """Add `value`, a tensor on the device, to `kept`, one of the store, while the device works on."""
+        if not is_apart(self.device):
+            kept.add_(value)
+            return
+        with self._beside(value, kept):  # the device adds: no host has to wait for it
+            there = torch.empty_like(kept, device=self.device, pin_memory=False).copy_(kept, non_blocking=True)
+            kept.copy_(there.add_(value), non_blocking=True)
 
     @contextmanager
-    def beside(self, value: Tensor) -> Iterator[None]:
-        """Within, what is copied of `value`, a tensor on the device, is copied while the device goes on."""
+    def _beside(self, value: Tensor, kept: Tensor) -> Iterator[None]:
+        """Within, what is copied of `value` into `kept` is copied while the device works on."""
         if self.device.type != "cuda":
             yield
             return
-        self._stream = self._stream or torch.cuda.Stream(self.device)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        self._out = self._out or torch.cuda.Stream(self.device)
+        self._out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._out):
             yield
-        value.record_stream(self._stream)
+        value.record_stream(self._out)
+        left = torch.cuda.Event()
+        left.record(self._out)
+        self._leaving[kept.untyped_storage()._cdata] = left
+
+    def forget(self, kept: Tensor) -> None:
+        """Of a tensor of the store that is given up: nobody fetches it any more."""
+        self.taken -= kept.nbytes
+        self._leaving.pop(kept.untyped_storage()._cdata, None)
 
     def bring(self, weight: Tensor) -> Tensor:
         """A weight that lies here, or whose gradient does, on the device and with its gradient."""
@@ -143,10 +192,11 @@ class Store:
 
     def settle(self) -> None:
         """Wait for what is on its way from the device: the host reads it next."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self._out is not None:
+            self._out.synchronize()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+        self._leaving.clear()
 
     def stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
         """A weight for the optimizer in the place of a parameter on the device whose gradient lies here: it takes no memory."""
@@ -158,20 +208,129 @@ class Store:
     def saving(self, parameters: set[int]) -> saved_tensors_hooks:
         """Within, what a forward saves for backward waits in the store. parameters: addresses of storages that stay."""
 
+        order = _Order(self)
+
         def pack(tensor: Tensor) -> Any:
             if tensor.nbytes <= SMALL or tensor.untyped_storage()._cdata in parameters:
                 return tensor
-            with self.beside(tensor):
-                return self.put(tensor.detach()), tensor.nbytes
+            return order.put(tensor.detach())
 
         def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, Tensor):
-                return packed
-            kept, size = packed
-            self.taken -= size
-            return self.fetch(kept)
+            return packed if isinstance(packed, Tensor) else order.fetch(packed)
 
         return saved_tensors_hooks(pack, unpack)
+
+
+class Coming:
+    """A tensor on its way to the device.
+
+    here     the tensor there: its memory is that of `stream`
+    arrived  when the copy has ended; None where no copy is under way
+    """
+
+    def __init__(self, here: Tensor, arrived: torch.cuda.Event | None = None, stream: Any = None) -> None:
+        self.here, self.arrived, self.stream = here, arrived, stream
+
+    def end(self) -> Tensor:
+        """The tensor, which the device's stream uses when the copy has ended."""
+        if self.arrived is not None:
+            current = torch.cuda.current_stream(self.here.device)
+            current.wait_event(self.arrived)
+            if current != self.stream:
+                self.here.record_stream(current)
+            self.arrived = None
+        return self.here
+
+    def __del__(self) -> None:
+        if self.arrived is not None:  # nobody wants it: no other may have its memory before the copy has ended
+            self.stream.wait_event(self.arrived)
+
+
+class _Saved:
+    """A tensor that a forward saved, until its graph gives it up.
+
+    kept    the copy in the store
+    place   its number in `order`
+    coming  its copy for the device, where that is fetched ahead of its use
+    asked   whether it was fetched before, ahead or when it was used
+    """
+
+    def __init__(self, kept: Tensor, order: _Order, place: int) -> None:
+        self.kept, self.order, self.place = kept, order, place
+        self.coming: Coming | None = None
+        self.asked = False
+
+    def __del__(self) -> None:
+        if self.coming is not None:
+            self.order.ahead -= self.kept.nbytes
+        self.order.store.forget(self.kept)
+
+
+class _Order:
+    """What one forward saves, in this order: backward uses it in about the reverse one.
+
+    When backward uses a tensor, those saved just before it begin to come, as many as fit in AHEAD bytes and in the bytes of
+    the largest one, and at least one. Each comes once for each use: one that a graph uses again, because it was retained,
+    comes when it is used. The graph alone holds what it saves.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.saved: list[weakref.ref[_Saved]] = []
+        self.largest = self.ahead = 0  # bytes of the largest, and of those that are fetched and not yet used
+        self.next = 0  # place of the next one to fetch ahead
+
+    def put(self, value: Tensor) -> _Saved:
+        kept = self.store.empty(value.shape, value.dtype)
+        if is_dense(value):  # so the copy is one piece, and kernels find the layout that they would have found
+            kept = kept.as_strided(value.shape, value.stride())
+        self.store.send(value, kept)
+        saved = _Saved(kept, self, len(self.saved))
+        self.saved.append(weakref.ref(saved))
+        self.largest, self.next = max(self.largest, kept.nbytes), len(self.saved)
+        return saved
+
+    def fetch(self, saved: _Saved) -> Tensor:
+        """What was saved, on the device; what is used next comes meanwhile."""
+        coming, saved.coming = saved.coming, None
+        if coming is None:
+            coming = self.store.begin(saved.kept)
+        else:
+            self.ahead -= saved.kept.nbytes
+        saved.asked = True
+        here = coming.end()
+        if is_apart(self.store.device):
+            self._fetch_ahead(saved.place)
+        return here
+
+    def _fetch_ahead(self, place: int) -> None:
+        """Begin to fetch those before `place`."""
+        most = most_ahead(self.largest)
+        self.next = min(self.next, place - 1)
+        while self.next >= 0:
+            one = self.saved[self.next]()
+            if one is not None and not one.asked:
+                size = one.kept.nbytes
+                if self.ahead and self.ahead + size > most:
+                    return
+                one.coming, one.asked = self.store.begin(one.kept), True
+                self.ahead += size
+            self.next -= 1
+
+
+def most_ahead(largest: float) -> float:
+    """Bytes of saved tensors that come ahead of their use, if several do. largest: bytes of the largest saved tensor."""
+    return min(AHEAD, largest)
+
+
+def is_dense(value: Tensor) -> bool:
+    """Whether a tensor's elements fill its memory once each, in whatever order of its dims."""
+    count = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size != 1 and stride != count:
+            return False
+        count *= size
+    return True
 
 
 class Gradients:
@@ -195,14 +354,11 @@ class Gradients:
         if parameter not in self.kept:
             self.kept[parameter] = self.store.empty(gradient.shape, gradient.dtype)
         kept = self.kept[parameter]
-        with self.store.beside(gradient):
-            if parameter not in self.there:
-                kept.copy_(gradient, non_blocking=True)
-                self.there.add(parameter)
-            elif is_apart(self.store.device):  # the device adds: no host has to wait for it
-                kept.copy_(self.store.fetch(kept).add_(gradient), non_blocking=True)
-            else:
-                kept.add_(gradient)
+        if parameter not in self.there:
+            self.store.send(gradient, kept)
+            self.there.add(parameter)
+        else:
+            self.store.add(gradient, kept)
         parameter.grad = None
 
     def end(self) -> None:
