@@ -235,8 +235,8 @@ def main() -> None:
         wrong = sum(bool(one["wrong"]) for one in rows)
         if arguments.out:
             what = {
-                "code": code_version(), "seed": arguments.seed, "first": arguments.first, "draws": len(rows), "of": len(everything), "wrong": wrong,
-                "rows": rows,
+                "code": code_version(), "seed": arguments.seed, "first": arguments.first, "draws": len(rows),
+                "of": len(everything), "wrong": wrong, "rows": rows,
             }  # fmt: skip
             arguments.out.write_text(json.dumps(what, indent=1) + "\n")
     if any(row["wrong"] for row in rows):

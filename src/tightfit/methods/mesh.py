@@ -428,7 +428,7 @@ class Statistics:
                 flat.zero_()
             self.mesh.sum(flat, DATA).div_(self.mesh.part[1] * self.mesh.cp)
             for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-                buffer.copy_(mean.view(buffer.shape))
+                buffer.data.copy_(mean.view(buffer.shape))  # a backward that is still to come reads none of them
 
     def _find_written(self) -> None:
         """Those that any replica has written since it was made: all of them agree."""

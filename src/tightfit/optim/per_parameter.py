@@ -211,11 +211,15 @@ class PerParameter(Optimizer):
         parameters, others = self._parameters(), set(CARRIED.values()) - {CARRIED.get(self._rounding)}
         for number, states in state_dict["state"].items():
             parameter, group = parameters[number], groups[number]
-            self.state[parameter] = {
-                name: self._put(parameter, name, self._load(name, value, parameter, group))
-                for name, value in states.items()
-                if name not in others
+            loaded = {
+                name: self._load(name, value, parameter, group) for name, value in states.items() if name not in others
             }
+            self.state[parameter] = {  # what a rounding carries stays on the device, where updates find it
+                name: value if name in CARRIED.values() else self._put(parameter, name, value)
+                for name, value in loaded.items()
+            }
+        if self._keep is not None:
+            self._keep.settle()
 
     def _load(self, name: str, value: Any, parameter: Tensor, group: dict[str, Any]) -> Any:
         if isinstance(value, dict):
