@@ -65,3 +65,15 @@ def test_tf32_allows_no_16_bit_type(precision: str) -> None:
 def test_the_remedy_adds_to_what_the_job_says_and_no_more(allow: list[str] | None, advice: str) -> None:
     with pytest.raises(InputError, match=advice):
         check(tightfit.Plan(states="8-bit"), tiny.job().replace(allow=allow), "cpu")
+
+
+def test_fused_sgd_is_refused_where_it_updates_nothing() -> None:
+    """On a processor torch's fused SGD leaves weights in bf16 as they are: training stood still without a word."""
+    job = tightfit.Job(
+        model=lambda: None, data=[0], train=tightfit.Train(optimizer="sgd", batch=1, steps=1), allow=["bf16"]
+    )
+    plan = tightfit.Plan(precision="bf16-true", fused_optimizer=True)
+    with pytest.raises(tightfit.InputError, match="fused SGD"):
+        check(plan, job, "cpu")
+    check(plan, job, "cuda")
+    check(plan.replace(rounding="kahan"), job, "cpu")

@@ -53,6 +53,16 @@ RULES = (
         "use precision: bf16-true, or rounding: nearest",
     ),
     Rule(
+        "torch's fused SGD on a processor does not update weights in bf16",
+        lambda plan, job, device: (
+            device != "cpu"
+            or not plan.fused_optimizer
+            or job.train.optimizer != "sgd"
+            or (plan.precision, plan.rounding, plan.states) != ("bf16-true", "nearest", "fp32")
+        ),
+        "use fused_optimizer: false, or rounding: kahan",
+    ),
+    Rule(
         "an update in backward sees each gradient once, so the whole batch is one micro-batch",
         lambda plan, job, device: (
             not plan.update_in_backward or plan.micro_batch_of(job.train.batch) == plan.share_of(job.train.batch)
