@@ -388,3 +388,38 @@ def test_closure_is_called() -> None:
     before = model.up.weight.detach().clone()
     assert optimizer.step(lambda: backward(model, 0)) > 0
     assert not torch.equal(model.up.weight, before)
+
+
+class Drawer:
+    """A memory beside the device's that notes what is put there, and whether it was settled since."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.settled = True
+
+    def put_state(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
+        self.names.append(name)
+        self.settled = False
+        return value.clone()
+
+    def fetch(self, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    def settle(self) -> None:
+        self.settled = True
+
+
+def test_a_resume_leaves_on_the_device_what_kahan_carries_and_waits_for_what_it_puts_away() -> None:
+    def made(keep: Drawer) -> tuple[torch.nn.Parameter, PerParameter]:
+        weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+        return weight, PerParameter(torch.optim.AdamW([weight]), rounding="kahan", keep=keep)
+
+    before = Drawer()
+    weight, optimizer = made(before)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert "compensation" not in before.names
+    after = Drawer()
+    made(after)[1].load_state_dict(optimizer.state_dict())
+    assert set(after.names) == set(before.names)
+    assert after.settled

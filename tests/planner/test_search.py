@@ -440,3 +440,15 @@ def test_updates_are_rounded_to_the_nearest_only_where_the_job_or_the_plan_says_
     else:  # where nothing fits, the leanest plan is looked for among others
         seen = [leanest(Estimator(job, GPU), tightfit.Plan(**pins), pins).plan]  # type: ignore[union-attr]
     assert {plan.rounding for plan in seen} == {rounding}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_dry_run_keeps_the_rules_of_the_device_that_it_stands_for(device: str) -> None:
+    """Fused SGD updates weights in bf16 on a GPU, and not on a processor, on which dry runs for both are made."""
+    job = cases.job("llama", optimizer="sgd")
+    plan = tightfit.Plan(precision="bf16-true", fused_optimizer=True)
+    if device == "cuda":
+        assert rehearse(job, plan, device).total > 0
+        return
+    with pytest.raises(InputError, match="fused SGD"):
+        rehearse(job, plan, device)

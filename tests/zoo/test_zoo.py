@@ -113,6 +113,10 @@ FOUND = [
         "equal",
     ),  # collects hidden states by hooks of its first forward
     (Trial("running-mean", {"dp_replicate": 2, "micro_batch": 2}), "equal"),
+    (Trial("patchtst", {"pp": 2, "precision": "bf16-true"}), "equal"),  # its loss is in bf16, on the last device only
+    (Trial("cvt", {"pp": 2, "dp_replicate": 2, "schedule": "pipedream"}), "equal"),  # averages statistics under way
+    (Trial("several-losses", {"parameter_server": "async", "dp_replicate": 2}), "equal"),  # by the server's own log
+    (Trial("several-losses", {"fused_optimizer": True, "precision": "bf16-true"}, {"optimizer": "sgd"}), "refused"),
 ]
 
 

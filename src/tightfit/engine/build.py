@@ -13,7 +13,7 @@ from tightfit.machine import Machine
 from tightfit.methods import METHODS, boundaries, loader, microbatch
 from tightfit.methods.mesh import local_device, make_mesh
 from tightfit.methods.run import Data, Run
-from tightfit.methods.stores import Store
+from tightfit.methods.stores import TARGET, Store
 from tightfit.models import load_python, task_of
 from tightfit.models.masks import positions_unread
 from tightfit.models.objective import objective_of
@@ -33,7 +33,7 @@ def build(
     """
     plan = plan or Plan()
     kind = (machine or Machine.detect()).device
-    check(plan, job, kind)
+    check(plan, job, TARGET.get() or kind)  # a dry run keeps the rules of the device that it stands for
     device = local_device(kind)
     if kind == "cuda":  # before anything is allocated, or it would lie on the first device of the host, too
         torch.cuda.set_device(device)
