@@ -41,7 +41,7 @@ RECORD = ROOT / "records" / "gpu.json"
 LEAST_S = 12.0  # left of the budget, without which no part is begun
 KEPT_S = 8.0  # of the budget, for what the parent does at the end
 SAID = 1500  # characters of a part's last output in the record
-NEVER_UNPACKED = ("torch", "triton", "nvidia", "cuda")  # what is there was built for this driver
+NEVER_UNPACKED = ("torch", "triton", "nvidia", "cuda")  # the installed ones were built for this driver
 DONE, FAILED, OUT_OF_TIME = 0, 1, 3
 
 

@@ -333,7 +333,7 @@ class Ledger:
 
 
 _IN_A_GRAPH = ("forward", "backward")
-_OF_A_GRAPH = ("activations", "temporaries", "gradients")  # rows of what comes and goes in these
+_OF_A_GRAPH = ("activations", "temporaries", "gradients")  # rows that a graph allocates from its own pool
 
 
 def _messages(size: Linear, phase: str) -> tuple[Passage, Passage]:

@@ -148,7 +148,7 @@ RULES = (
     ),
     Rule(
         "a CUDA graph of a step holds the whole model on one device, and its gradients until the update: another micro-batch would "
-        "overwrite them, an update in backward would come between, and what is offloaded comes and goes",
+        "overwrite them, an update in backward would free them, and offloaded tensors change their addresses",
         lambda plan, job, device: (
             plan.compile_mode != "reduce-overhead"
             or (
