@@ -18,7 +18,6 @@ from tightfit.optim import make_optimizer
 
 BATCH, STEPS = 8, 2
 TYPES = {"true": torch.bfloat16, "half": torch.float16, "fp64": torch.float64}
-SCALE = 1024.0  # of the loss in fp16: small gradients do not vanish
 Weights = dict[str, Tensor]
 
 
@@ -50,13 +49,21 @@ def make_job(entry: Entry, train: dict[str, Any]) -> tightfit.Job:
     )
 
 
-def train_plainly(name: str, train: dict[str, Any], micro_batch: int | None, replicas: int, precision: str) -> Trained:
+def train_plainly(
+    name: str,
+    train: dict[str, Any],
+    micro_batch: int | None,
+    replicas: int,
+    precision: str,
+    loss_scale: float = 1.0,
+) -> Trained:
     """By the loop that anyone would write.
 
     micro_batch, replicas  how the batch is cut, for models in which a sample's result depends on the others of its forward:
                            then buffers are the means of the replicas'
     precision              fp32; mixed and half-mixed are torch.autocast to bf16 and fp16, true and half a model and inputs cast
                            to these; fp64 says what fp32 rounds
+    loss_scale             what the mean loss is multiplied by before its backward, in fp16
     """
     entry = find(name)
     try:
@@ -66,14 +73,20 @@ def train_plainly(name: str, train: dict[str, Any], micro_batch: int | None, rep
     settings, model = run.job.train, run.model
     start = tensors(model)
     try:
-        losses, negligible = _train(entry, run, settings, micro_batch, replicas, precision)
+        losses, negligible = _train(entry, run, settings, micro_batch, replicas, precision, loss_scale)
     except Exception as error:
         return Trained([], start, {}, {}, f"{type(error).__name__}: {error}")
     return Trained(losses, start, tensors(model), negligible)
 
 
 def _train(
-    entry: Entry, run: Any, settings: tightfit.Train, micro_batch: int | None, replicas: int, precision: str
+    entry: Entry,
+    run: Any,
+    settings: tightfit.Train,
+    micro_batch: int | None,
+    replicas: int,
+    precision: str,
+    loss_scale: float,
 ) -> tuple[list[float], Weights]:
     model, batches = run.model, run.data.steps(0, None)
     if precision in ("true", "half"):
@@ -84,13 +97,12 @@ def _train(
     size = min(micro_batch or share, share)
     correct_batch_norm(model, -(-share // size))
     optimizer = make_optimizer(model, settings)
-    scale = SCALE if precision.startswith("half") else 1.0
     mixed = torch.float16 if precision == "half-mixed" else torch.bfloat16
     seed_all(settings.seed + 1)
     losses: list[float] = []
     negligible = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.named_parameters()}
     for _, (batch,) in zip(range(settings.steps or 0), batches, strict=False):
-        pieces, total, count = [split(part, size) for part in split(batch, share)], 0.0, 0
+        pieces, total, count, scale = [split(part, size) for part in split(batch, share)], 0.0, 0, 0.0
         before, after = buffers(model), []
         for part in pieces:
             put(model, before)
@@ -99,6 +111,8 @@ def _train(
                     piece = cast(piece, TYPES[precision])
                 with torch.autocast("cpu", mixed, enabled=precision.endswith("mixed")):
                     loss, counted = entry.plain(model, piece)
+                # about what the mean of the whole batch would be scaled by: gradients vanish in fp16 below the same size
+                scale = scale or loss_scale / max(1, counted * sum(map(len, pieces)))
                 (loss * scale).backward()
                 total, count = total + loss.item(), count + counted
             after.append(buffers(model))

@@ -72,7 +72,11 @@ class Trial:
             precisions.append("half" if plan.is_true else "half-mixed")
         if wide:
             precisions.append("fp64")
-        return [{"name": self.model, "train": self.train, **cut, "precision": precision} for precision in precisions]
+        references = [{"name": self.model, "train": self.train, **cut, "precision": name} for name in precisions]
+        for reference in references:
+            if reference["precision"].startswith("half"):
+                reference["loss_scale"] = 2.0**16 if plan.loss_scale == "dynamic" else plan.loss_scale
+        return references
 
 
 @dataclass(frozen=True)
