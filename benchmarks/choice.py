@@ -81,8 +81,8 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str, float]] = {
 
 def plans(batch: int) -> list[dict[str, Any]]:
     """The list: what trades memory for time on one device, in the type that it multiplies fastest."""
+    from tightfit.capabilities import has_fast_bf16
     from tightfit.machine import Machine
-    from tightfit.planner.complete import has_fast_bf16
 
     found, precision = [], "bf16-mixed" if has_fast_bf16(Machine.detect()) else "fp32"
     for pieces, recompute, in_backward in itertools.product((1, 2, 4), ("none", "full"), (False, True)):

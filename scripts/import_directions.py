@@ -20,6 +20,7 @@ LAYERS = (
     ("ledger", "record"),
     ("rules",),
     ("plan",),
+    ("capabilities",),
     ("job", "machine"),
     ("machines",),
     ("entries",),
@@ -31,6 +32,7 @@ NOTED = {  # each with its reason
     ("planner/rehearse.py", "engine"),  # its point is to run the engine on fake tensors
 }
 NO_METHODS = (
+    "methods.protocol",
     "methods.run",
     "methods.mesh",
     "methods.boundaries",

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from tightfit.capabilities import has_fast_bf16
 from tightfit.machine import Figure, Machine
-from tightfit.planner.complete import has_fast_bf16
 
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache")
 

@@ -11,9 +11,10 @@ from pydantic import ValidationError
 
 import tightfit
 from tightfit import units
+from tightfit.capabilities import can_compile
 from tightfit.errors import InputError
 from tightfit.plan import read_pins
-from tightfit.planner.complete import can_compile, complete
+from tightfit.planner.complete import complete
 from tightfit.record import PeakBytes, code_version
 from tightfit.rules import RULES
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.report.test_session import command
+from tightfit.capabilities import has_fast_bf16
 from tightfit.machine import Figure, Machine
 from tightfit.machines import devices, gpus
-from tightfit.planner.complete import has_fast_bf16
 
 Host = Callable[..., None]
 PEAKS = {  # processors and boost clock as torch says them

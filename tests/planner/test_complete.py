@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import tightfit
+from tightfit.capabilities import can_compile, lacking_to_compile
 from tightfit.machine import Figure, Machine
 from tightfit.planner import complete as module
-from tightfit.planner.complete import can_compile, complete, lacking_to_compile
+from tightfit.planner.complete import complete
 from tightfit.planner.estimate import Estimator, workspace_bytes
 
 from .. import tiny

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tightfit.capabilities import can_compile
 from tightfit.machine import COMPUTED, Machine
 from tightfit.measure.pace import Pace
 from tightfit.measure.timing import Pick, timed
 from tightfit.methods.allocator import keep_freed_memory
 from tightfit.methods.attention import blocked_attention, probability_count
-from tightfit.planner.complete import can_compile
 from tightfit.planner.trace import causal_pairs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -21,15 +21,19 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
+from tightfit.job import Job
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
+from tightfit.methods.protocol import Default
 from tightfit.methods.run import Run
 from tightfit.plan import Plan
 
+FIELDS = ("allocator",)
 VARIANTS = ({"allocator": "tuned"}, {"allocator": "lean"})
 MAPPED = 2**20  # bytes from which a lean allocator maps each block by itself
 
@@ -44,6 +48,10 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 def wanted(plan: Plan) -> bool:
     return plan.allocator != "default"
+
+
+def defaults(job: Job, machine: Machine) -> Iterator[Default]:
+    yield Default("allocator", "tuned", "freed memory is kept and reused")
 
 
 def apply(run: Run, plan: Plan) -> Run:

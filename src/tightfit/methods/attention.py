@@ -21,18 +21,33 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from tightfit.errors import InputError
+from tightfit.job import DataSpec, Job, ModelSpec
 from tightfit.ledger import traced
+from tightfit.machine import Machine
+from tightfit.methods.protocol import Default
 from tightfit.methods.run import Run
+from tightfit.models import task_of
 from tightfit.plan import Plan
 
 cost = traced
+FIELDS = ("attention",)
+TRACED_FIELDS = ("attention",)
 VARIANTS = ({"attention": "blocked"},)
 NAME = "tightfit_blocked"
 ROWS = 64  # queries in a block
+SHORT = 1024  # tokens up to which blocks are faster than the fused kernel on a CPU
 
 
 def wanted(plan: Plan) -> bool:
     return plan.attention == "blocked"
+
+
+def defaults(job: Job, machine: Machine) -> Iterator[Default]:
+    """Blocked attention on CPUs, for causal language models of transformers and short sequences."""
+    sequence = job.data.sequence_length if isinstance(job.data, DataSpec) else 0
+    of_transformers = isinstance(job.model, ModelSpec) and job.model.python is None
+    if machine.device == "cpu" and of_transformers and task_of(job.model) == "causal-lm" and sequence <= SHORT:
+        yield Default("attention", "blocked", "plain products are faster here than the fused attention kernel")
 
 
 def apply(run: Run, plan: Plan) -> Run:

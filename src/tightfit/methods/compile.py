@@ -24,25 +24,45 @@ import torch
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
+from tightfit.capabilities import lacking_to_compile
 from tightfit.errors import InputError
-from tightfit.job import ModelSpec
+from tightfit.job import Job, ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.compiler import stand_in
+from tightfit.methods.protocol import Default
 from tightfit.methods.run import Run
 from tightfit.models import find_blocks
 from tightfit.models.objective import Batch, sample_count
 from tightfit.plan import Plan
 
+FIELDS = ("compile", "compile_mode")
+TRACED_FIELDS = ("compile",)
 VARIANTS = ({"compile": "block"}, {"compile": "model"})
 BACKEND = "inductor"
 COMPILE_S = {"cpu": 20.0, "cuda": 30.0}  # before the first step, for blocks of one kind, until it is measured
 AUTOTUNED = 4.0  # times as long as by default, where kernels are tried: a guess until it is measured
+PAYS_AFTER_STEPS = 200  # shorter runs never make up for compiling
 MODEL_COMPILE_S = 2.0  # for each further block, where the whole model is one region
 
 
 def wanted(plan: Plan) -> bool:
     return plan.compile != "none"
+
+
+def defaults(job: Job, machine: Machine) -> Iterator[Default]:
+    """Each block of a model of transformers, else the whole model; nothing where the run is too short to gain by it."""
+    if pays_to_compile(job):
+        lacking = lacking_to_compile(machine)
+        of_transformers = isinstance(job.model, ModelSpec) and job.model.python is None
+        regions = "none" if lacking else "block" if of_transformers else "model"
+        why = "fused kernels: fewer of them, and less memory traffic"
+        yield Default("compile", regions, f"torch.compile needs {lacking}" if lacking else why)
+
+
+def pays_to_compile(job: Job) -> bool:
+    """Whether a run is so long that compiling may ever pay."""
+    return (job.train.steps or PAYS_AFTER_STEPS) >= PAYS_AFTER_STEPS
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:

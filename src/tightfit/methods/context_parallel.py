@@ -37,6 +37,7 @@ from tightfit.models.objective import IGNORED, TASKS, Batch, map_tensors, next_t
 from tightfit.plan import Plan
 
 aten = torch.ops.aten
+FIELDS = ("cp",)
 VARIANTS = ({"cp": 2}, {"cp": 2, "zero": 3})
 NAME = "tightfit_ring"
 ALIGNED = 8  # numbers: CUDA's kernels take heads, and rows of a mask, of a multiple of so many

@@ -28,6 +28,7 @@ from tightfit.methods.mesh import Mesh, Statistics, message, same_everywhere
 from tightfit.methods.run import Run, Undivided
 from tightfit.plan import Plan
 
+FIELDS = ("dp_replicate", "compressed_gradients", "powersgd_rank")
 VARIANTS = ({"dp_replicate": 2}, {"dp_replicate": 2, "compressed_gradients": "bf16"})
 
 

@@ -36,11 +36,13 @@ from tightfit.errors import InputError, TightfitError
 from tightfit.job import DataSpec, Job
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
+from tightfit.methods.protocol import Default
 from tightfit.methods.run import Filler, Run, kind_of
 from tightfit.methods.uploads import Uploads
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.plan import Plan
 
+FIELDS = ("loader_workers", "prefetch", "pin_memory", "non_blocking")
 VARIANTS = ({"loader_workers": 2},)
 WORKER_BYTES = 135 * 2**20  # of a worker's process, as far as it does not share them; and of the server that forks them
 SERVER_BYTES = 63 * 2**20
@@ -51,6 +53,12 @@ PAGEABLE = 0.5  # share of the rate of pinned copies that others reach
 
 def wanted(plan: Plan) -> bool:
     return True  # every run needs data
+
+
+def defaults(job: Job, machine: Machine) -> Iterator[Default]:
+    if machine.device == "cuda":
+        yield Default("pin_memory", True, "page-locked buffers copy about twice as fast")
+        yield Default("non_blocking", True, "copies overlap the device's work")
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:

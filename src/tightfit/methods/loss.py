@@ -14,7 +14,7 @@ A chunk is chosen by bytes: see `default_chunk`. What computes it depends on the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,19 +25,25 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional
 
+from tightfit.data import model_input
 from tightfit.errors import InputError
+from tightfit.job import Job, ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.compiler import generates_kernels
 from tightfit.methods.loss_kernels import ROWS_IN_CACHE, Kernels, add_product, kernels_for, linear
+from tightfit.methods.protocol import Default
 from tightfit.methods.run import Run, kind_of
 from tightfit.methods.turns import turns
 from tightfit.methods.vocabulary import divided_cross_entropy_with_gradient
+from tightfit.models import task_of
 from tightfit.models.objective import IGNORED, LABELLED, Batch, Labelled, Objective
 from tightfit.plan import Plan
 
 ADDED = "final_logits_bias"  # what BART and its relatives call a buffer that they add to the logits
 Divided = tuple[int, dist.ProcessGroup]  # the first class that is here, and the devices that have the others
+FIELDS = ("chunked_loss",)
+TRACED_FIELDS = ("chunked_loss",)
 VARIANTS = ({"chunked_loss": 5},)
 COMPILE_S = 5.0  # of the one kernel that a CUDA device's softmax is, before the first step, until it is measured
 CHUNK = 1024  # tokens: on a processor the fastest that was measured, on a CUDA device the fewest that products are fast with
@@ -50,6 +56,18 @@ WORTH_LEAVING = 0.9  # rows are left out where those that count are fewer than t
 
 def wanted(plan: Plan) -> bool:
     return plan.chunked_loss is not None
+
+
+def defaults(job: Job, machine: Machine) -> Iterator[Default]:
+    """Chunks for the language models of transformers."""
+    of_transformers = isinstance(job.model, ModelSpec) and job.model.python is None
+    if of_transformers and task_of(job.model) in ("causal-lm", "masked-lm", "seq2seq-lm"):
+        yield Default("chunked_loss", chunk_of(job, machine), "logits are never all there at once")
+
+
+def chunk_of(job: Job, machine: Machine) -> int:
+    """Tokens of a chunk for this job on this machine: see `default_chunk`."""
+    return default_chunk(model_input(job).vocabulary, machine.device, machine.memory_bytes.value)
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:

@@ -26,11 +26,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tightfit.errors import InputError
-from tightfit.job import ModelSpec
+from tightfit.job import Job, ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.boundaries import SMALL
 from tightfit.methods.mesh import Mesh, grown, onto_meta, shrink
+from tightfit.methods.protocol import Default
 from tightfit.methods.run import Run, kind_of, refuse_hooks
 from tightfit.methods.shards import comes_and_goes
 from tightfit.methods.stages import pieces_of, pieces_with
@@ -41,6 +42,7 @@ from tightfit.plan import Plan
 
 SLACK_BYTES = 2**20  # host memory for parameters beside the largest one there: biases and norms stay with their weight
 CAST = (torch.float16, torch.bfloat16, torch.float32)  # what is kept in 64 bits was widened for a reason
+FIELDS = ("materialize",)
 VARIANTS = ({"materialize": "device"},)
 
 
@@ -80,6 +82,10 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 def wanted(plan: Plan) -> bool:
     return True
+
+
+def defaults(job: Job, machine: Machine) -> Iterator[Default]:
+    yield Default("materialize", "device", "the model is created where and as it is used")
 
 
 def apply(run: Run, plan: Plan) -> Run:

@@ -13,23 +13,34 @@ import math
 import warnings
 from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from tightfit.errors import TightfitWarning
+from tightfit.job import Job
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
+from tightfit.methods.protocol import SearchFacts
 from tightfit.methods.run import Run
 from tightfit.plan import Plan
 from tightfit.program import LINEAR
 
 CAPACITY_OF_ALL = {"nllb-moe"}  # transformers' models whose experts drop tokens that are too many in a whole forward
 WORTH = 0.02  # of products' FLOPs, from which on a layer's width is spoken of
+FIELDS = ("micro_batch",)
 VARIANTS = ({"micro_batch": 3},)
 
 
 def wanted(plan: Plan) -> bool:
     return plan.micro_batch is not None
+
+
+def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
+    """A device's whole share of the batch, then half of it, a quarter, and so on down to one sample."""
+    share = start.share_of(job.train.batch)
+    sizes = sorted({share // 2**power for power in range(share.bit_length())}, reverse=True)
+    return {"micro_batch": [None if size == share else size for size in sizes]}
 
 
 def apply(run: Run, plan: Plan) -> Run:

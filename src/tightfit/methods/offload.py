@@ -32,6 +32,7 @@ from tightfit.models.objective import Batch
 from tightfit.plan import Plan
 from tightfit.program import Buffer, Passage
 
+FIELDS = ("offload", "offload_to", "offload_folder")
 VARIANTS = (
     {"offload": ("states",), "offload_to": "disk"},
     {"offload": ("states", "gradients", "parameters"), "offload_to": "disk"},

@@ -16,19 +16,23 @@ Source  Adafactor: Shazeer & Stern 2018, arXiv:1804.04235; 8-bit: Dettmers et al
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from tightfit.entries import Update
 from tightfit.errors import InputError
-from tightfit.job import Train
+from tightfit.job import Job, Train
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
+from tightfit.methods.protocol import Default, SearchFacts
 from tightfit.methods.run import Run, kind_of, part, parts_of, whole
 from tightfit.methods.stores import Store
+from tightfit.models import has_complex
 from tightfit.optim import make_optimizer
 from tightfit.optim.in_batches import ELEMENTWISE, InBatches, batches
 from tightfit.optim.norms import mark_part
@@ -39,6 +43,7 @@ from tightfit.plan import Plan
 from tightfit.program import Linear, Operation
 from tightfit.rules import BY_MATRIX
 
+FIELDS = ("states", "fused_optimizer", "update_in_backward")
 VARIANTS = (
     {"fused_optimizer": True},
     {"states": "bf16"},
@@ -53,6 +58,17 @@ COMPLEX = ("adamw", "sgd")  # optimizers that take a complex number as two real 
 
 def wanted(plan: Plan) -> bool:
     return True
+
+
+def defaults(job: Job, machine: Machine) -> Iterator[Default]:
+    if not has_complex(job.model):
+        yield Default("fused_optimizer", True, "one pass over the states in place of several")
+
+
+def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
+    """fp32 states and the narrower ones that the job allows; updates after the step, and in backward."""
+    widths = [width for width in ("bf16", "8-bit", "4-bit") if f"{width}-states" in job.allowed]
+    return {"states": ["fp32", *([] if facts.is_complex else widths)], "update_in_backward": [False, True]}
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:

@@ -33,6 +33,7 @@ from tightfit.methods.run import Data, Filler, Run, Undivided, to_device
 from tightfit.models.objective import Batch, processed_count, sample_count
 from tightfit.plan import Plan
 
+FIELDS = ("parameter_server", "staleness")
 VARIANTS = ({"parameter_server": "sync", "dp_replicate": 2},)
 SERVER = 0
 

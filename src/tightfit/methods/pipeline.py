@@ -34,6 +34,7 @@ from tightfit.methods.stages import pieces_of, pieces_with, refuse_idle_devices,
 from tightfit.models import find_blocks, places_of
 from tightfit.plan import Plan
 
+FIELDS = ("pp", "schedule", "virtual_stages", "split", "vertical_sync")
 VARIANTS = (
     {"pp": 2, "micro_batch": 2},
     {"pp": 2, "micro_batch": 2, "schedule": "gpipe"},

@@ -13,16 +13,19 @@ Source  Micikevicius et al. 2018, arXiv:1710.03740 (mixed precision, loss scalin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from tightfit.capabilities import has_fast_bf16, has_fast_fp16, has_fast_tf32
+from tightfit.job import Job
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
+from tightfit.methods.protocol import Default, SearchFacts
 from tightfit.methods.run import Run
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.plan import Plan
@@ -34,6 +37,8 @@ LARGEST_FP16 = 65504.0
 _PRODUCTS = frozenset(
     f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 )  # that take their factors in tf32; attention's own kernels do not
+FIELDS = ("precision", "loss_scale", "rounding")
+TRACED_FIELDS = ("precision",)
 VARIANTS = (
     {"precision": "bf16-mixed"},
     {"precision": "bf16-true"},
@@ -47,6 +52,28 @@ VARIANTS = (
 
 def wanted(plan: Plan) -> bool:
     return True  # the type of the arithmetic is always decided, or a tf32 run would leave its mark on the next one
+
+
+def defaults(job: Job, machine: Machine) -> Iterator[Default]:
+    """The narrowest precision that the job allows and the machine multiplies faster than fp32."""
+    if "bf16" in job.allowed and has_fast_bf16(machine):
+        yield Default("precision", "bf16-mixed", "this machine multiplies bf16 faster, and the job allows it")
+    elif "fp16" in job.allowed and has_fast_fp16(machine):
+        yield Default("precision", "fp16-mixed", "this machine multiplies fp16 faster, and the job allows it")
+    elif "tf32" in job.allowed and has_fast_tf32(machine):
+        yield Default("precision", "tf32", "this machine multiplies tf32 faster, and the job allows it")
+
+
+def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
+    """The default, and bf16 weights beside bf16 arithmetic where they may win."""
+    narrow = start.precision == "bf16-mixed" and not facts.is_complex and facts.narrow_pays()
+    return {"precision": [start.precision, "bf16-true"] if narrow else [start.precision]}
+
+
+def rounding_of(job: Job) -> Literal["nearest", "kahan"]:
+    """How search rounds updates of bf16 weights: kahan carries what would be lost of small ones, so that the job
+    trains as with wider weights. Nearest takes less memory and time, where the job allows to lose them."""
+    return "nearest" if "nearest-rounding" in job.allowed else "kahan"
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:

@@ -27,9 +27,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tightfit.errors import InputError
-from tightfit.job import ModelSpec
+from tightfit.job import Job, ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
+from tightfit.methods.protocol import SearchFacts
 from tightfit.methods.recomputation import COUNTED, PRODUCTS, with_recomputation
 from tightfit.methods.run import Run, to_device
 from tightfit.models import find_blocks
@@ -40,6 +41,7 @@ from tightfit.plan import Plan
 Forward = Callable[..., Any]
 
 
+FIELDS = ("recompute",)
 VARIANTS = (
     {"recompute": "full"},
     {"recompute": "selective"},
@@ -51,6 +53,10 @@ VARIANTS = (
 
 def wanted(plan: Plan) -> bool:
     return plan.recompute != "none"
+
+
+def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
+    return {"recompute": ["none", "selective", "selective-2", "every-2", "full", "sqrt"]}
 
 
 def apply(run: Run, plan: Plan) -> Run:

@@ -37,6 +37,7 @@ from tightfit.methods.sequences import Sequences
 from tightfit.models import find_blocks
 from tightfit.plan import Plan
 
+FIELDS = ("tp", "sequence_parallel")
 VARIANTS = ({"tp": 2}, {"tp": 2, "sequence_parallel": True})
 
 TABLES: dict[str, dict[str, str]] = {

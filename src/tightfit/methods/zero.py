@@ -30,6 +30,7 @@ from tightfit.methods.run import Run
 from tightfit.methods.shards import gathered_bytes, gathered_of, narrow_names, refuse_what_stays_whole, sharded
 from tightfit.plan import Plan
 
+FIELDS = ("dp_shard", "zero")
 VARIANTS = (
     {"zero": 1, "dp_shard": 2},
     {"zero": 2, "dp_shard": 2},

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from tightfit.job import Job
 from tightfit.machine import Machine
+from tightfit.methods import METHODS
+from tightfit.methods.precision import rounding_of
+from tightfit.methods.protocol import SearchFacts
+from tightfit.methods.protocol import candidates as methods_candidates
 from tightfit.plan import Plan
 from tightfit.planner.estimate import Estimator
 from tightfit.rules import RULES, needed_permissions
@@ -17,11 +21,10 @@ def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Itera
     """Every legal plan that differs from `start` in what trades memory for time: lists of equal ones with ever smaller
     micro-batches."""
     job, options = estimator.job, _options(estimator, start, pins)
-    options = {name: [getattr(start, name)] if name in pins else values for name, values in options.items()}
     micro_batches = options.pop("micro_batch")
     for spread, *values in itertools.product(spreads(estimator.machine, start, pins), *options.values()):
         plan = start.replace(**spread, **dict(zip(options, values, strict=True)))
-        plan = _with_kernel_of_optimizer(plan, job, pins)
+        plan = _with_rounding(plan, job, pins)
         plans = [plan.replace(micro_batch=size) for size in micro_batches]
         legal = [one for one in plans if is_legal(one, job, estimator.machine.device)]
         if legal:
@@ -47,22 +50,11 @@ def spreads(machine: Machine, start: Plan, pins: dict[str, Any]) -> list[dict[st
 
 
 def _options(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> dict[str, list[Any]]:
-    job = estimator.job
-    batch = job.train.batch
-    share = start.share_of(batch)
-    micro = sorted({share // 2**power for power in range(share.bit_length())}, reverse=True)  # down to 1
-    precisions = [start.precision]  # chosen by what this machine multiplies fastest, of what the job allows
-    real = not estimator.profiler.is_complex
-    if real and start.precision == "bf16-mixed" and "precision" not in pins and _is_worth_narrowing(estimator, start):
-        precisions.append("bf16-true")
-    widths = [width for width in ("bf16", "8-bit", "4-bit") if f"{width}-states" in job.allowed and real]
-    return {
-        "precision": precisions,
-        "micro_batch": [None if size == share else size for size in micro],
-        "recompute": ["none", "selective", "selective-2", "every-2", "full", "sqrt"],
-        "states": ["fp32", *widths],
-        "update_in_backward": [False, True],
-    }
+    """By plan field, what the methods propose; a pinned field has one value."""
+    narrow_pays = lambda: "precision" not in pins and _is_worth_narrowing(estimator, start)  # noqa: E731
+    facts = SearchFacts(estimator.profiler.is_complex, narrow_pays)
+    options = methods_candidates(METHODS, start, estimator.job, facts)
+    return {name: [getattr(start, name)] if name in pins else values for name, values in options.items()}
 
 
 def _is_worth_narrowing(estimator: Estimator, start: Plan) -> bool:
@@ -74,13 +66,7 @@ def _is_worth_narrowing(estimator: Estimator, start: Plan) -> bool:
     return estimator.estimate(narrow).time.step_s < wide.time.step_s
 
 
-def rounding_of(job: Job) -> Literal["nearest", "kahan"]:
-    """How search rounds updates of bf16 weights: kahan carries what would be lost of small ones, so that the job
-    trains as with wider weights. Nearest takes less memory and time, where the job allows to lose them."""
-    return "nearest" if "nearest-rounding" in job.allowed else "kahan"
-
-
-def _with_kernel_of_optimizer(plan: Plan, job: Job, pins: dict[str, Any]) -> Plan:
+def _with_rounding(plan: Plan, job: Job, pins: dict[str, Any]) -> Plan:
     """`plan` with the rounding that the job allows for weights held in bf16."""
     if plan.precision == "bf16-true" and "rounding" not in pins:
         plan = plan.replace(rounding=rounding_of(job))
@@ -91,4 +77,4 @@ def is_legal(plan: Plan, job: Job, device: str) -> bool:
     return needed_permissions(plan) <= job.allowed and all(rule.holds(plan, job, device) for rule in RULES)
 
 
-__all__ = ["candidates", "is_legal", "rounding_of", "spreads"]
+__all__ = ["candidates", "is_legal", "spreads"]

@@ -6,23 +6,17 @@ These are the choices that need no prediction. They stay within what the job all
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, cast
 
-from tightfit.job import DataSpec, Job, ModelSpec
+from tightfit.job import Job, ModelSpec
 from tightfit.machine import Machine
-from tightfit.machines.gpus import GENERATIONS
-from tightfit.models import has_complex, task_of
+from tightfit.models import task_of
 from tightfit.plan import Plan
 from tightfit.rules import RULES, check
 
-COMPILE_PAYS_AFTER_STEPS = 200
 FEW_BLOCKS = 3
 
 
@@ -31,14 +25,17 @@ ALLOCATOR: Literal["tuned"] = "tuned"  # known before torch is imported, as a pr
 
 def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, dict[str, str]]:
     """The plan with every field of `pins` kept, and the reason for each field chosen here. Raises InputError."""
+    from tightfit.methods import METHODS, loss  # torch, which a command may not need
+    from tightfit.methods.protocol import defaults
+
     reasons: dict[str, str] = {}
     if pins.get("chunked_loss") is True:
-        pins = {**pins, "chunked_loss": chosen_chunk(job, machine)}
+        pins = {**pins, "chunked_loss": loss.chunk_of(job, machine)}
     plan = Plan.parse({**pins, **over_devices(machine, pins)}, "plan")
     for field in ("dp_replicate", "dp_shard", "zero"):
         if field not in pins and getattr(plan, field) != getattr(Plan(), field):
             reasons[field] = f"there are {machine.devices_per_node * machine.nodes} devices"
-    for field, value, reason in _choices(job, machine):
+    for field, value, reason in defaults(METHODS, job, machine):
         if field in pins:
             continue
         candidate = plan.replace(**{field: value})
@@ -66,50 +63,9 @@ def over_devices(machine: Machine, pins: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _choices(job: Job, machine: Machine) -> Iterator[tuple[str, Any, str]]:
-    """(field, value, reason), in the order in which they are tried."""
-    task, of_transformers = task_of(job.model), _is_of_transformers(job)
-    sequence = job.data.sequence_length if isinstance(job.data, DataSpec) else 0
-    yield "allocator", ALLOCATOR, "freed memory is kept and reused"
-    yield "materialize", "device", "the model is created where and as it is used"
-    if "bf16" in job.allowed and has_fast_bf16(machine):
-        yield "precision", "bf16-mixed", "this machine multiplies bf16 faster, and the job allows it"
-    elif "fp16" in job.allowed and has_fast_fp16(machine):
-        yield "precision", "fp16-mixed", "this machine multiplies fp16 faster, and the job allows it"
-    elif "tf32" in job.allowed and has_fast_tf32(machine):
-        yield "precision", "tf32", "this machine multiplies tf32 faster, and the job allows it"
-    if of_transformers and task in ("causal-lm", "masked-lm", "seq2seq-lm"):
-        yield "chunked_loss", chosen_chunk(job, machine), "logits are never all there at once"
-    if machine.device == "cpu" and of_transformers and task == "causal-lm" and sequence <= 1024:
-        yield "attention", "blocked", "plain products are faster here than the fused attention kernel"
-    yield "fused_optimizer", True, "one pass over the states in place of several"
-    if pays_to_compile(job):
-        lacking = lacking_to_compile(machine)
-        regions = "none" if lacking else "block" if of_transformers else "model"
-        why = "fused kernels: fewer of them, and less memory traffic"
-        yield "compile", regions, f"torch.compile needs {lacking}" if lacking else why
-    if machine.device == "cuda":
-        yield "pin_memory", True, "page-locked buffers copy about twice as fast"
-        yield "non_blocking", True, "copies overlap the device's work"
-
-
-def chosen_chunk(job: Job, machine: Machine) -> int:
-    """Tokens of a chunk of the loss, where nobody says it: see `default_chunk`."""
-    from tightfit.data import model_input
-    from tightfit.methods.loss import default_chunk
-
-    return default_chunk(model_input(job).vocabulary, machine.device, machine.memory_bytes.value)
-
-
 def _model_admits(job: Job, field: str, plan: Plan) -> bool:
     """Whether the model takes what works with some, and with others is refused."""
-    if field == "fused_optimizer":
-        return not has_complex(job.model)
     return field not in ("chunked_loss", "attention") or model_takes(job, plan)
-
-
-def _is_of_transformers(job: Job) -> bool:
-    return isinstance(job.model, ModelSpec) and job.model.python is None
 
 
 def model_takes(job: Job, plan: Plan) -> bool:
@@ -168,62 +124,3 @@ def _quiet(*names: str) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, before, strict=True):
             logger.setLevel(level)
-
-
-def has_fast_fp16(machine: Machine) -> bool:
-    """Whether fp16 products are faster than fp32: on every CUDA device since Volta, and on no processor."""
-    if machine.device != "cuda":
-        return False
-    known = machine.matrix_flops_per_s
-    return "fp16" not in known or "fp32" not in known or known["fp16"].value > 1.2 * known["fp32"].value
-
-
-def has_fast_tf32(machine: Machine) -> bool:
-    """Whether fp32 products are faster with factors in tf32, as the table has it, or a calibration."""
-    known = machine.matrix_flops_per_s
-    return "tf32" in known and "fp32" in known and known["tf32"].value > 1.2 * known["fp32"].value
-
-
-def has_fast_bf16(machine: Machine) -> bool:
-    """Whether bf16 products are faster than fp32 here: as measured, else by the processor's instructions or the GPU's age."""
-    measured = machine.matrix_flops_per_s
-    glanced = any(figure.source == "glance" for figure in measured.values())
-    if "fp32" in measured and not glanced:  # the table, or a calibration, has every type that the device multiplies
-        return "bf16" in measured and measured["bf16"].value > 1.2 * measured["fp32"].value
-    if machine.device == "cuda":
-        generation = GENERATIONS.get(machine.architecture)
-        return generation is not None and "bf16" in generation.flops
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-def pays_to_compile(job: Job) -> bool:
-    """Whether a run is so long that compiling may ever pay."""
-    return (job.train.steps or COMPILE_PAYS_AFTER_STEPS) >= COMPILE_PAYS_AFTER_STEPS
-
-
-def can_compile(machine: Machine) -> bool:
-    return not lacking_to_compile(machine)
-
-
-def lacking_to_compile(machine: Machine) -> str:
-    """What torch.compile needs and does not find here, in words; empty for a machine of the table, which is taken to have it.
-
-    For processors it writes C++. For CUDA devices it brings Triton, which compiles a stub in C for each kernel.
-    """
-    if machine.device == "cuda" and not machine.is_here:
-        return ""
-    compilers, named = _COMPILERS[machine.device]
-    chosen = os.environ.get(named, "")  # as torch and Triton read it
-    lacks = []
-    if not any(shutil.which(name) for name in (*chosen.split()[:1], *compilers)):
-        lacks.append(f"a compiler ({', '.join(compilers)})")
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        lacks.append("Python's headers (python3-dev, or python3-devel)")
-    return " and ".join(lacks)
-
-
-_COMPILERS = {"cpu": (("g++", "clang++", "c++"), "CXX"), "cuda": (("gcc", "clang", "cc"), "CC")}

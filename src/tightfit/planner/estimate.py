@@ -9,14 +9,15 @@ from typing import Any
 
 import psutil
 
+from tightfit.capabilities import lacking_to_compile
 from tightfit.entries import Peak, Sent
 from tightfit.files import HELD, file_bytes
 from tightfit.job import Job
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods import METHODS, microbatch
+from tightfit.methods.compile import pays_to_compile
 from tightfit.plan import Plan
-from tightfit.planner.complete import lacking_to_compile, pays_to_compile
 from tightfit.planner.deep import of_all_blocks
 from tightfit.planner.heap import held_bytes
 from tightfit.planner.profile import Profiler

@@ -11,11 +11,12 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tightfit.capabilities import can_compile
 from tightfit.errors import InputError
 from tightfit.methods.loss import CHUNK
+from tightfit.methods.precision import rounding_of
 from tightfit.plan import Plan
-from tightfit.planner.candidates import is_legal, rounding_of, spreads
-from tightfit.planner.complete import can_compile
+from tightfit.planner.candidates import is_legal, spreads
 from tightfit.planner.estimate import Estimate, Estimator
 
 OFFLOADED: dict[str, tuple[tuple[str, ...], ...]] = {  # what is tried where nothing else fits

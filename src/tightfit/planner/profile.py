@@ -21,14 +21,13 @@ from tightfit.errors import InputError, Untraceable
 from tightfit.job import Job, LossSpec, ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.methods import (
-    attention,
+    METHODS,
     boundaries,
     compile,
     context_parallel,
     loss,
     materialize,
     optimizer_states,
-    precision,
     recompute,
     sequences,
     shards,
@@ -37,6 +36,7 @@ from tightfit.methods import (
 from tightfit.methods.compiler import generates_kernels
 from tightfit.methods.loader import EXAMPLE
 from tightfit.methods.mesh import make_mesh
+from tightfit.methods.protocol import traced_fields
 from tightfit.methods.run import Run
 from tightfit.models import find_blocks, has_complex, load_python, places_of, task_of
 from tightfit.models.dataflow import Dataflow
@@ -56,7 +56,6 @@ from tightfit.planner.trace import trace
 from tightfit.planner.updates import trace_clipping, trace_updates
 from tightfit.program import Operation
 
-DECIDING = (attention, loss, compile, precision)  # rooms that decide which operations run; in the order of METHODS
 MOST_CHUNKS = 64  # chunks of a loss that are traced one after another: more are more of the same
 
 
@@ -177,9 +176,10 @@ class Profiler:
         again = (
             plan.recompute if plan.compile == "model" else "none"
         )  # which a region's forward and backward have within
-        key = kind, plan.attention, plan.chunked_loss, plan.compile, again, training, micro_batch < whole, cut, narrow
-        traced = self._traced.setdefault(key, {})
         plan = plan.replace(precision=kind)
+        operations = tuple(getattr(plan, field) for field in traced_fields(METHODS))
+        key = operations, again, training, micro_batch < whole, cut, narrow
+        traced = self._traced.setdefault(key, {})
         if micro_batch not in traced and micro_batch > MOST_CHUNKS * whole > 0:
             for samples in (max(whole, 2), 2 * max(whole, 2)):
                 if samples not in traced:
@@ -266,11 +266,13 @@ class Profiler:
             torch._dynamo.reset()  # or what an earlier trace compiled would count against the limit of recompilations
         run, depth = self._created(plan)
         run.model.train()
-        for room in DECIDING:
-            if room is compile and plan.compile == "model" and recompute.wanted(plan):
+        for method in METHODS:
+            if not traced_fields([method]):
+                continue
+            if method is compile and plan.compile == "model" and recompute.wanted(plan):
                 run = recompute.apply(run, plan)
-            if room.wanted(plan):
-                run = room.apply(run, plan)
+            if method.wanted(plan):
+                run = method.apply(run, plan)
         return run, depth
 
     def _created(self, plan: Plan) -> tuple[Run, Depth]:

@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from tightfit.capabilities import has_fast_tf32
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
 from tightfit.methods.compile import COMPILE_S
 from tightfit.plan import Plan
 from tightfit.planner.candidates import candidates, is_legal
-from tightfit.planner.complete import complete, has_fast_tf32
+from tightfit.planner.complete import complete
 from tightfit.planner.cuts import balanced, by_promise, cut_fields, schedules, with_samples, with_sequences
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.finalists import Finals, first_that_fits, first_that_nearly_fits
