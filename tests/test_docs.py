@@ -31,12 +31,18 @@ def test_readme_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         exec(compile(block, "README.md", "exec"), {})
 
 
-def test_every_method_is_in_the_readme_with_a_card() -> None:
-    from tightfit.methods import METHODS
+def test_readme_and_page_of_methods_are_written_from_the_methods() -> None:
+    from tightfit.report import method_docs
 
     readme = (ROOT / "README.md").read_text()
+    assert readme == method_docs.with_table(readme), "run python -m tightfit.report.method_docs"
+    assert (ROOT / "docs" / "methods.md").read_text() == method_docs.page()
+
+
+def test_every_method_says_what_it_saves_and_costs() -> None:
+    from tightfit.methods import METHODS
+    from tightfit.report.method_docs import PARTS
+
     for method in METHODS:
-        name = method.__name__.rpartition(".")[2]
-        assert f"`{name}`" in readme
-        for part in ("Saves", "Costs", "When", "Order", "Source"):
-            assert f"\n{part} " in (method.__doc__ or ""), f"{name}: no {part} on its card"
+        for part in PARTS:
+            assert f"\n{part} " in (method.__doc__ or ""), f"{method.__name__}: no {part} in its docstring"

@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 import tightfit
+from tests import tiny
 from tightfit import units
 from tightfit.capabilities import can_compile
 from tightfit.errors import InputError
@@ -17,8 +18,6 @@ from tightfit.plan import read_pins
 from tightfit.planner.complete import complete
 from tightfit.record import PeakBytes, code_version
 from tightfit.rules import RULES
-
-from . import tiny
 
 
 def make_model() -> None:

@@ -7,12 +7,11 @@ from typing import Any, get_args
 import pytest
 
 import tightfit
+from tests import tiny
 from tightfit.errors import InputError
 from tightfit.job import Permission
 from tightfit.plan import PRECISIONS
 from tightfit.rules import check, needed_permissions
-
-from . import tiny
 
 
 @pytest.mark.parametrize(

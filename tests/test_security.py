@@ -11,10 +11,9 @@ import pytest
 from transformers import LlamaConfig
 
 import tightfit
+from tests import tiny
 from tightfit.data.tokenizer import load_tokenizer
 from tightfit.errors import InputError
-
-from . import tiny
 
 CODE = """
 from pathlib import Path

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 import tightfit
+from tests import devices
+from tests.contract import cases
 from tests.devices import need, on_each_device, on_gpu
 from tests.sweeps import part, spread
 from tightfit.errors import InputError
 from tightfit.methods import METHODS
 from tightfit.rules import check
-
-from .. import devices
-from . import cases
 
 FP32 = 1e-6
 BOUNDS = {"bf16-mixed": 5e-3, "bf16-true": 1e-2, "fp16-mixed": 1e-3, "fp16-true": 2e-3}

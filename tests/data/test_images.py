@@ -11,10 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.data.conftest import MODELS, make_job
 from tightfit.data import open_samples
 from tightfit.errors import InputError
-
-from .conftest import MODELS, make_job
 
 
 @pytest.fixture

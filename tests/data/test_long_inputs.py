@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data.conftest import make_job
 from tightfit.data import long_records, open_samples, text, tokens
 from tightfit.data.long_records import LongRecord
 from tightfit.data.pieces import PIECE, pieces_of
@@ -17,8 +18,6 @@ from tightfit.data.samples import Damage
 from tightfit.data.text import Columns, Document, open_text
 from tightfit.errors import InputError
 from tightfit.job import DataSpec
-
-from .conftest import make_job
 
 WORDS = ["the", "fox,", "Über", "東京", "don't", "x=1;", "🙂", "naïve-", "1234567", "(a)", "ſ", "e\u0301t"]
 

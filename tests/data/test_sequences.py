@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.conftest import MODELS, make_job
 from tightfit.data import open_samples
 from tightfit.data.sequences import corruption, row_length
 from tightfit.errors import InputError
-
-from .conftest import MODELS, make_job
 
 WORDS = "the quick brown fox jumps over the lazy dog and the other way round. "
 

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.conftest import MODELS, make_job
 from tightfit.data import open_samples
 from tightfit.errors import InputError
-
-from .conftest import MODELS, make_job
 
 
 def at(samples: Any, indices: list[int]) -> dict[str, torch.Tensor]:

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data.conftest import make_job
 from tightfit.data import open_samples
 from tightfit.data import tokens as tokens_module
 from tightfit.data.cache import cache_folder
 from tightfit.data.tokens import Packed, Padded
 from tightfit.errors import InputError
-
-from .conftest import make_job
 
 DOCUMENTS = ["def f(x):\n    return x\n" * 20, "Grüße aus 東京 🙂\r\n\tend  ", "def g(y):\n    return y\n" * 30]
 

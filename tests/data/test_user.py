@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from tests.data.conftest import make_job
 from tightfit.data import UserStream, open_samples
 from tightfit.errors import InputError, TightfitWarning
-
-from .conftest import make_job
 
 
 def opened(data: Any, model: Any = "images", **job: Any) -> Any:

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 import tightfit
+from tests import devices, tiny
+from tests.devices import on_each_device
 from tightfit import files
 from tightfit.engine.checkpoint import checkpoints
 from tightfit.engine.randomness import random_states, set_random_states
 from tightfit.errors import InputError
-
-from .. import devices, tiny
-from ..devices import on_each_device
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("adamw", {}, {}),

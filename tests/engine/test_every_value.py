@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 import tightfit
+from tests import tiny
 from tests.pool import together
 from tests.sweeps import spread
 from tightfit.cli import app
@@ -26,8 +27,6 @@ from tightfit.errors import InputError, TightfitError
 from tightfit.job import Permission
 from tightfit.plan import Plan
 from tightfit.rules import needed_permissions
-
-from .. import tiny
 
 PIPE = {"pp": 2, "micro_batch": 2}
 WITH: dict[str, dict[str, Any]] = {

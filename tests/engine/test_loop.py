@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import tightfit
+from tests import tiny
 from tightfit.engine.loop import total_steps
 from tightfit.engine.step import clip
 from tightfit.errors import InputError
-
-from .. import tiny
 
 
 def test_steps_say_what_they_did() -> None:

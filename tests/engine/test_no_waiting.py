@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit
+from tests import tiny
 from tightfit.engine.randomness import seed_all
 from tightfit.engine.readings import Clock, begin_reading
 from tightfit.engine.step import Step, accumulate, asker, changed, leaves_out_updates, over_data, take_step
@@ -25,8 +26,6 @@ from tightfit.methods.run import Filler, Run, arriving
 from tightfit.methods.uploads import Uploads
 from tightfit.models.masks import numbers_in_order, positions_unread
 from tightfit.planner.target import as_on
-
-from .. import tiny
 
 
 class Reads(TorchDispatchMode):

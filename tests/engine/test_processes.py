@@ -19,7 +19,7 @@ import psutil
 import pytest
 import yaml
 
-from .. import tiny
+from tests import tiny
 
 ENDLESS = "train.steps=100000"
 LIMIT_S = 280  # for a busy machine; what is tested takes seconds

@@ -10,11 +10,10 @@ import pytest
 import yaml
 
 import tightfit
+from tests import tiny
 from tests.engine.test_processes import training
 from tests.pool import together
 from tightfit.report.sample import sample_text
-
-from .. import tiny
 
 AXES: dict[str, dict[str, Any]] = {
     "dp_replicate": {"dp_replicate": 2},

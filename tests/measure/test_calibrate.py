@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiny
 from tests.report.test_session import command
 from tightfit.machine import COMPUTED, Machine, calibration_path
 from tightfit.measure import calibrate
-
-from .. import tiny
 
 
 def test_a_glance_finds_what_steps_are_predicted_from_and_is_kept(

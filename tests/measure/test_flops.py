@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import tightfit
+from tests.contract.cases import BERT, LLAMA, VIT, make_case
 from tightfit.machine import Figure, Machine
 from tightfit.measure.flops import forward_flops, matrix_utilization, mfu
-
-from ..contract.cases import BERT, LLAMA, VIT, make_case
 
 BATCH, LENGTH = 8, 16
 LAYERS, HIDDEN, INNER, HEADS, GROUPS, VOCABULARY = 4, 32, 128, 4, 2, 160

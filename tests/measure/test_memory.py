@@ -8,14 +8,13 @@ import pytest
 import torch
 
 import tightfit
+from tests import tiny
+from tests.contract.cases import make_case
 from tightfit.engine.step import Step, take_step
 from tightfit.measure.flops import forward_flops
 from tightfit.measure.memory import process_peak_bytes, profiled, sample_step
 from tightfit.methods.run import Run
 from tightfit.planner.storages import ROWS, Peak, state_tensors, tensor_bytes, track
-
-from .. import tiny
-from ..contract.cases import make_case
 
 PLANS: list[dict[str, Any]] = [
     {},

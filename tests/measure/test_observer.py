@@ -10,12 +10,11 @@ import pytest
 import torch
 
 import tightfit
+from tests import tiny
 from tightfit.engine.step import Step
 from tightfit.machine import Figure
 from tightfit.measure.observer import SAMPLED, Observer
 from tightfit.methods.run import Run
-
-from .. import tiny
 
 
 def machine() -> tightfit.Machine:

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import tightfit
+from tests import tiny
+from tests.contract import cases
 from tightfit.engine import step
 from tightfit.measure.verify import Tolerances, Verification
 from tightfit.methods import recompute
 from tightfit.methods.run import Run
 from tightfit.models.objective import Batch
-
-from .. import tiny
-from ..contract import cases
 
 
 @pytest.fixture

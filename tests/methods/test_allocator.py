@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import tightfit
+from tests import tiny
 from tightfit.methods import allocator
-
-from .. import tiny
 
 
 @pytest.fixture

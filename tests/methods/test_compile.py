@@ -13,14 +13,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tightfit
+from tests import tiny
 from tests.planner import cases
 from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.methods import compile as room
 from tightfit.planner.estimate import Estimator
 from tightfit.rules import check
-
-from .. import tiny
 
 BLOCKS = tiny.MODEL["num_hidden_layers"]
 

@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import tightfit
+from tests import tiny
+from tests.contract import cases
+from tests.pool import together
 from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.methods.loss import (
@@ -28,10 +31,6 @@ from tightfit.planner.complete import complete
 from tightfit.planner.profile import Profiler
 from tightfit.planner.rehearse import rehearse
 from tightfit.planner.storages import StorageTracker
-
-from .. import tiny
-from ..contract import cases
-from ..pool import together
 
 TOKENS, WIDTH, VOCABULARY = 23, 16, 40
 

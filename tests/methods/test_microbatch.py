@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 import tightfit
+from tests import tiny
 from tightfit.errors import TightfitWarning
 from tightfit.machine import Machine
 from tightfit.methods.microbatch import correct_batch_norm
 from tightfit.models.objective import sample_count
 from tightfit.planner.estimate import Estimator
-
-from .. import tiny
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import tightfit
+from tests import tiny
 from tightfit.methods.precision import LossScaler
-
-from .. import tiny
 
 
 def optimizer_with(*gradients: float) -> torch.optim.Optimizer:

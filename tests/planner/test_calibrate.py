@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import tightfit
+from tests import tiny
 from tests.report.test_session import command
 from tightfit.entries import Message
 from tightfit.ledger import Ledger
@@ -20,8 +21,6 @@ from tightfit.planner.estimate import Estimator, fold
 from tightfit.planner.profile import Profiler
 from tightfit.planner.time import Clock
 from tightfit.record import PeakBytes, Record
-
-from .. import tiny
 
 L4 = Machine.named("l4")
 RECORD: dict[str, Any] = {

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import tightfit
+from tests.planner import cases
 from tightfit.machine import Figure, Machine
 from tightfit.methods.attention import blocked_attention
 from tightfit.planner import programs
@@ -18,8 +19,6 @@ from tightfit.planner.estimate import Estimator
 from tightfit.planner.time import KIND, Clock
 from tightfit.planner.trace import causal_pairs, trace
 from tightfit.program import Linear, Operation
-
-from . import cases
 
 LENGTH, WIDTH = 128, 16
 

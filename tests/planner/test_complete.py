@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 import sysconfig
 from pathlib import Path
 
 import pytest
 
 import tightfit
+from tests import tiny
+from tests.planner import cases
 from tightfit.capabilities import can_compile, lacking_to_compile
 from tightfit.machine import Figure, Machine
-from tightfit.planner import complete as module
 from tightfit.planner.complete import complete
 from tightfit.planner.estimate import Estimator, workspace_bytes
-
-from .. import tiny
-from . import cases
 
 TABLE = Machine.named("l4")
 HERE = TABLE.replace(memory_bytes=Figure(value=2**34, source="system"))
@@ -25,7 +24,7 @@ HERE = TABLE.replace(memory_bytes=Figure(value=2**34, source="system"))
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """A host with no compiler but those in the list, and no headers but those in a folder."""
     there: list[str] = []
-    monkeypatch.setattr(module.shutil, "which", lambda name: name if name in there else None)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in there else None)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiny
+from tests.report.test_session import command
 from tightfit.machine import Machine
 from tightfit.report.commands import quiet_libraries
-
-from .. import tiny
-from .test_session import command
 
 ROWS = {"parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "runtime", "peak"}
 SECONDS = {"compute_s", "memory_s", "communication_s", "bubble_s", "input_s", "step_s"}

@@ -20,6 +20,7 @@ import psutil
 import pytest
 import yaml
 
+from tests import tiny
 from tightfit.__main__ import main
 from tightfit.engine.step import Step
 from tightfit.errors import InputError
@@ -27,8 +28,6 @@ from tightfit.plan import Plan
 from tightfit.report import session
 from tightfit.report.commands import check_out
 from tightfit.report.session import begin_files
-
-from .. import tiny
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

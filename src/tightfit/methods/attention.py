@@ -24,7 +24,7 @@ from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job, ModelSpec
 from tightfit.ledger import traced
 from tightfit.machine import Machine
-from tightfit.methods.protocol import Default
+from tightfit.methods.protocol import Default, SearchFacts
 from tightfit.methods.run import Run
 from tightfit.models import task_of
 from tightfit.plan import Plan
@@ -48,6 +48,10 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
     of_transformers = isinstance(job.model, ModelSpec) and job.model.python is None
     if machine.device == "cpu" and of_transformers and task_of(job.model) == "causal-lm" and sequence <= SHORT:
         yield Default("attention", "blocked", "plain products are faster here than the fused attention kernel")
+
+
+def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
+    return {"attention": list(dict.fromkeys([start.attention, "sdpa"]))}
 
 
 def apply(run: Run, plan: Plan) -> Run:

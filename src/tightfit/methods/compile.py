@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from tightfit.job import Job, ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.compiler import stand_in
-from tightfit.methods.protocol import Default
+from tightfit.methods.protocol import Default, SearchFacts
 from tightfit.methods.run import Run
 from tightfit.models import find_blocks
 from tightfit.models.objective import Batch, sample_count
@@ -58,6 +59,10 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
         regions = "none" if lacking else "block" if of_transformers else "model"
         why = "fused kernels: fewer of them, and less memory traffic"
         yield Default("compile", regions, f"torch.compile needs {lacking}" if lacking else why)
+
+
+def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
+    return {"compile": list(dict.fromkeys([start.compile, "none"]))}
 
 
 def pays_to_compile(job: Job) -> bool:

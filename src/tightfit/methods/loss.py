@@ -32,7 +32,7 @@ from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.compiler import generates_kernels
 from tightfit.methods.loss_kernels import ROWS_IN_CACHE, Kernels, add_product, kernels_for, linear
-from tightfit.methods.protocol import Default
+from tightfit.methods.protocol import Default, SearchFacts
 from tightfit.methods.run import Run, kind_of
 from tightfit.methods.turns import turns
 from tightfit.methods.vocabulary import divided_cross_entropy_with_gradient
@@ -63,6 +63,11 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
     of_transformers = isinstance(job.model, ModelSpec) and job.model.python is None
     if of_transformers and task_of(job.model) in ("causal-lm", "masked-lm", "seq2seq-lm"):
         yield Default("chunked_loss", chunk_of(job, machine), "logits are never all there at once")
+
+
+def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
+    """No larger a chunk than needed; or all logits, for a model whose loss cannot be chunked."""
+    return {"chunked_loss": [None] if start.chunked_loss is None else [min(start.chunked_loss, CHUNK), None]}
 
 
 def chunk_of(job: Job, machine: Machine) -> int:

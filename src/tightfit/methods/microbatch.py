@@ -43,6 +43,11 @@ def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]
     return {"micro_batch": [None if size == share else size for size in sizes]}
 
 
+def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
+    """One sample; or the whole share at once, which adds to no gradients of an earlier micro-batch."""
+    return {"micro_batch": [None, 1]}
+
+
 def apply(run: Run, plan: Plan) -> Run:
     pieces = math.ceil(plan.share_of(run.job.train.batch) / plan.micro_batch_of(run.job.train.batch))
     correct_batch_norm(run.model, pieces)

@@ -48,6 +48,23 @@ def wanted(plan: Plan) -> bool:
     return bool(plan.offload)
 
 
+def combinations(device: str) -> tuple[tuple[str, ...], ...]:
+    """What may be offloaded together, the least first: search tries them where nothing else fits."""
+    return _COMBINATIONS[device]
+
+
+_COMBINATIONS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "cuda": (
+        ("states",),
+        ("states", "activations"),
+        ("states", "gradients"),
+        ("states", "gradients", "parameters"),
+        ("states", "gradients", "parameters", "activations"),
+    ),
+    "cpu": (("states",), ("states", "gradients", "parameters"), ("states", "gradients", "parameters", "activations")),
+}
+
+
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """What is named counts no more where the device's memory is counted; what moves instead is a message."""
     on_disk = plan.offload_to == "disk"

@@ -71,6 +71,10 @@ def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]
     return {"states": ["fp32", *([] if facts.is_complex else widths)], "update_in_backward": [False, True]}
 
 
+def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
+    return candidates(start, job, facts)
+
+
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """States, transients and operations of each update are traced; here is when the updates happen, and how many at once.
 

@@ -20,6 +20,7 @@ gradients are summed.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from tightfit.job import ModelSpec
 from tightfit.ledger import Ledger
@@ -46,6 +47,13 @@ VARIANTS = (
 
 def wanted(plan: Plan) -> bool:
     return plan.pp > 1
+
+
+SCHEDULES: tuple[dict[str, Any], ...] = (
+    {"schedule": "interleaved", "virtual_stages": 4},
+    {"schedule": "interleaved", "virtual_stages": 2},
+    {},
+)  # that search tries, the fastest first: more stages on a device wait less and hold more
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:

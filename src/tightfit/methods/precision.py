@@ -70,6 +70,16 @@ def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]
     return {"precision": [start.precision, "bf16-true"] if narrow else [start.precision]}
 
 
+def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
+    """Every precision and rounding; the rules and the job decide which of them are open."""
+    precisions = [] if facts.is_complex else ["fp32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"]
+    roundings = [start.rounding, rounding_of(job), "kahan", "stochastic"]
+    return {
+        "precision": list(dict.fromkeys([start.precision, *precisions])),
+        "rounding": list(dict.fromkeys(roundings)),
+    }
+
+
 def rounding_of(job: Job) -> Literal["nearest", "kahan"]:
     """How search rounds updates of bf16 weights: kahan carries what would be lost of small ones, so that the job
     trains as with wider weights. Nearest takes less memory and time, where the job allows to lose them."""

@@ -59,6 +59,10 @@ def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]
     return {"recompute": ["none", "selective", "selective-2", "every-2", "full", "sqrt"]}
 
 
+def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
+    return {"recompute": ["full", "sqrt", "none"]}  # none: for a model without repeated blocks
+
+
 def apply(run: Run, plan: Plan) -> Run:
     name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
     blocks = [block for _, block in find_blocks(run.model, name)]

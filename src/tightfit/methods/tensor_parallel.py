@@ -27,11 +27,12 @@ from typing import Any
 from torch import nn
 
 from tightfit.errors import InputError
-from tightfit.job import ModelSpec
+from tightfit.job import Job, ModelSpec
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.cutter import GATHERED, Cutter
 from tightfit.methods.mesh import latency, message
+from tightfit.methods.protocol import SearchFacts
 from tightfit.methods.run import Run, refuse_hooks
 from tightfit.methods.sequences import Sequences
 from tightfit.models import find_blocks
@@ -76,6 +77,10 @@ STYLES = ("colwise", "rowwise", "qkv", "heads", GATHERED, "whole")
 
 def wanted(plan: Plan) -> bool:
     return plan.tp > 1
+
+
+def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
+    return {"sequence_parallel": list(dict.fromkeys([start.sequence_parallel, start.tp > 1]))}
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:

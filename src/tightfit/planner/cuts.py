@@ -9,6 +9,7 @@ from typing import Any
 from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Machine
+from tightfit.methods.pipeline import SCHEDULES
 from tightfit.plan import Plan
 from tightfit.planner.complete import over_devices
 from tightfit.planner.estimate import Estimator
@@ -16,12 +17,6 @@ from tightfit.timetable import split_balanced
 
 ALIKE = 1.05  # promises that differ by less are alike: of such cuts the simpler is tried first
 WITHOUT_BUBBLE = ("pipedream", "zero-bubble")  # schedules that hardly wait, whatever the number of micro-batches
-# Schedules of a pipeline that search chooses from: more pieces wait less, and hold more. The fastest first, which may rule out others.
-SCHEDULES: tuple[dict[str, Any], ...] = (
-    {"schedule": "interleaved", "virtual_stages": 4},
-    {"schedule": "interleaved", "virtual_stages": 2},
-    {},
-)
 
 
 def with_samples(machine: Machine, job: Job, pins: dict[str, Any]) -> Machine:

@@ -13,25 +13,18 @@ from typing import Any
 
 from tightfit.capabilities import can_compile
 from tightfit.errors import InputError
-from tightfit.methods.loss import CHUNK
+from tightfit.methods import METHODS
+from tightfit.methods.offload import combinations
 from tightfit.methods.precision import rounding_of
+from tightfit.methods.protocol import SearchFacts, traced_fields
+from tightfit.methods.protocol import leanest as leanest_values
 from tightfit.plan import Plan
 from tightfit.planner.candidates import is_legal, spreads
 from tightfit.planner.estimate import Estimate, Estimator
 
-OFFLOADED: dict[str, tuple[tuple[str, ...], ...]] = {  # what is tried where nothing else fits
-    "cuda": (
-        ("states",),
-        ("states", "activations"),
-        ("states", "gradients"),
-        ("states", "gradients", "parameters"),
-        ("states", "gradients", "parameters", "activations"),
-    ),
-    "cpu": (("states",), ("states", "gradients", "parameters"), ("states", "gradients", "parameters", "activations")),
-}
-PRECISIONS = ("fp32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true")
 MOST_LOOKED_AT = 32  # combinations of which estimates are made
 NEAR = 1.1  # times what the leanest takes: what an allocator adds to others may be less
+Options = Callable[[Estimator, Plan], dict[str, list[Any]]]  # what to try, by plan field
 MOST_SETTLED = 6  # plans of which that is found out
 
 
@@ -49,17 +42,16 @@ def leanest(estimator: Estimator, start: Plan, pins: dict[str, Any], only_fittin
     kernels: dict[str, Any] = {}
     for plan in sorted(plans, key=lambda plan: bounds[plan])[:MOST_LOOKED_AT]:
         if best is None:  # kernels are chosen once, for each choice takes a trace
-            best = _least(estimator, plan.replace(recompute=pins.get("recompute", "full")), pins, _KERNELS)
-            kernels = {name: getattr(best.plan, name) for name in _KERNELS} if best else {}
+            best = _least(estimator, plan.replace(recompute=pins.get("recompute", "full")), pins, _kernels)
+            kernels = {name: getattr(best.plan, name) for name in (*KERNELS, "micro_batch")} if best else {}
         elif bounds[plan] >= best.fullness * estimator.limit_bytes:
             break
-        seen = _least(estimator, plan.replace(**kernels), pins, _SIZES)
+        seen = _least(estimator, plan.replace(**kernels), pins, _sizes)
         best = min((one for one in (best, seen) if one is not None), key=_taken, default=None)
     if best is None or estimator.settle(best).fits:
         return best
-    compiled = {"compile": lambda plan: ["none", "block"]} if can_compile(estimator.machine) else {}
     pinned = {**pins, "micro_batch": best.plan.micro_batch}
-    again = [best, *_estimates(estimator, best.plan, pinned, {**_KERNELS, **compiled})]
+    again = [best, *_estimates(estimator, best.plan, pinned, _kernels_and_compiled)]
     near = sorted((one for one in again if _taken(one) <= (NEAR * best.fullness, math.inf)), key=_taken)
     return min((estimator.settle(one) for one in near[:MOST_SETTLED]), key=_taken)
 
@@ -68,33 +60,43 @@ def _taken(one: Estimate) -> tuple[float, float]:
     return one.fullness, one.peak_bytes
 
 
-_KERNELS: dict[
-    str, Callable[[Plan], list[Any]]
-] = {  # what decides which operations run: as it is, or as may take less memory
-    "chunked_loss": lambda plan: [None if plan.chunked_loss is None else min(plan.chunked_loss, CHUNK), None],
-    "compile": lambda plan: [plan.compile, "none"],
-    "attention": lambda plan: [plan.attention, "sdpa"],
-    "micro_batch": lambda plan: [None if plan.update_in_backward else 1],
-}
-_SIZES: dict[str, Callable[[Plan], list[Any]]] = {
-    "recompute": lambda plan: ["full", "sqrt", "none"],  # none: for a model without repeated blocks
-    "micro_batch": lambda plan: [None, 1],  # one micro-batch alone adds to no gradients
-    "sequence_parallel": lambda plan: [plan.sequence_parallel, plan.tp > 1],
-}
+STATES = ("precision", "states", "update_in_backward", "rounding")  # fields that decide how wide weights and states are
+KERNELS = tuple(field for field in traced_fields(METHODS) if field not in STATES)  # each value of these takes a trace
 
 
-def _least(
-    estimator: Estimator, start: Plan, pins: dict[str, Any], options: dict[str, Callable[[Plan], list[Any]]]
-) -> Estimate | None:
+def _values(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
+    """By plan field, what may take the least memory, as the methods propose it."""
+    facts = SearchFacts(estimator.profiler.is_complex, lambda: True)
+    return leanest_values(METHODS, start, estimator.job, facts)
+
+
+def _kernels(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
+    values = _values(estimator, start)
+    return {
+        **{name: values[name] for name in KERNELS if name in values},
+        "micro_batch": [None if start.update_in_backward else 1],
+    }
+
+
+def _kernels_and_compiled(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
+    compiled = {"compile": ["none", "block"]} if can_compile(estimator.machine) else {}
+    return {**_kernels(estimator, start), **compiled}
+
+
+def _sizes(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
+    """Of what neither decides widths nor takes a trace."""
+    known = {*STATES, *KERNELS}
+    return {name: values for name, values in _values(estimator, start).items() if name not in known}
+
+
+def _least(estimator: Estimator, start: Plan, pins: dict[str, Any], options: Options) -> Estimate | None:
     """The leanest of the estimates of `start` with such options; None where the model can have none."""
     return min(_estimates(estimator, start, pins, options), key=_taken, default=None)
 
 
-def _estimates(
-    estimator: Estimator, start: Plan, pins: dict[str, Any], options: dict[str, Callable[[Plan], list[Any]]]
-) -> list[Estimate]:
+def _estimates(estimator: Estimator, start: Plan, pins: dict[str, Any], options: Options) -> list[Estimate]:
     """The estimates of `start` with such options that the model can have."""
-    open_ = {name: list(dict.fromkeys(values(start))) for name, values in options.items() if name not in pins}
+    open_ = {name: values for name, values in options(estimator, start).items() if name not in pins}
     found: list[Estimate] = []
     for values in itertools.product(*open_.values()):
         plan = start.replace(**dict(zip(open_, values, strict=True)))
@@ -113,20 +115,14 @@ def _estimates(
 def _combinations(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Iterator[Plan]:
     """The plans that differ from `start` in where weights, states and gradients are, and in how wide they are."""
     job, machine = estimator.job, estimator.machine
-    widths = [width for width in ("bf16", "8-bit", "4-bit") if f"{width}-states" in job.allowed]
-    options: dict[str, list[Any]] = {
-        "precision": [start.precision] if estimator.profiler.is_complex else [start.precision, *PRECISIONS],
-        "states": ["fp32"] if estimator.profiler.is_complex else ["fp32", *widths],
-        "update_in_backward": [False, True],
-        "rounding": [start.rounding, rounding_of(job), "kahan", "stochastic"],
-    }
-    options = {name: [getattr(start, name)] if name in pins else values for name, values in options.items()}
-    for spread, offload, *values in itertools.product(
+    values = _values(estimator, start)
+    options = {name: [getattr(start, name)] if name in pins else values[name] for name in STATES}
+    for spread, offload, *chosen in itertools.product(
         spreads(machine, start, pins),
         offloads(estimator, pins),
-        *(list(dict.fromkeys(values)) for values in options.values()),
+        *options.values(),
     ):
-        plan = start.replace(**spread, **offload, **dict(zip(options, values, strict=True)))
+        plan = start.replace(**spread, **offload, **dict(zip(options, chosen, strict=True)))
         lossy = plan.precision == "bf16-true" and plan.rounding == "nearest"
         if lossy and "rounding" not in pins and rounding_of(job) != "nearest":
             continue  # search takes it only where the job allows it, or the plan asks for it
@@ -142,4 +138,4 @@ def offloads(estimator: Estimator, pins: dict[str, Any]) -> list[dict[str, Any]]
     where: dict[str, Any] = {"offload_to": "disk" if on_cpu else "host"}
     if on_cpu and "allocator" not in pins:
         where["allocator"] = "lean"
-    return [{}, *({"offload": words, **where} for words in OFFLOADED[estimator.machine.device])]
+    return [{}, *({"offload": words, **where} for words in combinations(estimator.machine.device))]

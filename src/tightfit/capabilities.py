@@ -1,0 +1,70 @@
+"""What a machine can do beside its rates: which precisions are fast on it, and whether torch.compile has what it needs.
+
+Imports no torch: a command asks this before it decides how the process starts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+from tightfit.machine import Machine
+from tightfit.machines.gpus import GENERATIONS
+
+WORTH = 1.2  # a precision is fast where it multiplies this many times as fast as fp32
+
+
+def has_fast_fp16(machine: Machine) -> bool:
+    """Whether fp16 products are faster than fp32: on every CUDA device since Volta, on no CPU."""
+    if machine.device != "cuda":
+        return False
+    known = machine.matrix_flops_per_s
+    return "fp16" not in known or "fp32" not in known or known["fp16"].value > WORTH * known["fp32"].value
+
+
+def has_fast_tf32(machine: Machine) -> bool:
+    """Whether fp32 products are faster with factors in tf32, as the table has it, or a calibration."""
+    known = machine.matrix_flops_per_s
+    return "tf32" in known and "fp32" in known and known["tf32"].value > WORTH * known["fp32"].value
+
+
+def has_fast_bf16(machine: Machine) -> bool:
+    """Whether bf16 products are faster than fp32 here: as measured, else by the processor's instructions or the GPU's age."""
+    measured = machine.matrix_flops_per_s
+    glanced = any(figure.source == "glance" for figure in measured.values())
+    if "fp32" in measured and not glanced:  # the table, or a calibration, has every type that the device multiplies
+        return "bf16" in measured and measured["bf16"].value > WORTH * measured["fp32"].value
+    if machine.device == "cuda":
+        generation = GENERATIONS.get(machine.architecture)
+        return generation is not None and "bf16" in generation.flops
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def can_compile(machine: Machine) -> bool:
+    return not lacking_to_compile(machine)
+
+
+def lacking_to_compile(machine: Machine) -> str:
+    """What torch.compile needs and does not find here, in words; empty for a machine of the table, which is taken to have it.
+
+    For processors it writes C++. For CUDA devices it brings Triton, which compiles a stub in C for each kernel.
+    """
+    if machine.device == "cuda" and not machine.is_here:
+        return ""
+    compilers, named = _COMPILERS[machine.device]
+    chosen = os.environ.get(named, "")  # as torch and Triton read it
+    lacks = []
+    if not any(shutil.which(name) for name in (*chosen.split()[:1], *compilers)):
+        lacks.append(f"a compiler ({', '.join(compilers)})")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        lacks.append("Python's headers (python3-dev, or python3-devel)")
+    return " and ".join(lacks)
+
+
+_COMPILERS = {"cpu": (("g++", "clang++", "c++"), "CXX"), "cuda": (("gcc", "clang", "cc"), "CC")}
