@@ -15,6 +15,7 @@ METHOD_FIELDS = {
     "zero": ("dp_shard", "zero"),
     "tensor_parallel": ("tp", "sequence_parallel"),
     "precision": ("precision", "loss_scale", "rounding"),
+    "float8": ("float8",),
     "microbatch": ("micro_batch",),
     "attention": ("attention",),
     "loss": ("chunked_loss",),
