@@ -30,6 +30,9 @@ from tightfit.plan import Plan
 ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """Largest relative error u of one rounding, by the type of the arithmetic: half the distance between two numbers."""
 
+FLOAT8 = {"none": 0.0, "tensorwise": 2.0**-3, "rowwise": 2.0**-4}
+"""The same of factors in 8 bits: numbers keep 3 bits after the first (e4m3), and under tensorwise those of gradients 2 (e5m2)."""
+
 STATES = {"fp32": 0.0, "bf16": 2e-2, "8-bit": 1e-1, "4-bit": 5e-1}
 """What share of an update narrow states may change: the distance between two of the values that they keep. Measured as
 shares of the distance travelled in 3 and in 10 steps: up to 0.7 %, 2 % and 28 %."""
@@ -55,7 +58,7 @@ class Tolerances:
 
     @classmethod
     def of(cls, plan: Plan, travelled: float) -> Tolerances:
-        gradients = math.sqrt(ROUNDOFF[plan.precision.split("-")[0]])
+        gradients = math.sqrt(max(ROUNDOFF[plan.precision.split("-")[0]], FLOAT8[plan.float8]))
         drift = gradients + (2 * math.sqrt(gradients) + STATES[plan.states]) * travelled
         return cls(gradients, drift, drift)
 

@@ -137,10 +137,11 @@ def pads(job: Job, plan: Plan) -> bool:
 
 
 def _torchao(recipe: str) -> Any:
-    """`torchao.float8`, without the notes that torchao makes when it is imported. Raises InputError."""
-    notes = logging.getLogger("torchao")
-    before = notes.level
-    notes.setLevel(logging.CRITICAL)
+    """`torchao.float8`, without the notes that are made when it is imported. Raises InputError."""
+    notes = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    before = [one.level for one in notes]
+    for one in notes:
+        one.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -149,7 +150,8 @@ def _torchao(recipe: str) -> Any:
         raise InputError(
             f"plan: float8={recipe}",
             f"needs the package torchao, which cannot be imported here ({error})",
-            "pip install torchao, or use float8: none",
+            "pip install torchao (or tightfit[float8]), or use float8: none",
         ) from None
     finally:
-        notes.setLevel(before)
+        for one, level in zip(notes, before, strict=True):
+            one.setLevel(level)

@@ -58,6 +58,7 @@ def _options(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> dict[st
     widths = [width for width in ("bf16", "8-bit", "4-bit") if f"{width}-states" in job.allowed and real]
     return {
         "precision": precisions,
+        "float8": list(dict.fromkeys([start.float8, "none"])),  # its casts take memory
         "micro_batch": [None if size == share else size for size in micro],
         "recompute": ["none", "selective", "selective-2", "every-2", "full", "sqrt"],
         "states": ["fp32", *widths],

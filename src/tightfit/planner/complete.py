@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from tightfit.job import DataSpec, Job, ModelSpec
-from tightfit.machine import Machine
-from tightfit.machines.gpus import GENERATIONS
+from tightfit.machine import FLOAT8, Machine
+from tightfit.machines.gpus import GENERATIONS, multiplies_float8
 from tightfit.models import has_complex, task_of
 from tightfit.plan import Plan
 from tightfit.rules import RULES, check
 
 COMPILE_PAYS_AFTER_STEPS = 200
 FEW_BLOCKS = 3
+LARGE = 4096  # rows, columns and depth of a large product
 
 
 ALLOCATOR: Literal["tuned"] = "tuned"  # known before torch is imported, as a process has to start with it
@@ -42,7 +43,9 @@ def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, di
         if field in pins:
             continue
         candidate = plan.replace(**{field: value})
-        admitted = all(rule.holds(candidate, job, machine.device) for rule in RULES)
+        admitted = all(  # a rule that is broken by now may be for a later choice to keep: bf16, with float8
+            rule.holds(candidate, job, machine.device) or not rule.holds(plan, job, machine.device) for rule in RULES
+        )
         if admitted and _model_admits(job, field, candidate):
             plan, reasons[field] = candidate, reason
     check(plan, job, machine.device)
@@ -198,6 +201,13 @@ def has_fast_bf16(machine: Machine) -> bool:
     except OSError:
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def has_fast_float8(machine: Machine, recipe: str) -> bool:
+    """Whether products of factors in 8 bits, scaled as the recipe says (tensorwise, rowwise), are faster than bf16 ones."""
+    if machine.device != "cuda" or not multiplies_float8(machine.architecture, recipe == "rowwise"):
+        return False
+    return machine.achieved("product", FLOAT8, LARGE) > machine.achieved("product", "bfloat16", LARGE)
 
 
 def pays_to_compile(job: Job) -> bool:

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
+from tightfit.methods import float8
 from tightfit.methods.compile import COMPILE_S
 from tightfit.plan import Plan
 from tightfit.planner.candidates import candidates, is_legal
-from tightfit.planner.complete import complete, has_fast_tf32
+from tightfit.planner.complete import complete, has_fast_float8, has_fast_tf32
 from tightfit.planner.cuts import balanced, by_promise, cut_fields, schedules, with_samples, with_sequences
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.finalists import Finals, first_that_fits, first_that_nearly_fits
@@ -379,8 +380,22 @@ def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) 
         other = estimator.estimate(best.plan.replace(precision=wider))
         if other.total_s < best.total_s:
             best = other
+    for plan in _in_float8(estimator, best.plan, pins):
+        other = estimator.estimate(plan)
+        if other.total_s < best.total_s:
+            best = other
     names = [name for name in ("chunked_loss", "precision") if getattr(best.plan, name) != getattr(start, name)]
     return best.plan, {name: getattr(start, name) for name in names}
+
+
+def _in_float8(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> list[Plan]:
+    """`plan` with float8 products in each way that the job allows and the machine multiplies faster; none without torchao."""
+    if "float8" in pins or "float8" not in estimator.job.allowed or not float8.is_installed():
+        return []
+    plans = [
+        plan.replace(float8=recipe) for recipe in ("tensorwise", "rowwise") if has_fast_float8(estimator.machine, recipe)
+    ]
+    return [one for one in plans if is_legal(one, estimator.job, estimator.machine.device)]
 
 
 def _may_be_faster(estimator: Estimator, one: Estimate, wider: str) -> bool:
