@@ -195,9 +195,11 @@ def _square_product(kind: str, size: int, device: torch.device) -> Callable[[], 
     """A product of two square matrices in `kind`, to be timed."""
     left, right = (torch.randn(size, size, device=device) for _ in range(2))
     if kind == "fp8":
-        narrow = torch.float8_e4m3fnuz if architecture_of(torch.cuda.get_device_properties(device)) == "gfx942" else torch.float8_e4m3fn
-        one, factors = torch.ones((), device=device), (left.to(narrow), right.to(narrow).t())  # columns, as the hardware takes them
-        return lambda: torch._scaled_mm(*factors, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        of_mi300 = architecture_of(torch.cuda.get_device_properties(device)).startswith("gfx94")
+        narrow = torch.float8_e4m3fnuz if of_mi300 else torch.float8_e4m3fn
+        left, right = left.to(narrow), right.to(narrow).t()  # by columns, as the hardware takes it
+        one = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
     left, right = left.to(TYPES[kind]), right.to(TYPES[kind])
     out = torch.empty_like(left)
     return lambda: torch.mm(left, right, out=out)

@@ -130,10 +130,11 @@ def _in_type_of_autocast(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any
 def pads(job: Job, plan: Plan) -> bool:
     """Whether a micro-batch may have a number of tokens that is no multiple of 16: all but packed sequences of such a length."""
     data = job.data
-    if not isinstance(data, DataSpec) or data.images is not None or data.synthetic == "images" or data.python is not None:
+    if not isinstance(data, DataSpec) or data.packing != "packed":
         return True
-    lengths = [data.sequence_length, data.target_length or data.sequence_length]
-    return data.packing != "packed" or any(length % (MULTIPLE * plan.cp) for length in lengths)
+    of_others = data.images is not None or data.synthetic == "images" or data.python is not None
+    lengths = data.sequence_length, data.target_length or data.sequence_length
+    return of_others or any(length % (MULTIPLE * plan.cp) for length in lengths)
 
 
 def _torchao(recipe: str) -> Any:

@@ -57,7 +57,7 @@ from tightfit.planner.trace import trace
 from tightfit.planner.updates import trace_clipping, trace_updates
 from tightfit.program import Operation
 
-DECIDING = (attention, float8, loss, compile, precision)  # rooms that decide which operations run; in the order of METHODS
+DECIDING = (attention, float8, loss, compile, precision)  # what decides which operations run; in the order of METHODS
 MOST_CHUNKS = 64  # chunks of a loss that are traced one after another: more are more of the same
 
 
@@ -178,7 +178,8 @@ class Profiler:
         again = (
             plan.recompute if plan.compile == "model" else "none"
         )  # which a region's forward and backward have within
-        key = kind, plan.float8, plan.attention, plan.chunked_loss, plan.compile, again, training, micro_batch < whole, cut, narrow
+        fields = kind, plan.float8, plan.attention, plan.chunked_loss, plan.compile
+        key = *fields, again, training, micro_batch < whole, cut, narrow
         traced = self._traced.setdefault(key, {})
         plan = plan.replace(precision=kind)
         if micro_batch not in traced and micro_batch > MOST_CHUNKS * whole > 0:

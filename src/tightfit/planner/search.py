@@ -392,10 +392,10 @@ def _in_float8(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> list[P
     """`plan` with float8 products in each way that the job allows and the machine multiplies faster; none without torchao."""
     if "float8" in pins or "float8" not in estimator.job.allowed or not float8.is_installed():
         return []
-    plans = [
-        plan.replace(float8=recipe) for recipe in ("tensorwise", "rowwise") if has_fast_float8(estimator.machine, recipe)
-    ]
-    return [one for one in plans if is_legal(one, estimator.job, estimator.machine.device)]
+    machine = estimator.machine
+    recipes = [recipe for recipe in ("tensorwise", "rowwise") if has_fast_float8(machine, recipe)]
+    plans = [plan.replace(float8=recipe) for recipe in recipes]
+    return [one for one in plans if is_legal(one, estimator.job, machine.device)]
 
 
 def _may_be_faster(estimator: Estimator, one: Estimate, wider: str) -> bool:
