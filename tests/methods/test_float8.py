@@ -23,10 +23,11 @@ from tightfit.measure.verify import FLOAT8, verify
 from tightfit.methods import float8
 from tightfit.planner.estimate import Estimator
 from tightfit.planner.rehearse import rehearse
+from tightfit.report.explain import _layers_in_float8
 from tightfit.rules import needed_permissions
 
 pytest.importorskip("torchao")
-BOUND = {"tensorwise": 2e-2, "rowwise": 2e-2}
+BOUND = {"tensorwise": 5e-2, "rowwise": 4e-2}
 """Relative difference of all weights after three steps from those in fp32: see BOUNDS of the contract. One rounding is 2^-4 of a
 factor (e4m3), 2^-3 of a gradient under tensorwise (e5m2)."""
 MIXED: dict[str, Any] = {"precision": "bf16-mixed"}
@@ -265,7 +266,9 @@ def test_the_products_of_blocks_are_traced_in_eight_bits(large: Estimator) -> No
     plan = tightfit.Plan(**MIXED)
     layers, blocks = 7, 2  # each with three products
     assert products(large, plan) == []
-    assert products(large, plan.replace(float8="tensorwise")) == ["float8"] * (3 * layers * blocks)
+    plan = plan.replace(float8="tensorwise")
+    assert products(large, plan) == ["float8"] * (3 * layers * blocks)
+    assert _layers_in_float8(large.estimate(plan)) == "; 14 linear layers multiply in float8"
 
 
 def test_they_are_as_fast_as_the_table_says() -> None:
@@ -285,6 +288,12 @@ def test_search_takes_it_for_large_layers_where_it_may() -> None:
     assert "float8" in chosen.changes_math
     assert tightfit.search(job.replace(allow=["bf16"]), h100)[0].plan.float8 == "none"
     assert tightfit.search(job, Machine.named("a100-80gb"))[0].plan.float8 == "none"
+
+
+def test_it_is_said_that_torchao_is_missing(large: Estimator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "is_installed", lambda: False)
+    assert any("torchao" in line for line in large.estimate(tightfit.Plan(**MIXED)).advice)
+    assert not any("torchao" in line for line in large.estimate(tightfit.Plan(**TENSORWISE)).advice)
 
 
 def test_search_leaves_it_where_layers_are_small() -> None:
