@@ -21,8 +21,10 @@ from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.measure.verify import FLOAT8, verify
 from tightfit.methods import float8
+from tightfit.planner.complete import complete
 from tightfit.planner.estimate import Estimator
 from tightfit.planner.rehearse import rehearse
+from tightfit.planner.search import _in_float8
 from tightfit.report.explain import _layers_in_float8
 from tightfit.rules import needed_permissions
 
@@ -223,6 +225,11 @@ def test_a_model_without_such_layers_is_refused() -> None:
         tightfit.build(cases.make_case("batchnorm").job, tightfit.Plan(**TENSORWISE))
 
 
+def test_a_plan_that_pins_it_alone_is_completed() -> None:
+    plan, _ = complete(cases.make_case("llama").job, Machine.named("h100-sxm"), {"float8": "rowwise"})
+    assert (plan.float8, plan.precision, plan.allocator) == ("rowwise", "bf16-mixed", "tuned")
+
+
 def llama(hidden: int, length: int) -> tightfit.Job:
     model = {**cases.LLAMA, "hidden_size": hidden, "intermediate_size": 2 * hidden, "max_position_embeddings": length}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -240,17 +247,20 @@ def large() -> Estimator:
 
 
 PREDICTED: list[dict[str, Any]] = [
+    {"float8": "rowwise", "recompute": "selective"},
+    {"compile": "block"},
+]
+ALSO_PREDICTED: list[dict[str, Any]] = [
     {},
-    {"float8": "rowwise"},
     {"precision": "bf16-true"},
     {"recompute": "full"},
-    {"recompute": "selective"},
-    {"compile": "block"},
     {"compile": "block", "float8": "rowwise", "recompute": "selective"},
 ]
 
 
-@pytest.mark.parametrize("fields", PREDICTED, ids=str)
+@pytest.mark.parametrize(
+    "fields", [*PREDICTED, *(pytest.param(fields, marks=pytest.mark.slow) for fields in ALSO_PREDICTED)], ids=str
+)
 def test_memory_that_is_folded_is_that_of_a_dry_run(fields: dict[str, Any], large: Estimator) -> None:
     plan = tightfit.Plan(**{**TENSORWISE, **fields})
     folded = large.estimate(plan).peak
@@ -280,14 +290,24 @@ def test_they_are_as_fast_as_the_table_says() -> None:
     assert calibrated.achieved("cast", "float8_e4m3fn", 2**20) == 1e12
 
 
-def test_search_takes_it_for_large_layers_where_it_may() -> None:
-    job, h100 = llama(4096, 1024), Machine.named("h100-sxm")
-    chosen = tightfit.search(job, h100)[0]
+FEW: dict[str, Any] = {"micro_batch": 8, "recompute": "none", "update_in_backward": False}  # plans to choose from
+
+
+def test_search_takes_it_for_large_layers_that_are_compiled(large: Estimator) -> None:
+    chosen = tightfit.search(large.job, large.machine, {**FEW, "compile": "block"}, large)[0]
     assert chosen.plan.float8 != "none"
-    assert chosen.plan.compile != "none"
-    assert "float8" in chosen.changes_math
-    assert tightfit.search(job.replace(allow=["bf16"]), h100)[0].plan.float8 == "none"
-    assert tightfit.search(job, Machine.named("a100-80gb"))[0].plan.float8 == "none"
+    assert chosen.changes_math == ["bf16", "float8"]
+
+
+def test_search_tries_it_only_where_it_may(large: Estimator) -> None:
+    plan, job, other = tightfit.Plan(**MIXED), large.job, Machine.named("a100-80gb")
+    assert [one.float8 for one in _in_float8(large, plan, {})] == ["tensorwise", "rowwise"]
+    assert _in_float8(large, plan, {"float8": "none"}) == []
+    assert _in_float8(large, plan.replace(tp=2), {}) == []
+    assert _in_float8(large, tightfit.Plan(), {}) == []
+    assert _in_float8(large.of(job.replace(allow=["bf16"]), large.machine), plan, {}) == []
+    assert _in_float8(large.of(job, other), plan, {}) == []
+    assert [one.float8 for one in _in_float8(large.of(job, Machine.named("l4")), plan, {})] == ["tensorwise"]
 
 
 def test_it_is_said_that_torchao_is_missing(large: Estimator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +317,8 @@ def test_it_is_said_that_torchao_is_missing(large: Estimator, monkeypatch: pytes
 
 
 def test_search_leaves_it_where_layers_are_small() -> None:
-    assert tightfit.search(llama(64, 64), Machine.named("h100-sxm"))[0].plan.float8 == "none"
+    chosen = tightfit.search(llama(64, 64), Machine.named("h100-sxm"), {**FEW, "compile": "none"})[0]
+    assert chosen.plan.float8 == "none"
 
 
 @pytest.mark.parametrize(

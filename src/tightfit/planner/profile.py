@@ -178,7 +178,8 @@ class Profiler:
         again = (
             plan.recompute if plan.compile == "model" else "none"
         )  # which a region's forward and backward have within
-        fields = kind, plan.float8, plan.attention, plan.chunked_loss, plan.compile
+        filled = float8.wanted(plan) and float8.pads(self.job, plan)
+        fields = kind, plan.float8, filled, plan.attention, plan.chunked_loss, plan.compile
         key = *fields, again, training, micro_batch < whole, cut, narrow
         traced = self._traced.setdefault(key, {})
         plan = plan.replace(precision=kind)
