@@ -290,9 +290,25 @@ def test_they_are_as_fast_as_the_table_says() -> None:
     assert calibrated.achieved("cast", "float8_e4m3fn", 2**20) == 1e12
 
 
+@pytest.mark.slow
+def test_a_scale_for_each_row_takes_longer(large: Estimator) -> None:
+    """Of a compiled block, whose kernels read a tensor before they scale it by its largest number."""
+    plans: Any = [tightfit.Plan(**MIXED, compile="block", float8=recipe) for recipe in RECIPES]
+    one, other = (large.estimate(plan).time for plan in plans)
+    assert one.compute_s == pytest.approx(other.compute_s)
+    assert one.memory_s < other.memory_s
+
+
 FEW: dict[str, Any] = {"micro_batch": 8, "recompute": "none", "update_in_backward": False}  # plans to choose from
 
 
+def test_large_layers_that_are_compiled_are_predicted_to_be_faster(large: Estimator) -> None:
+    wide, narrow = (large.estimate(tightfit.Plan(**one, compile="block")).time for one in (MIXED, TENSORWISE))
+    assert narrow.compute_s < 0.7 * wide.compute_s
+    assert narrow.step_s < wide.step_s
+
+
+@pytest.mark.slow
 def test_search_takes_it_for_large_layers_that_are_compiled(large: Estimator) -> None:
     chosen = tightfit.search(large.job, large.machine, {**FEW, "compile": "block"}, large)[0]
     assert chosen.plan.float8 != "none"

@@ -167,12 +167,15 @@ def _computed(nodes: list[fx.Node]) -> dict[fx.Node, tuple[str, int]]:
     return found
 
 
-def _is_largest_of_all(node: fx.Node) -> bool:
-    """Whether a node is the largest number of a whole tensor, by which float8 scales it: a kernel of its own, for what is computed
-    with it begins when all of the tensor has been read."""
+def _is_read_before(node: fx.Node) -> bool:
+    """Whether a node is the largest magnitude of a tensor, or of its columns, by which float8 scales it: a kernel of its own, for
+    what is computed with it begins when all of the tensor has been read. That of a row is computed on the way."""
     if str(node.target) not in ("aten.max.default", "aten.amax.default"):
         return False
-    return bool(node.meta["val"].numel() == 1)
+    source: Any = node.args[0]
+    dims = cast(list[int], node.args[1]) if len(node.args) > 1 else []
+    along_rows = bool(dims) and all(source.meta["val"].stride(dim) == 1 for dim in dims)
+    return str(source.target) == "aten.abs.default" and not along_rows
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -197,7 +200,7 @@ def _plan(graph: fx.Graph) -> _Plan:
     for node in nodes:
         if node is output or (node.op == "call_function" and node not in fused and node not in views):
             wanted |= {_base(source, views) for source in node.all_input_nodes}
-    wanted |= {node for node in fused if _is_largest_of_all(node)}
+    wanted |= {node for node in fused if _is_read_before(node)}
     plan = _Plan()
     reads: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
