@@ -15,7 +15,7 @@ from tightfit.files import HELD, file_bytes
 from tightfit.job import Job
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods import METHODS, microbatch
+from tightfit.methods import METHODS, float8, microbatch
 from tightfit.methods.compile import pays_to_compile
 from tightfit.plan import Plan
 from tightfit.planner.deep import of_all_blocks
@@ -167,10 +167,14 @@ class Estimate:
     @property
     def advice(self) -> list[str]:
         """Sizes of the model, where devices have its layers whole, and of micro-batches that would fill the hardware's tiles; and
-        what this machine lacks to compile."""
+        what this machine lacks to compile, or to multiply in 8 bits as the job allows."""
         said = [] if self.plan.tp > 1 else microbatch.advice(self.ledger, self.machine.device)
         lacking = lacking_to_compile(self.machine) if self.plan.compile == "none" and pays_to_compile(self.job) else ""
-        return [*said, f"compile is none: torch.compile needs {lacking}"] if lacking else said
+        if lacking:
+            said.append(f"compile is none: torch.compile needs {lacking}")
+        if "float8" in self.job.allowed and self.plan.float8 == "none" and not float8.is_installed():
+            said.append("float8 is none: it needs the package torchao")
+        return said
 
     def explain(self) -> str:
         """The plan, its memory by row at the largest instant, and its time by kind of operation, as text."""

@@ -25,6 +25,7 @@ from tightfit.methods import (
     boundaries,
     compile,
     context_parallel,
+    float8,
     loss,
     materialize,
     optimizer_states,
@@ -178,7 +179,8 @@ class Profiler:
         )  # which a region's forward and backward have within
         plan = plan.replace(precision=kind)
         operations = tuple(getattr(plan, field) for field in traced_fields(METHODS))
-        key = operations, again, training, micro_batch < whole, cut, narrow
+        filled = float8.wanted(plan) and float8.pads(self.job, plan)
+        key = operations, filled, again, training, micro_batch < whole, cut, narrow
         traced = self._traced.setdefault(key, {})
         if micro_batch not in traced and micro_batch > MOST_CHUNKS * whole > 0:
             for samples in (max(whole, 2), 2 * max(whole, 2)):
