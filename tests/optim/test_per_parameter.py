@@ -2,6 +2,7 @@ import gc
 import io
 import itertools
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tightfit.errors import InputError
 from tightfit.job import Train
 from tightfit.optim import make_optimizer
+from tightfit.optim.in_batches import InBatches
 from tightfit.optim.per_parameter import PerParameter, round_stochastically_, unpack
 
 ELEMENTWISE = ["adamw", "sgd", "lion", "lamb", "lars"]
@@ -391,25 +393,37 @@ def test_closure_is_called() -> None:
 
 
 class Drawer:
-    """A memory beside the device's that notes what is put there, and whether it was settled since."""
+    """A memory beside the device's that notes what is asked of it, in order, and whether it was settled since."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.seen: list[str] = []
         self.settled = True
 
     def put_state(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
         self.names.append(name)
+        self.seen.append(f"put {len(parameter)}")
         self.settled = False
         return value.clone()
 
+    def fetch_ahead(self, value: torch.Tensor) -> None:
+        self.seen.append(f"ahead {len(value)}")
+
     def fetch(self, value: torch.Tensor) -> torch.Tensor:
+        self.seen.append(f"fetch {len(value)}")
         return value.clone()
+
+    def next_update(self) -> None:
+        self.seen.append("next")
+
+    def end_updates(self) -> None:
+        self.seen.append("end")
 
     def settle(self) -> None:
         self.settled = True
 
 
-def test_a_resume_leaves_on_the_device_what_kahan_carries_and_waits_for_what_it_puts_away() -> None:
+def test_kahan_s_compensation_lies_with_the_states_and_a_resume_waits_for_what_it_puts_away() -> None:
     def made(keep: Drawer) -> tuple[torch.nn.Parameter, PerParameter]:
         weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
         return weight, PerParameter(torch.optim.AdamW([weight]), rounding="kahan", keep=keep)
@@ -418,8 +432,27 @@ def test_a_resume_leaves_on_the_device_what_kahan_carries_and_waits_for_what_it_
     weight, optimizer = made(before)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
-    assert "compensation" not in before.names
+    assert "compensation" in before.names
+    assert not before.settled  # no host waits for an update
+    saved = optimizer.state_dict()
+    assert before.settled
     after = Drawer()
-    made(after)[1].load_state_dict(optimizer.state_dict())
+    made(after)[1].load_state_dict(saved)
     assert set(after.names) == set(before.names)
     assert after.settled
+
+
+@pytest.mark.parametrize("kind", [PerParameter, InBatches])
+def test_states_of_the_next_update_are_asked_for_before_this_one(kind: type[PerParameter], monkeypatch: Any) -> None:
+    monkeypatch.setattr("tightfit.optim.in_batches.ELEMENTS", 1)
+    weights = [torch.nn.Parameter(torch.ones(4 + number)) for number in range(3)]
+    drawer = Drawer()
+    optimizer = kind(torch.optim.SGD(weights, lr=0.1, momentum=0.9), keep=drawer)
+    for _ in range(2):
+        drawer.seen.clear()
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert drawer.seen == [
+        "ahead 4", "next", "ahead 5", "fetch 4", "put 4", "next", "ahead 6", "fetch 5", "put 5", "next", "fetch 6", "put 6", "end",
+    ]  # fmt: skip

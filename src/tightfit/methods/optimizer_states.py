@@ -86,9 +86,11 @@ def _batches_of(updates: dict[str, Update]) -> list[dict[str, Update]]:
             first = replace(
                 batch[0],
                 transient_bytes=sum(update.transient_bytes for update in batch),
+                comes=sum(update.comes for update in batch),
+                leaves=sum(update.leaves for update in batch),
                 operations=_at_once(batch),
             )
-            rest = (replace(update, transient_bytes=0, operations=()) for update in batch[1:])
+            rest = (replace(update, transient_bytes=0, comes=0, leaves=0, operations=()) for update in batch[1:])
             found.append(dict(zip((names[number] for number in numbers), (first, *rest), strict=True)))
     return found
 

@@ -49,19 +49,21 @@ class InBatches(PerParameter):
     def attach(self) -> None:
         raise AssertionError("an update in backward is of one parameter at a time")
 
-    def _update_group(self, group: dict[str, Any]) -> None:
+    def _updates(self, group: dict[str, Any]) -> list[tuple[list[Tensor], dict[str, Any]]]:
         alike = defaultdict[tuple[torch.dtype, bool], list[Tensor]](list)
         for parameter in group["params"]:
             if parameter.grad is not None:
                 alike[parameter.dtype, bool(self.state.get(parameter))].append(parameter)
-        for parameters in alike.values():
-            for numbers in batches([parameter.numel() for parameter in parameters], self._largest):
-                self._update_all([parameters[number] for number in numbers], group)
+        return [
+            ([parameters[number] for number in numbers], group)
+            for parameters in alike.values()
+            for numbers in batches([parameter.numel() for parameter in parameters], self._largest)
+        ]
 
     def _update_all(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """One step of the wrapped optimizer for a batch: widen, update, narrow and round again."""
         inner, before = self._inner, [dict(self.state.get(parameter, {})) for parameter in parameters]
-        carried = [states.pop(CARRIED.get(self._rounding, ""), None) for states in before]
+        carried = [self._fetched(states.pop(CARRIED.get(self._rounding, ""), None)) for states in before]
         here = parameters
         if self._apart is not None:
             here = [mark_alike(self._apart.bring(parameter), parameter) for parameter in parameters]
@@ -215,13 +217,7 @@ class InBatches(PerParameter):
         else:
             carried = [lost.to(one.dtype) for lost, one in zip(weights, here, strict=True)]
         for parameter, lost in zip(parameters, carried, strict=True):
-            self.state[parameter]["compensation"] = lost
-
-    def _fetched(self, value: Any) -> Any:
-        """A kept state, or a part of it, on the device. Counters stay where they are."""
-        if self._keep is None or not isinstance(value, Tensor) or value.dim() == 0:
-            return value
-        return self._keep.fetch(value)
+            self.state[parameter]["compensation"] = self._put(parameter, "compensation", lost)
 
     def _flat(self, like: list[Tensor], dtype: torch.dtype) -> Tensor:
         return torch.empty(sum(one.numel() for one in like), dtype=dtype, device=self._device)

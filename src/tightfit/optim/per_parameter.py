@@ -27,24 +27,41 @@ _KERNEL = ("fused", "foreach", "capturable")  # options that choose a kernel, an
 
 
 class Elsewhere(Protocol):
-    """A memory beside the device's: puts a parameter's state there, always in the same place, and fetches it back."""
+    """A memory beside the device's: puts a parameter's state there, always in the same place, and fetches it back.
+
+    fetch_ahead  begins to fetch while the device works on
+    next_update  an update begins: what those before the last one have put there has to have left the device
+    end_updates  no more updates follow; settle: the host waits until all is there
+    """
 
     def put_state(self, parameter: Tensor, name: str, value: Tensor) -> Tensor: ...
 
+    def fetch_ahead(self, value: Tensor) -> None: ...
+
     def fetch(self, value: Tensor) -> Tensor: ...
+
+    def next_update(self) -> None: ...
+
+    def end_updates(self) -> None: ...
 
     def settle(self) -> None: ...
 
 
 class Brought(Protocol):
     """Weights that lie in such a memory, or whose gradients do: `bring` gives one with its gradient on the device, and
-    `take_back` takes it when it is updated."""
+    `take_back` takes it when it is updated. `bring_ahead` begins to bring it."""
 
     device: torch.device
+
+    def bring_ahead(self, weight: Tensor) -> None: ...
 
     def bring(self, weight: Tensor) -> Tensor: ...
 
     def take_back(self, weight: Tensor, here: Tensor) -> None: ...
+
+    def next_update(self) -> None: ...
+
+    def end_updates(self) -> None: ...
 
     def settle(self) -> None: ...
 
@@ -101,18 +118,48 @@ class PerParameter(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self._update_group(group)
+        updates = [one for group in self.param_groups for one in self._updates(group)]
+        for parameters, _ in updates[:1]:
+            self._fetch_ahead(parameters)
+        for number, (parameters, group) in enumerate(updates):
+            self._next_update()
+            for following, _ in updates[number + 1 : number + 2]:  # comes while this update runs
+                self._fetch_ahead(following)
+            self._update_all(parameters, group)
+        self._end_updates()
         self._updated.clear()
-        for there in (self._keep, self._apart):
-            if there is not None:
-                there.settle()
+        if self._apart is not None:  # weights, which others read wherever they lie
+            self._apart.settle()
         return loss
 
-    def _update_group(self, group: dict[str, Any]) -> None:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                self._update(parameter, group)
+    def _updates(self, group: dict[str, Any]) -> list[tuple[list[Tensor], dict[str, Any]]]:
+        """The parameters that are updated together, in order, and their group."""
+        return [([parameter], group) for parameter in group["params"] if parameter.grad is not None]
+
+    def _update_all(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            self._update(parameter, group)
+
+    def _fetch_ahead(self, parameters: list[Tensor]) -> None:
+        """Begin to bring what an update of these needs."""
+        for parameter in parameters:
+            if self._apart is not None:
+                self._apart.bring_ahead(parameter)
+            if self._keep is not None:
+                for value in self.state.get(parameter, {}).values():
+                    for part in value.values() if isinstance(value, dict) else (value,):
+                        if isinstance(part, Tensor) and part.dim() > 0:
+                            self._keep.fetch_ahead(part)
+
+    def _next_update(self) -> None:
+        there = self._keep or self._apart  # one memory, where both are there
+        if there is not None:
+            there.next_update()
+
+    def _end_updates(self) -> None:
+        there = self._keep or self._apart
+        if there is not None:
+            there.end_updates()
 
     def _update_in_backward(self, parameter: Tensor, group: int) -> None:
         if parameter in self._updated:
@@ -123,13 +170,14 @@ class PerParameter(Optimizer):
             )
         with torch.no_grad():
             self._update(parameter, self.param_groups[group])
+            self._end_updates()
         parameter.grad = None
         self._updated.add(parameter)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """One step of the wrapped optimizer for one parameter: widen, update, narrow and round again."""
         kept, inner = dict(self.state.get(parameter, {})), self._inner
-        carried = kept.pop(CARRIED.get(self._rounding, ""), None)
+        carried = self._fetched(kept.pop(CARRIED.get(self._rounding, ""), None))
         here = parameter if self._apart is None else mark_alike(self._apart.bring(parameter), parameter)
         weight = self._widen_weight(here, carried)
         states = {name: self._widen(name, value, weight) for name, value in kept.items()}
@@ -169,7 +217,8 @@ class PerParameter(Optimizer):
             self.state[parameter]["roundings"] = count + 1
         here.copy_(weight)
         if self._rounding == "kahan":
-            self.state[parameter]["compensation"] = weight.sub_(here).to(here.dtype)
+            lost = weight.sub_(here).to(here.dtype)
+            self.state[parameter]["compensation"] = self._put(parameter, "compensation", lost)
 
     def _narrow(self, name: str, value: Any) -> Any:
         """A state as it is kept. Counters (numbers, tensors without dims) are kept as they are."""
@@ -191,12 +240,16 @@ class PerParameter(Optimizer):
         """A kept state as the wrapped optimizer wants it: on the device and in the type of the weight."""
         if isinstance(value, dict):
             assert self._blocks is not None
-            if self._keep is not None:
-                value = {part: self._keep.fetch(tensor) for part, tensor in value.items()}
-            return self._blocks.unpack(name, value, weight)
+            return self._blocks.unpack(name, {part: self._fetched(one) for part, one in value.items()}, weight)
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
-        return (value if self._keep is None else self._keep.fetch(value)).to(weight.dtype)
+        return cast(Tensor, self._fetched(value)).to(weight.dtype)
+
+    def _fetched(self, value: Any) -> Any:
+        """A kept state, or a part of it, on the device. Counters stay where they are."""
+        if self._keep is None or not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        return self._keep.fetch(value)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -214,12 +267,17 @@ class PerParameter(Optimizer):
             loaded = {
                 name: self._load(name, value, parameter, group) for name, value in states.items() if name not in others
             }
-            self.state[parameter] = {  # what a rounding carries stays on the device, where updates find it
-                name: value if name in CARRIED.values() else self._put(parameter, name, value)
-                for name, value in loaded.items()
-            }
+            self._next_update()
+            self.state[parameter] = {name: self._put(parameter, name, value) for name, value in loaded.items()}
+        self._end_updates()
         if self._keep is not None:
             self._keep.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of any optimizer. Where states are kept elsewhere, the host waits until the last ones are there."""
+        if self._keep is not None:
+            self._keep.settle()
+        return super().state_dict()
 
     def _load(self, name: str, value: Any, parameter: Tensor, group: dict[str, Any]) -> Any:
         if isinstance(value, dict):
