@@ -7,7 +7,6 @@ any of them. Each method's `cost` edits it; the peak is found by playing it thro
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -317,7 +316,7 @@ class Ledger:
         largest, left, leaving = 0, dict[int, int](), 0
         order = sorted(self.updates.values(), key=lambda update: update.group)
         order = [update for update in order if update.operations or not update.elements]  # others are part of a batch
-        for update, following in itertools.zip_longest(order, order[1:]):
+        for update, following in zip(order, [*order[1:], None], strict=True):
             beside = leaving + update.comes + (following.comes if following is not None else 0)
             largest = max(largest, update.transient_bytes + left.get(update.group, 0) + beside)
             left[update.group], leaving = update.left_bytes, update.leaves

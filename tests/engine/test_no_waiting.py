@@ -23,7 +23,7 @@ from tightfit.engine.step import Step, accumulate, asker, changed, leaves_out_up
 from tightfit.methods.precision import LossScalerOnDevice
 from tightfit.methods.run import Filler, Run, arriving, without_full_masks
 from tightfit.methods.uploads import Uploads
-from tightfit.models.masks import numbers_in_order, masks_unread
+from tightfit.models.masks import masks_unread, numbers_in_order
 from tightfit.planner.target import as_on
 
 from .. import tiny

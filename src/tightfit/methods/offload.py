@@ -91,16 +91,17 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         comes = {name: size + len(words) * trained.get(name, 0) for name, size in comes.items()}
         if "parameters" in words:
             leaves = {name: size + trained.get(name, 0) for name, size in leaves.items()}
-    updates = {
-        name: replace(update, comes=comes[name], leaves=leaves[name]) for name, update in updates.items()
-    }
+    updates = {name: replace(update, comes=comes[name], leaves=leaves[name]) for name, update in updates.items()}
     if "activations" in plan.offload:
         training, size = _left_out(training, ledger.micro_batch, apart, divided=plan.pp > 1)
         moves += [
-            ("activations", size * steps / plan.pp, phase, way) for phase, way in (("forward", "out"), ("backward", "in"))
+            ("activations", size * steps / plan.pp, phase, way)
+            for phase, way in (("forward", "out"), ("backward", "in"))
         ]
         held["activations"] = size
-    waits = {"gradients backward"} if gathers and plan.shards == 1 else set[str]()  # fully_shard takes them while nothing goes on
+    waits = set[str]()
+    if gathers and plan.shards == 1:  # then fully_shard takes gradients over while nothing else goes on
+        waits.add("gradients backward")
     if plan.update_in_backward:
         waits |= {f"{name} update" for name, *_ in moves}
     messages = [

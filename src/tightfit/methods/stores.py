@@ -53,7 +53,9 @@ class Store:
         self._out: torch.cuda.Stream | None = None  # on which copies leave beside the device's other work
         self._in: torch.cuda.Stream | None = None  # on which they come
         self._leaving: dict[int, torch.cuda.Event] = {}  # address of a storage here -> when its last copy has arrived
-        self._coming: dict[tuple[int, int], Coming] = {}  # place in a storage here -> its copy, fetched ahead of its use
+        self._coming: dict[
+            tuple[int, int], Coming
+        ] = {}  # place in a storage here -> its copy, fetched ahead of its use
         self._sent: tuple[list[Left], list[Left]] = [], []  # by the update before this one, and by this one
         self.note: Callable[[Tensor], None] | None = None  # who watches memory is told of what is made here
         self.factor: Tensor | None = None  # by which gradients are scaled when they are brought to the device

@@ -20,6 +20,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from tightfit.models.objective import Batch
 
@@ -77,8 +78,9 @@ def masks_unread(
 
 
 def _hides(looks: Callable[..., Any], padding_mask: Tensor | None, *more: Any, **named: Any) -> Any:
-    """Whether a mask is needless, as `looks` says: one that is there is not."""
-    return False if padding_mask is not None else looks(padding_mask, *more, **named)
+    """Whether a mask is needless, as `looks` says: one that is there is not. Of a fake one nobody has looked at the values."""
+    known = padding_mask is not None and not is_fake(padding_mask)
+    return False if known else looks(padding_mask, *more, **named)
 
 
 def _one_sequence_each(position_ids: Tensor) -> None:

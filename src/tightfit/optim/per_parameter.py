@@ -78,6 +78,7 @@ class PerParameter(Optimizer):
     keep      another memory than the device's, in which states are kept
     apart     where the weights given lie, or their gradients, if that is not on the device that updates them
     wide      the states and updates of 16-bit weights are in fp32 whatever `states` and `rounding` say
+    undoes    whether a step may be told to change nothing by a number that only the device knows: see `leave_out`
 
     Learning rates and the other options are read from `param_groups` at each update. The memory needed beyond what is
     kept is that of one parameter: its fp32 copy, gradient and states.
@@ -92,6 +93,7 @@ class PerParameter(Optimizer):
         wide: bool = False,
         keep: Elsewhere | None = None,
         apart: Brought | None = None,
+        undoes: bool = False,
     ) -> None:
         assert not optimizer.state, "wrap an optimizer before its first step"
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
@@ -105,6 +107,10 @@ class PerParameter(Optimizer):
         self._generator, self._seed = torch.Generator(device) if rounding == "stochastic" else None, seed
         self._number = {parameter: number for number, parameter in enumerate(self._parameters())}
         self._updated: set[Tensor] = set()  # by backward, since the last step()
+        self.undoes = undoes
+        self._left_out: Tensor | None = None  # whether the next step changes nothing: a bool scalar on the device
+        self._asks: Callable[[], bool] | None = None  # for the same number of the last step, on the host
+        self._counts: list[tuple[Tensor, dict[str, Any]]] = []  # before the last step, of what the host counts
 
     def attach(self) -> None:
         """From now on backward updates each parameter once its gradient is complete, and frees the gradient."""
@@ -118,6 +124,7 @@ class PerParameter(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._correct_counts()
         updates = [one for group in self.param_groups for one in self._updates(group)]
         for parameters, _ in updates[:1]:
             self._fetch_ahead(parameters)
@@ -128,9 +135,45 @@ class PerParameter(Optimizer):
             self._update_all(parameters, group)
         self._end_updates()
         self._updated.clear()
+        self._left_out = None
         if self._apart is not None:  # weights, which others read wherever they lie
             self._apart.settle()
         return loss
+
+    def can_leave_out(self) -> bool:
+        """Whether `leave_out` may be called: what a first update would make cannot be undone."""
+        return self.undoes and all(one in self.state for one in self._parameters() if one.grad is not None)
+
+    def leave_out(self, found_inf: Tensor, asks: Callable[[], bool]) -> None:
+        """The next step changes neither weights nor states where `found_inf`, a bool scalar on the device, holds. No host waits:
+        each update is made, and what it has changed is put back where that holds. What the host counts, such as steps, it
+        corrects before the step after that, when it asks for the number with `asks`."""
+        assert self.can_leave_out()
+        self._left_out, self._asks = found_inf, asks
+
+    def _correct_counts(self) -> None:
+        """Put back what the host counted in the last step, if that was left out."""
+        counts, self._counts = self._counts, []
+        if counts and self._asks is not None and self._asks():
+            for parameter, before in counts:
+                self.state[parameter].update(before)
+
+    def _noted(self, parameter: Tensor, here: Tensor, states: dict[str, Any]) -> dict[str, Any]:
+        """Copies of what an update may have to put back: the weight, named "", and its states as they are kept."""
+        if self._left_out is None:
+            return {}
+        counts = {name: value for name, value in states.items() if not _lies_on(value, self._left_out)}
+        self._counts.append((parameter, {name: _copied(value) for name, value in counts.items()}))
+        kept = {name: _copied(value) for name, value in states.items() if name not in counts}
+        return {"": here.detach().clone(), **kept}
+
+    def _undone(self, value: Any, before: Any) -> Any:
+        """`value`, in place, as it was before where the step is left out. None: there is nothing to put back."""
+        if self._left_out is None or before is None:
+            return value
+        if isinstance(value, dict):
+            return {part: self._undone(one, before[part]) for part, one in value.items()}
+        return torch.where(self._left_out, before, value, out=value)
 
     def _updates(self, group: dict[str, Any]) -> list[tuple[list[Tensor], dict[str, Any]]]:
         """The parameters that are updated together, in order, and their group."""
@@ -176,9 +219,10 @@ class PerParameter(Optimizer):
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """One step of the wrapped optimizer for one parameter: widen, update, narrow and round again."""
-        kept, inner = dict(self.state.get(parameter, {})), self._inner
-        carried = self._fetched(kept.pop(CARRIED.get(self._rounding, ""), None))
+        kept = {name: self._fetched(value) for name, value in self.state.get(parameter, {}).items()}
         here = parameter if self._apart is None else mark_alike(self._apart.bring(parameter), parameter)
+        before, inner = self._noted(parameter, here, kept), self._inner
+        carried = kept.pop(CARRIED.get(self._rounding, ""), None)
         weight = self._widen_weight(here, carried)
         states = {name: self._widen(name, value, weight) for name, value in kept.items()}
         inner.param_groups = [{**group, "params": [weight]}]
@@ -187,10 +231,12 @@ class PerParameter(Optimizer):
         states = inner.state[weight]
         inner.param_groups, inner.state = [], defaultdict(dict)
         self.state[parameter] = {
-            name: self._put(parameter, name, self._narrow(name, states.pop(name))) for name in list(states)
+            name: self._put(parameter, name, self._undone(self._narrow(name, states.pop(name)), before.get(name)))
+            for name in list(states)
         }
         if weight is not here:
-            self._round(parameter, here, weight, carried)
+            self._round(parameter, here, weight, carried, before)
+        self._undone(here.detach(), before.get(""))
         if self._apart is not None:
             self._apart.take_back(parameter, here)
 
@@ -206,7 +252,7 @@ class PerParameter(Optimizer):
         weight.grad = parameter.grad.float()
         return weight.add_(carried) if isinstance(carried, Tensor) else weight
 
-    def _round(self, parameter: Tensor, here: Tensor, weight: Tensor, carried: Any) -> None:
+    def _round(self, parameter: Tensor, here: Tensor, weight: Tensor, carried: Any, before: dict[str, Any]) -> None:
         """Write the fp32 `weight` back into its 16-bit parameter, as that is `here` on the device."""
         if self._generator is not None:
             assert here.dtype is torch.bfloat16
@@ -217,7 +263,7 @@ class PerParameter(Optimizer):
             self.state[parameter]["roundings"] = count + 1
         here.copy_(weight)
         if self._rounding == "kahan":
-            lost = weight.sub_(here).to(here.dtype)
+            lost = self._undone(weight.sub_(here).to(here.dtype), before.get("compensation"))
             self.state[parameter]["compensation"] = self._put(parameter, "compensation", lost)
 
     def _narrow(self, name: str, value: Any) -> Any:
@@ -240,13 +286,15 @@ class PerParameter(Optimizer):
         """A kept state as the wrapped optimizer wants it: on the device and in the type of the weight."""
         if isinstance(value, dict):
             assert self._blocks is not None
-            return self._blocks.unpack(name, {part: self._fetched(one) for part, one in value.items()}, weight)
+            return self._blocks.unpack(name, value, weight)
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
-        return cast(Tensor, self._fetched(value)).to(weight.dtype)
+        return value.to(weight.dtype)
 
     def _fetched(self, value: Any) -> Any:
-        """A kept state, or a part of it, on the device. Counters stay where they are."""
+        """A kept state on the device. Counters stay where they are."""
+        if isinstance(value, dict):
+            return {part: self._fetched(one) for part, one in value.items()}
         if self._keep is None or not isinstance(value, Tensor) or value.dim() == 0:
             return value
         return self._keep.fetch(value)
@@ -260,6 +308,7 @@ class PerParameter(Optimizer):
         What state_dict() gives is plain tensors and numbers; a packed state is {"codes", "scale"}.
         """
         super().load_state_dict({**with_kernels_of(self, state_dict), "state": {}})
+        self._counts.clear()
         groups = [group for group in self.param_groups for _ in group["params"]]
         parameters, others = self._parameters(), set(CARRIED.values()) - {CARRIED.get(self._rounding)}
         for number, states in state_dict["state"].items():
@@ -274,7 +323,8 @@ class PerParameter(Optimizer):
             self._keep.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """As of any optimizer. Where states are kept elsewhere, the host waits until the last ones are there."""
+        """As of any optimizer. The host waits for the last step, where states are kept elsewhere or it may have been left out."""
+        self._correct_counts()
         if self._keep is not None:
             self._keep.settle()
         return super().state_dict()
@@ -293,6 +343,18 @@ class PerParameter(Optimizer):
             return value.to(self._device, parameter.dtype, copy=True)
         dtype = torch.float32 if self._is_widened(parameter) else parameter.dtype
         return self._narrow(name, value.to(self._device, dtype, copy=True))
+
+
+def _lies_on(value: Any, scalar: Tensor) -> bool:
+    """Whether a state is a tensor, or several, on the device of `scalar`."""
+    one = next(iter(value.values())) if isinstance(value, dict) else value
+    return isinstance(one, Tensor) and one.device == scalar.device
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {part: one.clone() for part, one in value.items()}
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def round_stochastically_(values: Tensor, generator: torch.Generator) -> Tensor:
