@@ -66,6 +66,23 @@ def test_a_step_reads_nothing(precision: str, optimizer: str) -> None:
         assert reads.count > 0
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "lion", "lamb"])
+def test_a_step_in_fp16_reads_nothing_without_a_fused_kernel(optimizer: str) -> None:
+    """But for the first, which makes states. Whether the last one was left out is asked before the next, and lies on the host."""
+    with as_on("cuda"):
+        run = counted(tightfit.build(tiny.job(clip=0.5, optimizer=optimizer), tightfit.Plan(precision="fp16-mixed")))
+        assert isinstance(run.loss_scale, LossScalerOnDevice)
+        assert not leaves_out_updates(run.optimizer)
+        steps = run.data.steps(0, None)
+        take_step(run, next(steps), 0)
+        assert leaves_out_updates(run.optimizer)
+        for step, reads in ((1, 0), (2, 1)):
+            micro_batches = next(steps)
+            with Reads() as mode:
+                take_step(run, micro_batches, step)
+                assert mode.count == reads
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion"])
 def test_a_loss_scale_on_the_device_makes_the_same_training(optimizer: str) -> None:
     plan = tightfit.Plan(precision="fp16-mixed", fused_optimizer=optimizer != "lion")

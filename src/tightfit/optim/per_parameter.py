@@ -173,7 +173,7 @@ class PerParameter(Optimizer):
             return value
         if isinstance(value, dict):
             return {part: self._undone(one, before[part]) for part, one in value.items()}
-        return torch.where(self._left_out, before, value, out=value)
+        return value.copy_(torch.where(self._left_out, before, value))
 
     def _updates(self, group: dict[str, Any]) -> list[tuple[list[Tensor], dict[str, Any]]]:
         """The parameters that are updated together, in order, and their group."""
