@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -358,73 +357,24 @@ def test_gradients_are_summed_on_the_way_out(streams: Streams, on_a_gpu: Store) 
     assert torch.equal(weight.grad, torch.full((4,), 3.0))  # type: ignore[arg-type]
 
 
-class Line:
-    """Stands for a stream: notes what it is given, and for what of other streams it waits. An event is a place in it."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log, self.given = name, log, 0
-
-    def give(self, what: str) -> None:
-        self.given += 1
-        self.log.append(f"{self.name} {self.given}: {what}")
-
-    def wait_event(self, event: Any) -> None:
-        self.log.append(f"{self.name} waits for {event.line.name} {event.place}")
-
-    def wait_stream(self, line: Line) -> None:
-        self.log.append(f"{self.name} waits for {line.name} {line.given}")
-
-    def synchronize(self) -> None:
-        self.log.append(f"the host waits for {self.name}")
-
-
-class Mark:
-    line: Line
-    place: int
-
-    def record(self, line: Line) -> None:
-        self.line, self.place = line, line.given
-
-
-def test_states_come_and_leave_beside_the_updates_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On two streams: while a weight is updated the next one's momentum comes, and that of the one before leaves."""
-    log: list[str] = []
-    work, lines = Line("work", log), iter([Line("out", log), Line("in", log)])
-    monkeypatch.setattr(torch.cuda, "Event", Mark)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(lines))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: work)
-
-    @contextmanager
-    def copies(line: Line) -> Iterator[None]:
-        line.give("copy")
-        yield
-
-    monkeypatch.setattr(torch.cuda, "stream", copies)
-    monkeypatch.setattr(torch, "empty_like", lambda value, **options: torch.empty(value.shape))
-    monkeypatch.setattr(Store, "_empty", lambda store, shape, dtype: torch.empty(shape, dtype=dtype))
-    store = Store(tightfit.Plan(offload=("states",)), torch.device("cuda"))
+def test_states_come_and_leave_beside_the_updates_of_others(streams: Streams, on_a_gpu: Store) -> None:
+    """While a weight is updated the next one's momentum comes, and that of the one before leaves. No host waits."""
     weights = [nn.Parameter(torch.ones(3)) for _ in range(3)]
     inner = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
-    inner.register_step_post_hook(lambda *_: work.give("update"))
-    optimizer = PerParameter(inner, keep=store)
+    inner.register_step_post_hook(lambda *_: streams.seen.append("own updates"))
+    optimizer = PerParameter(inner, keep=on_a_gpu)
     for _ in range(2):
-        log.clear()
+        streams.since()
         for weight in weights:
             weight.grad = torch.ones(3)
         optimizer.step()
-    assert log == [
-        "in waits for work 3", "in waits for out 1", "in 1: copy",
-        "in waits for work 3", "in waits for out 2", "in 2: copy",  # before the first update: beside it
-        "work waits for in 1", "work 4: update", "out waits for work 4", "out 4: copy",
-        "in waits for work 4", "in waits for out 3", "in 3: copy",
-        "work waits for in 2", "work 5: update", "out waits for work 5", "out 5: copy",
-        "work waits for out 4",  # whose memory is used again
-        "work waits for in 3", "work 6: update", "out waits for work 6", "out 6: copy",
-        "work waits for out 5", "work waits for out 6",
-    ]  # fmt: skip
-    assert all(weight.item() == pytest.approx(1 - 0.1 - 0.19) for one in weights for weight in one)
-    assert optimizer.state_dict()["state"].keys() == {0, 1, 2}
-    assert log[-2:] == ["the host waits for out", "the host waits for work"]
+    comes = ["stream 2 waits for own", "stream 2 waits for an event of stream 1", "stream 2 copies"]
+    update = ["own waits for an event of stream 2", "own updates", "stream 1 waits for own", "stream 1 copies"]
+    left = "own waits for an event of stream 1"  # what its memory was, the device uses again
+    assert streams.since() == [*comes, *comes, *update, *comes, *update, left, *update, left, left]
+    assert all(torch.allclose(weight, torch.tensor(1 - 0.1 - 0.19)) for weight in weights)
+    optimizer.state_dict()
+    assert streams.since() == ["the host waits for stream 1", "the host waits for own"]
 
 
 def test_three_updates_states_are_on_the_device_at_a_time(store: Store) -> None:

@@ -149,6 +149,7 @@ class PerParameter(Optimizer):
         each update is made, and what it has changed is put back where that holds. What the host counts, such as steps, it
         corrects before the step after that, when it asks for the number with `asks`."""
         assert self.can_leave_out()
+        self._correct_counts()
         self._left_out, self._asks = found_inf, asks
 
     def _correct_counts(self) -> None:
