@@ -132,7 +132,7 @@ def test_states_pass_both_ways_at_once_beside_the_update(estimator: Estimator) -
 
 
 def test_offloaded_activations_leave_beside_all_forwards_and_come_beside_all_backwards(estimator: Estimator) -> None:
-    plan = ADAM.replace(offload=("activations",), micro_batch=1)
+    plan = ADAM.replace(offload=("activations",))
     moves = estimator.estimate(plan).ledger.messages
     assert [(one.name, one.during, one.way, one.hides) for one in moves] == [
         ("activations", "forward", "out", True),

@@ -278,7 +278,7 @@ class Left:
 
 def _place(value: Tensor) -> tuple[int, int]:
     """The address of a tensor's storage, and where in it the tensor begins."""
-    return value.untyped_storage()._cdata, value.storage_offset()
+    return value.untyped_storage()._cdata, int(value.storage_offset())
 
 
 class Coming:

@@ -71,13 +71,13 @@ def masks_unread(
                 replacements.enter_context(_replaced(masks, "find_packed_sequence_indices", _one_sequence_each))
             if isinstance(batch, dict) and without_full and any(name in batch for name in PADDING):
                 for name in LOOK_AT_MASKS:
-                    replacements.enter_context(_replaced(masks, name, partial(_hides, getattr(masks, name, None))))
+                    replacements.enter_context(_replaced(masks, name, partial(_hides, vars(masks).get(name))))
             return loss_sum(batch)
 
     return unread
 
 
-def _hides(looks: Callable[..., Any], padding_mask: Tensor | None, *more: Any, **named: Any) -> Any:
+def _hides(looks: Any, padding_mask: Tensor | None, *more: Any, **named: Any) -> Any:
     """Whether a mask is needless, as `looks` says: one that is there is not. Of a fake one nobody has looked at the values."""
     known = padding_mask is not None and not is_fake(padding_mask)
     return False if known else looks(padding_mask, *more, **named)
