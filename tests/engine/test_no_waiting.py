@@ -72,7 +72,6 @@ def test_a_step_in_fp16_reads_nothing_without_a_fused_kernel(optimizer: str) -> 
     with as_on("cuda"):
         run = counted(tightfit.build(tiny.job(clip=0.5, optimizer=optimizer), tightfit.Plan(precision="fp16-mixed")))
         assert isinstance(run.loss_scale, LossScalerOnDevice)
-        assert not leaves_out_updates(run.optimizer)
         steps = run.data.steps(0, None)
         take_step(run, next(steps), 0)
         assert leaves_out_updates(run.optimizer)
