@@ -38,7 +38,9 @@ class Update:
     """What the optimizer does to one parameter: state it keeps, bytes it needs meanwhile, operations.
 
     elements  of a parameter that is updated in one batch with others: how many it has; dtype: its type. Of a batch, the first
-              update has the transient bytes and the operations of all
+              update has the bytes and the operations of all
+    comes     bytes that are brought to the device for it while the update before it runs, of states and what else is offloaded;
+              leaves: bytes that go back while the one after it runs
     """
 
     state_bytes: int
@@ -49,6 +51,8 @@ class Update:
     group: int = 0
     elements: int = 0
     dtype: str = ""
+    comes: int = 0
+    leaves: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,8 @@ class Message:
     bytes_per_s  of the slowest link on its way
     hides        whether the device works on meanwhile
     latency_s    what all its calls take however little is sent
+    during       between a device and its host: the work that it passes beside (forward, backward, update), of all micro-batches;
+                 way: in or out, which pass at the same time. Both are empty between devices
     """
 
     name: str
@@ -122,6 +128,8 @@ class Message:
     bytes_per_s: float
     hides: bool
     latency_s: float = 0.0
+    during: str = ""
+    way: str = ""
 
     def times(self, share: float) -> Message:
         """A part of it: of the bytes, and of the calls."""

@@ -97,6 +97,8 @@ def _scaled(update: Update, share: float) -> Update:
         foreach_bytes=math.ceil(update.foreach_bytes * share),
         left_bytes=math.ceil(update.left_bytes * share),
         elements=math.ceil(update.elements * share),
+        comes=math.ceil(update.comes * share),
+        leaves=math.ceil(update.leaves * share),
         operations=operations,
     )
 

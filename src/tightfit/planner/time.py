@@ -158,8 +158,12 @@ class Clock:
         time = replace(time, input_s=_input_s(ledger, time.step_s))
         if not ledger.messages:
             return time
-        sent = [("sent", message.name, self._sent_s(message), 1.0) for message in ledger.messages]
-        table = tuple(sorted((*time.rows, *sent), key=lambda row: -row[2]))
+        sent: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+        for message in ledger.messages:
+            seconds, count = sent[message.name]
+            sent[message.name] = seconds + self._sent_s(message), count + 1.0
+        messages = (("sent", name, *both) for name, both in sent.items())
+        table = tuple(sorted((*time.rows, *messages), key=lambda row: -row[2]))
         return replace(time, communication_s=self._exposed_s(ledger, time), rows=table)
 
     def _sent_s(self, message: Message) -> float:
@@ -172,17 +176,24 @@ class Clock:
 
     def _exposed_s(self, ledger: Ledger, time: Time) -> float:
         """Time for what is sent, beyond what passes while the device works: gradients while backward goes on, gathered
-        parameters in the whole of a step."""
+        parameters in the whole of a step; between a device and its host what passes beside each kind of work."""
         shown = 0.0
         work = time.compute_s + time.memory_s + time.launch_s
+        with_host: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # by work, and by way
         for message in ledger.messages:
             seconds = self._sent_s(message)
             if not message.hides:
                 shown += seconds
                 continue
+            if message.during:
+                with_host[message.during][message.way] += seconds
+                continue
             behind = work if message.name == "parameters" else work * 2 / 3 / ledger.micro_batches
             shown += max(seconds - behind, seconds * LAST_TO_LEAVE)
             work = max(work - seconds, 0.0)
+        lasts = _work_s(time)
+        for during, ways in with_host.items():  # both ways at once
+            shown += max(max(seconds - lasts[during], seconds * LAST_TO_LEAVE) for seconds in ways.values())
         return shown
 
     def passages_s(self, passages: Iterable[Passage], samples: int) -> float:
@@ -303,6 +314,17 @@ class Clock:
         if self.machine.device != "cpu":
             return 0.0
         return of_all_blocks(ledger, fetched_bytes) / self.machine.achieved("fetch", "float32", LARGEST_THRESHOLD)
+
+
+def _work_s(time: Time) -> dict[str, float]:
+    """Seconds of all forwards, of all backwards and of the update."""
+    sums: dict[str, float] = defaultdict(float)
+    for phase, _, seconds, _ in time.rows:
+        sums[phase] += seconds
+    passes = sum(seconds for phase, seconds in sums.items() if phase != "optimizer")
+    whole = time.compute_s + time.memory_s + time.launch_s
+    backward = whole * sums["backward"] / passes if passes else 0.0
+    return {"forward": whole - backward, "backward": backward, "update": time.optimizer_s}
 
 
 def _input_s(ledger: Ledger, work_s: float) -> float:
