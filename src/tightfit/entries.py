@@ -68,11 +68,15 @@ class Sent:
     devices  among which each gradient is divided; 1: every device gets all of it
     bucket   bytes of one bucket
     always   whether each micro-batch's are sent, or only the sums of the last one
+    coming   bytes in which updated weights come back from those who divide them; stays: whether they are there until the next
+             forward begins
     """
 
     devices: int
     bucket: float
     always: bool
+    coming: float = 0.0
+    stays: bool = False
 
     def opened(self, done: float, whole: float) -> float:
         """Bytes of the buckets that are begun when `done` of the `whole` bytes of gradients are made."""
@@ -114,6 +118,8 @@ class Message:
 
     bytes_per_s  of the slowest link on its way
     hides        whether the device works on meanwhile
+    at_start     of what passes beside a step's first forward alone, the share that has to be there when it begins; 0 of what
+                 does not
     latency_s    what all its calls take however little is sent
     """
 
@@ -122,6 +128,7 @@ class Message:
     bytes_per_s: float
     hides: bool
     latency_s: float = 0.0
+    at_start: float = 0.0
 
     def times(self, share: float) -> Message:
         """A part of it: of the bytes, and of the calls."""

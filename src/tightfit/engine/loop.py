@@ -15,7 +15,7 @@ from tightfit.engine.step import Step, changed, drain, take_step
 from tightfit.errors import InputError
 from tightfit.methods.mesh import DATA
 from tightfit.methods.progress import doing
-from tightfit.methods.run import Filler, Run, to_device
+from tightfit.methods.run import Filler, Run, to_device, wait_for_weights
 from tightfit.models.objective import Batch
 from tightfit.optim import schedule
 
@@ -32,6 +32,10 @@ def total_steps(run: Run) -> int:
 
 def train(run: Run, start: int = 0, take: TakeStep = take_step) -> Iterator[Step]:
     """Train from step `start` to the job's end, yielding a Step for each. Stop by leaving the loop.
+
+    When a step is yielded, weights may still be on their way from other devices (`zero: 1` and 2): a forward of the model, its
+    state_dict, `evaluate` and `save` wait for them, and so does the end of the loop, however it is left. Whoever reads a parameter by
+    itself between two steps calls `run.model.state_dict()` first.
 
     `take` takes a step: one that also observes it may stand in for the engine's own.
 
@@ -62,7 +66,11 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step) -> Iterator[Step
             settle(before)  # it has ended; a caller that keeps all steps and reads none would keep page-locked memory
         before = waiting[-1]
         if run.stages is None or len(waiting) > run.stages.delay:
-            yield _with_loss(run, waiting.popleft())
+            try:
+                yield _with_loss(run, waiting.popleft())
+            except GeneratorExit:  # the caller has left, and may read what it likes
+                wait_for_weights(run)
+                raise
         doing("reading data", step + 1)
         clock.begin()
     drain(run)
