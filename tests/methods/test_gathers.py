@@ -73,7 +73,7 @@ MODELS = {"net": Net, "reading": Reading}
 
 
 def loss(output: Tensor, batch: Any) -> Tensor:
-    return nn.functional.cross_entropy(output, batch[1], reduction="sum")
+    return nn.functional.cross_entropy(output, batch[1])
 
 
 def job_of(name: str) -> tightfit.Job:

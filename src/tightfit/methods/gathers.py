@@ -141,8 +141,8 @@ class Gathers:
         return computed
 
     def _let_wait(self, block: nn.Module, own: list[nn.Parameter]) -> None:
-        """From now on a call of the block waits first. A compiled block's hooks are a part of what is compiled, and the wait is not: it
-        comes before the call. torch leaves `_compiled_call_impl` out of a model's copies."""
+        """From now on a call of the block waits first. A compiled block's hooks are compiled with it, and would break its
+        graph: so the wait comes before the call. torch leaves `_compiled_call_impl` out of a model's copies."""
         is_compiled = block._compiled_call_impl is not None
         call: Callable[..., Any] = block._compiled_call_impl or block._call_impl
 

@@ -3,8 +3,9 @@
 Saves   of a parameter's states, over N devices in fp32 with Adam: stage 1 the optimizer's (16 bytes become 8 + 8/N),
         stage 2 gradients too (4 + 12/N), stage 3 all (16/N). Nothing of the activations.
 Costs   stages 1 and 2 send what data parallelism does: gradients to those who update them, updated parameters back
-        (stage 2 once for each micro-batch). Stage 3 half as much again: parameters are gathered before each block's
-        forward and backward, and forgotten after. A gathered block, and the next one on its way, are there whole.
+        (stage 2 once for each micro-batch), these while the next forward runs. Stage 3 half as much again: parameters
+        are gathered before each block's forward and backward, and forgotten after. A gathered block, and the next one on its
+        way, are there whole.
 When    model states are what does not fit: as low a stage as does. dp_replicate x dp_shard keeps the division inside a
         node, where links are fast, and only sums what is divided across nodes (hybrid sharding).
 Order   after compile and recompute, as it wraps the blocks that they have changed; before the optimizer, which gets each
