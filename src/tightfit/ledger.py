@@ -198,8 +198,8 @@ class Ledger:
             yield "backward", "reduce", {**rows, "temporaries": rows["temporaries"] + self.summed_bytes}
         yield "optimizer", "update", {**rows, "temporaries": rows["temporaries"] + self._update_bytes()}
         if self.sent is not None and self.sent.coming:
-            there = {"gradients": -rows["gradients"], "communication": self.sent.coming}
-            yield "optimizer", "gather", _sum_all(rows, there)
+            without = {**rows, "gradients": 0.0}
+            yield "optimizer", "gather", _sum_all(without, {"communication": self.sent.coming})
 
     def _travelling(self, done: float, whole: float, arrived: float) -> dict[str, float]:
         """What is on its way when `done` bytes of gradients are made, beside what earlier micro-batches left."""

@@ -166,7 +166,13 @@ def test_what_something_else_reads_comes_when_the_forward_begins() -> None:
 def seen(fields: dict[str, Any], folder: str) -> list[Any]:
     """After a step each: what an evaluation says, what a checkpoint has, what a forward of the model returns, its state_dict."""
     job = tightfit.Job(
-        model={"architecture": "llama", "vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2},
+        model={
+            "architecture": "llama",
+            "vocab_size": 32,
+            "hidden_size": 8,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+        },
         data={"synthetic": "tokens", "sequence_length": 8, "held_out": 0.1, "samples": 64},
         train=tightfit.Train(batch=4, steps=5, learning_rate=0.05, optimizer="sgd", evaluate_samples=4),
     )

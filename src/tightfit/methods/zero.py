@@ -61,9 +61,9 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     if plan.zero < 3:
         times = ledger.micro_batches if plan.zero == 2 else 1
         messages.append(message("gradients", moved * times, plan, machine, ("dp_shard",), buckets * times))
-        gathers = message("parameters", moved, plan, machine, ("dp_shard",), buckets)
-        beside = gathers.hides and gathers_beside(plan)
-        messages.append(replace(gathers, hides=beside, at_start=_at_start(ledger, bucket) / size if beside else 0.0))
+        updated = message("parameters", moved, plan, machine, ("dp_shard",), buckets)
+        beside = updated.hides and gathers_beside(plan)
+        messages.append(replace(updated, hides=beside, at_start=_at_start(ledger, bucket) / size if beside else 0.0))
         buffered = [p.bytes for p in ledger.parameters if p.trainable and not goes_in_place(p.bytes, pieces)]
         at_once = machine.device == "cpu"  # a GPU's stream has the memory of one bucket after another
         coming = float(sum(buffered)) if at_once else min(bucket, size)
