@@ -72,11 +72,15 @@ class Sent:
     devices  among which each gradient is divided; 1: every device gets all of it
     bucket   bytes of one bucket
     always   whether each micro-batch's are sent, or only the sums of the last one
+    coming   bytes in which updated weights come back from those who divide them; stays: whether they are there until the next
+             forward begins
     """
 
     devices: int
     bucket: float
     always: bool
+    coming: float = 0.0
+    stays: bool = False
 
     def opened(self, done: float, whole: float) -> float:
         """Bytes of the buckets that are begun when `done` of the `whole` bytes of gradients are made."""
@@ -118,6 +122,8 @@ class Message:
 
     bytes_per_s  of the slowest link on its way
     hides        whether the device works on meanwhile
+    at_start     of what passes beside a step's first forward alone, the share that has to be there when it begins; 0 of what
+                 does not
     latency_s    what all its calls take however little is sent
     during       between a device and its host: the work that it passes beside (forward, backward, update), of all micro-batches;
                  way: in or out, which pass at the same time. Both are empty between devices
@@ -130,6 +136,7 @@ class Message:
     latency_s: float = 0.0
     during: str = ""
     way: str = ""
+    at_start: float = 0.0
 
     def times(self, share: float) -> Message:
         """A part of it: of the bytes, and of the calls."""

@@ -140,7 +140,8 @@ class Ledger:
         rows["activations"] += in_memory
         if self.gathered is not None:
             rows["communication"] += self.gathered.rest
-        yield "forward", "start", dict(rows)
+        coming = self.sent.coming if self.sent is not None and self.sent.stays else 0.0
+        yield "forward", "start", {**rows, "communication": rows["communication"] + coming}
         known: dict[Timeline, Played] = {}
         whole, arrived = self.gradient_bytes(), 0.0
         for visit in self.visits():
@@ -196,9 +197,9 @@ class Ledger:
         if self.summed_bytes:
             yield "backward", "reduce", {**rows, "temporaries": rows["temporaries"] + self.summed_bytes}
         yield "optimizer", "update", {**rows, "temporaries": rows["temporaries"] + self._update_bytes()}
-        if self.sent is not None and self.sent.devices > 1:
-            bucket = min(self.sent.bucket, whole)
-            yield "optimizer", "gather", _sum_all(rows, {"communication": bucket})
+        if self.sent is not None and self.sent.coming:
+            without = {**rows, "gradients": 0.0}
+            yield "optimizer", "gather", _sum_all(without, {"communication": self.sent.coming})
 
     def _travelling(self, done: float, whole: float, arrived: float) -> dict[str, float]:
         """What is on its way when `done` bytes of gradients are made, beside what earlier micro-batches left."""

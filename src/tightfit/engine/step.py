@@ -20,7 +20,7 @@ from tightfit.methods.buckets import made_everywhere
 from tightfit.methods.compile import compiler_failures_named
 from tightfit.methods.mesh import AXES, DATA, Mesh
 from tightfit.methods.progress import doing
-from tightfit.methods.run import Filler, Run, arriving, kind_of, slices_of, weights_named
+from tightfit.methods.run import Filler, Run, arriving, kind_of, slices_of, wait_for_weights, weights_named
 from tightfit.models.objective import Batch, processed_count, sample_count
 from tightfit.optim.per_parameter import PerParameter
 
@@ -209,13 +209,13 @@ def update(run: Run) -> tuple[torch.Tensor | None, bool | torch.Tensor]:
         _say_what_to_leave_out(run.optimizer, finite)
     if isinstance(finite, torch.Tensor) or finite:
         run.optimizer.step()
-        if run.reduction is not None:
-            run.reduction.updated()
     if isinstance(finite, torch.Tensor) and not isinstance(run.optimizer, PerParameter):
         run.optimizer.found_inf = None  # type: ignore[attr-defined]
     if run.store is not None:
         run.store.factor = None
     run.optimizer.zero_grad(set_to_none=True)
+    if run.reduction is not None and (isinstance(finite, torch.Tensor) or finite):
+        run.reduction.updated()  # without the gradients' memory
     return norm, finite
 
 
@@ -269,7 +269,9 @@ def _weights(run: Run) -> list[torch.Tensor]:
 
 
 def drain(run: Run) -> None:
-    """Bring what an asynchronous pipeline still has under way to its end, updates included."""
+    """Bring what is still under way to its end: weights that come from other devices, and of an asynchronous pipeline the steps,
+    updates included."""
+    wait_for_weights(run)
     if run.stages is not None:
         with torch.enable_grad():
             for _ in run.stages.drain(run):

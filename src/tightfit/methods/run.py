@@ -96,7 +96,7 @@ class Reduction(Protocol):
     parts    the axes along which the optimizer of each device holds other parts of the model
     begin    before a micro-batch of a step; last: whether it is the step's last one
     end      after its backward; after the last one's, the gradients that the optimizer holds are complete
-    updated  after the optimizer's update
+    updated  after the optimizer's update, whose weights may then be on their way; wait: until they are there
     states   the tensors that it keeps from step to step
     whole    a tensor as the optimizer of this device holds it, for a parameter of its own -> that of the whole
              parameter, on every device. All devices take part
@@ -110,6 +110,8 @@ class Reduction(Protocol):
     def end(self, last: bool) -> None: ...
 
     def updated(self) -> None: ...
+
+    def wait(self) -> None: ...
 
     def states(self) -> list[Tensor]: ...
 
@@ -130,6 +132,9 @@ class Undivided:
         pass
 
     def updated(self) -> None:
+        pass
+
+    def wait(self) -> None:
         pass
 
     def states(self) -> list[Tensor]:
@@ -266,6 +271,13 @@ def weights_named(run: Run, names: frozenset[str]) -> list[nn.Parameter]:
     if not names:
         return []
     return [run.weights.get(p, p) for name, p in run.model.named_parameters() if name in names]
+
+
+def wait_for_weights(run: Run) -> None:
+    """Until the weights that other devices have updated are here (see `methods/gathers.py`): for whatever reads or writes them between
+    two steps. Devices wait by themselves, and need not do so together."""
+    if run.reduction is not None:
+        run.reduction.wait()
 
 
 def slices_of(run: Run) -> dict[nn.Parameter, Slice]:

@@ -176,9 +176,10 @@ class Clock:
 
     def _exposed_s(self, ledger: Ledger, time: Time) -> float:
         """Time for what is sent, beyond what passes while the device works: gradients while backward goes on, gathered
-        parameters in the whole of a step; between a device and its host what passes beside each kind of work."""
+        parameters in the whole of a step, updated ones in its first forward; between a device and its host what passes beside
+        each kind of work."""
         shown = 0.0
-        work = time.compute_s + time.memory_s + time.launch_s
+        whole = work = time.compute_s + time.memory_s + time.launch_s
         with_host: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # by work, and by way
         for message in ledger.messages:
             seconds = self._sent_s(message)
@@ -187,6 +188,10 @@ class Clock:
                 continue
             if message.during:
                 with_host[message.during][message.way] += seconds
+                continue
+            if message.at_start:
+                later = seconds * (1 - message.at_start) - whole / 3 / ledger.micro_batches
+                shown += seconds * message.at_start + max(later, 0.0)
                 continue
             behind = work if message.name == "parameters" else work * 2 / 3 / ledger.micro_batches
             shown += max(seconds - behind, seconds * LAST_TO_LEAVE)
