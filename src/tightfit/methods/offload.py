@@ -69,7 +69,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         )  # moments, mostly two
         if apart:  # a processor updates them where they are mapped
             brought = {name: float(update.state_bytes) for name, update in updates.items()}
-        updates = {name: replace(update, state_bytes=0) for name, update in updates.items()}
+        updates = {name: replace(update, state_bytes=0, unpacked_bytes=0) for name, update in updates.items()}
     if "gradients" in plan.offload:
         beside["gradients"] = (2.0 * steps - 1) * whole
         between["gradients"] = whole
