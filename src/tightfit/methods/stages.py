@@ -85,8 +85,8 @@ def staged(ledger: Ledger, crosses: Mapping[int, tuple[PathTo, ...]], plan: Plan
     share = said["own"] / said["all"] if said["all"] else 1.0  # of what the tp devices say to each other
     shape = plan.schedule, plan.pp, plan.virtual_stages, ledger.micro_batches
     table, stops = timetable(*shape), machine.device != "cpu"
-    comes = coming(*shape, number, stops)
-    stays = ((),) * len(comes) if stops else sent(table, number)  # a GPU knows what has arrived
+    ahead = coming(*shape, number, stops)
+    stays = ((),) * len(ahead) if stops else sent(table, number)  # a GPU knows what has arrived
     return replace(
         ledger,
         training=_own(parts),
@@ -100,7 +100,7 @@ def staged(ledger: Ledger, crosses: Mapping[int, tuple[PathTo, ...]], plan: Plan
             crossings=crossings,
             bytes_per_s=link(plan, machine, ("pp",)),
             latency_s=latency(plan, machine, ("pp",), 1),
-            messages=tuple((there, () if one is None else (one,)) for there, one in zip(stays, comes, strict=True)),
+            messages=tuple((there, () if one is None else (one,)) for there, one in zip(stays, ahead, strict=True)),
             versions=_versions(plan, number),
             late=late(*shape) if stops else frozenset(),
             continuous=plan.schedule == "pipedream",
