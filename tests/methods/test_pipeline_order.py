@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import tightfit
+from tests import tiny
 from tests.contract import cases
 from tests.pool import together
 from tightfit.engine.step import take_step
+from tightfit.methods import row
 from tightfit.methods.row import Pipeline
 from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, coming, given_by, play, taken_by, timetable
 
@@ -133,8 +137,6 @@ def test_a_message_travels_while_the_action_before_is_at_work() -> None:
 
 def recorded(fields: dict[str, Any], stops: bool) -> tuple[list[Any], list[Any]]:
     """What a device does in its second step, and what it should: which messages it asks for and sends, and what it computes."""
-    from tightfit.methods import row
-
     run = tightfit.build(
         cases.make_case("llama").job.replace(allow=[*cases.ALLOW, "asynchronous"]), tightfit.Plan(**fields)
     )
@@ -186,3 +188,42 @@ def test_what_runs_asks_and_sends_in_that_order(fields: dict[str, Any], stops: b
     """As in the tables that are played through: the next micro-batch is asked for before this one's forward begins."""
     for seen, wanted in together(fields["pp"], HERE + "recorded", fields, stops):
         assert seen == wanted
+
+
+def ragged_job() -> tightfit.Job:
+    """Micro-batches of different lengths, most of which come back."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(0, 300, (5 + number % 3,), generator=generator) for number in range(48)]
+    data = [{"input_ids": one, "labels": one.clone()} for one in tokens]
+    model = {**tiny.MODEL, "attention_dropout": 0.0}
+    return tiny.job(batch=8, steps=4).replace(model=model, data=data, allow=[])
+
+
+def ragged_losses(fields: dict[str, Any], stops: bool) -> tuple[list[float], int]:
+    """Of a device's steps, and how many messages it asked for ahead."""
+    run, ahead = tightfit.build(ragged_job(), tightfit.Plan(**fields)), 0
+    assert run.data.ragged
+    assert isinstance(run.stages, Pipeline)
+    expect = run.stages._expect
+
+    def counting(run: Any, action: Action, batch: Any) -> bool:
+        nonlocal ahead
+        found = expect(run, action, batch)
+        ahead += found and action in run.stages.expected
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.stages, "_expect", counting)
+        if stops:
+            patch.setattr(row, "kind_of", lambda device: "cuda")
+        return [step.loss for step in tightfit.train(replace(run, maskless=stops))], ahead
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_micro_batches_of_other_shapes_are_asked_for_when_these_are_known(stops: bool) -> None:
+    """A GPU's loader leaves out a mask that hides nothing, so a micro-batch is known without it."""
+    expected = [step.loss for step in tightfit.train(tightfit.build(ragged_job()))]
+    fields = {"pp": 2, "micro_batch": 1}
+    for losses, ahead in together(2, HERE + "ragged_losses", fields, stops):
+        assert losses == pytest.approx(expected, rel=2e-6)
+        assert ahead >= 4 * 8 // 2

@@ -66,6 +66,8 @@ class PipeDream(Pipeline):
         with self._version(run, version):
             for number, (action, batch) in enumerate(forwards):
                 self._forget_sent(run)
+                if due and number == len(forwards) - 1:
+                    self._ask_for_loss(self.under_way[0].number)
                 self._ask_for(run, [*forwards, *due][number : number + 2])
                 total = added(total, self.forward(run, action, batch, scale))
         if self.rank == self.devices - 1:
@@ -121,13 +123,8 @@ class PipeDream(Pipeline):
         self._keep_versions(run)
         self.updated += 1
 
-    def _expect(self, run: Run, action: Action, batch: Batch) -> bool:
-        """A step's loss comes before its first gradients."""
-        if action.kind == BACKWARD and action.micro_batch % MOST == 0:
-            self._ask_for_loss(action.micro_batch // MOST)
-        return super()._expect(run, action, batch)
-
     def _ask_for_loss(self, number: int) -> None:
+        """A step's loss comes before its first gradients."""
         if self.rank < self.devices - 1 and number not in self.told:
             loss = torch.zeros((), device=self.device)
             group, device = self._line(self.rank, self.rank + 1, "backward")
