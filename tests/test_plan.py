@@ -76,3 +76,15 @@ def test_fused_sgd_is_refused_where_it_updates_nothing() -> None:
         check(plan, job, "cpu")
     check(plan, job, "cuda")
     check(plan.replace(rounding="kahan"), job, "cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("compressed", ["bf16", "powersgd"])
+@pytest.mark.parametrize("offload", [("gradients",), ("gradients", "parameters")])
+def test_compressed_gradients_lie_on_the_device_that_sends_them(device: str, compressed: Any, offload: Any) -> None:
+    """NCCL takes no tensors of the host, and whole replicas send all of their gradients: they offload none."""
+    job = tiny.job().replace(allow=["compressed-gradients", "offload"])
+    plan = tightfit.Plan(dp_replicate=2, compressed_gradients=compressed, offload=offload, offload_to="disk")
+    with pytest.raises(InputError, match="use zero: 3 with both parameters and gradients in offload, or neither"):
+        check(plan, job, device)
+    check(plan.replace(offload=("states",)), job, device)

@@ -37,6 +37,7 @@ class Parameter:
 class Update:
     """What the optimizer does to one parameter: state it keeps, bytes it needs meanwhile, operations.
 
+    unpacked_bytes  of state that is packed in blocks: what it takes where a device's part is not a whole number of them
     elements  of a parameter that is updated in one batch with others: how many it has; dtype: its type. Of a batch, the first
               update has the bytes and the operations of all
     comes     bytes that are brought to the device for it while the update before it runs, of states and what else is offloaded;
@@ -53,6 +54,7 @@ class Update:
     dtype: str = ""
     comes: int = 0
     leaves: int = 0
+    unpacked_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,7 @@ class Stage:
     crossings    by piece of the model but the first, what it is given by the one before
     bytes_per_s  of the link to the next device; latency_s: of one message
     messages     for each of its actions, the messages that lie in memory beside it: (sent, coming), by the actions that take them
+    late         actions whose message is asked for only when they begin
     versions     of the weights that are kept beside the newest
     continuous   whether steps follow each other without waiting for the last backward
     """
@@ -195,6 +198,7 @@ class Stage:
     bytes_per_s: float
     messages: tuple[tuple[tuple[Action, ...], tuple[Action, ...]], ...]
     latency_s: float = 0.0
+    late: frozenset[Action] = frozenset()
     versions: int = 0
     continuous: bool = False
 

@@ -11,9 +11,10 @@ Source  GPipe: Huang et al. 2019, arXiv:1811.06965; 1F1B: Narayanan et al. 2019 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 
@@ -141,28 +142,124 @@ def given_by(action: Action) -> Action:
     return Action(action.kind, action.chunk - (1 if action.kind == FORWARD else -1), action.micro_batch)
 
 
-def messages(table: Timetable, device: int, ahead: bool) -> tuple[tuple[tuple[Action, ...], tuple[Action, ...]], ...]:
-    """For each action of a device, which messages lie in its memory beside what the action itself works with: (those that it sent,
-    those that are coming), each by the action that takes it.
+@cache
+def coming(
+    schedule: str, devices: int, chunks: int, micro_batches: int, device: int, stops: bool
+) -> tuple[Action | None, ...]:
+    """For each action of a device, in the order of `timetable`, the action after it whose message the device asks for before it
+    begins with this one: double buffering. None where that message
 
-    A message that was sent stays until it is known to have arrived: until the device that takes it has sent one back that it made
-    later. ahead: whether what the next action begins with may arrive meanwhile.
+    - does not exist: weights' part of a backward needs none, nor does what begins the row;
+    - belongs to PipeDream's next step: an update lies between, and its samples are not known yet;
+    - is one of `late`, where a device `stops`: a GPU does amid an action, until all that it was asked to receive is there, when
+      memory is freed or a kernel is loaded.
+
+    On each line (from one device to the next, or back) messages are asked for in the order in which they are sent: NCCL and gloo
+    match the two by their order alone.
+    Source  overlapped p2p communication of Megatron-LM: Narayanan et al. 2021, arXiv:2104.04473.
     """
+    last, waits = devices * chunks - 1, late(schedule, devices, chunks, micro_batches) if stops else frozenset()
+    found: list[Action | None] = []
+    for here, after in pairwise(timetable(schedule, devices, chunks, micro_batches)[device]):
+        is_sent = after.kind != WEIGHTS and 0 <= given_by(after).chunk <= last
+        is_update = schedule == "pipedream" and here.kind == BACKWARD and (here.micro_batch + 1) % micro_batches == 0
+        found.append(after if is_sent and not is_update and after not in waits else None)
+    return (*found, None)
+
+
+@cache
+def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozenset[Action]:
+    """The actions whose messages a device that may stop asks for when they begin, not before.
+
+    Where two devices ask ahead for what the other one makes meanwhile, and both stop, they wait for ever: in 1F1B one does a forward
+    for the other's next action, and that one a backward for its own. So all actions have a place in one order, and a device asks
+    ahead only for what is made before its own action in this order. Then nobody waits in a circle. PipeDream's devices are steps
+    apart, and wait for nothing that is made meanwhile.
+    """
+    if schedule == "pipedream":
+        return frozenset()
+    table, places = (
+        timetable(schedule, devices, chunks, micro_batches),
+        _places(schedule, devices, chunks, micro_batches),
+    )
+    found = set()
+    for actions in table:
+        for here, after in pairwise(actions):
+            given = given_by(after)
+            if after.kind != WEIGHTS and given in places and places[given] > places[here]:
+                found.add(after)
+    return frozenset(found)
+
+
+def _places(schedule: str, devices: int, chunks: int, micro_batches: int) -> dict[Action, int]:
+    """Each action's place in one order of all of a step's: as they run where all take as long. At one time forwards come first,
+    from the first device on, then backwards, from the last device on: the way of their messages.
+
+    As far as that can be, an action comes after the receiver has come to what its device sent before: a device that stops waits
+    for its sends, too.
+    """
+    table = timetable(schedule, devices, chunks, micro_batches)
+    own = {action: place for actions in table for place, action in enumerate(actions)}
+    done, at = dict[Action, int](), [0] * devices
+    sending: list[list[Action]] = [[] for _ in table]  # by the action that takes it
+    while len(done) < len(own):
+        ready = []
+        for device, actions in enumerate(table):
+            if at[device] < len(actions) and all(
+                other in done for other in needs(actions[at[device]], devices * chunks)
+            ):
+                ready.append(actions[at[device]])
+            sending[device] = [one for one in sending[device] if at[one.chunk % devices] < own[one]]
+        free = [action for action in ready if not sending[action.chunk % devices]] or ready
+        assert free, "the devices of this timetable wait for each other"
+        for action in sorted(free, key=_along):
+            done[action] = len(done)
+            at[action.chunk % devices] += 1
+            if (taken := taken_by(action)) in own and action.kind != WEIGHTS:
+                sending[action.chunk % devices].append(taken)
+    return done
+
+
+def _along(action: Action) -> tuple[bool, int]:
+    """In the way of messages."""
+    is_forward = action.kind == FORWARD
+    return not is_forward, action.chunk if is_forward else -action.chunk
+
+
+def _in_order(table: Timetable) -> Iterator[Action]:
+    """All actions, each after those that it needs. Raises ValueError for a table in which devices wait for each other."""
+    chunks = 1 + max(action.chunk for actions in table for action in actions)
+    done: set[Action] = set()
+    places = [0] * len(table)
+    while any(place < len(actions) for place, actions in zip(places, table, strict=True)):
+        before = len(done)
+        for device, actions in enumerate(table):
+            while places[device] < len(actions) and done.issuperset(needs(actions[places[device]], chunks)):
+                done.add(actions[places[device]])
+                yield actions[places[device]]
+                places[device] += 1
+        if len(done) == before:
+            raise ValueError("the devices of this timetable wait for each other")
+
+
+def sent(table: Timetable, device: int) -> tuple[tuple[Action, ...], ...]:
+    """For each action of a device, which messages that it sent lie in its memory beside what the action itself works with, each
+    by the action that takes it. A message stays until it is known to have arrived: until the device that takes it has sent one
+    back that it made later."""
     devices, last = len(table), max(action.chunk for actions in table for action in actions)
     places = {action: place for actions in table for place, action in enumerate(actions)}
-    own = table[device]
-    sent: list[Action] = []  # by the action that takes it
+    there: list[Action] = []
     found = []
-    for place, action in enumerate(own):
+    for action in table[device]:
         given = given_by(action)
         if action.kind != WEIGHTS and given in places:
-            sent = [one for one in sent if one.chunk % devices != given.chunk % devices or places[one] > places[given]]
-        coming = own[place + 1 : place + 2] if ahead else ()
-        begun = tuple(one for one in coming if one.kind != WEIGHTS and given_by(one) in places)
-        found.append((tuple(sent), begun))
+            there = [
+                one for one in there if one.chunk % devices != given.chunk % devices or places[one] > places[given]
+            ]
+        found.append(tuple(there))
         taken = taken_by(action)
         if action.kind != WEIGHTS and 0 <= taken.chunk <= last:
-            sent.append(taken)
+            there.append(taken)
     return tuple(found)
 
 
@@ -191,30 +288,28 @@ def play(
     table: Timetable,
     seconds: Callable[[Action], float],
     between: Callable[[Action], float] = lambda action: 0.0,
+    late: Collection[Action] = (),
 ) -> list[Slot]:
-    """When each action runs. seconds: of an action; between: of what it hands to the next device. Raises ValueError for a
-    table in which devices wait for each other."""
+    """When each action runs.
+
+    seconds  of an action; between: of what it hands to the next device, which is on its way once it is made and was asked for:
+             when the action began that comes before the one that takes it (see `coming`)
+    late     actions whose message is asked for when they could begin themselves
+    Raises ValueError for a table in which devices wait for each other.
+    """
     chunks = 1 + max(action.chunk for actions in table for action in actions)
     ends: dict[Action, float] = {}
-    free = [0.0] * len(table)
-    places = [0] * len(table)
+    asked, free = [0.0] * len(table), [0.0] * len(table)
     found: list[Slot] = []
-    while any(place < len(actions) for place, actions in zip(places, table, strict=True)):
-        moved = False
-        for device, actions in enumerate(table):
-            while places[device] < len(actions):
-                action = actions[places[device]]
-                waits = needs(action, chunks)
-                if any(other not in ends for other in waits):
-                    break
-                there = [ends[other] + (between(other) if other.chunk != action.chunk else 0.0) for other in waits]
-                start = max([free[device], *there])
-                free[device] = ends[action] = start + seconds(action)
-                found.append(Slot(device, action, start, free[device]))
-                places[device] += 1
-                moved = True
-        if not moved:
-            raise ValueError("the devices of this timetable wait for each other")
+    for action in _in_order(table):
+        device, start = action.chunk % len(table), 0.0
+        for other in needs(action, chunks):
+            since = free[device] if action in late else asked[device]
+            start = max(start, ends[other] if other.chunk == action.chunk else max(ends[other], since) + between(other))
+        start = max(free[device], start)
+        asked[device] = start
+        free[device] = ends[action] = start + seconds(action)
+        found.append(Slot(device, action, start, free[device]))
     return found
 
 

@@ -91,7 +91,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         if apart:  # a processor updates them where they are mapped
             comes = {name: update.state_bytes for name, update in updates.items()}
             leaves = dict(comes)
-        updates = {name: replace(update, state_bytes=0) for name, update in updates.items()}
+        updates = {name: replace(update, state_bytes=0, unpacked_bytes=0) for name, update in updates.items()}
     if "gradients" in plan.offload:
         moves += [("gradients", (2.0 * steps - 1) * whole, "backward", "out"), ("gradients", whole, "update", "in")]
         held["gradients"] = sum(room(part * size) for size in trained.values())

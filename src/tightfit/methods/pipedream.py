@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
 
 from tightfit.methods.mesh import DATA
 from tightfit.methods.row import Pipeline, added
@@ -37,7 +39,8 @@ class PipeDream(Pipeline):
     On device s of p a step's gradients are of weights that p-1-s updates are still to come to: with vertical sync p-1
     everywhere. Source: Harlap et al. 2018, arXiv:1806.03377.
 
-    losses  of the steps whose backward was done here, in order
+    losses  of the steps whose backward was done here, in order; seen: the last device's, of steps whose backward is still to
+            come; told: those that were asked for
     """
 
     free = True
@@ -50,6 +53,7 @@ class PipeDream(Pipeline):
         self.versions: dict[int, dict[nn.Parameter, nn.Parameter]] = {}
         self.started = self.updated = 0
         self.seen: dict[int, Tensor] = {}
+        self.told: dict[int, tuple[Any, Tensor]] = {}
 
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
         """This step's forward, and the backward of the one that is due. Its loss is known later: see `losses`."""
@@ -57,10 +61,14 @@ class PipeDream(Pipeline):
         version = max(self.started - self.delay, 0) if self.plan.vertical_sync else self.updated
         step = _Minibatch(self.started, len(micro_batches), run.optimizer.param_groups[0]["lr"], version)
         total: Tensor | None = None
+        forwards = [(Action(FORWARD, self.rank, self._place(step, n)), batch) for n, batch in enumerate(micro_batches)]
+        due = self._backwards(self.under_way[0])[:1] if 0 < self.behind <= len(self.under_way) else []
         with self._version(run, version):
-            for number, batch in enumerate(micro_batches):
+            for number, (action, batch) in enumerate(forwards):
                 self._forget_sent(run)
-                action = Action(FORWARD, self.rank, self._place(step, number))
+                if due and number == len(forwards) - 1:
+                    self._ask_for_loss(self.under_way[0].number)
+                self._ask_for(run, [*forwards, *due][number : number + 2])
                 total = added(total, self.forward(run, action, batch, scale))
         if self.rank == self.devices - 1:
             here = torch.zeros((), device=run.device) if total is None else total
@@ -80,6 +88,11 @@ class PipeDream(Pipeline):
         self.started = self.updated = 0
         self.versions.clear()
 
+    def _backwards(self, step: _Minibatch) -> list[tuple[Action, Batch]]:
+        """A step's backwards, as `_ask_for` takes them: what they are sent does not depend on a batch."""
+        places = (self._place(step, number) for number in range(step.micro_batches))
+        return [(Action(BACKWARD, self.rank, place), None) for place in places]
+
     def _place(self, step: _Minibatch, number: int) -> int:
         return step.number * MOST + number
 
@@ -95,9 +108,12 @@ class PipeDream(Pipeline):
         for group in run.optimizer.param_groups:
             group["lr"] = step.rate
         self._pass_on_loss(run, step)
+        backwards = self._backwards(step)
         with self._version(run, step.version):
-            for number in range(step.micro_batches):
-                self.backward(run, Action(BACKWARD, self.rank, self._place(step, number)), False)
+            for number, (action, _) in enumerate(backwards):
+                self._ask_for(run, backwards[number : number + 2])
+                self.backward(run, action, False)
+        self.told.pop(step.number, None)
         if run.reduction is not None:
             run.reduction.begin(True)
         for parameter, used in self.versions[step.version].items():
@@ -107,12 +123,20 @@ class PipeDream(Pipeline):
         self._keep_versions(run)
         self.updated += 1
 
+    def _ask_for_loss(self, number: int) -> None:
+        """A step's loss comes before its first gradients."""
+        if self.rank < self.devices - 1 and number not in self.told:
+            loss = torch.zeros((), device=self.device)
+            group, device = self._line(self.rank, self.rank + 1, "backward")
+            work = None if active_fake_mode() is not None else dist.irecv(loss, group=group, group_src=device)
+            self.told[number] = work, loss
+
     def _pass_on_loss(self, run: Run, step: _Minibatch) -> None:
         """From the last device to the first, before the gradients."""
         if self.rank < self.devices - 1:
-            loss = torch.zeros((), device=run.device)
-            group, device = self._line(self.rank, self.rank + 1, "backward")
-            self._wait_for(loss, group, device)
+            self._ask_for_loss(step.number)
+            work, loss = self.told[step.number]
+            self._finish(work)
         else:
             loss = self.seen.pop(step.number).to(torch.float32)
         if self.rank:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,11 +22,11 @@ from tightfit.methods.buckets import made_everywhere
 from tightfit.methods.deferred import Deferred
 from tightfit.methods.hollow import Elsewhere, Here, Leaves, Passage
 from tightfit.methods.mesh import Mesh
-from tightfit.methods.run import Filler, Run, kind_of, to_device, weights_named
+from tightfit.methods.run import Filler, Run, kind_of, to_device, weights_named, without_full_mask
 from tightfit.models.dataflow import not_in_a_row, sample_shapes
 from tightfit.models.objective import Batch, sample_count
 from tightfit.plan import Plan
-from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, given_by, taken_by, timetable
+from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, coming, given_by, taken_by, timetable
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 DIMS = 8
@@ -95,6 +95,7 @@ class Pipeline:
     """A device's part of the timetable: the `Stages` of a Run.
 
     sending   what was sent and may not have arrived: by the action that takes it, its work and the tensor
+    expected  what was asked for before the action that takes it: of each tensor the work, and where it arrives
     waited_s  seconds spent until now on waiting for other devices (on a processor; a GPU's queue waits by itself)
     delay   how many steps later than taken a step's loss is known
     copies  names of the weights that an earlier device has too: in a norm over all devices they count once
@@ -156,14 +157,11 @@ class Pipeline:
         total: Tensor | None = None
         completing = WEIGHTS if self.deferred is not None else BACKWARD
         final = max(place for place, action in enumerate(actions) if action.kind == completing)
-        for place, action in enumerate(actions):
+        stops = kind_of(run.device) != "cpu"
+        comes = coming(schedule, self.devices, self.plan.virtual_stages, len(micro_batches), self.rank, stops)
+        for place, (action, after) in enumerate(zip(actions, comes, strict=True)):
             self._forget_sent(run)
-            ahead = (
-                2 if kind_of(run.device) == "cpu" else 0
-            )  # of a GPU that receives and waits, others would wait in turn
-            for expected in actions[place : place + ahead]:  # in the order in which it is sent
-                if not self._expect(expected, micro_batches[expected.micro_batch]):
-                    break
+            self._ask_for(run, [(one, micro_batches[one.micro_batch]) for one in (action, after) if one is not None])
             batch = micro_batches[action.micro_batch]
             last = action.micro_batch == len(micro_batches) - 1
             if action.kind == FORWARD:
@@ -308,18 +306,24 @@ class Pipeline:
         for tensor in tensors:
             self._send(tensor, action, "forward")
 
-    def _expect(self, action: Action, batch: Batch) -> bool:
+    def _ask_for(self, run: Run, actions: Iterable[tuple[Action, Batch]]) -> None:
+        """Post the receives of what these actions begin with, each with its micro-batch, in their order: in which they are sent.
+        Nothing after the first one whose shape is not known, for it has to be asked for first."""
+        for action, batch in actions:
+            if action not in self.expected and not self._expect(run, action, batch):
+                break
+
+    def _expect(self, run: Run, action: Action, batch: Batch) -> bool:
         """What an action begins with may arrive while the one before it is at work. Returns whether nothing else of it is to
         come: not where its shape is not known yet."""
         if action.kind == FORWARD and action.chunk > 0:
-            key = action.chunk, "in", _key_of(batch.batch if isinstance(batch, Filler) else batch)
+            there = without_full_mask(batch.batch if isinstance(batch, Filler) else batch, run)
+            key = action.chunk, "in", _key_of(there)
             line = self._line(action.chunk, action.chunk - 1, "forward")
         elif action.kind == BACKWARD and action.chunk < self.last:
             key = action.chunk, "gradient", action.micro_batch
             line = self._line(action.chunk, action.chunk + 1, "backward")
         else:
-            return True
-        if action in self.expected:
             return True
         looks = self.shapes.get(key)
         if looks and action.kind == BACKWARD:
@@ -339,13 +343,10 @@ class Pipeline:
         """What looks so, from the device of the piece `other`: once it is there, where it was under way."""
         group, device = self._line(action.chunk, other, direction)
         found = []
-        began = time.perf_counter()
         if action in self.expected:
             for work, tensor in self.expected.pop(action):
-                if work is not None:
-                    work.wait()
+                self._finish(work)
                 found.append(tensor)
-            self.waited_s += time.perf_counter() - began
         else:
             for dtype, shape, _ in looks:
                 found.append(torch.empty(shape, dtype=dtype, device=self.device))
@@ -379,6 +380,13 @@ class Pipeline:
             return
         began = time.perf_counter()
         dist.recv(tensor, group=group, group_src=device)
+        self.waited_s += time.perf_counter() - began
+
+    def _finish(self, work: Any) -> None:
+        """Wait for what was asked for; a GPU's stream does, not the host."""
+        began = time.perf_counter()
+        if work is not None:
+            work.wait()
         self.waited_s += time.perf_counter() - began
 
     def _send_gradients(self, action: Action, came: _Came) -> None:

@@ -16,7 +16,7 @@ from tightfit.methods.sections import Received, Sections, part, sections_of
 from tightfit.models.dataflow import PathTo
 from tightfit.plan import Plan
 from tightfit.program import Given, Linear, Passage
-from tightfit.timetable import messages, split_evenly, timetable
+from tightfit.timetable import coming, late, sent, split_evenly, timetable
 
 
 def pieces_of(plan: Plan, blocks: int) -> list[range]:
@@ -83,9 +83,10 @@ def staged(ledger: Ledger, crosses: Mapping[int, tuple[PathTo, ...]], plan: Plan
         parts[piece] = part(sections, pieces[piece], comes, _sum(gradients))
     said = {name: _said(passages) for name, passages in (("all", ledger.training), ("own", _own(parts)))}
     share = said["own"] / said["all"] if said["all"] else 1.0  # of what the tp devices say to each other
-    table = timetable(plan.schedule, plan.pp, plan.virtual_stages, ledger.micro_batches)
-    waits = machine.device == "cpu"  # a GPU's messages are gone, or come, when their turn is there
-    ahead = plan.schedule != "pipedream"
+    shape = plan.schedule, plan.pp, plan.virtual_stages, ledger.micro_batches
+    table, stops = timetable(*shape), machine.device != "cpu"
+    ahead = coming(*shape, number, stops)
+    stays = ((),) * len(ahead) if stops else sent(table, number)  # a GPU knows what has arrived
     return replace(
         ledger,
         training=_own(parts),
@@ -99,8 +100,9 @@ def staged(ledger: Ledger, crosses: Mapping[int, tuple[PathTo, ...]], plan: Plan
             crossings=crossings,
             bytes_per_s=link(plan, machine, ("pp",)),
             latency_s=latency(plan, machine, ("pp",), 1),
-            messages=messages(table, number, ahead) if waits else (((), ()),) * len(table[number]),
+            messages=tuple((there, () if one is None else (one,)) for there, one in zip(stays, ahead, strict=True)),
             versions=_versions(plan, number),
+            late=late(*shape) if stops else frozenset(),
             continuous=plan.schedule == "pipedream",
         ),
     )

@@ -37,6 +37,7 @@ from tightfit.methods.shards import (
     refuse_what_stays_whole,
     sharded,
 )
+from tightfit.optim.blocks import is_packed
 from tightfit.plan import Plan
 
 FIELDS = ("dp_shard", "zero")
@@ -84,7 +85,11 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         across = 2 * (plan.replicas - 1) / plan.replicas * held
         calls = ledger.blocks + 1 if plan.zero == 3 else 1
         messages.append(message("gradients", across, plan, machine, ("dp_replicate",), calls, rounds=2))
-    updates = {name: _scaled(update, shares.get(name, 1 / pieces)) for name, update in ledger.updates.items()}
+    whole = {p.name: _stay_whole(p.shape, plan) for p in ledger.parameters}
+    updates = {
+        name: _scaled(update, shares.get(name, 1 / pieces), whole.get(name, False))
+        for name, update in ledger.updates.items()
+    }
     parameters = ledger.parameters
     if plan.zero == 3:
         there = 0.0 if "parameters" in plan.offload else 1.0
@@ -113,15 +118,24 @@ def _share(shape: tuple[int, ...], pieces: int) -> float:
     return math.ceil(height / pieces) / height if height else 0.0
 
 
-def _scaled(update: Update, share: float) -> Update:
-    """Of an update, what falls to a device that holds a share of the parameter."""
+def _stay_whole(shape: tuple[int, ...], plan: Plan) -> bool:
+    """Whether the first device's part of a parameter is one whose states are not packed in blocks, as the whole's may be."""
+    if plan.states not in ("8-bit", "4-bit"):
+        return False
+    height, width = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+    return not is_packed(math.ceil(height / plan.shards) * width, 8 if plan.states == "8-bit" else 4)
+
+
+def _scaled(update: Update, share: float, unpacked: bool) -> Update:
+    """Of an update, what falls to a device that holds a share of the parameter. unpacked: whether states are not packed there."""
+    states = update.unpacked_bytes if unpacked and update.unpacked_bytes else update.state_bytes
     operations = tuple(
         replace(operation, flops=operation.flops.times(share), moved=operation.moved.times(share))
         for operation in update.operations
     )
     return replace(
         update,
-        state_bytes=math.ceil(update.state_bytes * share),
+        state_bytes=math.ceil(states * share),
         transient_bytes=math.ceil(update.transient_bytes * share),
         foreach_bytes=math.ceil(update.foreach_bytes * share),
         left_bytes=math.ceil(update.left_bytes * share),

@@ -24,11 +24,21 @@ Bits = Literal[8, 4]
 Packed = dict[str, Tensor]  # "codes": uint8, flat, in 4 bits two to a byte; "scale": fp32, one for each block
 
 
+def block_size(bits: Bits) -> int:
+    """How many elements a block has."""
+    return {8: 256, 4: 128}[bits]
+
+
+def is_packed(elements: int, bits: Bits) -> bool:
+    """Whether a state of so many elements is kept in blocks: not a small one, nor one that is not a whole number of them."""
+    return elements >= SMALLEST and elements % block_size(bits) == 0
+
+
 class Blocks:
     """Packs and unpacks states on one device. `name` is the state's name, which says whether it is signed."""
 
     def __init__(self, bits: Bits, device: torch.device) -> None:
-        self.bits, self.size = bits, {8: 256, 4: 128}[bits]
+        self.bits, self.size = bits, block_size(bits)
         self._values = {
             signed: torch.tensor(code_values(bits, signed), dtype=torch.float32, device=device)
             for signed in (True, False)
@@ -37,7 +47,7 @@ class Blocks:
 
     def divide(self, values: Tensor) -> bool:
         """Whether `values` is large enough and a whole number of blocks."""
-        return values.numel() >= SMALLEST and values.numel() % self.size == 0
+        return is_packed(values.numel(), self.bits)
 
     def pack(self, name: str, values: Tensor) -> Packed:
         """Floating values of any shape -> codes and scales."""

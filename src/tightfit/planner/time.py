@@ -237,12 +237,17 @@ class Clock:
         def travels(action: Action) -> float:
             return travel[action.kind, max(action.chunk, taken_by(action).chunk)]
 
-        slots = play(table, lasts, travels)
+        slots = play(table, lasts, travels, one.stage.late)
         busy = [sum(map(lasts, actions)) for actions in table]
-        slowest = max((known for known in ledgers), key=lambda known: busy[known])
-        time = self.step_time(ledgers[slowest])
+        if one.stage.continuous:  # of several steps; the first message of each is asked for when an update is done
+            steps = len(table[0]) / 2 / one.micro_batches
+            firsts = {known: travel.get((FORWARD, known), 0.0) for known in ledgers}
+            slowest = max(ledgers, key=lambda known: busy[known] + steps * firsts[known])
+            time = self.step_time(ledgers[slowest])
+            return replace(time, communication_s=time.communication_s + firsts[slowest]), slots
+        slowest = max(ledgers, key=lambda known: busy[known])
         waiting = max(slot.end for slot in slots) - busy[slowest]
-        return (time if one.stage.continuous else replace(time, bubble_s=waiting)), slots
+        return replace(self.step_time(ledgers[slowest]), bubble_s=waiting), slots
 
     def _pieces_s(self, ledger: Ledger, device: int) -> dict[int, dict[str, float]]:
         """Seconds of a forward, a backward and weights' part of it, by piece of a device."""

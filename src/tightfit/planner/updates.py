@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,11 +58,20 @@ def _update(optimizer: Optimizer, parameter: Tensor, group: int) -> Update:
     timeline = _second_update(optimizer, [parameter])
     transient = _largest(timeline)
     states = tensor_bytes(tensors_in(optimizer.state[parameter]))
+    unpacked = _unpacked(optimizer.state[parameter], parameter, states)
     at_once = optimizer.param_groups[group].get("foreach")
     if isinstance(optimizer, InBatches):
         elements, dtype = parameter.numel(), str(parameter.dtype)
-        return Update(states, transient, timeline.operations, group=group, elements=elements, dtype=dtype)
-    return Update(states, transient, timeline.operations, transient if at_once else 0, group=group)
+        return Update(states, transient, timeline.operations, 0, 0, group, elements, dtype, unpacked_bytes=unpacked)
+    foreach = transient if at_once else 0
+    return Update(states, transient, timeline.operations, foreach, group=group, unpacked_bytes=unpacked)
+
+
+def _unpacked(states: dict[str, Any], parameter: Tensor, kept: int) -> int:
+    """Bytes of a parameter's states if none were packed in blocks; 0 where none are. kept: as they are."""
+    packed = [state for state in states.values() if isinstance(state, dict)]
+    wide = 4 * parameter.numel() * len(packed)  # a state is packed from fp32
+    return wide + kept - tensor_bytes(tensors_in(packed)) if packed else 0
 
 
 def _left(optimizer: Optimizer, parameter: Tensor, alone: Update) -> float:

@@ -1,0 +1,39 @@
+"""States in 8 and 4 bits of parameters that devices divide: a part that is not a whole number of blocks stays in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tightfit
+from tightfit.machine import Machine
+from tightfit.plan import Plan
+from tightfit.planner.estimate import fold
+from tightfit.planner.profile import Profiler
+from tightfit.planner.rehearse import rehearse
+
+
+def job(width: int) -> tightfit.Job:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(width, 136), nn.Linear(136, 128))
+
+    samples = [(torch.zeros(width), 1)] * 8
+    train = tightfit.Train(batch=4, steps=2, optimizer="adamw")
+    return tightfit.Job(model=model, data=samples, train=train, allow=["8-bit-states", "4-bit-states"])
+
+
+@pytest.mark.parametrize(("states", "block", "width"), [("8-bit", 256, 96), ("4-bit", 128, 80)])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_part_that_is_not_a_whole_number_of_blocks_stays_wide(states: Any, block: int, width: int, zero: int) -> None:
+    """Of the first matrix, of 51 or 85 blocks; of the second one the parts are packed."""
+    plan = Plan(states=states, zero=zero, dp_shard=2)
+    ledger = fold(Profiler(job(width), "cpu"), plan, Machine.detect())
+    folded = ledger.row_bytes()["optimizer"]
+    moments = {name: update.state_bytes for name, update in ledger.updates.items()}
+    each = {"8-bit": 1.0, "4-bit": 0.5}[states] + 4 / block  # bytes of an element, with its share of a block's scale
+    assert moments["1.weight"] == pytest.approx(2 * each * 136 * 128 / 2, rel=0.01)
+    assert moments["0.weight"] == pytest.approx(2 * 4 * width * 136 / 2, rel=0.01)
+    assert folded == pytest.approx(rehearse(job(width), plan).rows["optimizer"], rel=0.01)
