@@ -24,7 +24,7 @@ LAYERS = (
     ("job", "machine"),
     ("machines",),
     ("entries",),
-    ("files", "values", "timetable", "program"),
+    ("files", "values", "timetable", "program", "target_device"),
     ("plain", "units"),
     ("errors",),
 )
@@ -33,6 +33,9 @@ NOTED = {  # each with its reason
 }
 NO_METHODS = (
     "methods.protocol",
+    "methods.ring_attention",
+    "methods.sequence_chunks",
+    "methods.servers",
     "methods.run",
     "methods.mesh",
     "methods.boundaries",

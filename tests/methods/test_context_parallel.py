@@ -14,7 +14,7 @@ from tests.devices import on_each_device
 from tests.pool import together
 from tightfit.errors import InputError
 from tightfit.machine import Machine
-from tightfit.methods import context_parallel
+from tightfit.methods import ring_attention, sequence_chunks
 from tightfit.models.objective import IGNORED
 from tightfit.planner.estimate import Estimator
 
@@ -77,7 +77,7 @@ def test_low_precision_is_as_near_to_fp32_as_on_one_device() -> None:
 def test_pieces_are_all_of_a_sequence_and_labels_stand_where_they_are_predicted(pieces: int) -> None:
     tokens = torch.arange(2 * 25).view(2, 25)
     cuts = [
-        context_parallel.cut({"input_ids": tokens, "labels": tokens}, True, piece, pieces) for piece in range(pieces)
+        sequence_chunks.cut({"input_ids": tokens, "labels": tokens}, True, piece, pieces) for piece in range(pieces)
     ]
     positions = torch.cat([cut["position_ids"] for cut in cuts], 1)
     assert sorted(positions[0].tolist()) == list(range(-(-25 // (2 * pieces)) * 2 * pieces))
@@ -92,9 +92,9 @@ def test_pieces_are_all_of_a_sequence_and_labels_stand_where_they_are_predicted(
 def test_under_a_causal_mask_all_devices_have_as_much_to_do(size: int) -> None:
     work = []
     for rank in range(size):
-        ring = context_parallel._Place.__new__(context_parallel._Place)
+        ring = ring_attention.Ring.__new__(ring_attention.Ring)
         ring.rank, ring.size = rank, size
-        parts = [context_parallel._parts(step, ring, True, 64) for step in range(1, size)]
+        parts = [ring_attention.seen_parts(step, ring, True, 64) for step in range(1, size)]
         work.append([len(range(64)[rows]) * len(range(64)[columns]) for rows, columns in parts])
     assert all(area == 64 * 32 for areas in work for area in areas)
 
@@ -140,13 +140,13 @@ def test_attention_that_is_more_than_attention_is_refused() -> None:
     heads = torch.zeros(1, 2, 4, 8)
     for fields in ({"softcap": 50.0}, {"s_aux": heads}, {"dropout": 0.1}):
         with pytest.raises(InputError, match=next(iter(fields))):
-            context_parallel.attend(torch.nn.Identity(), heads, heads, heads, None, **fields)
+            ring_attention.attend(torch.nn.Identity(), heads, heads, heads, None, **fields)
 
 
 def test_positions_of_the_data_s_own_are_refused() -> None:
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     with pytest.raises(InputError, match="position_ids of their own"):
-        context_parallel.cut({"input_ids": tokens, "labels": tokens, "position_ids": tokens}, True, 0, 2)
+        sequence_chunks.cut({"input_ids": tokens, "labels": tokens, "position_ids": tokens}, True, 0, 2)
 
 
 @on_each_device
@@ -171,13 +171,13 @@ def hold_a_part(causal: bool, masked: bool, device: str, keys: int) -> None:
         scores = scores + torch.full((keys, keys), float("-inf"), device=device).triu(1)
     expected = scores.softmax(-1) @ value.repeat_interleave(2, 1)
     bias = seen if masked else None
-    found, sums = context_parallel._attention(query, key, value, bias, causal, 0.25)
+    found, sums = ring_attention.attention(query, key, value, bias, causal, 0.25)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(sums, scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
     gradient = torch.randn(expected.shape, generator=generator).to(device)
     wanted = torch.autograd.grad(expected, (query, key, value), gradient)
     with torch.no_grad():
-        gradients = context_parallel._attention_backward(gradient, query, key, value, bias, found, sums, causal, 0.25)
+        gradients = ring_attention.attention_backward(gradient, query, key, value, bias, found, sums, causal, 0.25)
     for one, other in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
@@ -260,8 +260,8 @@ def test_the_kernels_of_a_gpu_are_called_as_they_want(
     if kernel == "flash" and masked:
         return  # which takes none
     kernels = KernelsOfCuda()
-    monkeypatch.setattr(context_parallel, "kernel_of", lambda query, seen: kernel)
-    monkeypatch.setattr(context_parallel, "aten", kernels)
-    monkeypatch.setattr(context_parallel, "_is_apart", lambda tensor: True)
+    monkeypatch.setattr(ring_attention, "kernel_of", lambda query, seen: kernel)
+    monkeypatch.setattr(ring_attention, "aten", kernels)
+    monkeypatch.setattr(ring_attention, "_is_apart", lambda tensor: True)
     hold_a_part(causal, masked, "cpu", 13)
     assert kernels.called == (set() if kernel == "plain" else {kernel, f"{kernel} backward"})

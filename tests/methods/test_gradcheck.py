@@ -23,11 +23,11 @@ import tightfit
 from tests.pool import together
 from tightfit.methods import (
     attention,
-    context_parallel,
     cutter,
     deferred,
     loss,
     loss_kernels,
+    ring_attention,
     row,
     sequences,
     vocabulary,
@@ -172,8 +172,8 @@ def ring() -> None:
 
             parts = [mine(everyone_has(whole, group)) for whole in (query, key, value)]
             own = None if mask is None else mine(mask.transpose(-1, -2)).transpose(-1, -2)
-            place = context_parallel._Place(group)
-            return Everyones.apply(context_parallel.RingAttention.apply(*parts, own, causal, 0.5, place), group)
+            place = ring_attention.Ring(group)
+            return Everyones.apply(ring_attention.RingAttention.apply(*parts, own, causal, 0.5, place), group)
 
         assert gradcheck(output, (random(1, 2, 8, 4), random(1, 1, 8, 4), random(1, 1, 8, 4).detach().requires_grad_()))
 
@@ -266,7 +266,7 @@ ALONE: dict[str, Callable[[], None]] = {
     "tightfit.methods.row._Entered": check_entered,
 }
 TOGETHER: dict[str, Callable[[], None]] = {
-    "tightfit.methods.context_parallel.RingAttention": ring,
+    "tightfit.methods.ring_attention.RingAttention": ring,
     "tightfit.methods.vocabulary._DividedCrossEntropy": divided_cross_entropy,
     "tightfit.methods.cutter._Copied": copied,
     "tightfit.methods.cutter._Summed": summed,

@@ -19,8 +19,8 @@ from tightfit.engine.resume import resume
 from tightfit.engine.step import take_step
 from tightfit.errors import InputError
 from tightfit.methods import ahead
-from tightfit.methods.stores import TARGET
 from tightfit.rules import check
+from tightfit.target_device import TARGET
 
 ALL = ("states", "gradients", "parameters")
 EVERYTHING = (*ALL, "activations")

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import tightfit
 from tightfit.methods import stores
-from tightfit.methods.stores import SMALL, TARGET, Coming, Gradients, Store, is_dense
+from tightfit.methods.stores import SMALL, Coming, Gradients, Store, is_dense
 from tightfit.optim.per_parameter import PerParameter
+from tightfit.target_device import TARGET
 
 WIDTH, ROWS = 64, 512  # of a tensor that is larger than SMALL
 BYTES = WIDTH * ROWS * 4

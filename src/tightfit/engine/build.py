@@ -13,12 +13,13 @@ from tightfit.machine import Machine
 from tightfit.methods import METHODS, boundaries, loader, microbatch
 from tightfit.methods.mesh import local_device, make_mesh
 from tightfit.methods.run import Data, Run
-from tightfit.methods.stores import TARGET, Store
+from tightfit.methods.stores import Store
 from tightfit.models import load_python, task_of
 from tightfit.models.masks import masks_unread
 from tightfit.models.objective import objective_of
 from tightfit.plan import Plan
 from tightfit.rules import check
+from tightfit.target_device import TARGET
 
 
 def build(

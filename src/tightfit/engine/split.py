@@ -23,11 +23,11 @@ from tightfit.engine.step import gradient_norm, sum_shared
 from tightfit.errors import InputError
 from tightfit.job import LossSpec
 from tightfit.methods import float8, precision
-from tightfit.methods.context_parallel import Pieces
 from tightfit.methods.materialize import create_on_host, weights_dtype
 from tightfit.methods.mesh import DATA
 from tightfit.methods.row import Pipeline
 from tightfit.methods.run import Run, to_device
+from tightfit.methods.sequence_chunks import SequenceChunks
 from tightfit.models import load_python, task_of
 from tightfit.models.objective import objective_of
 
@@ -92,7 +92,7 @@ def compare_split(run: Run) -> Split | None:
     assert run.mesh is not None
     assert isinstance(run.stages, Pipeline)
     whole = run.data.example()
-    own = run.data.cut(whole) if isinstance(run.data, Pieces) else whole
+    own = run.data.cut(whole) if isinstance(run.data, SequenceChunks) else whole
     parts, copies = run.mesh.part[1], run.mesh.cp
     items = max(run.objective.count(own) if copies == 1 else _over_pieces(run, run.objective.count(own)), 1) * parts
     with_gradients = run.plan.compressed_gradients == "none"

@@ -20,9 +20,10 @@ from tightfit.methods.buckets import made_everywhere
 from tightfit.methods.compile import compiler_failures_named
 from tightfit.methods.mesh import AXES, DATA, Mesh
 from tightfit.methods.progress import doing
-from tightfit.methods.run import Filler, Run, arriving, kind_of, slices_of, wait_for_weights, weights_named
+from tightfit.methods.run import Filler, Run, arriving, slices_of, wait_for_weights, weights_named
 from tightfit.models.objective import Batch, processed_count, sample_count
 from tightfit.optim.per_parameter import PerParameter
+from tightfit.target_device import kind_of
 
 
 @read_late("loss", "gradient_norm", "samples", "items", "processed", "skipped", "seconds")

@@ -36,9 +36,10 @@ from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.machines.gpus import architecture_of, multiplies_float8
 from tightfit.methods.protocol import SearchFacts
-from tightfit.methods.run import Run, kind_of
+from tightfit.methods.run import Run
 from tightfit.models import find_blocks
 from tightfit.plan import Plan
+from tightfit.target_device import kind_of
 
 FIELDS = ("float8",)
 TRACED_FIELDS = ("float8",)

@@ -37,11 +37,12 @@ from tightfit.job import DataSpec, Job
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.protocol import Default
-from tightfit.methods.run import Filler, Run, kind_of
+from tightfit.methods.run import Filler, Run
 from tightfit.methods.uploads import Uploads
 from tightfit.models.masks import PADDING
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.plan import Plan
+from tightfit.target_device import kind_of
 
 FIELDS = ("loader_workers", "prefetch", "pin_memory", "non_blocking")
 VARIANTS = ({"loader_workers": 2},)

@@ -33,12 +33,13 @@ from tightfit.machine import Machine
 from tightfit.methods.compiler import generates_kernels
 from tightfit.methods.loss_kernels import ROWS_IN_CACHE, Kernels, add_product, kernels_for, linear
 from tightfit.methods.protocol import Default, SearchFacts
-from tightfit.methods.run import Run, kind_of
+from tightfit.methods.run import Run
 from tightfit.methods.turns import turns
 from tightfit.methods.vocabulary import divided_cross_entropy_with_gradient
 from tightfit.models import task_of
 from tightfit.models.objective import IGNORED, LABELLED, Batch, Labelled, Objective
 from tightfit.plan import Plan
+from tightfit.target_device import kind_of
 
 ADDED = "final_logits_bias"  # what BART and its relatives call a buffer that they add to the logits
 Divided = tuple[int, dist.ProcessGroup]  # the first class that is here, and the devices that have the others

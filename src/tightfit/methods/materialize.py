@@ -32,13 +32,14 @@ from tightfit.machine import Machine
 from tightfit.methods.boundaries import SMALL
 from tightfit.methods.mesh import Mesh, grown, onto_meta, shrink
 from tightfit.methods.protocol import Default
-from tightfit.methods.run import Run, kind_of, refuse_hooks
+from tightfit.methods.run import Run, refuse_hooks
 from tightfit.methods.shards import comes_and_goes
 from tightfit.methods.stages import pieces_of, pieces_with
 from tightfit.models import find_blocks, places_of
 from tightfit.models.caches import tensors_kept_out
 from tightfit.models.create import model_factory
 from tightfit.plan import Plan
+from tightfit.target_device import kind_of
 
 SLACK_BYTES = 2**20  # host memory for parameters beside the largest one there: biases and norms stay with their weight
 CAST = (torch.float16, torch.bfloat16, torch.float32)  # what is kept in 64 bits was widened for a reason

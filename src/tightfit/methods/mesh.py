@@ -26,8 +26,8 @@ from tightfit.entries import Message
 from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.methods.rendezvous import choose_interface, meet
-from tightfit.methods.stores import is_apart
 from tightfit.plan import Plan
+from tightfit.target_device import is_apart
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 DATA = ("dp_replicate", "dp_shard")  # along these the samples are divided

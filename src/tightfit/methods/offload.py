@@ -29,10 +29,11 @@ from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.run import Run, Undivided
 from tightfit.methods.shards import comes_and_goes, gathered_of, narrow_names, sharded, working_weights
-from tightfit.methods.stores import SMALL, Gradients, Store, is_apart, most_ahead
+from tightfit.methods.stores import SMALL, Gradients, Store, most_ahead
 from tightfit.models.objective import Batch
 from tightfit.plan import Plan
 from tightfit.program import Buffer, Passage
+from tightfit.target_device import is_apart
 
 FIELDS = ("offload", "offload_to", "offload_folder")
 VARIANTS = (

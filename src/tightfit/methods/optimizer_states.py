@@ -31,7 +31,7 @@ from tightfit.job import Job, Train
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.protocol import Default, SearchFacts
-from tightfit.methods.run import Run, kind_of, part, parts_of, whole
+from tightfit.methods.run import Run, part, parts_of, whole
 from tightfit.methods.stores import Store
 from tightfit.models import has_complex
 from tightfit.optim import make_optimizer
@@ -43,6 +43,7 @@ from tightfit.optim.whole import WholeParameters
 from tightfit.plan import Plan
 from tightfit.program import Linear, Operation
 from tightfit.rules import BY_MATRIX
+from tightfit.target_device import kind_of
 
 FIELDS = ("states", "fused_optimizer", "update_in_backward")
 VARIANTS = (

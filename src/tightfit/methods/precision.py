@@ -26,10 +26,11 @@ from tightfit.job import Job
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.protocol import Default, SearchFacts
-from tightfit.methods.run import Run, kind_of
+from tightfit.methods.run import Run
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.plan import Plan
 from tightfit.program import Operation, Passage, Timeline
+from tightfit.target_device import kind_of
 
 LARGEST_FP16 = 65504.0
 

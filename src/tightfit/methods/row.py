@@ -22,10 +22,11 @@ from tightfit.methods.buckets import made_everywhere
 from tightfit.methods.deferred import Deferred
 from tightfit.methods.hollow import Elsewhere, Here, Leaves, Passage
 from tightfit.methods.mesh import Mesh
-from tightfit.methods.run import Filler, Run, kind_of, to_device, weights_named, without_full_mask
+from tightfit.methods.run import Filler, Run, to_device, weights_named, without_full_masks
 from tightfit.models.dataflow import not_in_a_row, sample_shapes
 from tightfit.models.objective import Batch, sample_count
 from tightfit.plan import Plan
+from tightfit.target_device import kind_of
 from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, coming, given_by, taken_by, timetable
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
@@ -317,7 +318,7 @@ class Pipeline:
         """What an action begins with may arrive while the one before it is at work. Returns whether nothing else of it is to
         come: not where its shape is not known yet."""
         if action.kind == FORWARD and action.chunk > 0:
-            there = without_full_mask(batch.batch if isinstance(batch, Filler) else batch, run)
+            there = without_full_masks(batch.batch if isinstance(batch, Filler) else batch, run)
             key = action.chunk, "in", _key_of(there)
             line = self._line(action.chunk, action.chunk - 1, "forward")
         elif action.kind == BACKWARD and action.chunk < self.last:

@@ -14,16 +14,11 @@ from torch._subclasses.fake_tensor import is_fake
 from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.methods.mesh import Mesh, Slice
-from tightfit.methods.stores import TARGET, Store
+from tightfit.methods.stores import Store
 from tightfit.methods.uploads import Uploads
 from tightfit.models.dataflow import Dataflow
 from tightfit.models.objective import LABELLED, Batch, Labelled, Objective, map_tensors
 from tightfit.plan import Plan
-
-
-def kind_of(device: torch.device) -> str:
-    """The kind of device (cpu, cuda) that a run is meant for: where fake tensors stand in, not the one they lie on."""
-    return TARGET.get() or device.type
 
 
 class Data(Protocol):

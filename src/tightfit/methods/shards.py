@@ -32,13 +32,14 @@ from tightfit.methods.ahead import bring_ahead
 from tightfit.methods.collectives import GatherByRow, ScatterByRow, goes_by_row
 from tightfit.methods.mesh import DATA, Mesh, Statistics, local_device, on_mesh
 from tightfit.methods.run import Run, refuse_hooks
-from tightfit.methods.stores import Gradients, Store, is_apart
+from tightfit.methods.stores import Gradients, Store
 from tightfit.methods.unused import Made
 from tightfit.models import find_blocks, places_of
 from tightfit.models.dataflow import line_of, said
 from tightfit.models.hooks import run_hooks_on_direct_calls
 from tightfit.models.objective import Batch
 from tightfit.plan import Plan
+from tightfit.target_device import is_apart
 
 
 def narrow_names(ledger: Ledger) -> set[str]:

@@ -16,7 +16,6 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,17 +29,11 @@ from torch.distributed.tensor import DTensor
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.optim.hooks import when_complete
 from tightfit.plan import Plan
+from tightfit.target_device import is_apart
 from tightfit.units import format_bytes
 
-TARGET: ContextVar[str | None] = ContextVar("target", default=None)
-"""The kind of device that fake tensors stand for; None for the one that they lie on."""
 SMALL = 2**16  # bytes up to which a saved tensor stays where it is
 AHEAD = 2**28  # bytes of saved tensors that come to the device ahead of their use: at most so many, or one tensor
-
-
-def is_apart(device: torch.device) -> bool:
-    """Whether a device computes only with what lies in its own memory: a processor does with whatever is mapped."""
-    return device.type != "cpu" or TARGET.get() == "cuda"
 
 
 class Store:

@@ -28,7 +28,7 @@ from tightfit.machine import Machine
 from tightfit.methods.buckets import Scattered, bucket_bytes
 from tightfit.methods.gathers import Gathers, Waits, goes_in_place
 from tightfit.methods.mesh import Mesh, Statistics, message, same_everywhere
-from tightfit.methods.run import Run, kind_of
+from tightfit.methods.run import Run
 from tightfit.methods.shards import (
     blocks_of,
     gathered_bytes,
@@ -39,6 +39,7 @@ from tightfit.methods.shards import (
 )
 from tightfit.optim.blocks import is_packed
 from tightfit.plan import Plan
+from tightfit.target_device import kind_of
 
 FIELDS = ("dp_shard", "zero")
 VARIANTS = (

@@ -30,6 +30,7 @@ from tightfit.methods import (
     materialize,
     optimizer_states,
     recompute,
+    sequence_chunks,
     sequences,
     shards,
     tensor_parallel,
@@ -337,7 +338,7 @@ class Profiler:
         batch = sized(self.batch, samples)
         if plan.cp == 1:
             return batch
-        return context_parallel.cut(batch, task_of(self.job.model) == "causal-lm", 0, plan.cp)
+        return sequence_chunks.cut(batch, task_of(self.job.model) == "causal-lm", 0, plan.cp)
 
     def _objective(self) -> Objective:
         given = self.job.loss

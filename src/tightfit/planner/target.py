@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tightfit.errors import InputError
-from tightfit.methods.run import TARGET
+from tightfit.target_device import TARGET
 
 # torch/include/ATen/autocast_mode.h: what runs in 16 bits, and what in the widest type of its inputs; the rest in fp32
 _LOW = {
