@@ -1,7 +1,16 @@
-"""PerParameter: any optimizer, one parameter at a time, so that what is wide exists for one parameter only.
+"""PerParameter: run any optimizer one parameter at a time, so that fp32 copies exist for one parameter only.
 
-Source  Kahan and stochastic rounding of bf16 weights: Zamirai et al. 2020, arXiv:2010.06192. Narrow states: see
-        `blocks`. Update in backward: Lv et al. 2023 (LOMO), arXiv:2306.09782, by torch's post-accumulate hook.
+`methods/optimizer_states.py` wraps the job's optimizer in it for narrow states (bf16, 8-bit, 4-bit),
+16-bit weights, offloaded states and the update in backward.
+
+Example: a bf16 weight of 16M elements with 8-bit AdamW states. One update makes fp32 copies of the
+weight, its gradient and its two states, 4 x 64 MiB, and frees them before the next parameter. Between
+updates only the bf16 weight (32 MiB) and the 8-bit states (2 x 16 MiB, plus one fp32 scale for each 256
+elements) stay in memory.
+
+Source  Kahan and stochastic rounding of bf16 weights: Zamirai et al. 2020, arXiv:2010.06192. Narrow
+        states: see `blocks`. Update in backward: Lv et al. 2023 (LOMO), arXiv:2306.09782, by torch's
+        post-accumulate hook.
 """
 
 from __future__ import annotations
@@ -22,12 +31,18 @@ from tightfit.optim.norms import mark_alike
 States = Literal["fp32", "bf16", "8-bit", "4-bit"]
 Rounding = Literal["nearest", "kahan", "stochastic"]
 
-CARRIED = {"kahan": "compensation", "stochastic": "roundings"}  # the state that each rounding adds: a tensor, a count
-_KERNEL = ("fused", "foreach", "capturable")  # options that choose a kernel, and no mathematics
+# The state that each rounding mode adds: kahan a tensor, stochastic a count of roundings so far.
+CARRIED = {"kahan": "compensation", "stochastic": "roundings"}
+_KERNEL_OPTIONS = ("fused", "foreach", "capturable")  # options that choose a kernel and do not change the mathematics
 
 
 class Elsewhere(Protocol):
-    """A memory beside the device's: puts a parameter's state there, always in the same place, and fetches it back."""
+    """A memory beside the device's for optimizer states, such as host memory.
+
+    put_state  store a state of a parameter, always at the same address
+    fetch      the stored tensor on the device
+    settle     wait until all copies from the device have ended
+    """
 
     def put_state(self, parameter: Tensor, name: str, value: Tensor) -> Tensor: ...
 
@@ -37,8 +52,13 @@ class Elsewhere(Protocol):
 
 
 class Brought(Protocol):
-    """Weights that lie in such a memory, or whose gradients do: `bring` gives one with its gradient on the device, and
-    `take_back` takes it when it is updated."""
+    """Offloaded weights, or weights whose gradients are offloaded.
+
+    device     the device that updates them
+    bring      the weight with its gradient on the device
+    take_back  store the updated weight again
+    settle     wait until all copies from the device have ended
+    """
 
     device: torch.device
 
@@ -52,18 +72,20 @@ class Brought(Protocol):
 class PerParameter(Optimizer):
     """Wraps a fresh optimizer and updates one parameter at a time.
 
-    states    width in which states are kept between updates; the update itself is in fp32. States of fewer than 4096
-              elements, or not a whole number of blocks (256 elements in 8 bits, 128 in 4), stay fp32 in place of 8-bit
-              and 4-bit. "fp32" leaves all as the wrapped optimizer makes them.
-    rounding  how an update of a 16-bit weight is rounded: nearest, kahan (a second 16-bit tensor carries what was
-              lost), or stochastic (bf16: up or down, with the probability that keeps the mean)
-    seed      of the stochastic rounding
-    keep      another memory than the device's, in which states are kept
-    apart     where the weights given lie, or their gradients, if that is not on the device that updates them
-    wide      the states and updates of 16-bit weights are in fp32 whatever `states` and `rounding` say
+    states         width of the states between updates; the update itself is in fp32. With 8-bit and 4-bit,
+                   states of fewer than 4096 elements, or of no whole number of quantization blocks (256
+                   elements in 8 bits, 128 in 4), stay fp32. "fp32" leaves all states as the wrapped
+                   optimizer makes them.
+    rounding       how an update of a 16-bit weight is rounded: nearest; kahan (a second 16-bit tensor
+                   carries the rounding error to the next update); or stochastic (bf16 only: up or down,
+                   with the probability that keeps the mean)
+    seed           the seed of the stochastic rounding
+    fp32_updates   16-bit weights have fp32 states and updates, whatever `states` and `rounding` say
+    state_store    the memory that holds the states; None keeps them on the device
+    weight_store   the memory that holds the weights or their gradients; None if both are on the device
 
-    Learning rates and the other options are read from `param_groups` at each update. The memory needed beyond what is
-    kept is that of one parameter: its fp32 copy, gradient and states.
+    Learning rates and the other options are read from `param_groups` at each update. Beyond what stays
+    between updates, the memory needed is that of one parameter: its fp32 copy, gradient and states.
     """
 
     def __init__(
@@ -87,16 +109,22 @@ class PerParameter(Optimizer):
         self._blocks = Blocks(cast(Bits, int(states[0])), device) if states in ("8-bit", "4-bit") else None
         self._generator, self._seed = torch.Generator(device) if rounding == "stochastic" else None, seed
         self._number = {parameter: number for number, parameter in enumerate(self._parameters())}
-        self._updated: set[Tensor] = set()  # by backward, since the last step()
+        self._updated: set[Tensor] = set()  # parameters that backward has updated since the last step()
 
     def attach(self) -> None:
-        """From now on backward updates each parameter once its gradient is complete, and frees the gradient."""
+        """From now on, backward updates each parameter when its gradient is complete, and frees the gradient.
+
+        A second gradient of a parameter before `step()` then raises InputError.
+        """
         for number, group in enumerate(self.param_groups):
             when_complete(group["params"], self._update_in_backward, number)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient: none, where backward has updated them all."""
+        """Update every parameter that still has a gradient; after an update in backward there is none.
+
+        closure  computes the loss again and returns it, as in torch
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -104,9 +132,9 @@ class PerParameter(Optimizer):
         for group in self.param_groups:
             self._update_group(group)
         self._updated.clear()
-        for there in (self._keep, self._apart):
-            if there is not None:
-                there.settle()
+        for store in (self._keep, self._apart):
+            if store is not None:
+                store.settle()
         return loss
 
     def _update_group(self, group: dict[str, Any]) -> None:
@@ -118,7 +146,7 @@ class PerParameter(Optimizer):
         if parameter in self._updated:
             raise InputError(
                 "update in backward",
-                "a second gradient of a weight before step()",
+                "a weight got a second gradient before step()",
                 "give the whole batch as one micro-batch, and call step() after each backward",
             )
         with torch.no_grad():
@@ -127,7 +155,10 @@ class PerParameter(Optimizer):
         self._updated.add(parameter)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """One step of the wrapped optimizer for one parameter: widen, update, narrow and round again."""
+        """One step of the wrapped optimizer for one parameter.
+
+        Widens the weight, gradient and states to fp32, updates them, narrows the states and rounds the weight.
+        """
         kept, inner = dict(self.state.get(parameter, {})), self._inner
         carried = kept.pop(CARRIED.get(self._rounding, ""), None)
         here = parameter if self._apart is None else mark_alike(self._apart.bring(parameter), parameter)
@@ -159,11 +190,11 @@ class PerParameter(Optimizer):
         return weight.add_(carried) if isinstance(carried, Tensor) else weight
 
     def _round(self, parameter: Tensor, here: Tensor, weight: Tensor, carried: Any) -> None:
-        """Write the fp32 `weight` back into its 16-bit parameter, as that is `here` on the device."""
+        """Round the fp32 `weight` into `here`, the 16-bit `parameter` on the device."""
         if self._generator is not None:
             assert here.dtype is torch.bfloat16
             count = carried or 0
-            number = self._number.get(parameter, 0)  # a planner's trace puts others in the place of the weights
+            number = self._number.get(parameter, 0)  # the planner's trace replaces the weights by others
             self._generator.manual_seed(seed_of(self._seed, number, count))
             round_stochastically_(weight, self._generator)
             self.state[parameter]["roundings"] = count + 1
@@ -172,7 +203,7 @@ class PerParameter(Optimizer):
             self.state[parameter]["compensation"] = weight.sub_(here).to(here.dtype)
 
     def _narrow(self, name: str, value: Any) -> Any:
-        """A state as it is kept. Counters (numbers, tensors without dims) are kept as they are."""
+        """A state in the width in which it is saved. Counters (numbers, tensors without dims) do not change."""
         if not isinstance(value, Tensor) or value.dim() == 0 or self._states == "fp32":
             return value
         if self._blocks is None:
@@ -180,7 +211,7 @@ class PerParameter(Optimizer):
         return self._blocks.pack(name, value) if self._blocks.divide(value) else value
 
     def _put(self, parameter: Tensor, name: str, value: Any) -> Any:
-        """A narrowed state where it is kept."""
+        """A narrowed state in the memory that holds it."""
         if self._keep is None:
             return value
         if isinstance(value, dict):
@@ -188,7 +219,7 @@ class PerParameter(Optimizer):
         return self._keep.put_state(parameter, name, value) if isinstance(value, Tensor) and value.dim() > 0 else value
 
     def _widen(self, name: str, value: Any, weight: Tensor) -> Any:
-        """A kept state as the wrapped optimizer wants it: on the device and in the type of the weight."""
+        """A saved state as the wrapped optimizer needs it: on the device and in the type of the weight."""
         if isinstance(value, dict):
             assert self._blocks is not None
             if self._keep is not None:
@@ -202,11 +233,12 @@ class PerParameter(Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on exactly where a PerParameter like this one was, or from states of another kind, made this one's.
+        """Load the states of any PerParameter or plain optimizer.
 
-        What state_dict() gives is plain tensors and numbers; a packed state is {"codes", "scale"}.
+        A PerParameter with the same options continues exactly. States of another width are converted.
+        A state dict holds plain tensors and numbers; a quantized state is {"codes", "scale"}.
         """
-        super().load_state_dict({**with_kernels_of(self, state_dict), "state": {}})
+        super().load_state_dict({**with_kernel_options_of(self, state_dict), "state": {}})
         groups = [group for group in self.param_groups for _ in group["params"]]
         parameters, others = self._parameters(), set(CARRIED.values()) - {CARRIED.get(self._rounding)}
         for number, states in state_dict["state"].items():
@@ -214,7 +246,7 @@ class PerParameter(Optimizer):
             loaded = {
                 name: self._load(name, value, parameter, group) for name, value in states.items() if name not in others
             }
-            self.state[parameter] = {  # what a rounding carries stays on the device, where updates find it
+            self.state[parameter] = {  # the states of the rounding stay on the device
                 name: value if name in CARRIED.values() else self._put(parameter, name, value)
                 for name, value in loaded.items()
             }
@@ -229,7 +261,7 @@ class PerParameter(Optimizer):
             value = unpack(name, value, parameter)
         if not isinstance(value, Tensor):
             return value
-        if value.dim() == 0:  # a counter: on the host, but for kernels that read it on the device
+        if value.dim() == 0:  # a counter: on the host, except for kernels that read it on the device
             return value.to(self._device if group.get("fused") or group.get("capturable") else "cpu", copy=True)
         if name == "compensation":
             return value.to(self._device, parameter.dtype, copy=True)
@@ -238,35 +270,46 @@ class PerParameter(Optimizer):
 
 
 def round_stochastically_(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Round fp32 values in place to ones that bf16 holds: up with the probability that keeps the mean, else down.
+    """Round fp32 values, in place, up or down to a bf16 value, with the probability that keeps the mean.
 
-    Random bits are added to the 16 bits that bf16 lacks, carrying into the others; then those are cut off.
+    Random bits are added to the lower 16 bits, which bf16 does not have, and may carry into the upper 16.
+    Then the lower 16 bits are cleared.
+
+    Example: 1.0 + 2**-9 lies a quarter of the way from 1.0 to the next bf16 value, 1.0 + 2**-7. It becomes
+    1.0 + 2**-7 with probability 1/4, and 1.0 with probability 3/4.
     """
     noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     return add_noise_(values, noise)
 
 
 def add_noise_(values: Tensor, noise: Tensor) -> Tensor:
-    """Add random bits, of an int32 for each value, and cut off what bf16 does not hold."""
+    """Add `noise`, one int32 in [0, 2**16) for each fp32 value, to the bits of `values`, in place, and clear
+    the lower 16 bits."""
     values.view(torch.int32).add_(noise).bitwise_and_(-(1 << 16))
     return values
 
 
 def seed_of(seed: int, number: int, count: int) -> int:
-    """Of the noise of a parameter's next rounding: a function of the job's seed, the parameter's number and how often it was
-    rounded, so that neither a resume nor the order of the updates changes the noise."""
+    """The seed of the noise for a parameter's next rounding.
+
+    seed: the job's. number: the parameter's. count: how often it was rounded. Nothing else goes in, so
+    neither a resume nor the order of the updates changes the noise.
+    """
     return abs(hash((seed, number, count)))
 
 
 def unpack(name: str, packed: dict[str, Tensor], parameter: Tensor) -> Tensor:
-    """The fp32 state of `parameter` that `packed` stands for, whatever its width."""
-    device = packed["codes"].device  # where the parameter itself is not, if that is offloaded
+    """The fp32 state of `parameter`, dequantized from 8 or 4 bits. It has the parameter's shape."""
+    device = packed["codes"].device  # not the parameter's device if the parameter is offloaded
     like = torch.empty_like(parameter, dtype=torch.float32, device=device, requires_grad=False)
     return Blocks(bits_of(packed, parameter), device).unpack(name, packed, like)
 
 
 def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A pre-hook for a plain optimizer's load_state_dict: takes what any PerParameter around it has saved."""
+    """A pre-hook for a plain optimizer's load_state_dict, which lets it load the states of any PerParameter.
+
+    Dequantizes states and drops those of the rounding.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     carried = set(CARRIED.values())
 
@@ -279,13 +322,13 @@ def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
         number: {name: plain(name, value, parameters[number]) for name, value in saved.items() if name not in carried}
         for number, saved in state_dict["state"].items()
     }
-    return {**with_kernels_of(optimizer, state_dict), "state": states}
+    return {**with_kernel_options_of(optimizer, state_dict), "state": states}
 
 
-def with_kernels_of(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`state_dict` with the kernels that `optimizer` was made with: those are the plan's, not the checkpoint's."""
+def with_kernel_options_of(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """`state_dict` with the kernel options that `optimizer` was made with: the plan sets them, not the checkpoint."""
     groups = [
-        {**saved, **{option: group[option] for option in _KERNEL if option in group}}
+        {**saved, **{option: group[option] for option in _KERNEL_OPTIONS if option in group}}
         for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)
     ]
     return {**state_dict, "param_groups": groups}
