@@ -212,7 +212,7 @@ def test_kahan_costs_two_bytes_and_nearest_none() -> None:
 def test_wide_keeps_what_fp16_cannot_hold() -> None:
     for wide in (False, True):
         weight = nn.Parameter(torch.ones(4096, dtype=torch.float16))
-        optimizer = PerParameter(torch.optim.AdamW([weight], lr=0.01, weight_decay=0.0, eps=1e-6), wide=wide)
+        optimizer = PerParameter(torch.optim.AdamW([weight], lr=0.01, weight_decay=0.0, eps=1e-6), fp32_updates=wide)
         weight.grad = torch.full_like(weight, 1e-4)  # its square is 0 in fp16
         optimizer.step()
         assert weight.dtype == torch.float16
@@ -412,7 +412,7 @@ class Drawer:
 def test_a_resume_leaves_on_the_device_what_kahan_carries_and_waits_for_what_it_puts_away() -> None:
     def made(keep: Drawer) -> tuple[torch.nn.Parameter, PerParameter]:
         weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
-        return weight, PerParameter(torch.optim.AdamW([weight]), rounding="kahan", keep=keep)
+        return weight, PerParameter(torch.optim.AdamW([weight]), rounding="kahan", state_store=keep)
 
     before = Drawer()
     weight, optimizer = made(before)

@@ -82,8 +82,8 @@ class InBatches(PerParameter):
         inner, before = self._inner, [dict(self.state.get(parameter, {})) for parameter in parameters]
         carried = [states.pop(CARRIED.get(self._rounding, ""), None) for states in before]
         here = parameters
-        if self._apart is not None:
-            here = [mark_alike(self._apart.bring(parameter), parameter) for parameter in parameters]
+        if self._weight_store is not None:
+            here = [mark_alike(self._weight_store.bring(parameter), parameter) for parameter in parameters]
         flat, weights = self._widen_weights(here, carried)
         states, wide = self._widen_states(before, weights)
         inner.param_groups = [{**group, "params": weights}]
@@ -97,9 +97,9 @@ class InBatches(PerParameter):
         self._save_states(parameters, before, made, wide)
         if flat is not None:
             self._round_weights(parameters, here, flat, carried)
-        if self._apart is not None:
+        if self._weight_store is not None:
             for parameter, one in zip(parameters, here, strict=True):
-                self._apart.take_back(parameter, one)
+                self._weight_store.take_back(parameter, one)
 
     def _widen_weights(self, here: list[Tensor], carried: list[Any]) -> tuple[Tensor | None, list[Tensor]]:
         """A flat fp32 copy of 16-bit weights, and its views, one for each weight, with their gradients.
@@ -191,12 +191,18 @@ class InBatches(PerParameter):
             value, there = values[number], old[number]
             parts = value if isinstance(value, dict) else {"": value}
             olds = there if isinstance(there, dict) else {"": there}
-            if self._keep is None and isinstance(next(iter(olds.values())), Tensor) and olds.keys() == parts.keys():
+            if (
+                self._state_store is None
+                and isinstance(next(iter(olds.values())), Tensor)
+                and olds.keys() == parts.keys()
+            ):
                 into += [olds[part] for part in parts]
                 source += list(parts.values())
                 kept[number] = there
             elif isinstance(value, dict):
-                kept[number] = value if self._keep is not None else {part: one.clone() for part, one in value.items()}
+                kept[number] = (
+                    value if self._state_store is not None else {part: one.clone() for part, one in value.items()}
+                )
             else:
                 kept[number] = value.to(torch.bfloat16)
         for dtype in dict.fromkeys(one.dtype for one in into):  # a foreach kernel takes tensors of one type
@@ -246,9 +252,9 @@ class InBatches(PerParameter):
 
     def _fetch(self, value: Any) -> Any:
         """A saved state, or its codes or scales, on the device. Counters stay where they are."""
-        if self._keep is None or not isinstance(value, Tensor) or value.dim() == 0:
+        if self._state_store is None or not isinstance(value, Tensor) or value.dim() == 0:
             return value
-        return self._keep.fetch(value)
+        return self._state_store.fetch(value)
 
     def _empty_flat(self, like: list[Tensor], dtype: torch.dtype) -> Tensor:
         return torch.empty(sum(one.numel() for one in like), dtype=dtype, device=self._device)

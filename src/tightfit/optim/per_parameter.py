@@ -94,18 +94,20 @@ class PerParameter(Optimizer):
         states: States = "fp32",
         rounding: Rounding = "nearest",
         seed: int = 0,
-        wide: bool = False,
-        keep: Elsewhere | None = None,
-        apart: Brought | None = None,
+        fp32_updates: bool = False,
+        state_store: Elsewhere | None = None,
+        weight_store: Brought | None = None,
     ) -> None:
         assert not optimizer.state, "wrap an optimizer before its first step"
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self._inner = optimizer
         self._inner.param_groups = []
-        self._device = device = self.param_groups[0]["params"][0].device if apart is None else apart.device
+        self._device = device = (
+            self.param_groups[0]["params"][0].device if weight_store is None else weight_store.device
+        )
         self._states, self._rounding = states, rounding
-        self._keep, self._apart = keep, apart
-        self._wide = wide or states != "fp32" or rounding != "nearest"
+        self._state_store, self._weight_store = state_store, weight_store
+        self._fp32_updates = fp32_updates or states != "fp32" or rounding != "nearest"
         self._blocks = Blocks(cast(Bits, int(states[0])), device) if states in ("8-bit", "4-bit") else None
         self._generator, self._seed = torch.Generator(device) if rounding == "stochastic" else None, seed
         self._number = {parameter: number for number, parameter in enumerate(self._parameters())}
@@ -132,7 +134,7 @@ class PerParameter(Optimizer):
         for group in self.param_groups:
             self._update_group(group)
         self._updated.clear()
-        for store in (self._keep, self._apart):
+        for store in (self._state_store, self._weight_store):
             if store is not None:
                 store.settle()
         return loss
@@ -161,7 +163,7 @@ class PerParameter(Optimizer):
         """
         kept, inner = dict(self.state.get(parameter, {})), self._inner
         carried = kept.pop(CARRIED.get(self._rounding, ""), None)
-        here = parameter if self._apart is None else mark_alike(self._apart.bring(parameter), parameter)
+        here = parameter if self._weight_store is None else mark_alike(self._weight_store.bring(parameter), parameter)
         weight = self._widen_weight(here, carried)
         states = {name: self._widen(name, value, weight) for name, value in kept.items()}
         inner.param_groups = [{**group, "params": [weight]}]
@@ -174,12 +176,12 @@ class PerParameter(Optimizer):
         }
         if weight is not here:
             self._round(parameter, here, weight, carried)
-        if self._apart is not None:
-            self._apart.take_back(parameter, here)
+        if self._weight_store is not None:
+            self._weight_store.take_back(parameter, here)
 
     def _is_widened(self, parameter: Tensor) -> bool:
         """Whether the wrapped optimizer gets an fp32 copy in place of the parameter."""
-        return parameter.dtype.itemsize < 4 and self._wide
+        return parameter.dtype.itemsize < 4 and self._fp32_updates
 
     def _widen_weight(self, parameter: Tensor, carried: Any) -> Tensor:
         if not self._is_widened(parameter):
@@ -212,22 +214,28 @@ class PerParameter(Optimizer):
 
     def _put(self, parameter: Tensor, name: str, value: Any) -> Any:
         """A narrowed state in the memory that holds it."""
-        if self._keep is None:
+        if self._state_store is None:
             return value
         if isinstance(value, dict):
-            return {part: self._keep.put_state(parameter, f"{name}.{part}", tensor) for part, tensor in value.items()}
-        return self._keep.put_state(parameter, name, value) if isinstance(value, Tensor) and value.dim() > 0 else value
+            return {
+                part: self._state_store.put_state(parameter, f"{name}.{part}", tensor) for part, tensor in value.items()
+            }
+        return (
+            self._state_store.put_state(parameter, name, value)
+            if isinstance(value, Tensor) and value.dim() > 0
+            else value
+        )
 
     def _widen(self, name: str, value: Any, weight: Tensor) -> Any:
         """A saved state as the wrapped optimizer needs it: on the device and in the type of the weight."""
         if isinstance(value, dict):
             assert self._blocks is not None
-            if self._keep is not None:
-                value = {part: self._keep.fetch(tensor) for part, tensor in value.items()}
+            if self._state_store is not None:
+                value = {part: self._state_store.fetch(tensor) for part, tensor in value.items()}
             return self._blocks.unpack(name, value, weight)
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
-        return (value if self._keep is None else self._keep.fetch(value)).to(weight.dtype)
+        return (value if self._state_store is None else self._state_store.fetch(value)).to(weight.dtype)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -250,8 +258,8 @@ class PerParameter(Optimizer):
                 name: value if name in CARRIED.values() else self._put(parameter, name, value)
                 for name, value in loaded.items()
             }
-        if self._keep is not None:
-            self._keep.settle()
+        if self._state_store is not None:
+            self._state_store.settle()
 
     def _load(self, name: str, value: Any, parameter: Tensor, group: dict[str, Any]) -> Any:
         if isinstance(value, dict):
