@@ -1,8 +1,11 @@
-"""Masks: what transformers asks a device about each batch, and knows already.
+"""Masks: skip transformers' check for packed sequences, which makes the host wait for the device.
 
-Where a batch has no attention mask, transformers looks in each forward whether the positions of its tokens begin anew within a
-row, as they do where several sequences are packed into one. It reads the answer on the host, which waits until the device has
-done all it was given. Positions that a model numbers itself, from 0 on, never begin anew.
+If a batch has no attention mask, transformers checks in each forward whether the position ids restart
+within a row, as they do if several sequences are packed into one row. It reads the answer on the host,
+which waits until the device has finished all its work. If the model numbers the positions itself, from
+0 on, they never restart, and the check is not needed.
+
+Example: position ids 0 1 2 0 1 in a row mean two packed sequences of 3 and 2 tokens; 0 1 2 3 4 mean one.
 """
 
 from __future__ import annotations
@@ -19,56 +22,65 @@ from torch import Tensor, nn
 
 from tightfit.models.objective import Batch
 
-BY_THE_TOKENS = ("cumsum", "get_rope_index", "create_position_ids")  # what numbers positions by what a batch holds
-GROUPS = "group_ids"  # numbers the images of a row, which is no position
-MASKS = "transformers.masking_utils"
+# functions that compute position ids from the content of a batch
+POSITIONS_FROM_TOKENS = ("cumsum", "get_rope_index", "create_position_ids")
+GROUP_IDS = "group_ids"  # numbers the images of a row; these are no positions
+MASKING_MODULE = "transformers.masking_utils"
 
 
 def numbers_in_order(model: nn.Module) -> bool:
-    """Whether a model of transformers numbers the positions of a row one after another, whatever the tokens are: nothing in the
-    files that its classes come from looks at them for it. Of other code nobody knows."""
+    """Whether a transformers model numbers the positions of a row 0, 1, 2, ..., whatever the tokens are.
+
+    It does if the source files of its classes call none of the functions that compute positions from
+    tokens. False for models with classes from elsewhere, because their code is not known.
+    """
     files = {
         kind.__module__ for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)
     }
-    return MASKS in sys.modules and all(_in_order(name) for name in files if not name.startswith("torch."))
+    return MASKING_MODULE in sys.modules and all(
+        _file_has_sequential_positions(name) for name in files if not name.startswith("torch.")
+    )
 
 
 @lru_cache(64)
-def _in_order(name: str) -> bool:
+def _file_has_sequential_positions(name: str) -> bool:
     if not name.startswith(("transformers.", "tightfit.")):
         return False
     try:
         source = inspect.getsource(sys.modules[name])
     except (OSError, TypeError, KeyError):
         return False
-    lines = [line for line in source.splitlines() if GROUPS not in line]
-    return not any(word in line for line in lines for word in BY_THE_TOKENS)
+    lines = [line for line in source.splitlines() if GROUP_IDS not in line]
+    return not any(word in line for line in lines for word in POSITIONS_FROM_TOKENS)
 
 
 def positions_unread(loss_sum: Callable[[Batch], Tensor], model: nn.Module) -> Callable[[Batch], Tensor]:
-    """`loss_sum` that does not look at positions on the device, where the batch brings none and the model numbers them in order;
-    the same function elsewhere."""
+    """`loss_sum` (batch -> the sum of its losses) without transformers' check for packed sequences.
+
+    The check is skipped only for batches without position_ids, and only if the model numbers positions
+    in order. For other models, `loss_sum` itself is returned.
+    """
     if not numbers_in_order(model):
         return loss_sum
-    masks = importlib.import_module(MASKS)
+    masks = importlib.import_module(MASKING_MODULE)
 
-    def unread(batch: Batch) -> Tensor:
+    def without_check(batch: Batch) -> Tensor:
         if not isinstance(batch, dict) or "position_ids" in batch:
             return loss_sum(batch)
-        with _replaced(masks, "find_packed_sequence_indices", _one_sequence_each):
+        with _replaced(masks, "find_packed_sequence_indices", _no_packed_sequences):
             return loss_sum(batch)
 
-    return unread
+    return without_check
 
 
-def _one_sequence_each(position_ids: Tensor) -> None:
+def _no_packed_sequences(position_ids: Tensor) -> None:
     return None
 
 
 @contextmanager
 def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     before = getattr(module, name, None)
-    if before is None:  # a version of transformers that does not ask
+    if before is None:  # a version of transformers without the check
         yield
         return
     setattr(module, name, function)
