@@ -83,8 +83,8 @@ def torch_loss(loss: Any) -> TorchLoss | None:
     if isinstance(loss, _PER_CLASS) and loss.weight is not None:
         raise InputError(
             f"job: loss={name}(weight=...)",
-            "divides by the sum of the weights of each batch",
-            f"leave them out, or {_OWN}",
+            "divides by the weights that the targets of a batch have",
+            f"leave them out, or {_CUSTOM_LOSS_FIX}",
         )
     return TorchLoss(_Total(loss), _count_of(loss))
 
@@ -145,7 +145,7 @@ def explained(call: Callable[[], Tensor], asked: str, fix: str) -> Tensor:
         raise
     except (TypeError, AttributeError, KeyError, IndexError, ValueError) as error:
         message = (str(error).strip().splitlines() or [""])[0]
-        raise InputError(asked, f"raised {type(error).__name__}: {said}", fix) from error
+        raise InputError(asked, f"raised {type(error).__name__}: {message}", fix) from error
 
 
 __all__ = ["TorchLoss", "explained", "torch_loss"]

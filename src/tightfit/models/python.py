@@ -108,7 +108,7 @@ def as_input_error(asked: str, fix: str, file: str | None = None) -> Iterator[No
             (line for line in lines[1:2] if "Error: " in line), described
         )  # the cause that a validation error wraps
         line_numbers = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        place = f" (line {places[-1]} of {file})" if line_numbers else ""
+        place = f" (line {line_numbers[-1]} of {file})" if line_numbers else ""
         raise InputError(asked, f"{message}{place}", fix) from error
 
 
@@ -117,7 +117,9 @@ def _load_file(path: Path, asked: str) -> Any:
     if not path.is_file():
         nearest_names = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1)
         raise InputError(
-            asked, f"there is no file {path}", f"did you mean {near[0]}?" if nearest_names else "check the path"
+            asked,
+            f"there is no file {path}",
+            f"did you mean {nearest_names[0]}?" if nearest_names else "check the path",
         )
     name = f"{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
