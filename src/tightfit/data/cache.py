@@ -1,7 +1,8 @@
 """The cache of prepared data (token files, tokenizers, lists of damaged images).
 
-Each entry is a folder, named by a fingerprint of its inputs. It is either complete or absent. A manifest
-beside it holds the size and checksum of each file. If they do not match, the folder is made again.
+Each entry is a folder, named by a fingerprint of its inputs. It is either complete or absent. A
+manifest beside it holds the size and checksum of each file. If they do not match, the folder is
+made again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def fingerprint(content: Any) -> str:
 
 
 def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """(path, size in bytes, modification time in ns) of each file. They change when a file is changed."""
+    """(path, size in bytes, modification time in ns) of each file. They change when a file is
+    changed."""
     return [(str(file), (facts := file.stat()).st_size, facts.st_mtime_ns) for file in files]
 
 
@@ -40,9 +42,9 @@ def cached(kind: str, identity: Any, make: Callable[[Path], None]) -> Path:
     kind      the kind of the content, which begins the folder's name
     identity  JSON-like: everything that the content depends on
 
-    The folder is filled under another name and renamed when it is complete, so an interrupted run leaves
-    no incomplete folder. A second process that needs the same folder waits for the first. Raises
-    InputError if the cache cannot be written.
+    The folder is filled under another name and renamed when it is complete, so an interrupted run
+    leaves no incomplete folder. A second process that needs the same folder waits for the first.
+    Raises InputError if the cache cannot be written.
     """
     final = cache_folder() / "data" / f"{kind}-{fingerprint(identity)}"
     if _is_valid(final):
@@ -104,7 +106,8 @@ def _checksum(path: Path) -> str:
 
 @contextmanager
 def _locked(lock: Path) -> Iterator[None]:
-    """Only one process at a time is inside. The operating system releases the lock if the process dies."""
+    """Only one process at a time is inside. The operating system releases the lock if the process
+    dies."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,5 @@
-"""Collation of the user's own samples: convert them to tensors, check them against the model, stack them."""
+"""Collation of the user's own samples: convert them to tensors, check them against the model, stack
+them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tightfit.models.objective import IGNORED, Batch
 
 
 def as_tensors(sample: Any) -> Any:
-    """A sample with its arrays and lists of numbers converted to tensors. Single numbers stay as they are.
+    """A sample with its arrays and lists of numbers converted to tensors. Single numbers stay as
+    they are.
 
     Raises InputError for any other kind of value.
     """
@@ -76,7 +78,8 @@ _LABELS_FIX = {
 
 
 def warn_unshifted(sample: Any, model: ModelInput) -> None:
-    """Warn if labels look like a language model's but the model has no task, so that they are not shifted."""
+    """Warn if labels look like a language model's but the model has no task, so that they are not
+    shifted."""
     if model.task is not None or model.own_loss or not isinstance(sample, dict):
         return
     ids, labels = sample.get("input_ids"), sample.get("labels")
@@ -116,9 +119,11 @@ def check_labelled(sample: Any, model: ModelInput) -> None:
 
 
 def collate(samples: list[Any], model: ModelInput) -> Batch:
-    """A batch: the samples, padded if their rows differ in length, stacked by torch's default_collate.
+    """A batch: the samples, padded if their rows differ in length, stacked by torch's
+    default_collate.
 
-    Raises InputError if the samples cannot be stacked, or if the model has no embedding or class for an id.
+    Raises InputError if the samples cannot be stacked, or if the model has no embedding or class
+    for an id.
     """
     if isinstance(samples[0], dict):
         samples = _pad(samples, model)
@@ -135,10 +140,11 @@ def collate(samples: list[Any], model: ModelInput) -> Batch:
 
 
 def _pad(samples: list[dict[str, Any]], model: ModelInput) -> list[dict[str, Any]]:
-    """Rows (1-D tensors) padded on the right to the longest: labels with IGNORED, other fields with 0.
+    """Rows (1-D tensors) padded on the right to the longest: labels with IGNORED, other fields with
+    0.
 
     An attention mask is added if the samples have none, except for causal-lm, which needs none.
-    Example: input_ids of 3 and 5 tokens become (5,) and (5,); the masks are 1 1 1 0 0 and 1 1 1 1 1.
+    Example: input_ids of 3 and 5 tokens both get 5; the masks are 1 1 1 0 0 and 1 1 1 1 1.
     """
     rows = [name for name, value in samples[0].items() if isinstance(value, Tensor) and value.dim() == 1]
     shared = [name for name in rows if all(name in sample for sample in samples)]
@@ -160,8 +166,8 @@ def _pad(samples: list[dict[str, Any]], model: ModelInput) -> list[dict[str, Any
 
 
 def _check_ids(batch: Batch, model: ModelInput) -> None:
-    """Refuse ids for which the model has no embedding or class: on a GPU they would abort the process without
-    a clear error."""
+    """Refuse ids for which the model has no embedding or class: on a GPU they would abort the
+    process without a clear error."""
     if isinstance(batch, dict) and "input_ids" in batch:
         model.check_ids(batch["input_ids"])
     if model.task == "classification" and not model.own_loss:

@@ -1,8 +1,9 @@
-"""Image samples: a folder with one sub-folder per class, a saved dataset, or scikit-learn's handwritten digits.
+"""Image samples: a folder with one sub-folder per class, a saved dataset, or scikit-learn's
+handwritten digits.
 
-Pixels in [0, 1] are normalised with mean 0.5 and standard deviation 0.5, as ViT's image processor does:
-0 becomes -1 and 1 becomes 1. A JPEG file is decoded at its smallest scale that is not below the needed
-size.
+Pixels in [0, 1] are normalised with mean 0.5 and standard deviation 0.5, as ViT's image processor
+does: 0 becomes -1 and 1 becomes 1. A JPEG file is decoded at its smallest scale that is not below
+the needed size.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ DIGITS = "digits"
 _ENDINGS = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _DEFAULT_SIZE = 224  # pixels on each side, if neither the model nor the job gives a size
-_BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # the errors of PIL for a broken file
+# the errors of PIL for a broken file
+_BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 
 class ImageSource(Protocol):
@@ -141,7 +143,8 @@ class ImageSamples:
 
 @dataclass(frozen=True)
 class DigitSamples:
-    """Handwritten digits in the form of ImageSamples. Source: scikit-learn's load_digits, 1,797 images of 8 x 8."""
+    """Handwritten digits in the form of ImageSamples. Source: scikit-learn's load_digits, 1,797
+    images of 8 x 8."""
 
     images: Tensor
     digits: Tensor
@@ -169,7 +172,8 @@ class DigitSamples:
 def open_images(spec: DataSpec, model: ModelInput) -> ImageSamples | DigitSamples:
     """The samples of `spec.images`, or of the image column in `spec.dataset`.
 
-    Raises InputError for missing, damaged or unlabelled images, and for sizes that the model cannot take.
+    Raises InputError for missing, damaged or unlabelled images, and for sizes that the model cannot
+    take.
     """
     if spec.images == DIGITS:
         return _digits(spec, model)
@@ -182,7 +186,8 @@ def open_images(spec: DataSpec, model: ModelInput) -> ImageSamples | DigitSample
 
 
 def first_images(spec: DataSpec, model: ModelInput, count: int) -> ImageSamples | None:
-    """The first `count` images of a folder, unchecked, to measure how long one takes to decode; None if there are none."""
+    """The first `count` images of a folder, unchecked, to measure how long one takes to decode;
+    None if there are none."""
     try:
         files, labels = class_folders(expanded(str(spec.images)))
     except InputError:
@@ -192,7 +197,8 @@ def first_images(spec: DataSpec, model: ModelInput, count: int) -> ImageSamples 
 
 
 def class_folders(folder: Path) -> tuple[list[Path], Integers]:
-    """The images in the sub-folders of `folder`, sorted, and the class of each: the number of its sub-folder.
+    """The images in the sub-folders of `folder`, sorted, and the class of each: the number of its
+    sub-folder.
 
     Raises InputError if the folder, its sub-folders or their images do not exist.
     """
@@ -260,8 +266,8 @@ def _digits(spec: DataSpec, model: ModelInput) -> DigitSamples:
 
 
 def _size_and_channels(spec: DataSpec, model: ModelInput, size: int, channels: int) -> tuple[int, int]:
-    """(size, channels) of the images: the model's if its config has them, else the job's, else the defaults
-    `size` and `channels`."""
+    """(size, channels) of the images: the model's if its config has them, else the job's, else the
+    defaults `size` and `channels`."""
     if spec.image_size and model.image_size and spec.image_size != model.image_size:
         raise InputError(
             f"data: image_size={spec.image_size}",
@@ -277,8 +283,8 @@ def _size_and_channels(spec: DataSpec, model: ModelInput, size: int, channels: i
 def _damaged(images: ImageSource, skip: bool, identity: Any) -> Integers:
     """Indices of the damaged images, from the cache or found now.
 
-    With `skip`, each image is decoded once to find damage. Without it, only the header of each is read,
-    and the first damaged image raises InputError.
+    With `skip`, each image is decoded once to find damage. Without it, only the header of each is
+    read, and the first damaged image raises InputError.
     """
 
     def make(folder: Path) -> None:

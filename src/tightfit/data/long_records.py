@@ -1,7 +1,8 @@
-"""One JSON object that is too long to be read at once: its fields, and one text in parts, from a mapped file.
+"""One JSON object that is too long to be read at once: its fields, and one text in parts, from a
+mapped file.
 
-`data/text.py` uses it for long lines of JSON. The object is scanned twice: first to check it and to read
-its short fields, then to read the text.
+`data/text.py` uses it for long lines of JSON. The object is scanned twice: first to check it and to
+read its short fields, then to read the text.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ PART = 1 << 20  # bytes of a text that are held in memory at once
 MOST = 1 << 26  # the most bytes of a field other than the text
 
 _SPACE = re.compile(rb"[ \t\n\r]*")
-_STRING_BODY = re.compile(rb'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')  # the inside of a string
+# the inside of a string
+_STRING_BODY = re.compile(rb'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
 _FIRST_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}$")  # the first half of a surrogate pair
 _LITERAL = re.compile(rb"[-+0-9.eEa-zA-Z]+")
 _BRACKETS = {b"{": b"}", b"[": b"]"}
@@ -27,14 +29,16 @@ _BRACKETS = {b"{": b"}", b"[": b"]"}
 
 @dataclass(frozen=True)
 class LongRecord:
-    """The JSON object at the bytes start..stop of a file. Methods raise ValueError, which says what is not JSON."""
+    """The JSON object at the bytes start..stop of a file. Methods raise ValueError, which says what
+    is not JSON."""
 
     file: Path
     start: int
     stop: int
 
     def fields(self, text: str) -> dict[str, Any]:
-        """The fields of the object. If the field `text` is a string, only its first character is returned."""
+        """The fields of the object. If the field `text` is a string, only its first character is
+        returned."""
         with self.file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             found: dict[str, Any] = {}
             for name, at, is_text in _Scanner(data, self.start, self.stop).members():
@@ -54,7 +58,8 @@ class LongRecord:
         """The text of a field, in parts. `fields` must have shown that the field is a string."""
         with self.file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             places = [at for known, at, _ in _Scanner(data, self.start, self.stop).members() if known == name]
-            yield from self._parts(data, places[-1])  # as json does: the last of several fields with one name
+            # as json does: the last of several fields with one name
+            yield from self._parts(data, places[-1])
 
     def _parts(self, data: mmap.mmap, at: int) -> Iterator[str]:
         """The string that begins at byte `at`, in parts of about PART bytes."""
@@ -74,7 +79,8 @@ class LongRecord:
 
 
 class _Scanner:
-    """A scanner of JSON in a mapped file that finds where members and values begin and end, without copying them."""
+    """A scanner of JSON in a mapped file that finds where members and values begin and end, without
+    copying them."""
 
     def __init__(self, data: mmap.mmap, start: int, stop: int) -> None:
         self.data, self.at, self.stop = data, start, stop

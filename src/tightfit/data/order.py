@@ -1,16 +1,17 @@
-"""The order of samples: a pure function of the seed and the position, computed at any position directly.
+"""The order of samples: a pure function of the seed and the position, computed at any position
+directly.
 
-The stream of samples is a sequence of permutations of the training samples, one for each epoch. Workers,
-micro-batches and devices read ranges of the stream and cannot change it. A resumed run needs only the
-number of samples consumed so far. The order uses only integer arithmetic, so it does not depend on the
-version of any library, and no list of an epoch's samples is held in memory.
+The stream of samples is a sequence of permutations of the training samples, one for each epoch.
+Workers, micro-batches and devices read ranges of the stream and cannot change it. A resumed run
+needs only the number of samples consumed so far. The order uses only integer arithmetic, so it does
+not depend on the version of any library, and no list of an epoch's samples is held in memory.
 
-Example: 1,000 training samples and steps of 64. Step 20 reads positions 1280..1344, which are places
-280..344 of epoch 1, whatever the number of workers and devices.
+Example: 1,000 training samples and steps of 64. Step 20 reads positions 1280..1344, which are
+places 280..344 of epoch 1, whatever the number of workers and devices.
 
-Source  the mixer is splitmix64's (Steele et al. 2014, doi:10.1145/2660193.2660195). The permutation is a
-        generalised Feistel network over two digits with cycle walking: it is applied again until the
-        result is inside the range (Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9).
+Source  the mixer is splitmix64's (Steele et al. 2014, doi:10.1145/2660193.2660195). The permutation
+        is a generalised Feistel network over two digits with cycle walking: it is applied again
+        until the result is inside the range (Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9).
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ _MASK = (1 << 64) - 1
 _STRIDE = 0x9E3779B97F4A7C15
 _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _ROUNDS = 8
-_EVALUATION_SPLIT = -1  # used as an epoch number for the permutation that separates training from evaluation samples
+# used as an epoch number for the permutation that separates training from evaluation samples
+_EVALUATION_SPLIT = -1
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A hash of each 64-bit number: if one input bit changes, about half of the output bits change. The array
-    may have any shape except ()."""
+    """A hash of each 64-bit number: if one input bit changes, about half of the output bits change.
+    The array may have any shape except ()."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_FIRST_MULTIPLIER)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_SECOND_MULTIPLIER)
     return values ^ (values >> np.uint64(31))
@@ -51,7 +53,8 @@ def key(*numbers: int) -> int:
 
 
 def draws(seed: int, rows: NDArray[np.integer], columns: int) -> NDArray[np.uint64]:
-    """Random 64-bit numbers of shape (len(rows), columns), each a function of the seed, its value in `rows` and its column."""
+    """Random 64-bit numbers of shape (len(rows), columns), each a function of the seed, its value
+    in `rows` and its column."""
     starts = mix(rows.astype(np.uint64) * np.uint64(_STRIDE) + np.uint64(key(seed)))
     return mix(starts[:, None] + np.arange(1, columns + 1, dtype=np.uint64)[None] * np.uint64(_STRIDE))
 
@@ -62,7 +65,8 @@ def uniform(numbers: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def permute(places: Integers, count: int, secret: int) -> Integers:
-    """The images of `places`, in [0, count), under a permutation of `count` items. secret: selects the permutation."""
+    """The images of `places`, in [0, count), under a permutation of `count` items. secret: selects
+    the permutation."""
     rows = math.isqrt(count - 1) + 1 if count > 1 else 1
     a, b = np.uint64(rows), np.uint64(-(-count // rows))
     keys = [np.uint64(key(secret, turn)) for turn in range(_ROUNDS)]
@@ -83,8 +87,8 @@ class Order:
     """The order of training samples and the choice of held-out ones.
 
     count  samples of the source, including held-out ones
-    share  the share of them that is held out for evaluation: at least one sample if the share is above 0
-           and there are two samples
+    share  the share of them that is held out for evaluation: at least one sample if the share is
+           above 0 and there are two samples
     seed   the job's
     """
 
@@ -104,8 +108,8 @@ class Order:
         return self.count - self.evaluation
 
     def at(self, start: int, stop: int) -> tuple[Integers, Integers]:
-        """(indices, epochs) of the training samples at positions start..stop of the stream: two arrays of
-        shape (stop - start,)."""
+        """(indices, epochs) of the training samples at positions start..stop of the stream: two
+        arrays of shape (stop - start,)."""
         epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.training)
         inner = np.empty_like(places)
         for epoch in range(start // self.training, -(-stop // self.training)):

@@ -1,13 +1,14 @@
 """Chunks of long documents, so that the memory for tokenizing does not grow with a document.
 
-A document is split at a single white-space character between two others, and only where tokenizing both
-sides together gives the same tokens as tokenizing each alone. The tokens are then those of the whole
-document. Some tokenizers (Llama 2's) put a space before every text; for these, the right side loses its
-own space. A word that is longer than half a chunk is split inside, and its halves are tokenized as
-separate words.
+A document is split at a single white-space character between two others, and only where tokenizing
+both sides together gives the same tokens as tokenizing each alone. The tokens are then those of the
+whole document. Some tokenizers (Llama 2's) put a space before every text; for these, the right side
+loses its own space. A word that is longer than half a chunk is split inside, and its halves are
+tokenized as separate words.
 
-Example: "the cat sat" splits into "the cat" and " sat" for a tokenizer whose tokens are "the", " cat" and
-" sat". For a tokenizer that adds a space itself, it splits into "the cat" and "sat".
+Example: "the cat sat" splits into "the cat" and " sat" for a tokenizer whose tokens are
+"the", " cat" and " sat". For a tokenizer that adds a space itself, it splits into "the cat" and
+"sat".
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Piece:
 
 
 def pieces_of(documents: Iterable[Document], encode: Encode, piece: int) -> Iterator[Piece]:
-    """The documents in chunks of at most `piece` characters. encode: text -> token ids, without special tokens."""
+    """The documents in chunks of at most `piece` characters. encode: text -> token ids, without
+    special tokens."""
     text = _Splitter("text", encode, piece)
     for document in documents:
         yield from text.split(document.text, document.ends)

@@ -28,7 +28,8 @@ class Randomness:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside, the generators have this state. On exit, it is updated, and the state from before is restored."""
+        """Inside, the generators have this state. On exit, it is updated, and the state from before
+        is restored."""
         outside = _states()
         _restore(self.inside)
         try:

@@ -1,4 +1,5 @@
-"""The protocol of sample sources, the checks against the model's inputs, and the policy for damaged samples."""
+"""The protocol of sample sources, the checks against the model's inputs, and the policy for damaged
+samples."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ class Samples(Protocol):
 
     len(samples)   the number of samples, including held-out ones
     samples[i]     one sample, as in a batch but without the first dim
-    batch          (indices, epochs), two arrays of shape (B,) -> the batch of these samples on the host; a
-                   pure function of the two in every process
+    batch          (indices, epochs), two arrays of shape (B,) -> the batch of these samples on the
+                   host; a pure function of the two in every process
     sample_items   tokens in a full sample; 1 if samples are not sequences
     ragged         whether batches differ in any dim but the first
     damaged        how many samples were left out as damaged
@@ -67,8 +68,8 @@ class ModelInput:
     channels: int | None = None
 
     def check_length(self, asked: str, length: int) -> None:
-        """Raise InputError if sequences of `length` tokens are longer than the model has positions. asked: the
-        field that sets the length."""
+        """Raise InputError if sequences of `length` tokens are longer than the model has positions.
+        asked: the field that sets the length."""
         if self.positions is not None and length > self.positions:
             raise InputError(
                 f"{asked}={length}",
@@ -77,8 +78,8 @@ class ModelInput:
             )
 
     def check_ids(self, ids: Tensor) -> None:
-        """Raise InputError for token ids without an embedding: on a GPU they would abort the process without a
-        clear error."""
+        """Raise InputError for token ids without an embedding: on a GPU they would abort the
+        process without a clear error."""
         if self.vocabulary is not None and ids.numel():
             smallest, largest = (int(value) for value in ids.aminmax())
             if smallest < 0 or largest >= self.vocabulary:
@@ -90,7 +91,8 @@ class ModelInput:
                 )
 
     def check_tokenizer(self, asked: str, size: int) -> None:
-        """Raise InputError if a tokenizer of `size` tokens has more of them than the model's vocabulary."""
+        """Raise InputError if a tokenizer of `size` tokens has more of them than the model's
+        vocabulary."""
         if self.vocabulary is not None and size > self.vocabulary:
             raise InputError(
                 asked,
@@ -120,13 +122,15 @@ def single(samples: Samples, index: int) -> Any:
 
 
 class Damage:
-    """The policy for damaged samples: refuse the first one, or (`skip`) leave all of them out and count them."""
+    """The policy for damaged samples: refuse the first one, or (`skip`) leave all of them out and
+    count them."""
 
     def __init__(self, skip: bool) -> None:
         self.skip, self.count = skip, 0
 
     def report(self, place: str, found: str) -> None:
-        """Count the damaged sample at `place` (file or file:line), or raise InputError. found: what is wrong."""
+        """Count the damaged sample at `place` (file or file:line), or raise InputError. found: what
+        is wrong."""
         if not self.skip:
             raise InputError(place, found, "mend it, or set data.skip_damaged: true to leave such samples out")
         self.count += 1

@@ -1,4 +1,5 @@
-"""Text samples: token sequences as the batches of each task, with the names and shapes of transformers' models.
+"""Text samples: token sequences as the batches of each task, with the names and shapes of
+transformers' models.
 
 Source  masked-lm: Devlin et al. 2019, arXiv:1810.04805 (BERT); span corruption: Raffel et al. 2020,
         arXiv:1910.10683 (T5).
@@ -25,9 +26,11 @@ _MEAN_SPAN = 3  # mean length of a corrupted span, in tokens
 
 @dataclass(frozen=True)
 class CausalSamples:
-    """Batches {"input_ids", "labels"}, both (B, L) int64. Labels are not shifted, and IGNORED at padding.
+    """Batches {"input_ids", "labels"}, both (B, L) int64. Labels are not shifted, and IGNORED at
+    padding.
 
-    There is no attention mask: padding is on the right, where a causal model does not look, and has no label.
+    There is no attention mask: padding is on the right, where a causal model does not look, and has
+    no label.
     """
 
     rows: Rows
@@ -41,7 +44,8 @@ class CausalSamples:
         return single(self, index)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "tokenizer": None}  # workers need none, and importing transformers costs memory
+        # workers need none, and importing transformers costs memory
+        return {**self.__dict__, "tokenizer": None}
 
     @property
     def sample_items(self) -> int:
@@ -60,9 +64,9 @@ class CausalSamples:
 class MaskedSamples(CausalSamples):
     """Batches {"input_ids", "labels"} and, if rows are ragged, "attention_mask", all (B, L) int64.
 
-    Each token that is not a special token is chosen with `probability` and gets a label. Of the chosen
-    tokens, 80 % become the mask token, 10 % a random token, and 10 % stay. The choice is a function of
-    the seed, the sample and the epoch.
+    Each token that is not a special token is chosen with `probability` and gets a label. Of the
+    chosen tokens, 80 % become the mask token, 10 % a random token, and 10 % stay. The choice is a
+    function of the seed, the sample and the epoch.
     """
 
     special: SpecialTokens
@@ -83,7 +87,8 @@ class MaskedSamples(CausalSamples):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledSamples(CausalSamples):
-    """Batches {"input_ids", "attention_mask"}, (B, L) int64, and "labels", (B,) int64: texts and their classes."""
+    """Batches {"input_ids", "attention_mask"}, (B, L) int64, and "labels", (B,) int64: texts and
+    their classes."""
 
     labels: Integers
 
@@ -94,7 +99,8 @@ class LabelledSamples(CausalSamples):
 
 @dataclass(frozen=True, kw_only=True)
 class PairSamples(CausalSamples):
-    """Batches {"input_ids", "attention_mask"}, (B, L), and "labels", (B, M), all int64: texts and their target texts."""
+    """Batches {"input_ids", "attention_mask"}, (B, L), and "labels", (B, M), all int64: texts and
+    their target texts."""
 
     targets: Rows
 
@@ -110,11 +116,12 @@ class PairSamples(CausalSamples):
 
 @dataclass(frozen=True, kw_only=True)
 class SpanSamples(CausalSamples):
-    """Batches {"input_ids", "attention_mask"}, (B, L), and "labels", (B, M), all int64: span corruption (T5).
+    """Batches {"input_ids", "attention_mask"}, (B, L), and "labels", (B, M), all int64: span
+    corruption (T5).
 
-    A share `probability` of each row's tokens is removed in spans of 3 tokens on average. A sentinel
-    replaces each span in the input, and precedes it in the labels. The spans are a function of the seed,
-    the sample and the epoch.
+    A share `probability` of each row's tokens is removed in spans of 3 tokens on average. A
+    sentinel replaces each span in the input, and precedes it in the labels. The spans are a
+    function of the seed, the sample and the epoch.
 
     Example: the row a b c d e f without the span c d has the input a b <0> e f <end> and the labels
     <0> c d <end>.
@@ -157,7 +164,8 @@ def corruption(length: int, probability: float) -> tuple[int, int]:
 
 
 def row_length(input_length: int, probability: float) -> int:
-    """The longest row whose corrupted input has at most `input_length` tokens, sentinels and end-of-text included."""
+    """The longest row whose corrupted input has at most `input_length` tokens, sentinels and
+    end-of-text included."""
     # The share of its length to which a row is shortened, except for rounding: the tokens that stay, and
     # one sentinel for each span.
     shortened = (1 - probability) + min(probability / _MEAN_SPAN, 1 - probability)
@@ -178,7 +186,8 @@ def _random_lengths(total: int, parts: int, numbers: NDArray[np.uint64]) -> list
 
 
 def _pad_rows(rows: list[Integers], fill: int) -> tuple[Integers, Mask]:
-    """Rows of different lengths padded with `fill` to (B, longest), and a mask that is False at padding."""
+    """Rows of different lengths padded with `fill` to (B, longest), and a mask that is False at
+    padding."""
     mask = np.arange(max(map(len, rows))) < np.array([[len(row)] for row in rows])
     stacked = np.full(mask.shape, fill, dtype=np.int64)
     stacked[mask] = np.concatenate(rows)

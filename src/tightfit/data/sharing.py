@@ -1,8 +1,9 @@
-"""Send a dataset object to worker processes with its tensors in shared memory, in one block if there are many.
+"""Send a dataset object to worker processes with its tensors in shared memory, in one block if
+there are many.
 
-torch shares each tensor through a file descriptor of its own. A new process can receive at most about 250
-of them, and a list of samples has one or two tensors per sample. In one block they need one descriptor,
-and all workers read the same memory.
+torch shares each tensor through a file descriptor of its own. A new process can receive at most
+about 250 of them, and a list of samples has one or two tensors per sample. In one block they need
+one descriptor, and all workers read the same memory.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def packed(dataset: Any) -> tuple[bytes, list[Tensor], list[int] | None]:
 
     pickle    of the dataset without the contents of its tensors
     storages  uint8 tensors in shared memory: one for each storage if there are few, else one block
-    offsets   in bytes: where each storage begins in the block, and where the last one ends; None if there
-              are few storages
+    offsets   in bytes: where each storage begins in the block, and where the last one ends; None if
+              there are few storages
 
     Raises the errors of pickle for objects that cannot be sent.
     """
@@ -49,7 +50,8 @@ def packed(dataset: Any) -> tuple[bytes, list[Tensor], list[int] | None]:
 
 
 def unpacked(content: bytes, storages: list[Tensor], offsets: list[int] | None) -> Any:
-    """The dataset that `packed` was given. Its tensors are views of the shared memory: do not write to them."""
+    """The dataset that `packed` was given. Its tensors are views of the shared memory: do not write
+    to them."""
     return _Unpickler(io.BytesIO(content), storages, offsets).load()
 
 
@@ -69,11 +71,13 @@ class _Pickler(ForkingPickler):
         if type(thing) is Tensor:
             if thing.layout != torch.strided or thing.device.type != "cpu" or thing.is_conj() or thing.is_neg():
                 return None
-            if thing.is_quantized or not thing.is_leaf:  # torch's own pickling reports that a graph cannot be sent
+            # torch's own pickling reports that a graph cannot be sent
+            if thing.is_quantized or not thing.is_leaf:
                 return None
             number = self._number(thing.untyped_storage())
             return number, thing.dtype, int(thing.storage_offset()), thing.size(), thing.stride(), thing.requires_grad
-        if type(thing) is torch.UntypedStorage and thing.device.type == "cpu":  # the storage of a subclass of Tensor
+        # the storage of a subclass of Tensor
+        if type(thing) is torch.UntypedStorage and thing.device.type == "cpu":
             return self._number(thing)
         return None
 

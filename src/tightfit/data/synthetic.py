@@ -1,4 +1,5 @@
-"""Synthetic samples: functions of the seed and the index, with a pattern to learn, so that the loss can fall."""
+"""Synthetic samples: functions of the seed and the index, with a pattern to learn, so that the loss
+can fall."""
 
 from __future__ import annotations
 
@@ -23,9 +24,10 @@ _TILE = 8  # rows and columns of a class's pattern
 
 @dataclass(frozen=True)
 class SyntheticRows:
-    """Sequences that count up from a random token by a random step of 1 to 8, with a tenth of the tokens random.
+    """Sequences that count up from a random token by a random step of 1 to 8, with a tenth of the
+    tokens random.
 
-    Example with vocabulary 100: 17 20 23 26 91 32 ..., with step 3 and a random token at position 4.
+    Example with step 3: 17 20 23 26 91 32 ...; the token at position 4 is random.
     """
 
     count: int
@@ -51,7 +53,8 @@ class SyntheticRows:
 
 @dataclass(frozen=True)
 class SyntheticImages:
-    """Batches {"pixel_values": (B, C, H, W) float32, "labels": (B,) int64}: the pattern of a class plus noise."""
+    """Batches {"pixel_values": (B, C, H, W) float32, "labels": (B,) int64}: the pattern of a class
+    plus noise."""
 
     count: int
     classes: int

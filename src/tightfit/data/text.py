@@ -1,4 +1,5 @@
-"""Sources of text: plain files, JSON lines, parquet files and saved datasets, read as a stream of documents.
+"""Sources of text: plain files, JSON lines, parquet files and saved datasets, read as a stream of
+documents.
 
 `data/language.py` opens a source; `data/tokens.py` and `data/tokenizer.py` read its documents. Each
 document knows its file and line, for error messages. No reader holds a whole file in memory.
@@ -49,7 +50,8 @@ class Document:
 
 @dataclass(frozen=True)
 class Columns:
-    """The names of the fields that are read from a row: the text, the target text of a pair, the class label."""
+    """The names of the fields that are read from a row: the text, the target text of a pair, the
+    class label."""
 
     text: str
     target: str | None = None
@@ -77,7 +79,8 @@ class TextSource:
 
 
 def open_text(spec: DataSpec, columns: Columns) -> TextSource:
-    """The source that `spec` names (text, jsonl, parquet or dataset). Raises InputError if its files do not exist."""
+    """The source that `spec` names (text, jsonl, parquet or dataset). Raises InputError if its
+    files do not exist."""
     if spec.text is not None:
         if columns.target or columns.label:
             raise InputError(
@@ -115,8 +118,8 @@ def _source(name: str, files: list[Path], columns: Columns, read: Callable[[Dama
 
 
 def stdlib_files() -> list[Path]:
-    """The source files of the running Python's standard library, without its tests: about 12 MB of text that
-    every machine has."""
+    """The source files of the running Python's standard library, without its tests: about 12 MB of
+    text that every machine has."""
     files: list[Path] = []
     for place, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
         inside[:] = [name for name in inside if name not in _LEFT_OUT]  # os.walk visits only these
@@ -166,7 +169,8 @@ def _nearest_path_fix(path: Path) -> str:
 
 
 def _read_text(files: list[Path], damage: Damage) -> Iterator[Document]:
-    """Each file as one document. A file larger than a block comes as several documents, split at line ends."""
+    """Each file as one document. A file larger than a block comes as several documents, split at
+    line ends."""
     for file in files:
         held: Document | None = None
         for line, block in _blocks(file):
@@ -179,8 +183,8 @@ def _read_text(files: list[Path], damage: Damage) -> Iterator[Document]:
 
 
 def _blocks(file: Path) -> Iterator[tuple[int, bytes]]:
-    """A file in blocks of about 1 MiB, each with the number of its first line. A block holds document lines,
-    or a part of one line that is longer than a block."""
+    """A file in blocks of about 1 MiB, each with the number of its first line. A block holds
+    whole lines, or a part of one line that is longer than a block."""
     line, rest = 1, b""
     with file.open("rb") as opened:
         while block := opened.read(_BLOCK_BYTES):
@@ -257,7 +261,8 @@ def _line_end(lines: BinaryIO) -> int:
 
 
 def _read_long(place: str, record: LongRecord, columns: Columns, damage: Damage) -> Iterator[Document]:
-    """The document of a line that is too long to be read at once, with its text in several parts."""
+    """The document of a line that is too long to be read at once, with its text in several
+    parts."""
     try:
         row = record.fields(columns.text)
     except (ValueError, RecursionError) as error:
@@ -275,8 +280,8 @@ def _read_long(place: str, record: LongRecord, columns: Columns, damage: Damage)
 def _read_parquet(files: list[Path], columns: Columns, damage: Damage) -> Iterator[Document]:
     """The rows of parquet files, one by one.
 
-    Texts are read in their dictionary encoding: if many rows repeat a text, a small file would become
-    large when decoded.
+    Texts are read in their dictionary encoding: if many rows repeat a text, a small file would
+    become large when decoded.
     """
     import pyarrow
     from pyarrow import parquet
@@ -315,7 +320,8 @@ def _read_dataset(folder: Path, columns: Columns, damage: Damage) -> Iterator[Do
 
 
 def load_dataset(folder: Path) -> Any:
-    """The datasets.Dataset that save_to_disk wrote to a folder; of several splits the one named train.
+    """The datasets.Dataset that save_to_disk wrote to a folder; of several splits the one named
+    train.
 
     Raises InputError if the folder holds no dataset, or splits without one named train.
     """

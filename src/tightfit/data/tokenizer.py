@@ -1,6 +1,7 @@
 """Tokenizers: the user's own tokenizer, or a byte-level BPE that is trained on the data and cached.
 
-Source  byte-level BPE: Radford et al. 2019 (GPT-2); sentinels: Raffel et al. 2020, arXiv:1910.10683 (T5).
+Source  byte-level BPE: Radford et al. 2019 (GPT-2); sentinels: Raffel et al. 2020, arXiv:1910.10683
+        (T5).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class SpecialTokens:
     """The ids of the special tokens, which represent no text.
 
     vocabulary  the number of all tokens
-    end, pad    the end-of-text token, and the padding token (the end-of-text token if there is none)
+    end, pad    the end-of-text token, and the padding token (the end-of-text token if there is
+                none)
     mask        the mask token of a masked-lm, or None
     sentinels   <extra_id_0>, <extra_id_1>, ... of span corruption
     all         all of these and the tokenizer's own special tokens, sorted
@@ -49,7 +51,8 @@ class SpecialTokens:
 
 
 def load_tokenizer(path: str) -> Any:
-    """The transformers tokenizer in a folder or a tokenizer.json. Raises InputError if there is none."""
+    """The transformers tokenizer in a folder or a tokenizer.json. Raises InputError if there is
+    none."""
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
@@ -69,8 +72,8 @@ def load_tokenizer(path: str) -> Any:
 
 
 def _with_roles(backend: Any) -> Any:
-    """Wrap a tokenizers.Tokenizer for transformers. It does not say what its special tokens are for, so they
-    are recognised by their usual names."""
+    """Wrap a tokenizers.Tokenizer for transformers. It does not say what its special tokens are
+    for, so they are recognised by their usual names."""
     from transformers import PreTrainedTokenizerFast
 
     def named(names: tuple[str, ...]) -> str | None:
@@ -85,10 +88,11 @@ def _with_roles(backend: Any) -> Any:
 
 
 def trained_tokenizer(source: TextSource, spec: DataSpec, model: ModelInput, sentinels: int) -> Any:
-    """A byte-level BPE of the model's vocabulary size, trained on about 8 MB of the source and cached.
+    """A byte-level BPE of the model's vocabulary size, trained on about 8 MB of the source and
+    cached.
 
-    sentinels: how many sentinel tokens it needs. Raises InputError if the vocabulary size is unknown, or
-    smaller than the 256 bytes and the special tokens.
+    sentinels: how many sentinel tokens it needs. Raises InputError if the vocabulary size is
+    unknown, or smaller than the 256 bytes and the special tokens.
     """
     names, size = _special_names(model.task, sentinels), spec.vocabulary_size or model.vocabulary
     if size is None:
@@ -108,7 +112,8 @@ def trained_tokenizer(source: TextSource, spec: DataSpec, model: ModelInput, sen
 
 
 def _special_names(task: str | None, sentinels: int) -> list[str]:
-    """The names of the special tokens in the order of their ids: padding first, if there is any, as in BERT and T5."""
+    """The names of the special tokens in the order of their ids: padding first, if there is any, as
+    in BERT and T5."""
     if task in (None, "causal-lm"):
         return [END]
     extra = [MASK] if task == "masked-lm" else []

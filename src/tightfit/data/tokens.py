@@ -1,4 +1,5 @@
-"""Token files: documents are tokenized once into a memory-mapped file; training sequences are slices of it.
+"""Token files: documents are tokenized once into a memory-mapped file; training sequences are
+slices of it.
 
 `token_file` makes or finds the file in the cache. `Packed` and `Padded` cut sequences from it, and
 `data/sequences.py` turns those into samples of the model's task.
@@ -92,8 +93,8 @@ def token_file(
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Chunks in lists of about a million characters, which the tokenizer encodes in parallel. It needs about
-    200 bytes for each character."""
+    """Chunks in lists of about a million characters, which the tokenizer encodes in parallel. It
+    needs about 200 bytes for each character."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -203,8 +204,9 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Packed:
-    """All documents joined and cut into sequences of `length` tokens. The remainder after the last full
-    sequence is left out. Example: 1,000 tokens with length 300 give 3 sequences; 100 tokens are unused."""
+    """All documents joined and cut into sequences of `length` tokens. The remainder after the last
+    full sequence is left out. Example: 1,000 tokens with length 300 give 3 sequences; 100 tokens
+    are unused."""
 
     tokens: TokenFile
     length: int
@@ -221,8 +223,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class Padded:
-    """One document per sequence, truncated to `length` and padded on the right with `pad` to the longest of
-    the batch."""
+    """One document per sequence, truncated to `length` and padded on the right with `pad` to the
+    longest of the batch."""
 
     tokens: TokenFile
     length: int

@@ -1,8 +1,9 @@
-"""The user's own samples: any map-style dataset or sequence, and iterables, which set their own order.
+"""The user's own samples: any map-style dataset or sequence, and iterables, which set their own
+order.
 
-A dataset may use the random generators of Python, NumPy and torch, for example to augment samples. The
-numbers that it gets are a function of the seed, the sample and the epoch. The training's own generators
-do not change.
+A dataset may use the random generators of Python, NumPy and torch, for example to augment samples.
+The numbers that it gets are a function of the seed, the sample and the epoch. The training's own
+generators do not change.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class MapStyle(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """A dataset that was given as a Python object. Pickles with its tensors in shared memory, where all worker
-    processes read them."""
+    """A dataset that was given as a Python object. Pickles with its tensors in shared memory, where
+    all worker processes read them."""
 
     dataset: Any
 
@@ -61,8 +62,8 @@ def _restore_given(*parts: Any) -> Given:
 
 @dataclass(frozen=True)
 class Named:
-    """The dataset that the function "file.py:function" or "module:function" returns. Pickles as that name: each
-    worker process calls the function itself."""
+    """The dataset that the function "file.py:function" or "module:function" returns. Pickles as
+    that name: each worker process calls the function itself."""
 
     source: str
 
@@ -83,8 +84,8 @@ class Named:
 class UserSamples:
     """The samples of a user's map-style dataset. Batches are padded and stacked by `collate`.
 
-    Opening it reads the first 8 samples to see their fields, lengths and whether they are ragged. Raises
-    InputError if it is empty, or if a sample lacks what the model's task needs.
+    Opening it reads the first 8 samples to see their fields, lengths and whether they are ragged.
+    Raises InputError if it is empty, or if a sample lacks what the model's task needs.
     """
 
     damaged = 0
@@ -133,15 +134,15 @@ class UserSamples:
 
 
 class UserStream:
-    """The samples of a user's iterable dataset. When it ends, it is read again from its start. A resumed run
-    reads and skips the samples that were consumed before."""
+    """The samples of a user's iterable dataset. When it ends, it is read again from its start. A
+    resumed run reads and skips the samples that were consumed before."""
 
     def __init__(self, make: Given | Named, model: ModelInput, seed: int) -> None:
         self.make, self.model, self.seed = make, model, seed
 
     def batches(self, ranges: Iterable[tuple[int, int]]) -> Iterator[Batch]:
-        """The batches of samples first..stop of the stream, in order. A range that was read already gives the
-        previous batch again."""
+        """The batches of samples first..stop of the stream, in order. A range that was read already
+        gives the previous batch again."""
         samples, place, batch = self._samples(), 0, None
         for first, stop in ranges:
             if batch is None or first >= place:
@@ -193,8 +194,8 @@ class UserStream:
 def open_user(make: Given | Named, model: ModelInput, seed: int) -> UserSamples | UserStream:
     """A user's dataset as UserSamples, or as a UserStream if it is an iterable without a length.
 
-    Raises InputError for anything else: a DataLoader, a string, a dict, or an iterator that can be read
-    only once.
+    Raises InputError for anything else: a DataLoader, a string, a dict, or an iterator that can be
+    read only once.
     """
     dataset, asked = make(), f"data: python={make.source}" if isinstance(make, Named) else "data"
     found = f"a {type(dataset).__name__}"

@@ -1,4 +1,5 @@
-"""Fake outputs: the results of operations on fake tensors that torch's own fake kernels cannot give.
+"""Fake outputs: the results of operations on fake tensors that torch's own fake kernels cannot
+give.
 
 The tracers call `fake_output` for operations whose output shape depends on values (nonzero, boolean
 masks), and for grouped matrix products (the experts of a mixture).
@@ -20,8 +21,8 @@ GROUPED_PRODUCT = torch.ops.aten._grouped_mm
 
 
 class GroupedProducts(TorchDispatchMode):
-    """Inside, grouped matrix products (torch._grouped_mm) have a fake result in every type: torch's own has
-    one in bf16 only."""
+    """Inside, grouped matrix products (torch._grouped_mm) have a fake result in every type: torch's
+    own has one in bf16 only."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is GROUPED_PRODUCT.default:
@@ -32,8 +33,8 @@ class GroupedProducts(TorchDispatchMode):
 def grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, *unused: Any, **named: Any) -> Tensor:
     """An empty tensor with the shape and type of torch._grouped_mm's result.
 
-    left, right  3-D operands have one matrix for each group; 2-D operands are divided into groups by
-                 `offsets`, the (groups,) ends of the groups
+    left, right  3-D operands have one matrix for each group; 2-D operands are divided into groups
+                 by `offsets`, the (groups,) ends of the groups
     """
     offsets = named.get("offs", offsets)
     groups: Sequence[int] = ()
@@ -43,7 +44,8 @@ def grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, 
 
 
 def grouped_sizes(left: Sequence[int], right: Sequence[int], groups: int) -> tuple[float, float, float, float]:
-    """(groups, rows, columns, depth) of torch._grouped_mm: its number of products and the mean size of one.
+    """(groups, rows, columns, depth) of torch._grouped_mm: its number of products and the mean size
+    of one.
 
     left, right: the shapes of the operands. Example: (64, 16) x (4, 16, 32) in 4 groups gives
     (4, 16, 32, 16): each of the 4 products is (16, 16) x (16, 32).
@@ -59,14 +61,16 @@ def grouped_sizes(left: Sequence[int], right: Sequence[int], groups: int) -> tup
 
 
 def grouped_flops(left: Sequence[int], right: Sequence[int], offsets: Any = None, *unused: Any, **named: Any) -> int:
-    """The FLOPs of torch._grouped_mm, with the arguments of torch's FLOP formulas: shapes instead of tensors."""
+    """The FLOPs of torch._grouped_mm, with the arguments of torch's FLOP formulas: shapes instead
+    of tensors."""
     offsets = named.get("offs", offsets)
     groups = offsets[0] if offsets is not None else left[0] if len(left) == 3 else 1
     return round(2 * math.prod(grouped_sizes(left, right, groups)))
 
 
 def answer(func: Any, args: Any, kwargs: Any) -> Any:
-    """The output of an operation on fake tensors. A shape that depends on values is the largest possible one.
+    """The output of an operation on fake tensors. A shape that depends on values is the largest
+    possible one.
 
     Example: nonzero of a (3, 4) tensor gives (12, 2), as if all 12 elements were nonzero.
     """
@@ -93,8 +97,8 @@ def answer(func: Any, args: Any, kwargs: Any) -> Any:
 
 @contextmanager
 def failures_unlogged() -> Iterator[None]:
-    """Inside, torch does not log a traceback for an operation that fails on fake tensors. The caller catches
-    the error and explains it."""
+    """Inside, torch does not log a traceback for an operation that fails on fake tensors. The
+    caller catches the error and explains it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     logger.addFilter(_drop_record)
     try:

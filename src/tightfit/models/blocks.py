@@ -23,15 +23,18 @@ MINOR_SHARE = 0.1
 
 
 def find_blocks(model: nn.Module, name: str | None = None) -> Named:
-    """The model's repeated blocks as (full name, module), in order of definition; empty if nothing repeats.
+    """The model's repeated blocks as (full name, module), in order of definition; empty if nothing
+    repeats.
 
-    name  the list that holds the blocks, such as "model.layers"; several lists are separated by commas
+    name  the list that holds the blocks, such as "model.layers"; several lists are separated by
+          commas
 
-    Without a name, the blocks are the members of the outermost lists (ModuleList, Sequential, ModuleDict;
-    an encoder-decoder has several). If there is no such list, they are the siblings of one class that
-    hold most of the parameters. A single torch layer such as nn.Linear is no block.
+    Without a name, the blocks are the members of the outermost lists (ModuleList, Sequential,
+    ModuleDict; an encoder-decoder has several). If there is no such list, they are the siblings of
+    one class that hold most of the parameters. A single torch layer such as nn.Linear is no block.
 
-    Example: a GPT-2 of 12 layers gives ("transformer.h.0", GPT2Block) to ("transformer.h.11", GPT2Block).
+    Example: a GPT-2 of 12 layers gives ("transformer.h.0", GPT2Block) to ("transformer.h.11",
+    GPT2Block).
 
     Raises InputError if there is no module `name`, or if it holds no modules.
     """
@@ -50,10 +53,10 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Named:
 def places_of(model: nn.Module, blocks: Named) -> dict[str, tuple[int, ...]]:
     """By name, the blocks in which each parameter is used.
 
-    The values are block numbers: -1 means before the first block, len(blocks) after the last. A tied
-    parameter has several names; it is listed under the first of them and is used at each of them. A
-    parameter outside of the blocks counts as before or after them by where it is defined. A parameter
-    that belongs directly to a module which contains the blocks counts as both.
+    The values are block numbers: -1 means before the first block, len(blocks) after the last. A
+    tied parameter has several names; it is listed under the first of them and is used at each of
+    them. A parameter outside of the blocks counts as before or after them by where it is defined. A
+    parameter that belongs directly to a module which contains the blocks counts as both.
 
     Example: a GPT-2 of 12 blocks with a tied embedding gives {"transformer.wte.weight": (-1, 12),
     "transformer.h.0.ln_1.weight": (0,), ..., "transformer.ln_f.weight": (12,)}.
@@ -92,7 +95,8 @@ def _members_of(model: nn.Module, name: str) -> Named:
 
 
 def _repeated(parent: nn.Module, path: str, members: Callable[[nn.Module], list[nn.Module]]) -> Named:
-    """The outermost repeated modules below `parent`. What `members` selects is not searched further."""
+    """The outermost repeated modules below `parent`. What `members` selects is not searched
+    further."""
     taken = members(parent)
     found: Named = []
     for name, child in parent.named_children():
@@ -102,8 +106,8 @@ def _repeated(parent: nn.Module, path: str, members: Callable[[nn.Module], list[
 
 
 def _members(parent: nn.Module) -> list[nn.Module]:
-    """The blocks of a list: all members of a ModuleList, whatever its length, and of other lists those of a
-    class that occurs twice or more."""
+    """The blocks of a list: all members of a ModuleList, whatever its length, and of other lists
+    those of a class that occurs twice or more."""
     from torch import nn
 
     if not _is_list(parent):
@@ -128,7 +132,8 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether a module has parameters, can be called, and is more than a single layer of torch's."""
+    """Whether a module has parameters, can be called, and is more than a single layer of
+    torch's."""
     from torch import nn
 
     layer = type(module).__module__.startswith("torch.nn") and not any(True for _ in module.children())

@@ -1,8 +1,8 @@
 """Caches in model code: keep fake tensors out of real runs, and real tensors out of traces.
 
-Models cache what they compute once, such as BEiT's table of relative positions, in an lru_cache or in a
-dict of their module or class. A training run must not find the fake tensors that a trace put there, and a
-trace cannot use the real tensors that a training run put there.
+Models cache what they compute once, such as BEiT's table of relative positions, in an lru_cache or
+in a dict of their module or class. A training run must not find the fake tensors that a trace put
+there, and a trace cannot use the real tensors that a training run put there.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _Cache = Any  # a function with an lru_cache
 
 @contextmanager
 def tensors_kept_out() -> Iterator[None]:
-    """Inside, the caches of model code hold no tensors from before. On exit, fake and meta tensors are
-    removed from them, and the earlier entries of dicts are put back."""
+    """Inside, the caches of model code hold no tensors from before. On exit, fake and meta tensors
+    are removed from them, and the earlier entries of dicts are put back."""
     taken = _remove_real_tensors()
     try:
         yield
@@ -40,12 +40,14 @@ def tensors_kept_out() -> Iterator[None]:
 
 
 def _remove_real_tensors() -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """Remove real tensors from all caches. Returns the removed entries of dicts, each with its dict."""
+    """Remove real tensors from all caches. Returns the removed entries of dicts, each with its
+    dict."""
     return _remove_tensors(lambda tensor: not isinstance(tensor, FakeTensor))
 
 
 def _remove_tensors(unwanted: Any) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """Clear the lru_caches, and remove the dict entries, that hold a tensor for which `unwanted` is true.
+    """Clear the lru_caches, and remove the dict entries, that hold a tensor for which `unwanted` is
+    true.
 
     Returns the removed entries of dicts, each with its dict.
     """
@@ -62,7 +64,8 @@ def _remove_tensors(unwanted: Any) -> list[tuple[dict[Any, Any], dict[Any, Any]]
 
 
 def forget_tensors() -> None:
-    """Clear every lru_cache of model code that holds a tensor. Its next caller computes the tensor again."""
+    """Clear every lru_cache of model code that holds a tensor. Its next caller computes the tensor
+    again."""
     _clear(_all_caches(len(sys.modules), next(reversed(sys.modules)))[0], lambda tensor: True)
 
 
@@ -76,7 +79,8 @@ def _clear(functions: list[_Cache], unwanted: Any) -> None:
 def _all_caches(count: int, last: str) -> tuple[list[_Cache], list[dict[Any, Any]]]:
     """The lru_caches and dicts of all modules that may define models.
 
-    count, last  the number of imported modules and the last one's name: a new import repeats the search
+    count, last  the number of imported modules and the last one's name: a new import repeats the
+                 search
     """
     modules = [module for name, module in list(sys.modules.items()) if _may_define_models(name)]
     found = [_caches_of(module) for module in modules if isinstance(module, ModuleType)]
@@ -103,8 +107,8 @@ def _caches_of(module: ModuleType) -> tuple[list[_Cache], list[dict[Any, Any]]]:
 
 
 def _cached_functions(value: Any) -> list[_Cache]:
-    """The lru_caches of a function, a method or a property: the object itself, or a function that its
-    decorator wraps."""
+    """The lru_caches of a function, a method or a property: the object itself, or a function that
+    its decorator wraps."""
     if isinstance(value, _lru_cache_wrapper):
         return [value]
     if isinstance(value, staticmethod | classmethod):

@@ -1,7 +1,7 @@
 """Creation of models from a ModelSpec or from the user's own callable.
 
-The planner calls `model_factory` on fake tensors to trace a model; the engine calls it to build one.
-torch and transformers are imported only when a model is needed. Every mistake in a spec raises
+The planner calls `model_factory` on fake tensors to trace a model; the engine calls it to build
+one. torch and transformers are imported only when a model is needed. Every mistake in a spec raises
 InputError. Running out of memory does not, because the spec is not wrong then.
 """
 
@@ -89,8 +89,8 @@ _ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 def task_of(model: Any) -> str | None:
     """The task of a ModelSpec: the one it names, or the usual task of its architecture.
 
-    None for a user's own callable. Raises InputError for an unknown preset or architecture, and for a
-    folder without a readable config.json.
+    None for a user's own callable. Raises InputError for an unknown preset or architecture, and for
+    a folder without a readable config.json.
     """
     if not isinstance(model, ModelSpec):
         return None
@@ -107,7 +107,8 @@ def task_of(model: Any) -> str | None:
 
 
 def model_config(spec: ModelSpec) -> Any:
-    """The transformers config of a ModelSpec with its key/value cache switched off; None for python callables.
+    """The transformers config of a ModelSpec with its key/value cache switched off; None for python
+    callables.
 
     Raises InputError for unknown keys and for dimensions that do not divide.
     """
@@ -146,7 +147,8 @@ def model_config(spec: ModelSpec) -> Any:
 def _make_config(spec: ModelSpec, architecture: str, keys: dict[str, Any]) -> Any:
     """The transformers config with these keys.
 
-    Raises InputError. If the config is valid without exactly one of the keys, the error names that key.
+    Raises InputError. If the config is valid without exactly one of the keys, the error names that
+    key.
     """
     import transformers
 
@@ -184,8 +186,8 @@ def text_config(config: Any) -> Any:
 def shallow(model: Any, blocks: int) -> ModelSpec | None:
     """The same transformers model with only `blocks` blocks.
 
-    None if the model is the user's own or pretrained, if its blocks are of several kinds, if its config
-    has no num_hidden_layers, or if it is not deeper than `blocks`.
+    None if the model is the user's own or pretrained, if its blocks are of several kinds, if its
+    config has no num_hidden_layers, or if it is not deeper than `blocks`.
     """
     if not isinstance(model, ModelSpec) or model.python or model.from_:
         return None
@@ -197,20 +199,22 @@ def shallow(model: Any, blocks: int) -> ModelSpec | None:
 
 
 def vocabulary_size(spec: ModelSpec) -> int | None:
-    """The number of tokens in the model's vocabulary; None for vision models and python callables."""
+    """The number of tokens in the model's vocabulary; None for vision models and python
+    callables."""
     config = model_config(spec)
     return None if config is None else getattr(text_config(config), "vocab_size", None)
 
 
 def model_factory(model: Any, sequential: bool = False) -> Callable[[], nn.Module]:
-    """A function that creates the model of a ModelSpec or of the user's own callable, on the CPU and in fp32.
+    """A function that creates the model of a ModelSpec or of the user's own callable, on the CPU
+    and in fp32.
 
     sequential  read the tensors of a pretrained folder one by one as they are placed; by default
                 transformers' threads read ahead, which takes more memory
 
-    Under torch.device("meta") or FakeTensorMode the function makes only shapes. It then reads no weights
-    of a pretrained folder either.
-    Raises InputError, as the returned function does, for a mistake in the spec or the callable.
+    Under torch.device("meta") or FakeTensorMode the function makes only shapes. It then reads no
+    weights of a pretrained folder either. Raises InputError, as the returned function does, for a
+    mistake in the spec or the callable.
     """
     make = _make_factory(model, sequential)
 
@@ -222,8 +226,8 @@ def model_factory(model: Any, sequential: bool = False) -> Callable[[], nn.Modul
 
 
 def _switch_off_cache(model: nn.Module) -> nn.Module:
-    """Switch off the key/value cache of a transformers model. Training does not read it, and a block that
-    is recomputed would append its keys a second time."""
+    """Switch off the key/value cache of a transformers model. Training does not read it, and a
+    block that is recomputed would append its keys a second time."""
     for module in model.modules():
         config: Any = module.config if is_transformers_model(module) else None
         if getattr(config, "use_cache", False):
@@ -285,8 +289,8 @@ def _shapes_only() -> bool:
 
 @contextmanager
 def _skip_trunc_normal() -> Iterator[None]:
-    """Replace torch's trunc_normal_ by a function that does nothing: it reads the values it drew, and
-    tensors without values have none."""
+    """Replace torch's trunc_normal_ by a function that does nothing: it reads the values it drew,
+    and tensors without values have none."""
     from torch.nn import init
 
     drawn = init._no_grad_trunc_normal_
@@ -357,7 +361,8 @@ def _config_class(architecture: str) -> Any:
 
 
 def _config_keys(spec: ModelSpec, kind: Any) -> dict[str, Any]:
-    """The preset's config keys, overridden by the spec's own, under the names that the config class stores."""
+    """The preset's config keys, overridden by the spec's own, under the names that the config class
+    stores."""
     known = set(_defaults(kind)) | set(kind.attribute_map) | set(kind.sub_configs) | _COMMON_KEYS
     if "rope_parameters" in known:
         known |= _ROPE_KEYS
@@ -380,7 +385,8 @@ def _config_keys(spec: ModelSpec, kind: Any) -> dict[str, Any]:
 
 
 def _merge_rope_keys(keys: dict[str, Any]) -> None:
-    """Merge the older rotary-embedding keys into rope_parameters: transformers silently ignores them if both are given."""
+    """Merge the older rotary-embedding keys into rope_parameters: transformers silently ignores
+    them if both are given."""
     rope = keys.get("rope_parameters")
     if isinstance(rope, dict):
         scaling = keys.pop("rope_scaling", None)
@@ -402,7 +408,8 @@ def _defaults(kind: Any) -> dict[str, Any]:
 
 
 def _check_heads(spec: ModelSpec, kind: Any, keys: dict[str, Any]) -> None:
-    """Refuse widths that the heads do not divide. transformers accepts some of them and fails in the first forward."""
+    """Refuse widths that the heads do not divide. transformers accepts some of them and fails in
+    the first forward."""
     defaults = _defaults(kind)
 
     def value(name: str) -> int | None:
@@ -437,7 +444,8 @@ def _nearest_divisor(number: int, wanted: int) -> str:
 
 
 def _model_class(spec: ModelSpec, config: Any) -> Any:
-    """The transformers AutoModel class for the spec's task and this config. Raises InputError if there is none."""
+    """The transformers AutoModel class for the spec's task and this config. Raises InputError if
+    there is none."""
     import transformers
 
     task = task_of(spec)
@@ -461,7 +469,8 @@ def _model_class(spec: ModelSpec, config: Any) -> Any:
 def has_complex(model: Any) -> bool:
     """Whether a user's own model has complex parameters; no other model has any.
 
-    False as well if the model cannot be created on fake tensors, because nothing is known about it then.
+    False as well if the model cannot be created on fake tensors, because nothing is known about it
+    then.
     """
     if isinstance(model, ModelSpec) and not model.python:
         return False

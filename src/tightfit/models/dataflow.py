@@ -1,14 +1,14 @@
 """Dataflow: a record of one forward of a model on fake tensors.
 
-It lists the tensors that each operation reads, makes and overwrites, and the inputs and outputs of each
-of the model's repeated blocks. `models/tracing.py` records it. `methods/boundaries.py` derives from it
-which tensors cross the stages of a pipeline.
+It lists the tensors that each operation reads, makes and overwrites, and the inputs and outputs of
+each of the model's repeated blocks. `models/tracing.py` records it. `methods/boundaries.py` derives
+from it which tensors cross the stages of a pipeline.
 
 A tensor is identified by its Python object and by its storage. Views share their storage.
 
 Example: in `h = block0(x); y = block1(h)`, block 0 is called with TensorId(tensor=7, storage=5) and
-returns TensorId(9, 6). The call of block 1 has TensorId(9, 6) among its inputs. If block 1 is given a
-view of h instead, its input is TensorId(10, 6): another object, but the same storage.
+returns TensorId(9, 6). The call of block 1 has TensorId(9, 6) among its inputs. If block 1 is given
+a view of h instead, its input is TensorId(10, 6): another object, but the same storage.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ PathTo = tuple[Any, ...]  # the path to a leaf in (args, kwargs): indices and ke
 
 
 class Seen(NamedTuple):
-    """The identity of a tensor: a number for the Python object and one for its storage. No number is reused."""
+    """The identity of a tensor: a number for the Python object and one for its storage. No number
+    is reused."""
 
     tensor: int
     storage: int
@@ -46,7 +47,8 @@ class Seen(NamedTuple):
 class Operation:
     """One operation of the forward.
 
-    block       the block in which it runs, or the last one that ran before it; BEFORE_BLOCKS if none did
+    block       the block in which it runs, or the last one that ran before it; BEFORE_BLOCKS if
+                none did
     inside      whether it runs inside of that block
     reads       the tensors that it reads
     outputs     the tensors that it returns
@@ -76,7 +78,8 @@ class Called:
 
 @dataclass(frozen=True)
 class Returned:
-    """The return of a block. outputs: its output tensors, each with whether it is one of the block's inputs."""
+    """The return of a block. outputs: its output tensors, each with whether it is one of the
+    block's inputs."""
 
     block: int
     returned: tuple[tuple[Seen, bool], ...]
@@ -87,13 +90,14 @@ Event = Operation | Called | Returned
 
 @dataclass(frozen=True)
 class Leaf:
-    """One leaf of a block's output, described so that a stub can return it without running the block.
+    """One leaf of a block's output, described so that a stub can return it without running the
+    block.
 
     It is one of these:
     same_as       the input at this path itself
     like          a tensor with the shape and type of the input at this path
-    sample_shape  a tensor of shape (samples of the batch, *sample_shape) and type `dtype`; None with a
-                  `dtype` is a tensor without dims
+    sample_shape  a tensor of shape (samples of the batch, *sample_shape) and type `dtype`; None
+                  with a `dtype` is a tensor without dims
     constant      a value that is no tensor
     """
 
@@ -118,13 +122,15 @@ class Returns:
 
 @dataclass
 class Dataflow:
-    """The events of one forward of the model and its loss, or of two if the first one changes persistent state.
+    """The events of one forward of the model and its loss, or of two if the first one changes
+    persistent state.
 
     forwards          the events of each forward, in order
     parameters        by storage, the names of the parameters in it
-    persistent        storages that exist before the forward, except the batch's; each with a name to show
-    uses              by name, the blocks that used each parameter: block numbers, BEFORE_BLOCKS, or the
-                      number of blocks for what comes after them
+    persistent        storages that exist before the forward, except the batch's; each with a name
+                      to show
+    uses              by name, the blocks that used each parameter: block numbers, BEFORE_BLOCKS, or
+                      the number of blocks for what comes after them
     changed           module attributes, other than tensors, that every forward changes
     block_outputs     the structure of each block's output
     shapes            of each tensor of the batch, the shape of one sample
@@ -132,7 +138,8 @@ class Dataflow:
     is_random         whether the forward draws random numbers
     parameter_count   elements of all of the model's parameters
     block_numbers     which of the model's blocks are recorded, if others were left out
-    hooks             the model's own hooks on each block; some models install them in their first forward
+    hooks             the model's own hooks on each block; some models install them in their first
+                      forward
     replaced          by name, the tensor that the first forward puts in the place of a buffer
     """
 
@@ -196,12 +203,14 @@ def sample_shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
 
 
 def not_in_a_row() -> InputError:
-    """The error for a model whose forward does not call each block once, in order: it cannot be a pipeline."""
+    """The error for a model whose forward does not call each block once, in order: it cannot be a
+    pipeline."""
     return InputError(ASKED, "the model does not call its blocks in a row, each once", "use pp: 1")
 
 
 def line_of(error: Exception) -> tuple[str, int] | None:
-    """The innermost line of the model's own code in an error's traceback: (file, number), or None."""
+    """The innermost line of the model's own code in an error's traceback: (file, number), or
+    None."""
     found, here = None, error.__traceback__
     while here is not None:
         name = here.tb_frame.f_code.co_filename

@@ -1,7 +1,7 @@
 """Hooks on a model's blocks.
 
-A method's hooks on a block must run however the model calls the block. The model's own hooks must run
-even if a method replaces the block by a stub.
+A method's hooks on a block must run however the model calls the block. The model's own hooks must
+run even if a method replaces the block by a stub.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ Hook = tuple[Callable[..., Any], bool]  # the hook, and whether it takes keyword
 
 @dataclass(frozen=True)
 class Hooks:
-    """A block's own forward pre-hooks and forward hooks, such as those that collect hidden states."""
+    """A block's own forward pre-hooks and forward hooks, such as those that collect hidden
+    states."""
 
     before: tuple[Hook, ...] = ()
     after: tuple[Hook, ...] = ()
 
     def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the pre-hooks on a call. Their results are dropped: only the block, which does not exist, needs them."""
+        """Run the pre-hooks on a call. Their results are dropped: only the block, which does not
+        exist, needs them."""
         for hook, with_kwargs in self.before:
             hook(block, args, kwargs) if with_kwargs else hook(block, args)
 
     def leave(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Run the hooks on the output. Their results are dropped: `output` already contains their changes."""
+        """Run the hooks on the output. Their results are dropped: `output` already contains their
+        changes."""
         for hook, with_kwargs in self.after:
             hook(block, args, kwargs, output) if with_kwargs else hook(block, args, output)
 
@@ -47,7 +50,8 @@ def run_hooks_on_direct_calls(module: nn.Module, running: Callable[[], bool]) ->
 
     Some models call `block.forward(...)` directly, which would skip the hooks of a method.
 
-    running  returns whether the module was called with its hooks and its forward has not returned yet
+    running  returns whether the module was called with its hooks and its forward has not returned
+             yet
     """
     forward = module.forward
 

@@ -1,8 +1,9 @@
-"""torch's own losses as a job's loss: nn.BCEWithLogitsLoss(), nn.CrossEntropyLoss, functional.mse_loss and others.
+"""torch's own losses as a job's loss: nn.BCEWithLogitsLoss(), nn.CrossEntropyLoss,
+functional.mse_loss and others.
 
-They work on (input, target) samples. `models/objective.py` calls `torch_loss`. Each of these losses is a
-mean over elements, over the targets that count, or over samples. Here it is split into a sum and a count,
-so that micro-batches add up to the mean of the whole batch.
+They work on (input, target) samples. `models/objective.py` calls `torch_loss`. Each of these losses
+is a mean over elements, over the targets that count, or over samples. Here it is split into a sum
+and a count, so that micro-batches add up to the mean of the whole batch.
 """
 
 from __future__ import annotations
@@ -61,10 +62,11 @@ class TorchLoss:
 
 
 def torch_loss(loss: Any) -> TorchLoss | None:
-    """The sum and count of one of torch's losses, given as a class, an instance or a function; None for anything else.
+    """The sum and count of one of torch's losses, given as a class, an instance or a function; None
+    for anything else.
 
-    Raises InputError if the loss is not the mean of independent items: its reduction is no mean, it has
-    class weights, or it takes more than an output and a target.
+    Raises InputError if the loss is not the mean of independent items: its reduction is no mean, it
+    has class weights, or it takes more than an output and a target.
     """
     kind = loss if isinstance(loss, type) else _FUNCTIONS.get(loss) if callable(loss) and _hashable(loss) else None
     if kind is not None and issubclass(kind, nn.modules.loss._Loss):
@@ -133,7 +135,8 @@ def _count_of(loss: Any) -> Callable[[Tensor], int]:
 
 
 def explained(call: Callable[[], Tensor], asked: str, fix: str) -> Tensor:
-    """The result of `call`. Errors of the user's Python code in it become an InputError with `asked` and `fix`.
+    """The result of `call`. Errors of the user's Python code in it become an InputError with
+    `asked` and `fix`.
 
     Under torch.compile only the call is traced.
     """

@@ -1,11 +1,12 @@
 """Masks: skip transformers' check for packed sequences, which makes the host wait for the device.
 
-If a batch has no attention mask, transformers checks in each forward whether the position ids restart
-within a row, as they do if several sequences are packed into one row. It reads the answer on the host,
-which waits until the device has finished all its work. If the model numbers the positions itself, from
-0 on, they never restart, and the check is not needed.
+If a batch has no attention mask, transformers checks in each forward whether the position ids
+restart within a row, as they do if several sequences are packed into one row. It reads the answer
+on the host, which waits until the device has finished all its work. If the model numbers the
+positions itself, from 0 on, they never restart, and the check is not needed.
 
-Example: position ids 0 1 2 0 1 in a row mean two packed sequences of 3 and 2 tokens; 0 1 2 3 4 mean one.
+Example: position ids 0 1 2 0 1 in a row mean two packed sequences of 3 and 2 tokens; 0 1 2 3 4 mean
+one.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ MASKING_MODULE = "transformers.masking_utils"
 
 
 def numbers_in_order(model: nn.Module) -> bool:
-    """Whether a transformers model numbers the positions of a row 0, 1, 2, ..., whatever the tokens are.
+    """Whether a transformers model numbers the positions of a row 0, 1, 2, ..., whatever the tokens
+    are.
 
-    It does if the source files of its classes call none of the functions that compute positions from
-    tokens. False for models with classes from elsewhere, because their code is not known.
+    It does if the source files of its classes call none of the functions that compute positions
+    from tokens. False for models with classes from elsewhere, because their code is not known.
     """
     files = {
         kind.__module__ for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)
@@ -57,8 +59,8 @@ def _file_has_sequential_positions(name: str) -> bool:
 def positions_unread(loss_sum: Callable[[Batch], Tensor], model: nn.Module) -> Callable[[Batch], Tensor]:
     """`loss_sum` (batch -> the sum of its losses) without transformers' check for packed sequences.
 
-    The check is skipped only for batches without position_ids, and only if the model numbers positions
-    in order. For other models, `loss_sum` itself is returned.
+    The check is skipped only for batches without position_ids, and only if the model numbers
+    positions in order. For other models, `loss_sum` itself is returned.
     """
     if not numbers_in_order(model):
         return loss_sum

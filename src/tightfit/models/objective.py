@@ -1,11 +1,12 @@
 """The training objective: the sum of the losses of a batch, and the number of items in that sum.
 
-The engine, the loss methods and the dry run all read a job's loss through `Objective`. Sum and count
-are kept apart so that any split of a batch gives the gradients of the whole batch. The step divides by
-the count of the whole step, never by the number of micro-batches.
+The engine, the loss methods and the dry run all read a job's loss through `Objective`. Sum and
+count are kept apart so that any split of a batch gives the gradients of the whole batch. The step
+divides by the count of the whole step, never by the number of micro-batches.
 
-Example: a step has two micro-batches with 10 and 30 labels that count. The mean of the two micro-batch
-means weights the first ten labels too much. (sum_1 + sum_2) / 40 is the mean over all 40 labels.
+Example: a step has two micro-batches with 10 and 30 labels that count. The mean of the two
+micro-batch means weights the first ten labels too much. (sum_1 + sum_2) / 40 is the mean over all
+40 labels.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ LABELLED = "tightfit: labelled"  # the key of the LabelCount in a batch that was
 
 
 class Labelled:
-    """`count` of `total` labels are not IGNORED. The host counts them before it copies the batch to the
-    device, because reading the count from the device would wait for it.
+    """`count` of `total` labels are not IGNORED. The host counts them before it copies the batch to
+    the device, because reading the count from the device would wait for it.
 
-    This is a plain class, so torch.compile treats it as an opaque object and does not look at its numbers.
-    A new count therefore causes no recompilation.
+    This is a plain class, so torch.compile treats it as an opaque object and does not look at its
+    numbers. A new count therefore causes no recompilation.
     """
 
     def __init__(self, count: int, of: int) -> None:
@@ -86,15 +87,16 @@ def sample_count(batch: Batch) -> int:
 
 
 def processed_count(batch: Batch) -> int:
-    """The items that throughput counts: token positions, padding included, if the batch has `input_ids`,
-    else samples."""
+    """The items that throughput counts: token positions, padding included, if the batch has
+    `input_ids`, else samples."""
     if isinstance(batch, dict) and "input_ids" in batch:
         return batch["input_ids"].numel()
     return sample_count(batch)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """The batch with `function` applied to each of its tensors. Other leaves are returned as they are."""
+    """The batch with `function` applied to each of its tensors. Other leaves are returned as they
+    are."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, dict):
@@ -143,7 +145,8 @@ def cross_entropy_objective(
 
 
 def next_token_targets(batch: Batch) -> Tensor:
-    """Labels (batch, sequence) as transformers gives them, shifted left: position t holds the label of t + 1.
+    """Labels (batch, sequence) as transformers gives them, shifted left: position t holds the label
+    of t + 1.
 
     The last position is IGNORED.
     """
@@ -172,7 +175,8 @@ def _logits_of(output: Any) -> Tensor:
 
 
 def _seq2seq_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """The logits of an encoder-decoder whose decoder reads the labels shifted right by one (teacher forcing)."""
+    """The logits of an encoder-decoder whose decoder reads the labels shifted right by one (teacher
+    forcing)."""
     if "decoder_input_ids" not in batch:
         batch = {**batch, "decoder_input_ids": _shifted_right(model, batch["labels"])}
     return _model_logits(model, batch)
@@ -181,9 +185,10 @@ def _seq2seq_logits(model: nn.Module, batch: Batch) -> Tensor:
 def _shifted_right(model: nn.Module, labels: Tensor) -> Tensor:
     """The decoder's input that predicts `labels`.
 
-    The model's own prepare_decoder_input_ids_from_labels makes it if there is one. Otherwise it is the
-    decoder's start token followed by the labels, which is what transformers does for models without that
-    function (M2M100, NLLB-MoE, Blenderbot). Raises InputError if the model names no start token.
+    The model's own prepare_decoder_input_ids_from_labels makes it if there is one. Otherwise it is
+    the decoder's start token followed by the labels, which is what transformers does for models
+    without that function (M2M100, NLLB-MoE, Blenderbot). Raises InputError if the model names no
+    start token.
     """
     prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None:
@@ -231,13 +236,14 @@ def objective_of(loss: Any, task: str | None) -> Objective:
           `loss(output, batch)`; or None, which takes the objective of `task`
     task  the model's task (a key of TASKS); None means classification
 
-    A callable returns the mean loss over the samples of `batch`, which is one micro-batch. The model is
-    then called with batch["inputs"] or batch[0], or with every field except "labels" if the batch is a
-    dict without "inputs". A mean over anything else, such as the tokens that count, would depend on how
-    the batch is split into micro-batches: give an Objective instead.
+    A callable returns the mean loss over the samples of `batch`, which is one micro-batch. The
+    model is then called with batch["inputs"] or batch[0], or with every field except "labels" if
+    the batch is a dict without "inputs". A mean over anything else, such as the tokens that count,
+    would depend on how the batch is split into micro-batches: give an Objective instead.
 
-    Raises InputError for a loss of torch's that cannot be split into a sum and a count. The objective's
-    `total` raises InputError if the loss is no scalar tensor or does not require gradients.
+    Raises InputError for a loss of torch's that cannot be split into a sum and a count. The
+    objective's `total` raises InputError if the loss is no scalar tensor or does not require
+    gradients.
     """
     if isinstance(loss, Objective):
         return replace(loss, total=partial(_require_graph, loss.total))
@@ -323,7 +329,8 @@ def _call(model: nn.Module, batch: Batch) -> Any:
 
 
 def call_by_name(model: nn.Module, inputs: dict[str, Any]) -> Any:
-    """The model's output for named inputs. Raises InputError if its forward does not accept these names."""
+    """The model's output for named inputs. Raises InputError if its forward does not accept these
+    names."""
     if torch.compiler.is_compiling():
         return model(**inputs)
     try:

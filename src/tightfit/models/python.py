@@ -1,4 +1,5 @@
-"""The user's own Python code: load a function by name, check it, and report its errors as InputError.
+"""The user's own Python code: load a function by name, check it, and report its errors as
+InputError.
 
 `models/create.py` loads models with it and `data/user.py` datasets.
 """
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 def load_python(reference: str) -> Callable[..., Any]:
     """The function that "file.py:function" or "package.module:function" names.
 
-    A file runs once in each process. Raises InputError if there is no such file, module or function, or
-    if running the file or importing the module fails.
+    A file runs once in each process. Raises InputError if there is no such file, module or
+    function, or if running the file or importing the module fails.
     """
     source, colon, name = reference.rpartition(":")
     asked = f"python: {reference}"
@@ -92,8 +93,8 @@ def returning_module(function: Any, name: str) -> Callable[[], nn.Module]:
 def as_input_error(asked: str, fix: str, file: str | None = None) -> Iterator[None]:
     """Turn an exception raised inside into an InputError with `asked` and `fix`.
 
-    file: the user's file; the message names the line of it that failed. Running out of memory is not
-    turned into an InputError.
+    file: the user's file; the message names the line of it that failed. Running out of memory is
+    not turned into an InputError.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """Recorder: a torch dispatch mode that records a model's forwards as a `Dataflow`.
 
-`models/tracing.py` enters it around one or two forwards on fake tensors. It records every operation,
-and, by hooks, every call and return of a block.
+`models/tracing.py` enters it around one or two forwards on fake tensors. It records every
+operation, and, by hooks, every call and return of a block.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ _VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.defa
 
 @dataclass
 class _BlockRecord:
-    """A block's call: its arguments by path, and the structure, leaves and storages of its output."""
+    """A block's call: its arguments by path, and the structure, leaves and storages of its
+    output."""
 
     arguments: dict[PathTo, Any] = field(default_factory=dict)
     spec: TreeSpec | None = None
@@ -139,11 +140,11 @@ class Recorder(TorchDispatchMode):
             raise not_in_a_row()
 
     def _update_hooks(self) -> None:
-        """Note the hooks that a model installs in its first forward. Raises InputError for hooks that a
-        pipeline cannot have.
+        """Note the hooks that a model installs in its first forward. Raises InputError for hooks
+        that a pipeline cannot have.
 
-        transformers finds blocks by their class, so it skips stubs. Other models would install their
-        hooks on the stub that replaces a block of another stage.
+        transformers finds blocks by their class, so it skips stubs. Other models would install
+        their hooks on the stub that replaces a block of another stage.
         """
         before, self.hooks = self.hooks, tuple(hooks_of(block) for _, block in self.blocks)
         for (name, _), old, new in zip(self.blocks, before, self.hooks, strict=True):
@@ -174,8 +175,8 @@ class Recorder(TorchDispatchMode):
     def _alias_outputs(self, number: int, module: nn.Module, args: Any, output: Any) -> Any:
         """Replace the tensors that a block returns by aliases, which are other tensor objects.
 
-        A tensor that the block also stores in a list or an attribute then differs from the returned one.
-        Only returned tensors are sent to another stage, so the difference matters.
+        A tensor that the block also stores in a list or an attribute then differs from the returned
+        one. Only returned tensors are sent to another stage, so the difference matters.
         """
         inputs = {id(leaf) for leaf in self.block_records[number].arguments.values()}
         leaves, spec = tree_flatten(output)
@@ -307,7 +308,8 @@ class Recorder(TorchDispatchMode):
         return output
 
     def _value(self, func: Any, args: Any) -> Any:
-        """The answer to an operation that reads a value: of a fake tensor without one, False or 1."""
+        """The answer to an operation that reads a value: of a fake tensor without one, False or
+        1."""
         tensor = args[0]
         if isinstance(tensor, FakeTensor) and tensor.constant is None:
             if func is torch.ops.aten.equal.default or tensor.dtype is torch.bool:
@@ -331,8 +333,8 @@ def _line() -> tuple[str, int] | None:
 
 
 def _overwritten(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operation overwrites: those in its schema, and the running statistics of BatchNorm,
-    which some schemas do not declare."""
+    """The tensors that an operation overwrites: those in its schema, and the running statistics of
+    BatchNorm, which some schemas do not declare."""
     statistics = (
         ("running_mean", "running_var")
         if "batch_norm" in func._schema.name and _updates_statistics(func, args, kwargs)
@@ -347,7 +349,8 @@ def _overwritten(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _updates_statistics(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a BatchNorm operation updates its running statistics; backward and evaluation only read them."""
+    """Whether a BatchNorm operation updates its running statistics; backward and evaluation only
+    read them."""
     if "backward" in func._schema.name:
         return False
     for index, argument in enumerate(func._schema.arguments):
@@ -357,7 +360,8 @@ def _updates_statistics(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _draws_random_numbers(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation that can draw random numbers does draw some: attention without dropout does not."""
+    """Whether an operation that can draw random numbers does draw some: attention without dropout
+    does not."""
     for index, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             value = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)

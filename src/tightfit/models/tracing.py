@@ -1,4 +1,5 @@
-"""Tracing: record a forward of a model on fake tensors as a `Dataflow`, and restore the model afterwards.
+"""Tracing: record a forward of a model on fake tensors as a `Dataflow`, and restore the model
+afterwards.
 
 The pipeline's planner and runtime call `trace` to find which tensors cross the stages; see
 `models/dataflow.py`.
@@ -31,7 +32,8 @@ def trace(
     blocks: list[tuple[str, nn.Module]],
     numbers: tuple[int, ...] = (),
 ) -> Dataflow:
-    """Run `total(model, batch)`, the loss, on fake tensors and record its dataflow. The model does not change.
+    """Run `total(model, batch)`, the loss, on fake tensors and record its dataflow. The model does
+    not change.
 
     blocks   the blocks to record, as (full name, module)
     numbers  which of the model's blocks these are, if others were left out; by default all of them
@@ -90,7 +92,8 @@ class _Attributes:
         return found
 
     def changed(self, before: dict[tuple[str, str], Any] | None = None) -> list[str]:
-        """The names of the attributes that changed since `before`, by default since this object was made.
+        """The names of the attributes that changed since `before`, by default since this object was
+        made.
 
         If `before` is given, attributes that hold only tensors do not count.
         """
@@ -119,8 +122,8 @@ def _only_tensors(value: Any) -> bool:
 
 @contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[_Attributes]:
-    """Inside, a forward may change the attributes of the model's modules and draw random numbers. On exit,
-    the attributes and the states of the random generators are restored."""
+    """Inside, a forward may change the attributes of the model's modules and draw random numbers.
+    On exit, the attributes and the states of the random generators are restored."""
     saved = []
     for module in model.modules():
         own = dict(vars(module))
@@ -143,7 +146,8 @@ def left_as_it_was(model: nn.Module) -> Iterator[_Attributes]:
 
 
 def _with_fake_tensors(model: nn.Module) -> dict[int, Tensor]:
-    """Replace the model's parameters and buffers by fake tensors. Returns the fake tensors by id of the real ones."""
+    """Replace the model's parameters and buffers by fake tensors. Returns the fake tensors by id of
+    the real ones."""
     fakes: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:

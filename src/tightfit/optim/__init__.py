@@ -1,7 +1,7 @@
 """Optimizers: torch's own, and LAMB, LARS and Lion, which torch does not have.
 
-`make_optimizer` creates the optimizer that a job's `train` section names. `methods/optimizer_states.py`
-wraps it in what the plan asks for.
+`make_optimizer` creates the optimizer that a job's `train` section names.
+`methods/optimizer_states.py` wraps it in what the plan asks for.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ def make_optimizer(
     fused: bool = False,
     weights: dict[nn.Parameter, nn.Parameter] | None = None,
 ) -> Optimizer:
-    """The job's optimizer over the model's trainable parameters; a shared parameter is included once.
+    """The job's optimizer over the model's trainable parameters; a shared parameter is included
+    once.
 
-    train    the job's optimizer and its options. `epsilon` is that of AdamW and LAMB; Adafactor keeps
-             torch's own epsilons, which mean something else
+    train    the job's optimizer and its options. `epsilon` is that of AdamW and LAMB; Adafactor
+             keeps torch's own epsilons, which mean something else
     fused    use torch's fused kernel, on any device
     weights  by parameter, the tensor to update instead: a view of this device's shard of it
 
-    Weight decay applies to matrices (dim >= 2), not to norms and biases. The optimizer also loads the
-    states that a PerParameter around a similar optimizer has saved.
+    Weight decay applies to matrices (dim >= 2), not to norms and biases. The optimizer also loads
+    the states that a PerParameter around a similar optimizer has saved.
 
-    Raises InputError if no parameter is trainable, if gradients would be sparse, if there is no fused
-    kernel, or if Muon finds no hidden matrix or nothing else.
+    Raises InputError if no parameter is trainable, if gradients would be sparse, if there is no
+    fused kernel, or if Muon finds no hidden matrix or nothing else.
     """
     _check_dense(model)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -64,7 +65,8 @@ def make_optimizer(
 
 
 def _check_dense(model: nn.Module) -> None:
-    """Refuse sparse gradients: they cannot be accumulated in place, sharded, or saved in an optimizer's states."""
+    """Refuse sparse gradients: they cannot be accumulated in place, sharded, or saved in an
+    optimizer's states."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise InputError(
@@ -81,7 +83,8 @@ def _replace_parameters(optimizer: Optimizer, weights: dict[nn.Parameter, nn.Par
 
 
 def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Up to two parameter groups: matrices (dim >= 2) with weight decay, other parameters without."""
+    """Up to two parameter groups: matrices (dim >= 2) with weight decay, other parameters
+    without."""
     matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
     others = [parameter for parameter in parameters if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

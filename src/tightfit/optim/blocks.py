@@ -1,18 +1,20 @@
 """Block-wise quantization of optimizer states to 8 or 4 bits per element.
 
-Each block is divided by its largest magnitude, its scale. Each element is then stored as the code of the
-nearest value of a fixed map. The maps, block sizes and smallest tensor are torchao's, with one exception:
-no map for second moments contains zero, in 8 bits either. Adam divides by the root of the second moment,
-so the next update would throw away a weight whose second moment was rounded to zero.
+Each block is divided by its largest magnitude, its scale. Each element is then stored as the code
+of the nearest value of a fixed map. The maps, block sizes and smallest tensor are torchao's, with
+one exception: no map for second moments contains zero, in 8 bits either. Adam divides by the root
+of the second moment, so the next update would throw away a weight whose second moment was rounded
+to zero.
 
-torchao's code is not used for two more reasons: it cannot start on fake tensors, and its search for the
-nearest value holds several int64 tensors of the state's size.
+torchao's code is not used for two more reasons: it cannot start on fake tensors, and its search for
+the nearest value holds several int64 tensors of the state's size.
 
-Example: an exp_avg of 1M fp32 elements (4 MiB) in 8 bits becomes 1 MiB of codes and 4096 fp32 scales
-(16 KiB), one for each block of 256 elements.
+Example: an exp_avg of 1M fp32 elements (4 MiB) in 8 bits becomes 1 MiB of codes and 4096 fp32
+scales (16 KiB), one for each block of 256 elements.
 
-Source  8 bits, dynamic map: Dettmers et al. 2022, arXiv:2110.02861. 4 bits, dynamic for signed states and
-        linear for unsigned ones, and why these need a map without zero: Li et al. 2023, arXiv:2309.01507.
+Source  8 bits, dynamic map: Dettmers et al. 2022, arXiv:2110.02861. 4 bits, dynamic for signed
+        states and linear for unsigned ones, and why these need a map without zero: Li et al. 2023,
+        arXiv:2309.01507.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Blocks:
 
     bits  8 (blocks of 256 elements) or 4 (blocks of 128)
 
-    The methods' `name` is that of the state: exp_avg_sq and max_exp_avg_sq are unsigned, others signed.
+    The methods' `name` is that of the state: exp_avg_sq and max_exp_avg_sq are unsigned, others
+    signed.
     """
 
     def __init__(self, bits: Bits, device: torch.device) -> None:
@@ -48,7 +51,8 @@ class Blocks:
         self._midpoints = {signed: (values[1:] + values[:-1]) / 2 for signed, values in self._values.items()}
 
     def divide(self, values: Tensor) -> bool:
-        """Whether `values` can be quantized: it has at least 4096 elements and a whole number of blocks."""
+        """Whether `values` can be quantized: it has at least 4096 elements and a whole number of
+        blocks."""
         return values.numel() >= SMALLEST and values.numel() % self.size == 0
 
     def pack(self, name: str, values: Tensor) -> Packed:
@@ -81,11 +85,12 @@ def bits_of(packed: Packed, parameter: Tensor) -> Bits:
 
 
 def code_values(bits: Bits, signed: bool) -> list[float]:
-    """The quantization map: the 2**bits values in [-1, 1], ascending; a code is the index of its value.
+    """The quantization map: the 2**bits values in [-1, 1], ascending; a code is the index of its
+    value.
 
-    A dynamic map has `bits - 1` decades below 1, each with half as many values as the one above. It also
-    has the value 1 and, if signed, 0, or if unsigned, the lower end of the lowest decade. The unsigned
-    4-bit map is linear: 1/16, 2/16, ..., 1.
+    A dynamic map has `bits - 1` decades below 1, each with half as many values as the one above. It
+    also has the value 1 and, if signed, 0, or if unsigned, the lower end of the lowest decade. The
+    unsigned 4-bit map is linear: 1/16, 2/16, ..., 1.
     """
     if bits == 4 and not signed:
         return [(code + 1) / 16 for code in range(16)]

@@ -10,11 +10,12 @@ from torch import Tensor
 
 
 def when_complete(parameters: Iterable[Tensor], method: Callable[..., None], *more: Any) -> None:
-    """From now on, backward calls `method(parameter, *more)` when it has completed a parameter's gradient.
+    """From now on, backward calls `method(parameter, *more)` when it has completed a parameter's
+    gradient.
 
-    method  a bound method. Its object is held by a weak reference: Python's garbage collector does not
-            look into the hooks of a tensor, so a hook that held an object which holds the parameters
-            would keep the model in memory forever.
+    method  a bound method. Its object is held by a weak reference: Python's garbage collector does
+            not look into the hooks of a tensor, so a hook that held an object which holds the
+            parameters would keep the model in memory forever.
     """
     reference = weakref.WeakMethod(method)
 

@@ -1,12 +1,14 @@
-"""InBatches: PerParameter for several parameters at a time (multi-tensor), for devices with kernel launch costs.
+"""InBatches: PerParameter for several parameters at a time (multi-tensor), for devices with kernel
+launch costs.
 
 A batch holds parameters of one type and of one parameter group. Their fp32 copies lie in a few flat
-buffers, so a cast, a quantization or a rounding is one kernel for the whole batch, and torch's update is
-one of its multi-tensor (foreach) kernels. The results equal those of one parameter at a time, bit for
-bit, because each value is computed from the same elements in the same order.
+buffers, so a cast, a quantization or a rounding is one kernel for the whole batch, and torch's
+update is one of its multi-tensor (foreach) kernels. The results equal those of one parameter at a
+time, bit for bit, because each value is computed from the same elements in the same order.
 
 Example: 48 bf16 norms of 4096 elements are 196,608 elements. If the model's largest parameter is at
-least that large, they are one batch: one cast of 768 KiB of fp32 weights instead of 48 casts of 16 KiB.
+least that large, they are one batch: one cast of 768 KiB of fp32 weights instead of 48 casts of 16
+KiB.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ def batches(sizes: Sequence[int], largest: int) -> list[range]:
     largest  elements of the model's largest parameter
 
     A batch has at most max(ELEMENTS, largest) elements, so it needs no more memory than the largest
-    parameter, or than ELEMENTS. Example: sizes 20000, 20000, 40000 with largest 40000 give the ranges
-    (0, 2) and (2, 3).
+    parameter, or than ELEMENTS. Example: sizes 20000, 20000, 40000 with largest 40000 give the
+    ranges (0, 2) and (2, 3).
     """
     most, found, start, elements = max(ELEMENTS, largest), list[range](), 0, 0
     for number, size in enumerate(sizes):
@@ -49,10 +51,11 @@ def batches(sizes: Sequence[int], largest: int) -> list[range]:
 
 
 class InBatches(PerParameter):
-    """Wraps a fresh elementwise optimizer and updates parameters in batches. Options as in PerParameter.
+    """Wraps a fresh elementwise optimizer and updates parameters in batches. Options as in
+    PerParameter.
 
-    The wrapped optimizer uses torch's foreach kernels if it has them. There is no update in backward:
-    its purpose is that only one gradient exists at a time.
+    The wrapped optimizer uses torch's foreach kernels if it has them. There is no update in
+    backward: its purpose is that only one gradient exists at a time.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -77,7 +80,8 @@ class InBatches(PerParameter):
     def _update_batch(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """One step of the wrapped optimizer for a batch.
 
-        Widens weights, gradients and states to fp32, updates them, narrows the states and rounds the weights.
+        Widens weights, gradients and states to fp32, updates them, narrows the states and rounds
+        the weights.
         """
         inner, before = self._inner, [dict(self.state.get(parameter, {})) for parameter in parameters]
         carried = [states.pop(CARRIED.get(self._rounding, ""), None) for states in before]
@@ -102,7 +106,8 @@ class InBatches(PerParameter):
                 self._weight_store.take_back(parameter, one)
 
     def _widen_weights(self, here: list[Tensor], carried: list[Any]) -> tuple[Tensor | None, list[Tensor]]:
-        """A flat fp32 copy of 16-bit weights, and its views, one for each weight, with their gradients.
+        """A flat fp32 copy of 16-bit weights, and its views, one for each weight, with their
+        gradients.
 
         Weights that are not widened are returned as they are, with None for the copy.
         """
@@ -120,7 +125,8 @@ class InBatches(PerParameter):
         return flat, weights
 
     def _widen_states(self, before: list[dict[str, Any]], weights: list[Tensor]) -> tuple[list[dict[str, Any]], Wide]:
-        """Saved states as the wrapped optimizer needs them: on the device, in the type of the weights.
+        """Saved states as the wrapped optimizer needs them: on the device, in the type of the
+        weights.
 
         Returns the states of each weight, and the flat buffers that hold the widened ones.
         """
@@ -161,7 +167,8 @@ class InBatches(PerParameter):
     def _save_states(
         self, parameters: list[Tensor], before: list[dict[str, Any]], made: list[dict[str, Any]], wide: Wide
     ) -> None:
-        """Narrow the updated states and save them, in the tensors of the last update if these exist."""
+        """Narrow the updated states and save them, in the tensors of the last update if these
+        exist."""
         kept: list[dict[str, Any]] = [{} for _ in parameters]
         for name in _names(made):
             values = {number: states.pop(name) for number, states in enumerate(made) if name in states}
@@ -183,7 +190,8 @@ class InBatches(PerParameter):
             self.state[parameter] = states
 
     def _into_own_tensors(self, values: dict[int, Any], old: dict[int, Any]) -> dict[int, Any]:
-        """`values` in tensors of their own: those of the last update if these exist and are on the device."""
+        """`values` in tensors of their own: those of the last update if these exist and are on the
+        device."""
         into: list[Tensor] = []
         source: list[Tensor] = []
         kept = dict(values)
@@ -205,7 +213,8 @@ class InBatches(PerParameter):
                 )
             else:
                 kept[number] = value.to(torch.bfloat16)
-        for dtype in dict.fromkeys(one.dtype for one in into):  # a foreach kernel takes tensors of one type
+        # a foreach kernel takes tensors of one type
+        for dtype in dict.fromkeys(one.dtype for one in into):
             pairs = [pair for pair in zip(into, source, strict=True) if pair[0].dtype == dtype]
             torch._foreach_copy_([one for one, _ in pairs], [one for _, one in pairs])
         return kept

@@ -1,6 +1,8 @@
-"""LARS: momentum SGD with a rate for each layer, proportional to |weight| / |gradient|. For large batches.
+"""LARS: momentum SGD with a rate for each layer, proportional to |weight| / |gradient|. For large
+batches.
 
-Source  You et al. 2017, Large Batch Training of Convolutional Networks, arXiv:1708.03888, algorithm 1.
+Source  You et al. 2017, Large Batch Training of Convolutional Networks, arXiv:1708.03888, algorithm
+        1.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ class LARS(Optimizer):
     rate   trust * |w| / (|g| + weight_decay * |w|), for each parameter
     trust  the paper's eta: how far a layer may move in one step, as a share of its norm
 
-    The momentum includes the learning rate, as in the paper. Parameters with fewer than two dims (norms,
-    biases) take plain momentum SGD, without weight decay and without the layer's rate. The rate is 1 if
-    the weight or its gradient is zero. State: 4 bytes for each fp32 parameter.
+    The momentum includes the learning rate, as in the paper. Parameters with fewer than two dims
+    (norms, biases) take plain momentum SGD, without weight decay and without the layer's rate. The
+    rate is 1 if the weight or its gradient is zero. State: 4 bytes for each fp32 parameter.
     """
 
     def __init__(
@@ -34,7 +36,8 @@ class LARS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. closure: computes the loss again and returns it."""
+        """Update every parameter that has a gradient. closure: computes the loss again and returns
+        it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,8 +1,9 @@
-"""Muon for the hidden matrices and AdamW for all other parameters, as one optimizer with one state_dict.
+"""Muon for the hidden matrices and AdamW for all other parameters, as one optimizer with one
+state_dict.
 
-Source  Jordan et al. 2024, kellerjordan.github.io/posts/muon. The step is scaled to the size of AdamW's,
-        so that both use the same learning rate: Liu et al. 2025, Muon is Scalable for LLM Training,
-        arXiv:2502.16982.
+Source  Jordan et al. 2024, kellerjordan.github.io/posts/muon. The step is scaled to the size of
+        AdamW's, so that both use the same learning rate: Liu et al. 2025, Muon is Scalable for LLM
+        Training, arXiv:2502.16982.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class MuonWithAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. closure: computes the loss again and returns it."""
+        """Update every parameter that has a gradient. closure: computes the loss again and returns
+        it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -41,7 +43,8 @@ class MuonWithAdamW(Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The trainable 2-D weights, without those of embeddings (by module type) and of the last Linear, the head."""
+    """The trainable 2-D weights, without those of embeddings (by module type) and of the last
+    Linear, the head."""
     modules = list(model.modules())
     outer = {p for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag) for p in module.parameters()}
     linears = [module for module in modules if isinstance(module, nn.Linear)]

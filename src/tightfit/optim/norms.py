@@ -11,7 +11,8 @@ Sum = Callable[[Tensor], Tensor]  # an all-reduce over the devices that hold the
 
 
 def mark_part(weight: Tensor, total: Sum) -> None:
-    """Mark `weight` as a shard of a parameter. total: all-reduces a vector over the devices that hold its shards."""
+    """Mark `weight` as a shard of a parameter. total: all-reduces a vector over the devices that
+    hold its shards."""
     weight.all_reduce_over_shards = total  # type: ignore[attr-defined]
 
 

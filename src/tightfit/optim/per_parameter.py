@@ -1,16 +1,17 @@
-"""PerParameter: run any optimizer one parameter at a time, so that fp32 copies exist for one parameter only.
+"""PerParameter: run any optimizer one parameter at a time, so that fp32 copies exist for one
+parameter only.
 
-`methods/optimizer_states.py` wraps the job's optimizer in it for narrow states (bf16, 8-bit, 4-bit),
-16-bit weights, offloaded states and the update in backward.
+`methods/optimizer_states.py` wraps the job's optimizer in it for narrow states (bf16, 8-bit,
+4-bit), 16-bit weights, offloaded states and the update in backward.
 
 Example: a bf16 weight of 16M elements with 8-bit AdamW states. One update makes fp32 copies of the
-weight, its gradient and its two states, 4 x 64 MiB, and frees them before the next parameter. Between
-updates only the bf16 weight (32 MiB) and the 8-bit states (2 x 16 MiB, plus one fp32 scale for each 256
-elements) stay in memory.
+weight, its gradient and its two states, 4 x 64 MiB, and frees them before the next parameter.
+Between updates only the bf16 weight (32 MiB) and the 8-bit states (2 x 16 MiB, plus one fp32 scale
+for each 256 elements) stay in memory.
 
 Source  Kahan and stochastic rounding of bf16 weights: Zamirai et al. 2020, arXiv:2010.06192. Narrow
-        states: see `blocks`. Update in backward: Lv et al. 2023 (LOMO), arXiv:2306.09782, by torch's
-        post-accumulate hook.
+        states: see `blocks`. Update in backward: Lv et al. 2023 (LOMO), arXiv:2306.09782, by
+        torch's post-accumulate hook.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ Rounding = Literal["nearest", "kahan", "stochastic"]
 
 # The state that each rounding mode adds: kahan a tensor, stochastic a count of roundings so far.
 CARRIED = {"kahan": "compensation", "stochastic": "roundings"}
-_KERNEL_OPTIONS = ("fused", "foreach", "capturable")  # options that choose a kernel and do not change the mathematics
+# options that choose a kernel and do not change the mathematics
+_KERNEL_OPTIONS = ("fused", "foreach", "capturable")
 
 
 class Elsewhere(Protocol):
@@ -72,20 +74,22 @@ class Brought(Protocol):
 class PerParameter(Optimizer):
     """Wraps a fresh optimizer and updates one parameter at a time.
 
-    states         width of the states between updates; the update itself is in fp32. With 8-bit and 4-bit,
-                   states of fewer than 4096 elements, or of no whole number of quantization blocks (256
-                   elements in 8 bits, 128 in 4), stay fp32. "fp32" leaves all states as the wrapped
-                   optimizer makes them.
-    rounding       how an update of a 16-bit weight is rounded: nearest; kahan (a second 16-bit tensor
-                   carries the rounding error to the next update); or stochastic (bf16 only: up or down,
-                   with the probability that keeps the mean)
+    states         width of the states between updates; the update itself is in fp32. With 8-bit and
+                   4-bit, states of fewer than 4096 elements, or of no whole number of quantization
+                   blocks (256 elements in 8 bits, 128 in 4), stay fp32. "fp32" leaves all states as
+                   the wrapped optimizer makes them.
+    rounding       how an update of a 16-bit weight is rounded: nearest; kahan (a second 16-bit
+                   tensor carries the rounding error to the next update); or stochastic (bf16 only:
+                   up or down, with the probability that keeps the mean)
     seed           the seed of the stochastic rounding
     fp32_updates   16-bit weights have fp32 states and updates, whatever `states` and `rounding` say
     state_store    the memory that holds the states; None keeps them on the device
-    weight_store   the memory that holds the weights or their gradients; None if both are on the device
+    weight_store   the memory that holds the weights or their gradients; None if both are on the
+                   device
 
-    Learning rates and the other options are read from `param_groups` at each update. Beyond what stays
-    between updates, the memory needed is that of one parameter: its fp32 copy, gradient and states.
+    Learning rates and the other options are read from `param_groups` at each update. Beyond what
+    stays between updates, the memory needed is that of one parameter: its fp32 copy, gradient and
+    states.
     """
 
     def __init__(
@@ -114,7 +118,8 @@ class PerParameter(Optimizer):
         self._updated: set[Tensor] = set()  # parameters that backward has updated since the last step()
 
     def attach(self) -> None:
-        """From now on, backward updates each parameter when its gradient is complete, and frees the gradient.
+        """From now on, backward updates each parameter when its gradient is complete, and frees the
+        gradient.
 
         A second gradient of a parameter before `step()` then raises InputError.
         """
@@ -123,7 +128,8 @@ class PerParameter(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that still has a gradient; after an update in backward there is none.
+        """Update every parameter that still has a gradient; after an update in backward there is
+        none.
 
         closure  computes the loss again and returns it, as in torch
         """
@@ -159,7 +165,8 @@ class PerParameter(Optimizer):
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """One step of the wrapped optimizer for one parameter.
 
-        Widens the weight, gradient and states to fp32, updates them, narrows the states and rounds the weight.
+        Widens the weight, gradient and states to fp32, updates them, narrows the states and rounds
+        the weight.
         """
         kept, inner = dict(self.state.get(parameter, {})), self._inner
         carried = kept.pop(CARRIED.get(self._rounding, ""), None)
@@ -205,7 +212,8 @@ class PerParameter(Optimizer):
             self.state[parameter]["compensation"] = weight.sub_(here).to(here.dtype)
 
     def _narrow(self, name: str, value: Any) -> Any:
-        """A state in the width in which it is saved. Counters (numbers, tensors without dims) do not change."""
+        """A state in the width in which it is saved. Counters (numbers, tensors without dims) do
+        not change."""
         if not isinstance(value, Tensor) or value.dim() == 0 or self._states == "fp32":
             return value
         if self._blocks is None:
@@ -227,7 +235,8 @@ class PerParameter(Optimizer):
         )
 
     def _widen(self, name: str, value: Any, weight: Tensor) -> Any:
-        """A saved state as the wrapped optimizer needs it: on the device and in the type of the weight."""
+        """A saved state as the wrapped optimizer needs it: on the device and in the type of the
+        weight."""
         if isinstance(value, dict):
             assert self._blocks is not None
             if self._state_store is not None:
@@ -243,8 +252,9 @@ class PerParameter(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the states of any PerParameter or plain optimizer.
 
-        A PerParameter with the same options continues exactly. States of another width are converted.
-        A state dict holds plain tensors and numbers; a quantized state is {"codes", "scale"}.
+        A PerParameter with the same options continues exactly. States of another width are
+        converted. A state dict holds plain tensors and numbers; a quantized state is {"codes",
+        "scale"}.
         """
         super().load_state_dict({**with_kernel_options_of(self, state_dict), "state": {}})
         groups = [group for group in self.param_groups for _ in group["params"]]
@@ -278,21 +288,22 @@ class PerParameter(Optimizer):
 
 
 def round_stochastically_(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Round fp32 values, in place, up or down to a bf16 value, with the probability that keeps the mean.
+    """Round fp32 values, in place, up or down to a bf16 value, with the probability that keeps the
+    mean.
 
-    Random bits are added to the lower 16 bits, which bf16 does not have, and may carry into the upper 16.
-    Then the lower 16 bits are cleared.
+    Random bits are added to the lower 16 bits, which bf16 does not have, and may carry into the
+    upper 16. Then the lower 16 bits are cleared.
 
-    Example: 1.0 + 2**-9 lies a quarter of the way from 1.0 to the next bf16 value, 1.0 + 2**-7. It becomes
-    1.0 + 2**-7 with probability 1/4, and 1.0 with probability 3/4.
+    Example: 1.0 + 2**-9 lies a quarter of the way from 1.0 to the next bf16 value, 1.0 + 2**-7. It
+    becomes 1.0 + 2**-7 with probability 1/4, and 1.0 with probability 3/4.
     """
     noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     return add_noise_(values, noise)
 
 
 def add_noise_(values: Tensor, noise: Tensor) -> Tensor:
-    """Add `noise`, one int32 in [0, 2**16) for each fp32 value, to the bits of `values`, in place, and clear
-    the lower 16 bits."""
+    """Add `noise`, one int32 in [0, 2**16) for each fp32 value, to the bits of `values`, in place,
+    and clear the lower 16 bits."""
     values.view(torch.int32).add_(noise).bitwise_and_(-(1 << 16))
     return values
 
@@ -300,8 +311,8 @@ def add_noise_(values: Tensor, noise: Tensor) -> Tensor:
 def seed_of(seed: int, number: int, count: int) -> int:
     """The seed of the noise for a parameter's next rounding.
 
-    seed: the job's. number: the parameter's. count: how often it was rounded. Nothing else goes in, so
-    neither a resume nor the order of the updates changes the noise.
+    seed: the job's. number: the parameter's. count: how often it was rounded. Nothing else goes in,
+    so neither a resume nor the order of the updates changes the noise.
     """
     return abs(hash((seed, number, count)))
 
@@ -314,7 +325,8 @@ def unpack(name: str, packed: dict[str, Tensor], parameter: Tensor) -> Tensor:
 
 
 def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A pre-hook for a plain optimizer's load_state_dict, which lets it load the states of any PerParameter.
+    """A pre-hook for a plain optimizer's load_state_dict, which lets it load the states of any
+    PerParameter.
 
     Dequantizes states and drops those of the rounding.
     """
@@ -334,7 +346,8 @@ def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
 
 
 def with_kernel_options_of(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`state_dict` with the kernel options that `optimizer` was made with: the plan sets them, not the checkpoint."""
+    """`state_dict` with the kernel options that `optimizer` was made with: the plan sets them, not
+    the checkpoint."""
     groups = [
         {**saved, **{option: group[option] for option in _KERNEL_OPTIONS if option in group}}
         for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)

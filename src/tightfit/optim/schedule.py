@@ -1,4 +1,5 @@
-"""Learning-rate schedules: pure functions of the step, so a resumed run has no scheduler state to restore."""
+"""Learning-rate schedules: pure functions of the step, so a resumed run has no scheduler state to
+restore."""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ def learning_rate(train: Train, total_steps: int | None) -> Callable[[int], floa
     """A function from the step (from 0) to the learning rate.
 
     The rate warms up linearly, then follows constant | linear | cosine | warmup-stable-decay. Step
-    `warmup - 1` is the first at the full rate. The rate reaches `final_learning_rate` (a share of the full
-    one) at step `total_steps`, one past the last step, so no step is taken at a rate of zero.
+    `warmup - 1` is the first at the full rate. The rate reaches `final_learning_rate` (a share of
+    the full one) at step `total_steps`, one past the last step, so no step is taken at a rate of
+    zero.
 
-    Raises InputError if the schedule needs a length and there is none, or if the warm-up is longer than
-    the training.
-    Source: cosine, Loshchilov & Hutter 2017, arXiv:1608.03983; warmup-stable-decay, Hu et al. 2024,
-    arXiv:2404.06395.
+    Raises InputError if the schedule needs a length and there is none, or if the warm-up is longer
+    than the training. Source: cosine, Loshchilov & Hutter 2017, arXiv:1608.03983;
+    warmup-stable-decay, Hu et al. 2024, arXiv:2404.06395.
     """
     _check(train, total_steps)
     base, warmup = train.scaled_learning_rate, train.warmup
@@ -46,7 +47,8 @@ def learning_rate(train: Train, total_steps: int | None) -> Callable[[int], floa
 
 
 def _remaining_share(train: Train, step: int, total_steps: int | None) -> float:
-    """The remaining share of the way from the full to the final rate: 1 at first, 0 at the end and after it."""
+    """The remaining share of the way from the full to the final rate: 1 at first, 0 at the end and
+    after it."""
     if train.schedule == "constant" or total_steps is None:
         return 1.0
     start = train.warmup

@@ -1,4 +1,5 @@
-"""WholeParameters: run an optimizer that needs full matrices (Adafactor, Muon) on sharded parameters.
+"""WholeParameters: run an optimizer that needs full matrices (Adafactor, Muon) on sharded
+parameters.
 
 `methods/optimizer_states.py` wraps such an optimizer in it if parameters are sharded.
 """
@@ -18,22 +19,25 @@ _FACTORS = ("row_var", "col_var")
 
 
 def lies_as(name: str, value: Any, shape: torch.Size) -> bool:
-    """Whether a state has the shape of its parameter, and so is sharded like it. A tensor without dims is a counter."""
+    """Whether a state has the shape of its parameter, and so is sharded like it. A tensor without
+    dims is a counter."""
     return name not in _FACTORS and isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape
 
 
 class WholeParameters(Optimizer):
     """Wraps a fresh optimizer and updates one parameter at a time, unsharded during its update.
 
-    unshard  (weight, tensor sharded as the weight is) -> the full tensor, on every device (all-gather)
+    unshard  (weight, tensor sharded as the weight is) -> the full tensor, on every device
+             (all-gather)
     shard    (weight, full tensor) -> this device's shard
 
-    States with the shape of their parameter are sharded; others (factors, counters) are replicated. Every
-    device computes the same update. Beyond what stays between updates, the memory needed is that of one
-    full parameter, its gradient and its states.
+    States with the shape of their parameter are sharded; others (factors, counters) are replicated.
+    Every device computes the same update. Beyond what stays between updates, the memory needed is
+    that of one full parameter, its gradient and its states.
 
-    Example: a (4096, 4096) fp32 matrix on 8 devices. Each device stores 8 MiB of it. During its update
-    with Muon, the weight, its gradient and its momentum are gathered: 3 x 64 MiB on each device.
+    Example: a (4096, 4096) fp32 matrix on 8 devices. Each device stores 8 MiB of it. During its
+    update with Muon, the weight, its gradient and its momentum are gathered: 3 x 64 MiB on each
+    device.
     """
 
     def __init__(
@@ -47,7 +51,8 @@ class WholeParameters(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. This is a collective operation of all devices.
+        """Update every parameter that has a gradient. This is a collective operation of all
+        devices.
 
         closure  computes the loss again and returns it, as in torch
         """
