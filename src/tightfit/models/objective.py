@@ -198,7 +198,7 @@ def _shifted_right(model: nn.Module, labels: Tensor) -> Tensor:
     if start is None:
         raise InputError(
             "job: model",
-            f"the config of {type(model).__name__} has no decoder_start_token_id",
+            f"{type(model).__name__} has no config.decoder_start_token_id",
             "add the field decoder_input_ids to the samples, or give the model a config with decoder_start_token_id",
         )
     padding = getattr(config, "pad_token_id", None) or 0
