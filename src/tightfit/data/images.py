@@ -104,7 +104,7 @@ class ImageColumn:
 class ImageSamples:
     """Batches {"pixel_values": (B, C, H, W) float32, "labels": (B,) int64} of undamaged images.
 
-    kept      (samples,) the indices of the undamaged images in the source
+    undamaged (samples,) the indices of the undamaged images in the source
     labels    (images of the source,) their classes
     size      H and W in pixels; channels: C
     damaged   how many images were left out

@@ -32,7 +32,7 @@ Encode = Callable[[str], list[int]]
 class Piece:
     """A chunk of a document.
 
-    part          the field that it is from: "text" or "target"
+    field         the field that it is from: "text" or "target"
     begins, ends  whether it is the first and the last chunk of the field
     """
 

@@ -24,7 +24,7 @@ TensorLocation = tuple[int, torch.dtype, int, torch.Size, tuple[int, ...], bool]
 
 
 def packed(dataset: Any) -> tuple[bytes, list[Tensor], list[int] | None]:
-    """The dataset as (pickle, storages, offsets), the arguments of `unpacked`.
+    """The dataset as (pickle, storages, offsets), the arguments of `unpack_dataset`.
 
     pickle    of the dataset without the contents of its tensors
     storages  uint8 tensors in shared memory: one for each storage if there are few, else one block
@@ -50,7 +50,7 @@ def packed(dataset: Any) -> tuple[bytes, list[Tensor], list[int] | None]:
 
 
 def unpacked(content: bytes, storages: list[Tensor], offsets: list[int] | None) -> Any:
-    """The dataset that `packed` was given. Its tensors are views of the shared memory: do not write
+    """The dataset that `pack_dataset` was given. Its tensors are views of the shared memory: do not write
     to them."""
     return _Unpickler(io.BytesIO(content), storages, offsets).load()
 

@@ -35,10 +35,10 @@ _PARQUET_ROWS = 256  # rows of a parquet file that are decoded at once
 class Document:
     """A text with its target or label.
 
-    place   its file and line or row, for messages
-    target  the target text of a pair, if there is one
-    label   the class label, if there is one
-    ends    False if the next document continues this one: large files are read in blocks
+    location      its file and line or row, for messages
+    target        the target text of a pair, if there is one
+    label         the class label, if there is one
+    is_last_part  False if the next document continues this one: large files are read in blocks
     """
 
     place: str
@@ -69,7 +69,7 @@ class TextSource:
     name        for messages
     identity    JSON-like content that changes when the files or fields change; the cache's key
     size_bytes  of all files
-    documents   reads the documents from the start; damaged ones go to the given Damage
+    documents   reads the documents from the start; damaged ones go to the given DamagePolicy
     """
 
     name: str

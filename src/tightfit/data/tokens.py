@@ -1,8 +1,8 @@
 """Token files: documents are tokenized once into a memory-mapped file; training sequences are
 slices of it.
 
-`token_file` makes or finds the file in the cache. `Packed` and `Padded` cut sequences from it, and
-`data/sequences.py` turns those into samples of the model's task.
+`token_file` makes or finds the file in the cache. `PackedSequences` and `PaddedSequences` cut
+sequences from it, and `data/sequences.py` turns these into samples of the model's task.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Mask = NDArray[np.bool_]
 class TokenFile:
     """A folder of the cache with the token ids of all documents, one after another.
 
-    part     which field of the documents: "text" or "target"
+    field    which field of the documents: "text" or "target"
     ids      (tokens,) uint16 or uint32; each document ends with an end-of-text token
     offsets  (documents + 1,) int64; document i is ids[offsets[i] : offsets[i + 1]]
     labels   (documents,) int64 class labels, if the source has labels

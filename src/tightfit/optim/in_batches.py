@@ -1,4 +1,4 @@
-"""InBatches: PerParameter for several parameters at a time (multi-tensor), for devices with kernel
+"""MultiTensor: PerParameter for several parameters at a time, for devices with kernel
 launch costs.
 
 A batch holds parameters of one type and of one parameter group. Their fp32 copies lie in a few flat

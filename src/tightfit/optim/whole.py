@@ -1,4 +1,4 @@
-"""WholeParameters: run an optimizer that needs full matrices (Adafactor, Muon) on sharded
+"""UnshardingOptimizer: run an optimizer that needs full matrices (Adafactor, Muon) on sharded
 parameters.
 
 `methods/optimizer_states.py` wraps such an optimizer in it if parameters are sharded.
