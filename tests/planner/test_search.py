@@ -198,7 +198,7 @@ def test_a_search_collects_seldom_and_leaves_the_collector_as_it_was(monkeypatch
         finalists, "rehearse", lambda *arguments: within.append(gc.get_threshold()) or rehearse(*arguments)
     )
     search(cases.job("llama"), GPU, {"compile": "none"})
-    assert within == [searching.COLLECTED]
+    assert within == [searching.GC_THRESHOLDS]
     assert gc.get_threshold() == before
 
 
