@@ -39,7 +39,17 @@ from tightfit.record import code_version
 from tightfit.rules import needed_permissions
 
 ROOT = Path(__file__).parent.parent
-ALLOW = ["bf16", "fp16", "tf32", "bf16-states", "8-bit-states", "4-bit-states", "stochastic-rounding", "offload"]
+ALLOW = [
+    "bf16",
+    "fp16",
+    "tf32",
+    "float8",
+    "bf16-states",
+    "8-bit-states",
+    "4-bit-states",
+    "stochastic-rounding",
+    "offload",
+]
 KEPT_OF_FAILURES = 12_000  # characters of the tests' failures
 TAIL = 1500  # characters of what failed
 

@@ -24,6 +24,18 @@ def on_gpu(case: Any, *marks: Any, name: str = "") -> Any:
     return pytest.param(*values, "cuda", marks=[pytest.mark.gpu, *marks], id=f"{name or case}-cuda")
 
 
+def need_float8(recipe: str) -> None:
+    """Skip a test that multiplies in 8 bits on a GPU without units for it, or without torchao."""
+    import torch
+
+    from tightfit.machines.gpus import architecture_of, multiplies_float8
+
+    pytest.importorskip("torchao")
+    found = architecture_of(torch.cuda.get_device_properties(0))
+    if not multiplies_float8(found, recipe == "rowwise"):
+        pytest.skip(f"needs units for float8 ({recipe}), and {found} is here")
+
+
 def need(count: int, device: str) -> None:
     """Skip a test that needs more devices of a kind than are here. Of a processor there are as many as one wants."""
     if device == "cpu":

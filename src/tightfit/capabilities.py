@@ -10,9 +10,10 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from tightfit.machine import Machine
-from tightfit.machines.gpus import GENERATIONS
+from tightfit.machine import FLOAT8, Machine
+from tightfit.machines.gpus import GENERATIONS, multiplies_float8
 
+LARGE = 4096  # rows, columns and depth of a large product
 WORTH = 1.2  # a precision is fast where it multiplies this many times as fast as fp32
 
 
@@ -44,6 +45,13 @@ def has_fast_bf16(machine: Machine) -> bool:
     except OSError:
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def has_fast_float8(machine: Machine, recipe: str) -> bool:
+    """Whether float8 products, scaled as the recipe says (tensorwise, rowwise), are faster than bf16 ones."""
+    if machine.device != "cuda" or not multiplies_float8(machine.architecture, recipe == "rowwise"):
+        return False
+    return machine.achieved("product", FLOAT8, LARGE) > machine.achieved("product", "bfloat16", LARGE)
 
 
 def can_compile(machine: Machine) -> bool:

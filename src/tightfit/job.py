@@ -20,6 +20,7 @@ Permission = Literal[
     "tf32",
     "bf16",
     "fp16",
+    "float8",
     "bf16-states",
     "8-bit-states",
     "4-bit-states",
@@ -267,6 +268,7 @@ class Job(Value):
            over anything but samples (tokens that count, say) is another one under micro_batch: give an Objective
     allow  what may change numerics; left out it is [bf16], and [] keeps fp32:
            tf32, bf16, fp16                          what the arithmetic runs in; either 16-bit type allows tf32 too
+           float8                                    products of linear layers in 8 bits, beside bf16, which it needs
            bf16-states, 8-bit-states, 4-bit-states   how wide optimizer states are kept
            compressed-gradients                      what devices send each other loses digits
            asynchronous                              gradients are of weights that are some updates old

@@ -31,6 +31,7 @@ class Figure(Value):
     detail: str = ""
 
 
+FLOAT8 = "float8"  # the types of 8 bits, of which products are equally fast
 NVLINK = 100  # GB/s of a link, from which on it is no PCIe
 LATENCIES = {  # of a hop within a node and between nodes, and of a call; by the protocol that NCCL takes there
     "NVLink": (1.9e-6, 4.0e-6, 14.0e-6, "NCCL's own model of a ring, LL128 (src/graph/tuning.cc)"),
@@ -167,6 +168,8 @@ class Machine(Value):
         """FLOP/s (of products and attention) or bytes/s that a kind of operation achieves at a size: as measured, else
         as the nearest kind that was, else from the device's figures. What generated kernels compute takes no time where that
         was not measured: a GPU's wait for memory."""
+        if dtype.startswith(FLOAT8) and f"{kind}/{dtype}" not in self.rates:
+            return self._in_float8(kind, size)
         dtype = {"bool": "float32", "int64": "float32", "float64": "float32"}.get(dtype, dtype)
         if dtype == "tf32" and f"{kind}/tf32" not in self.rates and "tf32" in self.matrix_flops_per_s:
             return self._matrix_rate(dtype) * self._share_of_products(kind)
@@ -198,6 +201,17 @@ class Machine(Value):
         if "bf16" not in known:  # on a device without units for bf16
             return known["fp16"].value * self._share_of_products(kind)
         return self.achieved(kind, "bfloat16", size) * known["fp16"].value / known["bf16"].value
+
+    def _in_float8(self, kind: str, size: float) -> float:
+        """As in bf16; products by what the two types' were measured or printed to reach, and where one of them was not, by the
+        maker's peaks."""
+        bf16 = self.achieved(kind, "bfloat16", size)
+        if kind not in _ARITHMETIC:
+            return bf16
+        for known in (self.matrix_flops_per_s, self.matrix_peak_flops_per_s):
+            if "fp8" in known and "bf16" in known:
+                return bf16 * known["fp8"].value / known["bf16"].value
+        return bf16
 
     def bandwidth(self, moved: float) -> float:
         """Bytes/s at which memory is read and written by an operation that moves so many."""

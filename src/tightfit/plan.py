@@ -61,6 +61,8 @@ class Plan(Value):
     loss_scale          fp16 only: dynamic, or a fixed number
     rounding            bf16-true: how a weight update is rounded: nearest loses small ones, kahan carries what was
                         lost, stochastic keeps it in expectation
+    float8              the scales of products of linear layers in 8 bits: none (no such products), tensorwise (one scale
+                        for each tensor) or rowwise (one for each row)
     micro_batch         samples per forward; None is the whole batch at once
     recompute           which blocks are computed again in backward instead of kept
     attention           sdpa (torch's fused kernel) or blocked (plain products, faster on processors)
@@ -102,6 +104,7 @@ class Plan(Value):
     precision: Precision = "fp32"
     loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0)] = "dynamic"
     rounding: Literal["nearest", "kahan", "stochastic"] = "nearest"
+    float8: Literal["none", "tensorwise", "rowwise"] = "none"
     micro_batch: int | None = Field(None, gt=0)
     recompute: Annotated[str, BeforeValidator(_recompute)] = "none"
     attention: Literal["sdpa", "blocked"] = "sdpa"

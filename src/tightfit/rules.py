@@ -63,6 +63,26 @@ RULES = (
         "use fused_optimizer: false, or rounding: kahan",
     ),
     Rule(
+        "float8 products are of CUDA devices (compute capability 8.9 and later, MI300)",
+        lambda plan, job, device: plan.float8 == "none" or device == "cuda",
+        "use float8: none",
+    ),
+    Rule(
+        "float8 products take factors from bf16 and return bf16",
+        lambda plan, job, device: plan.float8 == "none" or plan.precision in ("bf16-mixed", "bf16-true"),
+        "use precision: bf16-mixed or bf16-true, or float8: none",
+    ),
+    Rule(
+        "float8 scales whole layers, and tensor parallelism cuts them",
+        lambda plan, job, device: plan.float8 == "none" or plan.tp == 1,
+        "use tp: 1, or float8: none",
+    ),
+    Rule(
+        "zero-bubble leaves weights' gradients for later, and float8 layers make them at once",
+        lambda plan, job, device: plan.float8 == "none" or plan.schedule != "zero-bubble",
+        "use schedule: 1f1b, or float8: none",
+    ),
+    Rule(
         "an update in backward sees each gradient once, so the whole batch is one micro-batch",
         lambda plan, job, device: (
             not plan.update_in_backward or plan.micro_batch_of(job.train.batch) == plan.share_of(job.train.batch)
@@ -312,6 +332,8 @@ def needed_permissions(plan: Plan) -> set[str]:
     for word in ("tf32", "bf16", "fp16"):
         if plan.precision.startswith(word):
             needed.add(word)
+    if plan.float8 != "none":
+        needed.add("float8")
     if plan.states != "fp32":
         needed.add(f"{plan.states}-states")
     if plan.rounding == "stochastic":

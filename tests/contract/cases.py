@@ -26,6 +26,7 @@ ALLOW = [
     "offload",
     "bf16",
     "fp16",
+    "float8",
     "tf32",
     "bf16-states",
     "8-bit-states",
@@ -205,7 +206,12 @@ FIRST_SCALE = 2.0**16  # of a dynamic loss scale
 
 
 def plain_training(
-    case: Case, micro_batch: int | None = None, precision: str = "fp32", replicas: int = 1, device: str = "cpu"
+    case: Case,
+    micro_batch: int | None = None,
+    precision: str = "fp32",
+    replicas: int = 1,
+    device: str = "cpu",
+    change: Callable[[nn.Module], None] = lambda model: None,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of the job, trained by nothing but PyTorch, on the very samples in the very order.
 
@@ -213,6 +219,7 @@ def plain_training(
     precision    -mixed is torch.autocast, in fp16 with torch's GradScaler; bf16-true a model and inputs cast to bf16
     replicas     how many equal parts each batch has whose BatchNorm statistics are taken apart, and averaged after
     device       the kind of device that computes. Losses and weights come back on the host
+    change       what is done to the model before it is trained
     """
     settings = case.job.train
     run = tightfit.build(case.job, machine=devices.machine(device))  # for its initial weights and its samples, no more
@@ -223,6 +230,7 @@ def plain_training(
         for parameter in model.parameters():  # all but BatchNorm, whose weights stay in the type of its statistics
             if id(parameter) not in normalised:
                 parameter.data = parameter.data.bfloat16()
+    change(model)
     share = settings.batch // replicas
     size = min(micro_batch or share, share)
     correct_batch_norm(model, -(-share // size))

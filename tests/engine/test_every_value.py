@@ -31,6 +31,7 @@ from tightfit.rules import needed_permissions
 PIPE = {"pp": 2, "micro_batch": 2}
 WITH: dict[str, dict[str, Any]] = {
     "rounding": {"precision": "bf16-true"},
+    "float8": {"precision": "bf16-mixed"},
     "loss_scale": {"precision": "fp16-mixed"},
     "dp_shard": {"zero": 1},
     "zero": {"dp_shard": 2},

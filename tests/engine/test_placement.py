@@ -23,6 +23,8 @@ ALONE: tuple[dict[str, Any], ...] = (
     {"precision": "bf16-mixed"},
     {"precision": "bf16-true", "rounding": "kahan"},
     {"precision": "fp16-mixed"},
+    {"precision": "bf16-mixed", "float8": "tensorwise"},
+    {"precision": "bf16-true", "float8": "rowwise", "recompute": "full"},
     {"recompute": "full"},
     {"recompute": "selective"},
     {"recompute": "sqrt"},

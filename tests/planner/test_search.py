@@ -161,7 +161,7 @@ def test_the_waterfall_ends_at_the_plan(machine: Machine) -> None:
     estimator = Estimator(cases.job("llama"), machine)
     plan = tightfit.Plan(precision="bf16-mixed", micro_batch=2, recompute="full")
     stages = waterfall(estimator, plan)
-    assert [stage.method for stage in stages[1:]] == ["+ precision", "+ microbatch", "+ recompute"]
+    assert [stage.method for stage in stages[1:]] == ["+ microbatch", "+ recompute", "+ precision"]
     assert stages[-1].peak_bytes == estimator.settle(estimator.estimate(plan)).peak_bytes
     assert stages[-1].peak_bytes < stages[0].peak_bytes
 

@@ -22,7 +22,7 @@ from tightfit.engine.saved import model_of
 from tightfit.engine.step import gradient_norm, sum_shared
 from tightfit.errors import InputError
 from tightfit.job import LossSpec
-from tightfit.methods import precision
+from tightfit.methods import float8, precision
 from tightfit.methods.context_parallel import Pieces
 from tightfit.methods.materialize import create_on_host, weights_dtype
 from tightfit.methods.mesh import DATA
@@ -135,8 +135,9 @@ def _undivided(run: Run, batch: Any, with_gradients: bool) -> tuple[float, float
     one = replace(
         run, model=model, loss_sum=partial(objective.total, model), stages=None, mesh=None, objective=objective
     )
-    if precision.wanted(run.plan):
-        one = precision.apply(one, run.plan)
+    for room in (float8, precision):
+        if room.wanted(run.plan):
+            one = room.apply(one, run.plan)
     items = max(objective.count(batch), 1)
     with randomness_kept(), _mode_of(one), torch.set_grad_enabled(with_gradients):
         if run.dataflow is not None and run.dataflow.is_random and _differs(one, batch):

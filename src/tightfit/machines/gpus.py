@@ -59,14 +59,21 @@ class Generation:
 
 
 def _nvidia(
-    fp32: int, half: int, clock: float, bandwidth: float, narrow: bool = True, geforce: float = 1.0
+    fp32: int,
+    half: int,
+    clock: float,
+    bandwidth: float,
+    narrow: bool = True,
+    geforce: float = 1.0,
+    float8: bool = False,
 ) -> Generation:
     types = {"fp32": fp32, "fp16": half, **({"tf32": half // 2, "bf16": half} if narrow else {})}
-    return Generation(types, clock * 1e9, bandwidth * 1e9, geforce)
+    return Generation(types | ({"fp8": 2 * half} if float8 else {}), clock * 1e9, bandwidth * 1e9, geforce)
 
 
-def _amd(half: int, clock: float, bandwidth: float) -> Generation:
-    return Generation({"fp32": 256, "fp16": half, "bf16": half}, clock * 1e9, bandwidth * 1e9)
+def _amd(half: int, clock: float, bandwidth: float, float8: bool = False) -> Generation:
+    types = {"fp32": 256, "fp16": half, "bf16": half, **({"fp8": 2 * half} if float8 else {})}
+    return Generation(types, clock * 1e9, bandwidth * 1e9)
 
 
 # Of NVIDIA's whitepapers on Volta, Turing, Ampere (GA100, GA102), Ada, Hopper and Blackwell, and AMD's on CDNA 1 to 4: processors
@@ -78,16 +85,16 @@ GENERATIONS = {
     "sm_80": _nvidia(128, 2048, 1.41, 1555),
     "sm_86": _nvidia(256, 1024, 1.7, 450, geforce=0.5),
     "sm_87": _nvidia(256, 1024, 1.3, 200),
-    "sm_89": _nvidia(256, 1024, 2.3, 300, geforce=0.5),
-    "sm_90": _nvidia(256, 4096, 1.83, 2000),
-    "sm_100": _nvidia(256, 8192, 1.85, 8000),
-    "sm_103": _nvidia(256, 8192, 1.85, 8000),
-    "sm_120": _nvidia(256, 1024, 2.4, 670, geforce=0.5),
-    "sm_121": _nvidia(256, 1024, 2.4, 273),
+    "sm_89": _nvidia(256, 1024, 2.3, 300, geforce=0.5, float8=True),
+    "sm_90": _nvidia(256, 4096, 1.83, 2000, float8=True),
+    "sm_100": _nvidia(256, 8192, 1.85, 8000, float8=True),
+    "sm_103": _nvidia(256, 8192, 1.85, 8000, float8=True),
+    "sm_120": _nvidia(256, 1024, 2.4, 670, geforce=0.5, float8=True),
+    "sm_121": _nvidia(256, 1024, 2.4, 273, float8=True),
     "gfx908": _amd(1024, 1.5, 1200),
     "gfx90a": _amd(1024, 1.7, 1600),
-    "gfx942": _amd(2048, 2.1, 5300),
-    "gfx950": _amd(4096, 2.4, 8000),
+    "gfx942": _amd(2048, 2.1, 5300, float8=True),
+    "gfx950": _amd(4096, 2.4, 8000, float8=True),
 }
 
 
@@ -109,14 +116,30 @@ def visible() -> list[Gpu]:
     return [_described(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())]
 
 
+def architecture_of(properties: object) -> str:
+    """sm_90 for compute capability 9.0, or AMD's LLVM name, from torch's properties of a device."""
+    arch = (getattr(properties, "gcnArchName", None) or "").partition(":")[0]
+    if arch.startswith("gfx"):
+        return arch
+    return f"sm_{getattr(properties, 'major', None)}{getattr(properties, 'minor', None)}"
+
+
+def multiplies_float8(architecture: str, rowwise: bool = False) -> bool:
+    """Whether devices of an architecture have units for products in 8 bits, and torch a kernel: with a scale for each tensor on
+    Ada (8.9) and later and on AMD's MI300 (gfx94) and MI350 (gfx95); with one for each row not on Ada."""
+    if architecture.startswith("gfx"):
+        return architecture.startswith(("gfx94", "gfx95"))
+    capability = architecture.removeprefix("sm_")
+    return capability.isdigit() and int(capability) >= (90 if rowwise else 89)
+
+
 def _described(properties: object) -> Gpu:
     """From torch's properties; those that a version of torch or a device does not have are None."""
     has: dict[str, Any] = {name: getattr(properties, name, None) for name in _ASKED}
-    arch = (has["gcnArchName"] or "").partition(":")[0]
     khz = {name: has[name] * 1e3 if has[name] else None for name in ("clock_rate", "memory_clock_rate")}
     return Gpu(
         name=str(has["name"]),
-        architecture=arch if arch.startswith("gfx") else f"sm_{has['major']}{has['minor']}",
+        architecture=architecture_of(properties),
         memory=int(has["total_memory"] or 0),
         processors=int(has["multi_processor_count"] or 0),
         clock_hz=khz["clock_rate"],
@@ -126,7 +149,7 @@ def _described(properties: object) -> Gpu:
 
 
 _ASKED = (
-    "name", "major", "minor", "gcnArchName", "total_memory", "multi_processor_count", "clock_rate", "memory_clock_rate",
+    "name", "total_memory", "multi_processor_count", "clock_rate", "memory_clock_rate",
     "memory_bus_width",
 )  # fmt: skip
 

@@ -20,6 +20,7 @@ import torch
 
 from tightfit.errors import TightfitError, TightfitWarning
 from tightfit.machine import Figure, Machine
+from tightfit.machines.gpus import architecture_of, multiplies_float8
 from tightfit.measure.pace import Pace
 from tightfit.measure.rates import measure_rates
 from tightfit.measure.timing import Pick, timed, timed_by_clock
@@ -154,7 +155,10 @@ def glanced(text: str) -> str:
 
 
 def _types(device: torch.device) -> list[str]:
-    return [kind for kind in TYPES if kind != "tf32" or device.type == "cuda"]
+    found = [kind for kind in TYPES if kind != "tf32" or device.type == "cuda"]
+    if device.type == "cuda" and multiplies_float8(architecture_of(torch.cuda.get_device_properties(device))):
+        found.append("fp8")
+    return found
 
 
 def _best(
@@ -180,13 +184,25 @@ def _matrix_rates(
         for size in sizes:
             if rates and 2 * size**3 / min(rates.values()) > PATIENCE_S:
                 break
-            left, right = (torch.randn(size, size, device=device).to(TYPES[kind]) for _ in range(2))
-            out = torch.empty_like(left)
-            seconds = timed(lambda left=left, right=right, out=out: torch.mm(left, right, out=out), device, pick=pick)  # type: ignore[misc]
+            seconds = timed(_square_product(kind, size, device), device, pick=pick)
             rates[size] = 2 * size**3 / seconds
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
     return rates
+
+
+def _square_product(kind: str, size: int, device: torch.device) -> Callable[[], object]:
+    """A product of two square matrices in `kind`, to be timed."""
+    left, right = (torch.randn(size, size, device=device) for _ in range(2))
+    if kind == "fp8":
+        of_mi300 = architecture_of(torch.cuda.get_device_properties(device)).startswith("gfx94")
+        narrow = torch.float8_e4m3fnuz if of_mi300 else torch.float8_e4m3fn
+        left, right = left.to(narrow), right.to(narrow).t()  # by columns, as the hardware takes it
+        one = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    left, right = left.to(TYPES[kind]), right.to(TYPES[kind])
+    out = torch.empty_like(left)
+    return lambda: torch.mm(left, right, out=out)
 
 
 def _memory_bandwidth(device: torch.device, pick: Pick = statistics.median) -> float:

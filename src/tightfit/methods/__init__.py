@@ -15,6 +15,7 @@ from tightfit.methods import (
     compile,
     context_parallel,
     data_parallel,
+    float8,
     loader,
     loss,
     materialize,
@@ -38,6 +39,7 @@ METHODS: tuple[ModuleType, ...] = (
     attention,         # chosen by the model's configuration, before anything wraps a block
     context_parallel,  # in its place; after the data and before the loss, which it cuts by positions
     tensor_parallel,   # cuts modules, before anything wraps or replaces them
+    float8,            # replaces linear layers while they are plain, before anything wraps a block
     loss,              # swaps the head's product before anything wraps it
     recompute,         # wraps blocks; before compile, so that the recomputation is compiled too
     compile,           # sees the loss and the recomputation, and is entered under autocast

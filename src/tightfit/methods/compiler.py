@@ -80,7 +80,7 @@ _FUSED_TAGS = (torch.Tag.pointwise, torch.Tag.reduction) if hasattr(torch.Tag, "
 _ALSO_FUSED = frozenset(
     {
         "aten.embedding", "aten.cat", "aten.constant_pad_nd", "aten.full", "aten.full_like", "aten.clone", "aten.sum",
-        "aten.mean", "aten.amax", "aten.amin", "aten.var", "aten.var_mean", "aten.any", "aten.all", "aten.argmax",
+        "aten.mean", "aten.amax", "aten.amin", "aten.max", "aten.var", "aten.var_mean", "aten.any", "aten.all", "aten.argmax",
         "aten.gather", "aten.index", "aten.select_scatter", "aten.slice_scatter", "aten.iota", "prims.iota",
         "aten.arange", "aten.scalar_tensor", "aten.empty", "aten.lift_fresh_copy", "aten.copy", "aten._to_copy",
         "prims.convert_element_type", "aten.where", "aten.rand", "aten.rand_like", "prims.inductor_random",
@@ -167,6 +167,17 @@ def _computed(nodes: list[fx.Node]) -> dict[fx.Node, tuple[str, int]]:
     return found
 
 
+def _is_read_before(node: fx.Node) -> bool:
+    """Whether a node is the largest magnitude of a tensor, or of its columns, by which float8 scales it: a kernel of its own, for
+    what is computed with it begins when all of the tensor has been read. That of a row is computed on the way."""
+    if str(node.target) not in ("aten.max.default", "aten.amax.default"):
+        return False
+    source: Any = node.args[0]
+    dims = cast(list[int], node.args[1]) if len(node.args) > 1 else []
+    along_rows = bool(dims) and all(source.meta["val"].stride(dim) == 1 for dim in dims)
+    return str(source.target) == "aten.abs.default" and not along_rows
+
+
 def _is_view(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
@@ -189,6 +200,7 @@ def _plan(graph: fx.Graph) -> _Plan:
     for node in nodes:
         if node is output or (node.op == "call_function" and node not in fused and node not in views):
             wanted |= {_base(source, views) for source in node.all_input_nodes}
+    wanted |= {node for node in fused if _is_read_before(node)}
     plan = _Plan()
     reads: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:

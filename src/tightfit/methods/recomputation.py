@@ -12,6 +12,7 @@ from tightfit.program import Buffer, Linear, Operation, Passage, Timeline
 PRODUCTS = frozenset(
     {
         torch.ops.aten.mm.default,
+        torch.ops.aten._scaled_mm.default,
         torch.ops.aten.addmm.default,
         torch.ops.aten.bmm.default,
         torch.ops.aten.baddbmm.default,
@@ -24,7 +25,12 @@ PRODUCTS = frozenset(
     }
 )
 COUNTED = frozenset(  # products with weights, of which selective-2 keeps every second
-    (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.convolution.default)
+    (
+        torch.ops.aten.mm.default,
+        torch.ops.aten._scaled_mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.convolution.default,
+    )
 )
 _PRODUCT_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in PRODUCTS)
 _COUNTED_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in COUNTED)

@@ -39,7 +39,9 @@ def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, di
         if field in pins:
             continue
         candidate = plan.replace(**{field: value})
-        admitted = all(rule.holds(candidate, job, machine.device) for rule in RULES)
+        admitted = all(  # a rule that is broken by now may be for a later choice to keep: bf16, with float8
+            rule.holds(candidate, job, machine.device) or not rule.holds(plan, job, machine.device) for rule in RULES
+        )
         if admitted and _model_admits(job, field, candidate):
             plan, reasons[field] = candidate, reason
     check(plan, job, machine.device)

@@ -78,6 +78,8 @@ def cut_fields(estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: d
         fields["attention"] = "sdpa"
     if "compile" not in pins and start.compile == "model":
         fields["compile"] = "block"
+    if "tp" in sizes and "float8" not in pins:
+        fields["float8"] = "none"  # which takes whole layers
     if "pp" in sizes:
         fields |= {"pp": sizes["pp"]} | balanced(estimator, start.replace(**fields), pins, sizes["pp"])
     return fields | over_devices(estimator.machine, {**pins, **fields})

@@ -20,7 +20,7 @@ from tightfit.files import HELD, file_bytes
 from tightfit.job import Job
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods import METHODS, microbatch
+from tightfit.methods import METHODS, float8, microbatch
 from tightfit.methods.compile import pays_to_compile
 from tightfit.plan import Plan
 from tightfit.planner.deep import of_all_blocks
@@ -202,10 +202,14 @@ class Estimate:
     def advice(self) -> list[str]:
         """Hints for the user: model dimensions and micro-batches that fill the hardware's tiles
         (without tensor parallelism, which shards the layers), and what the machine lacks for
-        torch.compile."""
+        torch.compile, or for the float8 products that the job allows."""
         said = [] if self.plan.tp > 1 else microbatch.advice(self.ledger, self.machine.device)
         lacking = lacking_to_compile(self.machine) if self.plan.compile == "none" and pays_to_compile(self.job) else ""
-        return [*said, f"compile is none: torch.compile needs {lacking}"] if lacking else said
+        if lacking:
+            said.append(f"compile is none: torch.compile needs {lacking}")
+        if "float8" in self.job.allowed and self.plan.float8 == "none" and not float8.is_installed():
+            said.append("float8 is none: it needs the package torchao")
+        return said
 
     def explain(self) -> str:
         """The plan, its memory by row at the peak and its time by kind of operation, as text."""

@@ -34,6 +34,7 @@ def leanest(estimator: Estimator, start: Plan, pins: dict[str, Any], only_fittin
 
     only_fitting  None, too, where even weights, states and gradients alone do not fit
     """
+    start = start.replace(float8=pins.get("float8", "none"))  # its casts take memory
     plans = list(_combinations(estimator, start, pins))
     bounds = {plan: estimator.least_bytes(plan) for plan in plans}
     if only_fitting and min(bounds.values(), default=0.0) > estimator.limit_bytes:

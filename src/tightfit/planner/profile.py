@@ -31,6 +31,7 @@ from tightfit.methods import (
     boundaries,
     compile,
     context_parallel,
+    float8,
     loss,
     materialize,
     optimizer_states,
@@ -201,7 +202,8 @@ class Profiler:
         again = plan.recompute if plan.compile == "model" else "none"
         plan = plan.replace(precision=kind)
         operations = tuple(getattr(plan, field) for field in traced_fields(METHODS))
-        key = operations, again, training, micro_batch < whole, cut, narrow
+        filled = float8.wanted(plan) and float8.pads(self.job, plan)
+        key = operations, filled, again, training, micro_batch < whole, cut, narrow
         traced = self._traced.setdefault(key, {})
         if micro_batch not in traced and micro_batch > MAX_TRACED_CHUNKS * whole > 0:
             for samples in (max(whole, 2), 2 * max(whole, 2)):

@@ -19,10 +19,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from tightfit.capabilities import has_fast_tf32
+from tightfit.capabilities import has_fast_float8, has_fast_tf32
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
+from tightfit.methods import float8
 from tightfit.methods.compile import COMPILE_S
 from tightfit.plan import Plan
 from tightfit.planner.candidates import candidates, is_legal
@@ -449,8 +450,23 @@ def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) 
         other = estimator.estimate(best.plan.replace(precision=wider))
         if other.total_s < best.total_s:
             best = other
+    for plan in _in_float8(estimator, best.plan, pins):
+        other = estimator.estimate(plan)
+        if other.total_s < best.total_s:
+            best = other
     names = [name for name in ("chunked_loss", "precision") if getattr(best.plan, name) != getattr(start, name)]
     return best.plan, {name: getattr(start, name) for name in names}
+
+
+def _in_float8(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> list[Plan]:
+    """`plan` with each float8 recipe that the job allows and that speeds up this machine's matrix
+    products. Empty without torchao."""
+    if "float8" in pins or "float8" not in estimator.job.allowed or not float8.is_installed():
+        return []
+    machine = estimator.machine
+    recipes = [recipe for recipe in ("tensorwise", "rowwise") if has_fast_float8(machine, recipe)]
+    plans = [plan.replace(float8=recipe) for recipe in recipes]
+    return [one for one in plans if is_legal(one, estimator.job, machine.device)]
 
 
 def _wider_may_be_faster(estimator: Estimator, one: Estimate, wider: str) -> bool:

@@ -26,7 +26,7 @@ ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
 BLOCKED = ("blocked attention", "blocked attention backward")
 ARITHMETIC = (PRODUCT, BATCHED, CONVOLUTION, CONVOLUTION_BACKWARD, ATTENTION, ATTENTION_BACKWARD, *BLOCKED)
 _KINDS = {
-    PRODUCT: ("aten.mm", "aten.addmm", "aten.addmm_", "tightfit.add_product"),
+    PRODUCT: ("aten.mm", "aten._scaled_mm", "aten.addmm", "aten.addmm_", "tightfit.add_product"),
     BATCHED: ("aten.bmm", "aten.baddbmm", "aten.baddbmm_", "aten._grouped_mm"),
     CONVOLUTION: ("aten.convolution",),
     CONVOLUTION_BACKWARD: ("aten.convolution_backward",),
@@ -55,7 +55,7 @@ _KINDS = {
         "aten.constant_pad_nd", "aten.stack", "aten.repeat", "aten.as_strided_scatter",
     ),
     "reduction": (
-        "aten.sum", "aten.mean", "aten.amax", "aten.var", "aten.var_mean", "aten.any", "aten.all", "aten.cumsum",
+        "aten.sum", "aten.mean", "aten.amax", "aten.max", "aten.var", "aten.var_mean", "aten.any", "aten.all", "aten.cumsum",
         "aten.native_layer_norm", "aten.native_layer_norm_backward", "aten.native_batch_norm_backward",
         "aten.batch_norm_backward", "aten.native_group_norm",
         "aten.native_group_norm_backward", "aten.max_pool2d_with_indices_backward",

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
+from tightfit.machine import FLOAT8
 from tightfit.methods.attention import probability_count
 from tightfit.methods.turns import taken_by
 from tightfit.models.answers import GROUPED_PRODUCT, grouped_flops, grouped_sizes
@@ -47,6 +48,7 @@ _PRODUCT, _CAST, _SUM = "aten.mm", "aten._to_copy", "aten.add"  # of what a weig
 _GRADIENTS = frozenset((_PRODUCT, _CAST, _SUM))
 _PRODUCTS = {
     "aten.mm": (0, 1),
+    "aten._scaled_mm": (0, 1),
     "aten.bmm": (0, 1),
     "aten.addmm": (1, 2),
     "aten.baddbmm": (1, 2),
@@ -244,6 +246,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # its parts come by one by one
         name = str(func)
         if name in _UNREAD or func in _VALUES:
             return func(*args, **kwargs)
@@ -304,6 +308,8 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor
     tensors = outputs or inputs
     floating = [tensor for tensor in [*tensors, *inputs] if tensor.is_floating_point()]
     dtype = str((floating or tensors)[0].dtype).removeprefix("torch.") if tensors else ""
+    if name == "aten._scaled_mm":  # whose rate is that of its factors
+        dtype = FLOAT8
     moved = float(sum(map(_touched, inputs + outputs)))
     computed = _computed(func, name, args, kwargs)
     return Operation(name, dtype, Linear(float(flops)), Linear(moved), _sizes(name, args), computed=computed)

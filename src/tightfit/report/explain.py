@@ -74,7 +74,7 @@ def show(console: Console, estimates: list[Estimate], stages: list[Stage]) -> No
     if chosen.machine.speed_is:
         say(f"         {chosen.machine.speed_is}")
     changes = ", ".join(chosen.changes_math)
-    say(f"numerics {changes + ': changed, as the job allows' if changes else 'unchanged'}")
+    say(f"numerics {changes + ': changed, as the job allows' if changes else 'unchanged'}{_layers_in_float8(chosen)}")
     for advice in chosen.advice:
         say(f"advice   {advice}")
     say("")
@@ -133,6 +133,13 @@ def _beside(rows: dict[str, float], limit: float | None) -> str:
         f"{name} {format_bytes(size)}" for name, size in sorted(rows.items(), key=lambda row: -row[1]) if size
     )
     return f"{format_bytes(sum(rows.values()))}{f' of {format_bytes(limit)}' if limit else ''}: {said}"
+
+
+def _layers_in_float8(one: Estimate) -> str:
+    """How many layers multiply in 8 bits, of those that a device has."""
+    forward = [passage.timeline for passage in one.ledger.training if passage.phase == "forward"]
+    count = sum(operation.name == "aten._scaled_mm" for timeline in forward for operation in timeline.operations)
+    return f"; {count} linear layers multiply in float8" if count else ""
 
 
 def _speed(estimate: Estimate) -> str:

@@ -1,0 +1,361 @@
+"""Float8 products: as torchao trains a plain model, predicted as they run, and refused where nothing multiplies in 8 bits.
+
+Here products are emulated: computed in fp32, of factors in 8 bits. On a GPU the contract tests train with the real ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tightfit
+from tests import devices
+from tests.contract import cases
+from tests.pool import together
+from tightfit import rules
+from tightfit.errors import InputError
+from tightfit.machine import Machine
+from tightfit.measure.verify import FLOAT8, verify
+from tightfit.methods import float8
+from tightfit.planner.complete import complete
+from tightfit.planner.estimate import Estimator
+from tightfit.planner.rehearse import rehearse
+from tightfit.planner.search import _in_float8
+from tightfit.report.explain import _layers_in_float8
+from tightfit.rules import needed_permissions
+
+pytest.importorskip("torchao")
+BOUND = {"tensorwise": 5e-2, "rowwise": 4e-2}
+"""Relative difference of all weights after three steps from those in fp32: see BOUNDS of the contract. One rounding is 2^-4 of a
+factor (e4m3), 2^-3 of a gradient under tensorwise (e5m2)."""
+MIXED: dict[str, Any] = {"precision": "bf16-mixed"}
+TENSORWISE: dict[str, Any] = {**MIXED, "float8": "tensorwise"}
+RECIPES = ("tensorwise", "rowwise")
+
+
+def emulate(patch: pytest.MonkeyPatch) -> None:
+    """Let this process train in float8 without a device for it."""
+    patch.setattr(float8, "EMULATE", True)
+    patch.setattr(rules, "RULES", tuple(rule for rule in rules.RULES if "float8 products are of" not in rule.text))
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+
+
+def trained(name: str, fields: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights, of one of the processes that train together."""
+    with pytest.MonkeyPatch.context() as patch:
+        emulate(patch)
+        run = tightfit.build(cases.make_case(name).job, tightfit.Plan(**fields), devices.machine("cpu"))
+        return [step.loss for step in tightfit.train(run)], cases.state_of(run)
+
+
+def by_torchao(recipe: str, emulated: bool = True) -> Any:
+    """What anyone would write: the blocks of a plain model converted, with an input in the type of autocast."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def change(model: nn.Module) -> None:
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        object.__setattr__(config, "emulate", emulated)
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda layer, name: "layer" in name)
+        for layer in model.modules():
+            if type(layer).__name__ == "Float8Linear":
+                layer.register_forward_pre_hook(lambda layer, inputs: (inputs[0].bfloat16(), *inputs[1:]))
+
+    return change
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_trains_as_torchao_trains_a_plain_model(recipe: str, precision: str) -> None:
+    case = cases.make_case("llama")
+    losses, weights = cases.training(case, tightfit.Plan(precision=precision, float8=recipe))
+    plain_losses, plain_weights = cases.plain_training(case, precision=precision, change=by_torchao(recipe))
+    assert cases.distance(weights, plain_weights) <= 1e-6
+    assert losses == pytest.approx(plain_losses, rel=1e-5)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("name", ["llama", "bert", "vit"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_is_near_fp32_and_further_than_bf16(recipe: str, name: str) -> None:
+    case = cases.make_case(name)
+    losses, weights = cases.training(case, tightfit.Plan(precision="bf16-mixed", float8=recipe))
+    plain_losses, plain_weights = cases.plain_training(case)
+    _, narrow = cases.plain_training(case, precision="bf16-mixed")
+    assert cases.distance(narrow, plain_weights) < cases.distance(weights, plain_weights) <= BOUND[recipe]
+    assert losses == pytest.approx(plain_losses, rel=BOUND[recipe])
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("recompute", ["full", "selective-2"])
+def test_recomputation_changes_nothing(recompute: str) -> None:
+    losses, weights = trained("llama", TENSORWISE)
+    again, others = trained("llama", {**TENSORWISE, "recompute": recompute})
+    assert cases.distance(others, weights) <= 1e-6
+    assert again == pytest.approx(losses, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "alone"),
+    [
+        ({"dp_replicate": 2}, {"micro_batch": cases.BATCH // 2}),
+        (
+            {"zero": 3, "dp_shard": 2, "precision": "bf16-true"},
+            {"micro_batch": cases.BATCH // 2, "precision": "bf16-true"},
+        ),
+        ({"cp": 2}, {}),
+        ({"pp": 2, "micro_batch": 4}, {"micro_batch": 4}),
+    ],
+    ids=str,
+)
+def test_two_devices_train_as_one(fields: dict[str, Any], alone: dict[str, Any]) -> None:
+    """A scale is of what a device multiplies at once, so that one device is given as much at once, but for parts of a sequence."""
+    found = together(2, "tests.methods.test_float8:trained", "llama", {**TENSORWISE, **fields})
+    losses, weights = trained("llama", {**TENSORWISE, **alone})
+    bound = BOUND["tensorwise"] if "cp" in fields else 3e-3
+    for other_losses, other_weights in found:
+        assert cases.distance(other_weights, weights) <= bound
+        assert other_losses == pytest.approx(losses, rel=bound)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_verify_allows_what_eight_bits_round(recipe: str) -> None:
+    found = verify(cases.make_case("llama").job, tightfit.Plan(precision="bf16-mixed", float8=recipe))
+    assert found.passed
+    assert found.gradients > 2.0**-9
+    assert found.tolerances.gradients == FLOAT8[recipe] ** 0.5
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Linear(32, 32)
+        self.odd = nn.Linear(32, 24)
+        self.frozen = nn.Linear(32, 32).requires_grad_(False)
+        self.hooked = nn.Linear(32, 32)
+        self.hooked.register_forward_hook(lambda layer, inputs, output: output)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(32, 32)
+
+
+def test_plain_trained_layers_of_blocks_are_replaced_and_keep_their_parameters() -> None:
+    net = Net()
+    before = dict(net.named_parameters())
+    assert float8.convert(net, "rowwise", net.blocks) == 3
+    kinds = {name: type(layer).__name__ for name, layer in net.named_modules() if isinstance(layer, nn.Linear)}
+    assert {name for name, kind in kinds.items() if kind == "Float8Linear"} == {f"blocks.{n}.plain" for n in range(3)}
+    after = dict(net.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+
+
+@pytest.mark.parametrize(
+    ("fields", "device", "said"),
+    [
+        (TENSORWISE, "cpu", "float8: none"),
+        ({"float8": "tensorwise"}, "cuda", "bf16-mixed or bf16-true"),
+        ({"float8": "rowwise", "precision": "fp16-mixed"}, "cuda", "bf16-mixed or bf16-true"),
+        ({**TENSORWISE, "tp": 2}, "cuda", "tp: 1"),
+        ({**TENSORWISE, "pp": 2, "schedule": "zero-bubble"}, "cuda", "schedule: 1f1b"),
+        (TENSORWISE, "cuda", ""),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_remedy(fields: dict[str, Any], device: str, said: str) -> None:
+    job = cases.make_case("llama").job
+    if not said:
+        rules.check(tightfit.Plan(**fields), job, device)
+        return
+    with pytest.raises(InputError) as refused:
+        rules.check(tightfit.Plan(**fields), job, device)
+    assert said in refused.value.fix
+
+
+def test_a_job_has_to_allow_it() -> None:
+    assert needed_permissions(tightfit.Plan(**TENSORWISE)) == {"bf16", "float8"}
+    job = cases.make_case("llama").job.replace(allow=["bf16"])
+    with pytest.raises(InputError, match=r"allow: \[bf16, float8\]"):
+        rules.check(tightfit.Plan(**TENSORWISE), job, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("machine", "recipe", "fix"),
+    [
+        ("a100-80gb", "tensorwise", "float8: none"),
+        ("l4", "rowwise", "float8: tensorwise"),
+        ("l4", "tensorwise", ""),
+        ("h100-sxm", "rowwise", ""),
+        ("mi300x", "rowwise", ""),
+    ],
+)
+def test_devices_without_units_are_refused(machine: str, recipe: str, fix: str) -> None:
+    plan: Any = tightfit.Plan(precision="bf16-mixed", float8=recipe)
+    ledger: Any = object()
+    if not fix:
+        assert float8.cost(ledger, plan, Machine.named(machine)) is ledger
+        return
+    with pytest.raises(InputError) as refused:
+        float8.cost(ledger, plan, Machine.named(machine))
+    assert fix in refused.value.fix
+
+
+def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(InputError) as refused:
+        float8.convert(Net(), "tensorwise", [Block()])
+    assert "pip install torchao" in refused.value.fix
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_model_without_such_layers_is_refused() -> None:
+    with pytest.raises(InputError, match=r"no plain nn\.Linear"):
+        tightfit.build(cases.make_case("batchnorm").job, tightfit.Plan(**TENSORWISE))
+
+
+def test_a_plan_that_pins_it_alone_is_completed() -> None:
+    plan, _ = complete(cases.make_case("llama").job, Machine.named("h100-sxm"), {"float8": "rowwise"})
+    assert (plan.float8, plan.precision, plan.allocator) == ("rowwise", "bf16-mixed", "tuned")
+
+
+def llama(hidden: int, length: int) -> tightfit.Job:
+    model = {**cases.LLAMA, "hidden_size": hidden, "intermediate_size": 2 * hidden, "max_position_embeddings": length}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    return tightfit.Job(
+        model={**model, **heads},
+        data={"synthetic": "tokens", "sequence_length": length, "samples": 16},
+        train=tightfit.Train(batch=8, steps=5000),
+        allow=["bf16", "float8"],
+    )
+
+
+@pytest.fixture(scope="module")
+def large() -> Estimator:
+    return Estimator(llama(4096, 1024), Machine.named("h100-sxm"))
+
+
+PREDICTED: list[dict[str, Any]] = [
+    {"float8": "rowwise", "recompute": "selective"},
+    {"compile": "block"},
+]
+ALSO_PREDICTED: list[dict[str, Any]] = [
+    {},
+    {"precision": "bf16-true"},
+    {"recompute": "full"},
+    {"compile": "block", "float8": "rowwise", "recompute": "selective"},
+]
+
+
+@pytest.mark.parametrize(
+    "fields", [*PREDICTED, *(pytest.param(fields, marks=pytest.mark.slow) for fields in ALSO_PREDICTED)], ids=str
+)
+def test_memory_that_is_folded_is_that_of_a_dry_run(fields: dict[str, Any], large: Estimator) -> None:
+    plan = tightfit.Plan(**{**TENSORWISE, **fields})
+    folded = large.estimate(plan).peak
+    assert folded.total - folded.rows["runtime"] == pytest.approx(rehearse(large.job, plan, "cuda").total, rel=0.01)
+
+
+def products(estimator: Estimator, plan: tightfit.Plan) -> list[str]:
+    passages = estimator.estimate(plan).ledger.training
+    return [one.dtype for passage in passages for one in passage.timeline.operations if one.name == "aten._scaled_mm"]
+
+
+def test_the_products_of_blocks_are_traced_in_eight_bits(large: Estimator) -> None:
+    plan = tightfit.Plan(**MIXED)
+    layers, blocks = 7, 2  # each with three products
+    assert products(large, plan) == []
+    plan = plan.replace(float8="tensorwise")
+    assert products(large, plan) == ["float8"] * (3 * layers * blocks)
+    assert _layers_in_float8(large.estimate(plan)) == "; 14 linear layers multiply in float8"
+
+
+def test_they_are_as_fast_as_the_table_says() -> None:
+    machine = Machine.named("h100-sxm")
+    rate = machine.achieved("product", "float8", 4096)
+    assert rate == pytest.approx(2 * machine.achieved("product", "bfloat16", 4096), rel=1e-2)
+    calibrated = machine.replace(rates={"product/bfloat16": {4096: 7e14}, "cast/bfloat16": {2**20: 1e12}})
+    assert calibrated.achieved("product", "float8", 4096) == pytest.approx(7e14 * 1979 / 989)
+    assert calibrated.achieved("cast", "float8_e4m3fn", 2**20) == 1e12
+
+
+@pytest.mark.slow
+def test_a_scale_for_each_row_takes_longer(large: Estimator) -> None:
+    """Of a compiled block, whose kernels read a tensor before they scale it by its largest number."""
+    plans: Any = [tightfit.Plan(**MIXED, compile="block", float8=recipe) for recipe in RECIPES]
+    one, other = (large.estimate(plan).time for plan in plans)
+    assert one.compute_s == pytest.approx(other.compute_s)
+    assert one.memory_s < other.memory_s
+
+
+FEW: dict[str, Any] = {"micro_batch": 8, "recompute": "none", "update_in_backward": False}  # plans to choose from
+
+
+def test_large_layers_that_are_compiled_are_predicted_to_be_faster(large: Estimator) -> None:
+    wide, narrow = (large.estimate(tightfit.Plan(**one, compile="block")).time for one in (MIXED, TENSORWISE))
+    assert narrow.compute_s < 0.7 * wide.compute_s
+    assert narrow.step_s < wide.step_s
+
+
+@pytest.mark.slow
+def test_search_takes_it_for_large_layers_that_are_compiled(large: Estimator) -> None:
+    chosen = tightfit.search(large.job, large.machine, {**FEW, "compile": "block"}, large)[0]
+    assert chosen.plan.float8 != "none"
+    assert chosen.changes_math == ["bf16", "float8"]
+
+
+def test_search_tries_it_only_where_it_may(large: Estimator) -> None:
+    plan, job, other = tightfit.Plan(**MIXED), large.job, Machine.named("a100-80gb")
+    assert [one.float8 for one in _in_float8(large, plan, {})] == ["tensorwise", "rowwise"]
+    assert _in_float8(large, plan, {"float8": "none"}) == []
+    assert _in_float8(large, plan.replace(tp=2), {}) == []
+    assert _in_float8(large, tightfit.Plan(), {}) == []
+    assert _in_float8(large.of(job.replace(allow=["bf16"]), large.machine), plan, {}) == []
+    assert _in_float8(large.of(job, other), plan, {}) == []
+    assert [one.float8 for one in _in_float8(large.of(job, Machine.named("l4")), plan, {})] == ["tensorwise"]
+
+
+def test_it_is_said_that_torchao_is_missing(large: Estimator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "is_installed", lambda: False)
+    assert any("torchao" in line for line in large.estimate(tightfit.Plan(**MIXED)).advice)
+    assert not any("torchao" in line for line in large.estimate(tightfit.Plan(**TENSORWISE)).advice)
+
+
+def test_search_leaves_it_where_layers_are_small() -> None:
+    chosen = tightfit.search(llama(64, 64), Machine.named("h100-sxm"), {**FEW, "compile": "none"})[0]
+    assert chosen.plan.float8 == "none"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "compiled", "device"),
+    [devices.on_gpu((recipe, how), name=f"{recipe}-{how}") for recipe in RECIPES for how in ("none", "block")],
+)
+def test_a_gpu_multiplies_in_eight_bits(
+    recipe: str, compiled: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real products beside the emulated ones on the same device, which sum the same numbers in another order."""
+    devices.need_float8(recipe)
+    called: list[Any] = []
+    product = torch._scaled_mm
+    if compiled == "none":
+        monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **named: called.append(args) or product(*args, **named))
+    case = cases.make_case("llama")
+    plan: Any = tightfit.Plan(precision="bf16-mixed", float8=recipe, compile=compiled)
+    losses, weights = cases.training(case, plan, device=device)
+    assert len(called) == (cases.STEPS * 4 * 7 * 3 if compiled == "none" else 0)
+    monkeypatch.setattr(float8, "EMULATE", True)
+    torch.compiler.reset()
+    emulated_losses, emulated_weights = cases.training(case, plan.replace(compile="none"), device=device)
+    assert cases.distance(weights, emulated_weights) <= BOUND[recipe]
+    assert losses == pytest.approx(emulated_losses, rel=BOUND[recipe])
