@@ -1,4 +1,5 @@
-"""Passing: of blocks that are alike, the first two and the last run, and those between pass their input through."""
+"""Passing: of blocks that are alike, the first two and the last run, and those between pass their
+input through."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 class Passages(Protocol):
     """Who is told of each block that begins and ends, and of what it is called with."""
 
-    def begin(self, part: str, block: int | None = None, stands_for: int | None = None) -> None: ...
+    def begin(self, part: str, block: int | None = None, copy_of: int | None = None) -> None: ...
 
     def note_inputs(self, arguments: Any) -> None: ...
 
 
 class _Nobody:
-    def begin(self, part: str, block: int | None = None, stands_for: int | None = None) -> None:
+    def begin(self, part: str, block: int | None = None, copy_of: int | None = None) -> None:
         pass
 
     def note_inputs(self, arguments: Any) -> None:
@@ -29,14 +30,15 @@ class _Nobody:
 
 @contextmanager
 def shortened(blocks: list[nn.Module]) -> Iterator[None]:
-    """Within, of each kind of block the first two and the last run; those between pass their input through."""
+    """Within, of each kind of block the first two and the last run; those between pass their input
+    through."""
     with watched(blocks, _Nobody()):
         yield
 
 
 def stand_ins(blocks: list[nn.Module], lists: list[str] | None = None) -> dict[int, int]:
-    """By its number, for each block between the second and the last of its kind, the second. lists: what each of them is in,
-    where kinds do not reach beyond that."""
+    """By its number, for each block between the second and the last of its kind, the second.
+    lists: what each of them is in, where kinds do not reach beyond that."""
     kinds: dict[Any, list[int]] = defaultdict(list)
     for number, block in enumerate(blocks):
         kinds[lists and lists[number], _kind(block)].append(number)
@@ -47,9 +49,11 @@ def stand_ins(blocks: list[nn.Module], lists: list[str] | None = None) -> dict[i
 def watched(
     blocks: list[nn.Module], recorder: Passages, missing: Mapping[int, int] | None = None, every: bool = False
 ) -> Iterator[None]:
-    """Within, each block's forward is a passage of its own, and those between the second and the last of a kind skip.
+    """Within, each block's forward is a passage of its own, and those between the second and the
+    last of a kind skip.
 
-    missing  numbers of blocks that were taken out before, and for each the one that stands for it: they are passages too
+    missing  numbers of blocks that were taken out before, and for each the one that stands for it:
+             they are passages too
     every    whether none skips
     """
     absent = missing or {}
@@ -74,7 +78,8 @@ def watched(
 
 
 def _kind(block: nn.Module) -> Any:
-    """What two blocks share that do the same: their class, and their parameters' and buffers' shapes and types."""
+    """What two blocks share that do the same: their class, and their parameters' and buffers'
+    shapes and types."""
     tensors = (*block.named_parameters(), *block.named_buffers())
     shapes = tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
     kinds = tuple(type(module) for module in block.modules())
@@ -82,7 +87,8 @@ def _kind(block: nn.Module) -> Any:
 
 
 class _Watch:
-    """A block's forward, as a passage; or the block passed through, where another of its kind is known to do the same."""
+    """A block's forward, as a passage; or the block passed through, where another of its kind is
+    known to do the same."""
 
     def __init__(
         self,
@@ -97,15 +103,15 @@ class _Watch:
         self.before = before  # blocks that are not there, and what stands for each
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for number, stands_for in self.before:
-            self.recorder.begin("block", number, stands_for=stands_for)
-            self.recorder.begin("between", number, stands_for=stands_for)
+        for number, copy_of in self.before:
+            self.recorder.begin("block", number, copy_of=copy_of)
+            self.recorder.begin("between", number, copy_of=copy_of)
         if self.second in self.known:
             inputs = tree_leaves((args, kwargs))
             passed = _passed_through(self.known[self.second], inputs)
             if passed is not None:
-                self.recorder.begin("block", self.number, stands_for=self.second)
-                self.recorder.begin("between", self.number, stands_for=self.second)
+                self.recorder.begin("block", self.number, copy_of=self.second)
+                self.recorder.begin("between", self.number, copy_of=self.second)
                 return passed[0]
         self.recorder.begin("block", self.number)
         self.recorder.note_inputs((args, kwargs))
@@ -122,7 +128,8 @@ def _described(leaf: Any) -> Any:
 
 
 def _shape_of_call(arguments: Any, output: Any) -> Any:
-    """(inputs as described; the output's tree; of each leaf the input that it is or looks like; leaves but tensors)."""
+    """(inputs as described; the output's tree; of each leaf the input that it is or looks like;
+    leaves but tensors)."""
     inputs = tree_leaves(arguments)
     leaves, tree = tree_flatten(output)
     sources = [_source(leaf, inputs) for leaf in leaves]
@@ -146,7 +153,8 @@ def _constant(leaf: Any) -> Any:
 
 
 def _passed_through(known: Any, inputs: list[Any]) -> tuple[Any] | None:
-    """The output of a block that is passed through, in a tuple; None where its call is another than the known one's."""
+    """The output of a block that is passed through, in a tuple; None where its call is another
+    than the known one's."""
     described, tree, sources, constants = known
     if [_described(leaf) for leaf in inputs] != described:
         return None
