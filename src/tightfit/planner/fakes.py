@@ -1,5 +1,5 @@
-"""Run a model on fake tensors, which have no values: answer operations that read values, and turn failures
-into errors that say what to do.
+"""Run a model on fake tensors, which have no values: answer operations that read values, and turn
+failures into errors that say what to do.
 
 The profiler and the dry run enter `FakeValues` inside FakeTensorMode.
 """
@@ -43,12 +43,13 @@ _SPLITS = frozenset({torch.ops.aten.split.Tensor, torch.ops.aten.split_with_size
 class FakeValues(TorchDispatchMode):
     """A dispatch mode that answers operations which read the values of fake tensors.
 
-    An unknown value is 1 or True, so a whole step runs without values. Two kinds of values are known:
-    integers that the model writes as constants, and torch.linspace on a CPU. Many image models compute
-    the drop-path rate of each block with linspace, and a rate of 0 creates a block without drop path.
+    An unknown value is 1 or True, so a whole step runs without values. Two kinds of values are
+    known: integers that the model writes as constants, and torch.linspace on a CPU. Many image
+    models compute the drop-path rate of each block with linspace, and a rate of 0 creates a block
+    without drop path.
 
-    For speed, initialisation does nothing and the device is answered directly: a deep model asks for
-    both thousands of times.
+    For speed, initialisation does nothing and the device is answered directly: a deep model asks
+    for both thousands of times.
 
     transformers reads an attention mask only if it is not a fake tensor; otherwise it builds masks
     that training would not build. Inside this mode it reads the mask, unless `padded`.
@@ -85,7 +86,9 @@ class FakeValues(TorchDispatchMode):
         if func in _FILLS and isinstance(args[0], FakeTensor):
             args[0].constant = None
             return args[0]
-        if func is torch.ops.aten.lift_fresh.default:  # from `torch.tensor(1.0)`: a parameter may start so and be cast later
+        if (
+            func is torch.ops.aten.lift_fresh.default
+        ):  # from `torch.tensor(1.0)`: a parameter may start so and be cast later
             made = func(*args)
             if isinstance(made, FakeTensor) and made.is_floating_point():
                 made.constant = None  # torch would otherwise keep the constant's dtype after a cast
@@ -132,9 +135,11 @@ def _default_value(tensor: Tensor) -> bool | int | float:
 
 @contextmanager
 def traceable(model: nn.Module | None = None) -> Iterator[None]:
-    """Inside this context, a failure on fake tensors becomes an Untraceable with the reason and a remedy.
+    """Inside this context, a failure on fake tensors becomes an Untraceable with the reason and a
+    remedy.
 
-    model  checked for recurrent layers, whose kernels have a workspace that fake tensors do not show
+    model  checked for recurrent layers, whose kernels have a workspace that fake tensors do not
+           show
     """
     recurrent = [type(module).__name__ for module in model.modules() if isinstance(module, nn.RNNBase)] if model else []
     if recurrent:

@@ -1,8 +1,9 @@
 """Track live storages by row (parameters, gradients, ...) during a step, on real or fake tensors.
 
-`StorageTracker` is a torch dispatch mode. The dry run uses it on fake tensors, so it can measure steps
-that no device at hand could hold; measurements use it on real tensors. On real tensors, the mode sees
-no single operations inside a compiled region: see `measure/memory.py` for what is done there.
+`StorageTracker` is a torch dispatch mode. The dry run uses it on fake tensors, so it can measure
+steps that no device at hand could hold; measurements use it on real tensors. On real tensors, the
+mode sees no single operations inside a compiled region: see `measure/memory.py` for what is done
+there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from tightfit.methods.run import Run
 from tightfit.models.objective import Batch
 
 OTHER_MEMORY = "elsewhere"  # marks storages in another memory (host, disk), which count in no row
-# AccumulateGrad nodes have sequence numbers from here on; they belong to no operation of the forward
+# AccumulateGrad nodes have sequence numbers from here on; they belong to no operation of the
+# forward
 ACCUMULATES = 2**63
 ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 
@@ -53,8 +55,8 @@ class Peak:
 
 @dataclass(eq=False, slots=True)
 class _LiveStorage:
-    """A live storage: its row as known so far, its bytes, and a weak reference that reports when it is
-    freed."""
+    """A live storage: its row as known so far, its bytes, and a weak reference that reports when
+    it is freed."""
 
     row: str
     size: int
@@ -64,22 +66,23 @@ class _LiveStorage:
 class StorageTracker(TorchDispatchMode):
     """Tracks every storage that operations allocate until it is freed. Call `peak` afterwards.
 
-    The purpose of a storage is often known only after its allocation. A storage counts in the row that
-    it has at the end, for its whole life:
+    The purpose of a storage is often known only after its allocation. A storage counts in the row
+    that it has at the end, for its whole life:
 
     parameters    passed to `assign`, like the batch, the optimizer states and everything else that
                   exists before the step
     gradients     became the .grad of one of `parameters`
-    optimizer     passed to `assign`, also after the step, because each update allocates narrow states
-                  again
+    optimizer     passed to `assign`, also after the step, because each update allocates narrow
+                  states again
     activations   the batch, and what forward allocated and saved for backward
     temporaries   the rest, including recomputed activations
 
-    Example: a matrix product allocates 4 MiB in forward. It is a temporary at first. If it is alive when
-    forward ends, the tracker moves it to activations, from its allocation on.
+    Example: a matrix product allocates 4 MiB in forward. It is a temporary at first. If it is
+    alive when forward ends, the tracker moves it to activations, from its allocation on.
 
-    Phases: forward is the function that `forward` wraps; autograd tells when backward runs; everything
-    between a backward and the next forward is the optimizer. An update in backward counts as backward.
+    Phases: forward is the function that `forward` wraps; autograd tells when backward runs;
+    everything between a backward and the next forward is the optimizer. An update in backward
+    counts as backward.
 
     again  the tracker will be entered again. Frees are recorded in between, allocations are not.
     """
@@ -99,7 +102,8 @@ class StorageTracker(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """On fake tensors, a compiled region runs as the expected kernels, whose buffers are recorded."""
+        """On fake tensors, a compiled region runs as the expected kernels, whose buffers are
+        recorded."""
         return True
 
     def assign(self, tensors: Iterable[Tensor], row: str) -> None:
@@ -110,7 +114,8 @@ class StorageTracker(TorchDispatchMode):
                 seen.row = row if seen.row != OTHER_MEMORY else OTHER_MEMORY
 
     def forward(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        """Wrap the forward of a micro-batch: its arguments, and what it leaves alive, are activations."""
+        """Wrap the forward of a micro-batch: its arguments, and what it leaves alive, are
+        activations."""
 
         def watched(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             self._assign_gradients(self._parameters)
@@ -128,7 +133,8 @@ class StorageTracker(TorchDispatchMode):
         return watched
 
     def peak(self) -> Peak:
-        """The instant of the largest total. A storage counts in the row that it was last assigned to."""
+        """The instant of the largest total. A storage counts in the row that it was last assigned
+        to."""
         rows, total, best, timeline = dict.fromkeys(ROWS, 0), 0, Peak(), []
         for seen, change, phase in self._events:
             if seen.row == OTHER_MEMORY:
@@ -148,8 +154,8 @@ class StorageTracker(TorchDispatchMode):
         return super().__enter__()
 
     def _recording_resize(self) -> Callable[[torch.UntypedStorage, int], None]:
-        """An UntypedStorage.resize_ that records. fully_shard frees gathered parameters with it, and a
-        dispatch mode does not see it."""
+        """An UntypedStorage.resize_ that records. fully_shard frees gathered parameters with it,
+        and a dispatch mode does not see it."""
 
         def resize(storage: torch.UntypedStorage, size: int) -> None:
             self._resize(storage, size)
@@ -185,7 +191,8 @@ class StorageTracker(TorchDispatchMode):
         self._without_gradient.clear()
 
     def _update_phase(self) -> None:
-        """Find the phase of an operation, and the gradients that were set since the last operation."""
+        """Find the phase of an operation, and the gradients that were set since the last
+        operation."""
         if torch._C._current_graph_task_id() != -1:
             if self._phase != "backward":
                 self._phase, self._without_gradient, self._node = "backward", list(self._parameters), None
@@ -225,8 +232,8 @@ class StorageTracker(TorchDispatchMode):
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages of a tensor's bytes. A tensor subclass (such as DTensor) has those of its inner tensors,
-    a sparse tensor those of its indices and values."""
+    """The storages of a tensor's bytes. A tensor subclass (such as DTensor) has those of its inner
+    tensors, a sparse tensor those of its indices and values."""
     if is_traceable_wrapper_subclass(tensor):
         for inner in map(partial(getattr, tensor), tensor.__tensor_flatten__()[0]):
             if isinstance(inner, Tensor):
@@ -239,8 +246,8 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 class Tracking:
-    """Tracks the storages of a run: `take` takes a step inside the tracker, `peak` returns the result. Fake
-    tensors count like real ones."""
+    """Tracks the storages of a run: `take` takes a step inside the tracker, `peak` returns the
+    result. Fake tensors count like real ones."""
 
     def __init__(self, run: Run) -> None:
         self._tracker = StorageTracker([*run.model.parameters(), *run.weights.values()])
@@ -282,8 +289,8 @@ def track(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Res
 
 
 def _states_of(run: Run) -> list[Tensor]:
-    """What persists from one update to the next: optimizer states, and the error feedback of compressed
-    gradients."""
+    """What persists from one update to the next: optimizer states, and the error feedback of
+    compressed gradients."""
     return [*state_tensors(run.optimizer), *(run.reduction.states() if run.reduction is not None else [])]
 
 
