@@ -24,7 +24,7 @@ def trace_updates(model: nn.Module, optimizer: Optimizer, together: bool = False
     update. The first update creates the states.
 
     model     with fake parameters; they have no gradients afterwards
-    together  use torch's foreach kernels, which take all parameters at once, if the optimizer has
+    foreach   use torch's foreach kernels, which take all parameters at once, if the optimizer has
               them
     """
     known: dict[object, Update] = {}
