@@ -358,7 +358,7 @@ def test_what_the_engine_refuses_is_passed_over_and_says_so(monkeypatch: pytest.
     monkeypatch.setattr(finalists, "rehearse", refusing)
     chosen, *others = search(cases.job("llama"), GPU)
     assert chosen.plan != fastest
-    assert {one.plan: one.rejected_because for one in others}[fastest] == "cannot be: this model is too odd"
+    assert {one.plan: one.rejected_because for one in others}[fastest] == "the engine refuses it: this model is too odd"
 
 
 def test_where_the_engine_refuses_all_its_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ class Finals:
         """The newest estimate of a plan: its dry run's, if there was one. A refused plan gets its
         reason."""
         if one.plan in self.refused:
-            return replace(one, rejected_because=f"cannot be: {self.refused[one.plan].found}")
+            return replace(one, rejected_because=f"the engine refuses it: {self.refused[one.plan].found}")
         return self.unconfirmed.get(one.plan) or self.lacking.get(one.plan, one)
 
     def add(self, other: Finals) -> None:
