@@ -67,17 +67,17 @@ def by_promise(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[
     samples = start.micro_batch_of(job.train.batch)
     sample_s = estimator.clock.passages_s(ledger.training, samples) / samples
     count = machine.devices_per_node * machine.nodes - start.servers
-    promised = []
+    bounds = []
     for sizes in cuts(machine, pins):
-        cut = start.replace(**sizes)
-        devices = cut.tp * cut.pp * cut.cp
+        plan = start.replace(**sizes)
+        devices = plan.tp * plan.pp * plan.cp
         if count // devices > job.train.batch:
             continue
         share = math.ceil(job.train.batch / max(count // devices, 1))
-        pieces = max(fields.get("virtual_stages", 1) for fields in schedules(pins))
-        lasts = share if cut.schedule in WITHOUT_BUBBLE else max(share + (cut.pp - 1) / pieces, cut.pp)
-        promised.append((sample_s * lasts / devices, sizes))
-    return sorted(promised, key=lambda one: ("cp" in one[1], int(math.log(one[0], SIMILAR)), len(one[1])))
+        stages = max(fields.get("virtual_stages", 1) for fields in schedules(pins))
+        micro_batch_count = share if plan.schedule in WITHOUT_BUBBLE else max(share + (plan.pp - 1) / stages, plan.pp)
+        bounds.append((sample_s * micro_batch_count / devices, sizes))
+    return sorted(bounds, key=lambda one: ("cp" in one[1], int(math.log(one[0], SIMILAR)), len(one[1])))
 
 
 def schedules(pins: dict[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -122,8 +122,8 @@ def balanced(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: int) -
     stages.
     """
     plan = start.replace(micro_batch=1)
-    ledger, pieces = estimator.profiler.ledger(plan), pp * pins.get("virtual_stages", 1)
-    if ledger.blocks < pieces:
+    ledger, stages = estimator.profiler.ledger(plan), pp * pins.get("virtual_stages", 1)
+    if ledger.blocks < stages:
         raise InputError(
             f"plan: pp={pp}",
             f"the model has {ledger.blocks} blocks",
@@ -141,4 +141,4 @@ def balanced(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: int) -
         elif passage.phase == "backward" and here == 1:
             here = 0
         seconds[here] += estimator.clock.passages_s([passage], 1)
-    return {"split": split_balanced(seconds[1:-1], seconds[0], seconds[-1], pieces)}
+    return {"split": split_balanced(seconds[1:-1], seconds[0], seconds[-1], stages)}

@@ -69,25 +69,25 @@ def _period(ledger: Ledger) -> int | None:
 
     Example: a model that alternates sliding-window and full attention has period 2.
     """
-    pieces = _segments_by_stage(ledger)
-    if min(len(_block_numbers(program)) for program in pieces) <= SIMULATED_BLOCKS:
+    stages = _segments_by_stage(ledger)
+    if min(len(_block_numbers(program)) for program in stages) <= SIMULATED_BLOCKS:
         return None
     known: dict[Timeline, int] = {}
     kinds: dict[object, int] = {}
 
     def kind(timeline: Timeline) -> int:
         if timeline not in known:
-            said = tuple((buffer.row, buffer.maker, buffer.size, sign) for buffer, sign in timeline.events)
-            known[timeline] = kinds.setdefault(said, len(kinds))
+            content = tuple((buffer.row, buffer.maker, buffer.size, sign) for buffer, sign in timeline.events)
+            known[timeline] = kinds.setdefault(content, len(kinds))
         return known[timeline]
 
     rows: list[list[tuple[int, ...]]] = []
-    for program in pieces:
-        told: dict[int, list[int]] = {number: [] for number in _block_numbers(program)}
+    for program in stages:
+        kinds_by_block: dict[int, list[int]] = {number: [] for number in _block_numbers(program)}
         for passage in program:
             if passage.block is not None:
-                told[passage.block].append(kind(passage.timeline))
-        rows.append([tuple(one) for one in told.values()])
+                kinds_by_block[passage.block].append(kind(passage.timeline))
+        rows.append([tuple(one) for one in kinds_by_block.values()])
     for period in range(1, min(MAX_PERIOD, min(map(len, rows)) // (2 * MIN_PERIODS)) + 1):
         if all(_repeats(row, period) for row in rows):
             return period
@@ -109,35 +109,40 @@ def _repeats(row: list[tuple[int, ...]], period: int) -> bool:
 def _without_blocks(ledger: Ledger, count: int) -> Ledger:
     """The ledger without `count` blocks in the middle of each stage, and without the segments that
     follow these blocks."""
-    gone: set[int] = set()
+    removed: set[int] = set()
     for program in _segments_by_stage(ledger):
         numbers = _block_numbers(program)
         end = len(numbers) - (len(numbers) - count) // 2
-        gone.update(numbers[end - count : end])
+        removed.update(numbers[end - count : end])
 
-    def left(program: tuple[Passage, ...]) -> tuple[Passage, ...]:
+    def without_removed(program: tuple[Passage, ...]) -> tuple[Passage, ...]:
         found, here = [], None
         for passage in program:
             here = passage.block if passage.block is not None else here
-            if here not in gone:
+            if here not in removed:
                 found.append(passage)
         return tuple(found)
 
-    parameters = tuple(p for p in ledger.parameters if not p.places or any(place not in gone for place in p.places))
+    parameters = tuple(p for p in ledger.parameters if not p.places or any(place not in removed for place in p.places))
     names = {parameter.name for parameter in ledger.parameters} - {parameter.name for parameter in parameters}
     stage = ledger.stage
     if stage is not None:
         parts = {
-            piece: replace(part, forward=left(part.forward), backward=left(part.backward), weights=left(part.weights))
-            for piece, part in stage.parts.items()
+            index: replace(
+                part,
+                forward=without_removed(part.forward),
+                backward=without_removed(part.backward),
+                weights=without_removed(part.weights),
+            )
+            for index, part in stage.parts.items()
         }
         stage = replace(stage, parts=parts)
     return replace(
         ledger,
-        training=left(ledger.training),
+        training=without_removed(ledger.training),
         parameters=parameters,
         updates={name: update for name, update in ledger.updates.items() if name not in names},
-        blocks=ledger.blocks - len(gone),
+        blocks=ledger.blocks - len(removed),
         stage=stage,
     )
 

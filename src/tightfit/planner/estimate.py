@@ -203,13 +203,13 @@ class Estimate:
         """Hints for the user: model dimensions and micro-batches that fill the hardware's tiles
         (without tensor parallelism, which shards the layers), and what the machine lacks for
         torch.compile, or for the float8 products that the job allows."""
-        said = [] if self.plan.tp > 1 else microbatch.advice(self.ledger, self.machine.device)
+        hints = [] if self.plan.tp > 1 else microbatch.advice(self.ledger, self.machine.device)
         lacking = lacking_to_compile(self.machine) if self.plan.compile == "none" and pays_to_compile(self.job) else ""
         if lacking:
-            said.append(f"compile is none: torch.compile needs {lacking}")
+            hints.append(f"compile is none: torch.compile needs {lacking}")
         if "float8" in self.job.allowed and self.plan.float8 == "none" and not float8.is_installed():
-            said.append("float8 is none: it needs the package torchao")
-        return said
+            hints.append("float8 is none: it needs the package torchao")
+        return hints
 
     def explain(self) -> str:
         """The plan, its memory by row at the peak and its time by kind of operation, as text."""

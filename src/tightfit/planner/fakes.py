@@ -153,9 +153,9 @@ def traceable(model: nn.Module | None = None) -> Iterator[None]:
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise _untraceable(f"has shapes or branches that depend on the data ({error.func})") from error
     except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, LookupError) as error:
-        said = str(error).strip().partition("\n")[0]
+        message = str(error).strip().partition("\n")[0]
         raise _untraceable(
-            f"fails on tensors without values: {type(error).__name__}: {said} ({_place(error)})"
+            f"fails on tensors without values: {type(error).__name__}: {message} ({_place(error)})"
         ) from error
 
 

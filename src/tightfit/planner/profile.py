@@ -196,14 +196,14 @@ class Profiler:
         whole = self._samples_per_chunk(plan)
         # whether backward all-gathers a layer's input again, rather than saving it
         gathers = plan.sequence_parallel and training and sequences.gathers_again(plan)
-        cut = plan.tp, plan.cp, plan.sequence_parallel, gathers
+        layout = plan.tp, plan.cp, plan.sequence_parallel, gathers
         narrow = shards.comes_and_goes(plan, self.device) and shards.narrow_type(plan) is not None
         # a region of the whole model contains its own recomputation
         again = plan.recompute if plan.compile == "model" else "none"
         plan = plan.replace(precision=kind)
         operations = tuple(getattr(plan, field) for field in traced_fields(METHODS))
         filled = float8.wanted(plan) and float8.pads(self.job, plan)
-        key = operations, filled, again, training, micro_batch < whole, cut, narrow
+        key = operations, filled, again, training, micro_batch < whole, layout, narrow
         traced = self._traced.setdefault(key, {})
         if micro_batch not in traced and micro_batch > MAX_TRACED_CHUNKS * whole > 0:
             for samples in (max(whole, 2), 2 * max(whole, 2)):
@@ -258,7 +258,7 @@ class Profiler:
         """One trace. Raises _RepeatedBlockFailure if the model fails while some repeated blocks do
         not run."""
         with processes(plan.tp * plan.cp), self._mode, FakeValues(self.padded), as_on(self.device):
-            run, depth = self._run(plan)
+            run, depth = self._build_traced_run(plan)
             name = self._blocks_name
             blocks = [block for _, block in find_blocks(run.model, name)]
             parameters, count = _parameters(run.model, name, depth), len(depth.names)
@@ -293,12 +293,12 @@ class Profiler:
                 raise
             return Programs(passages, parameters, count)
 
-    def _run(self, plan: Plan) -> tuple[Run, Depth]:
+    def _build_traced_run(self, plan: Plan) -> tuple[Run, Depth]:
         """Build the job's model and apply the methods with TRACED_FIELDS. Also returns the map to
         the full depth. Call it inside `_mode`."""
         if plan.compile != "none":
             torch._dynamo.reset()  # else compilations of earlier traces count against the recompile limit
-        run, depth = self._created(plan)
+        run, depth = self._build_model(plan)
         run.model.train()
         for method in METHODS:
             if not traced_fields([method]):
@@ -309,7 +309,7 @@ class Profiler:
                 run = method.apply(run, plan)
         return run, depth
 
-    def _created(self, plan: Plan) -> tuple[Run, Depth]:
+    def _build_model(self, plan: Plan) -> tuple[Run, Depth]:
         """Build the job's model; with tensor or context parallelism, the part of rank 0. Also
         returns the map to the full depth. Call it inside `_mode`."""
         objective = self._objective()
@@ -366,7 +366,7 @@ class Profiler:
         else is as it will be in training."""
         key = materialize.weights_dtype(plan), plan.tp
         if key not in self._tensor_parallel_models:
-            run, depth = self._created(plan.replace(cp=1, sequence_parallel=False, compile="none"))
+            run, depth = self._build_model(plan.replace(cp=1, sequence_parallel=False, compile="none"))
             self._tensor_parallel_models[key] = run.model, depth
         return self._tensor_parallel_models[key]
 

@@ -207,18 +207,18 @@ def worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any], best_
     refused: list[InputError] = []
     ruled_out: dict[Any, list[Plan]] = {}
     # the lowest ZeRO stage that fits, by the plan without its data-parallel fields
-    divided: dict[Plan, int] = {}
+    lowest_zero: dict[Plan, int] = {}
     # the largest useful micro-batch without memory-saving options, by the rest of the plan
-    reached: dict[Any, int] = {}
+    largest_useful: dict[Any, int] = {}
     for plans in candidates(estimator, start, pins):
         if estimator.least_bytes(plans[0]) > estimator.limit_bytes:
             ruled_out.setdefault((plans[0].precision, plans[0].states), []).append(plans[-1])
             continue
         batch, least = estimator.job.train.batch, plans[0].replace(micro_batch=None, **SAVES_NO_MEMORY)
-        undivided = plans[0].replace(micro_batch=None, dp_replicate=1, dp_shard=1, zero=0)
-        if start.pp > 1 and divided.get(undivided, plans[0].zero) < plans[0].zero:
+        without_zero = plans[0].replace(micro_batch=None, dp_replicate=1, dp_shard=1, zero=0)
+        if start.pp > 1 and lowest_zero.get(without_zero, plans[0].zero) < plans[0].zero:
             continue
-        larger = [plan for plan in plans if plan.micro_batch_of(batch) > reached.get(least, 0)]
+        larger = [plan for plan in plans if plan.micro_batch_of(batch) > largest_useful.get(least, 0)]
         if larger:
             try:
                 seen = (
@@ -233,9 +233,9 @@ def worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any], best_
                 continue
             found += seen
             if seen[-1].fits:  # so a higher ZeRO stage, which would only save memory, is not faster
-                divided[undivided] = min(plans[0].zero, divided.get(undivided, plans[0].zero))
+                lowest_zero[without_zero] = min(plans[0].zero, lowest_zero.get(without_zero, plans[0].zero))
             if plans[0].replace(micro_batch=None) == least:
-                reached[least] = _largest_safe_micro_batch(seen, batch)
+                largest_useful[least] = _largest_safe_micro_batch(seen, batch)
     if not found and not ruled_out and refused:
         raise refused[0]
     if any(one.fits for one in found):
@@ -429,12 +429,12 @@ def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) 
     Compile is decided late and only once, because its traces take longest. It is not tried if the
     run is so short that compiling costs more than it could save.
     """
-    cut = start.tp * start.pp * start.cp > 1
+    distributed = start.tp * start.pp * start.cp > 1
     best = estimator.estimate(start if "compile" in pins else start.replace(compile="none"))
     tried: list[dict[str, Any]] = []
     if "attention" not in pins and start.attention != "sdpa":
         tried.append({"attention": "sdpa"})
-    if "chunked_loss" not in pins and start.chunked_loss is not None and not cut:
+    if "chunked_loss" not in pins and start.chunked_loss is not None and not distributed:
         tried.append({"chunked_loss": None})
     if best.plan.compile != start.compile and COMPILE_S[estimator.machine.device] < _max_compile_saving_s(best):
         tried.append({"compile": start.compile})
@@ -446,7 +446,7 @@ def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) 
         if other.total_s < best.total_s:
             best = other
     wider = "tf32" if has_fast_tf32(estimator.machine) else "fp32"
-    if "precision" not in pins and not cut and _wider_may_be_faster(estimator, best, wider):
+    if "precision" not in pins and not distributed and _wider_may_be_faster(estimator, best, wider):
         other = estimator.estimate(best.plan.replace(precision=wider))
         if other.total_s < best.total_s:
             best = other

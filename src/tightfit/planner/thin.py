@@ -142,24 +142,26 @@ def _stand_for_full_depth(model: nn.Module, name: str | None, count: int) -> Dep
 def with_blocks(ledger: Ledger, count: int) -> Ledger:
     """The base ledger of the model with only `count` blocks (at least 2): the first ones and the
     last."""
-    gone = range(count - 1, ledger.blocks - 1)
+    removed = range(count - 1, ledger.blocks - 1)
 
-    def kept(parameter: Parameter) -> bool:
-        return not parameter.places or any(place not in gone for place in parameter.places)
+    def remains(parameter: Parameter) -> bool:
+        return not parameter.places or any(place not in removed for place in parameter.places)
 
-    def moved(place: int) -> int:
-        return place - len(gone) if place >= gone.stop else place
+    def renumbered(place: int) -> int:
+        return place - len(removed) if place >= removed.stop else place
 
     passages: list[Passage] = []
     here: int | None = None  # the last block so far: the segments after it are removed with it
     for passage in ledger.training:
         here = passage.block if passage.block is not None else here
-        if here not in gone:
-            passages.append(replace(passage, block=None if passage.block is None else moved(passage.block)))
+        if here not in removed:
+            passages.append(replace(passage, block=None if passage.block is None else renumbered(passage.block)))
     parameters = [
-        parameter if parameter.places == EVERYWHERE else replace(parameter, places=tuple(map(moved, parameter.places)))
+        parameter
+        if parameter.places == EVERYWHERE
+        else replace(parameter, places=tuple(map(renumbered, parameter.places)))
         for parameter in ledger.parameters
-        if kept(parameter)
+        if remains(parameter)
     ]
     names = {parameter.name for parameter in parameters}
     return replace(

@@ -227,18 +227,18 @@ class Clock:
         table = next(iter(ledgers.values())).stage.table  # type: ignore[union-attr]
         for device in range(len(table)):
             ledger = ledgers[max(known for known in ledgers if known <= device)]
-            pieces = self._stage_times(ledger, device)
-            busy_s = ledger.micro_batches * sum(sum(durations.values()) for durations in pieces.values())
+            stages = self._stage_times(ledger, device)
+            busy_s = ledger.micro_batches * sum(sum(durations.values()) for durations in stages.values())
             waited_s = sum(
                 self._message_s(message) for message in ledger.messages if message.name == WITHIN and not message.hides
             )
-            for piece, durations in pieces.items():
-                seconds.update({(piece, kind): one_s * (1 + waited_s / busy_s) for kind, one_s in durations.items()})
+            for stage, durations in stages.items():
+                seconds.update({(stage, kind): one_s * (1 + waited_s / busy_s) for kind, one_s in durations.items()})
         one = next(iter(ledgers.values()))
         assert one.stage is not None
         travel = {
-            (kind, piece): self._transfer_s(one.stage, crossing.sent(kind), one.micro_batch)
-            for piece, crossing in one.stage.crossings.items()
+            (kind, stage): self._transfer_s(one.stage, crossing.sent(kind), one.micro_batch)
+            for stage, crossing in one.stage.crossings.items()
             for kind in (FORWARD, BACKWARD)
         }
 
@@ -261,10 +261,10 @@ class Clock:
         assert ledger.stage is not None
         found = {}
         for place, part in enumerate(ledger.stage.parts.values()):
-            piece = place * len(ledger.stage.table) + device
+            stage = place * len(ledger.stage.table) + device
             whole = self.passages_s(part.backward, ledger.micro_batch)
             weights = min(self._linear_s(part.forward, ledger.micro_batch), whole) if part.weights else 0.0
-            found[piece] = {
+            found[stage] = {
                 FORWARD: self.passages_s(part.forward, ledger.micro_batch),
                 BACKWARD: whole - weights,
                 WEIGHTS: weights,
