@@ -39,7 +39,7 @@ GPU = Machine.named("a100-80gb")
 @pytest.fixture(autouse=True)
 def _samples_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """How long samples take to prepare is measured, and differs from search to search."""
-    monkeypatch.setattr(example, "_sample_s", lambda *arguments: 0.0)
+    monkeypatch.setattr(example, "_seconds_per_sample", lambda *arguments: 0.0)
 
 
 def limited(memory: float, name: str = "llama") -> tightfit.Job:
