@@ -29,13 +29,13 @@ def of_all_blocks(ledger: Ledger, taken: Callable[[Ledger], float]) -> float:
     taken  bytes that a simulated allocator needs for a step
     """
     period = _period(ledger)
-    played = SIMULATED_BLOCKS if period is None else max(SIMULATED_BLOCKS, MIN_PERIODS * period)
+    simulated = SIMULATED_BLOCKS if period is None else max(SIMULATED_BLOCKS, MIN_PERIODS * period)
     while period is not None:
         most = min(len(_block_numbers(program)) for program in _segments_by_stage(ledger))
-        removed = (most - played) // period * period
+        removed = (most - simulated) // period * period
         if removed <= 0:
             break
-        step = max(played // 2 // period, 1) * period
+        step = max(simulated // 2 // period, 1) * period
         few, fewer = _without_blocks(ledger, removed), _without_blocks(ledger, removed + step)
         if few.peak().phase == fewer.peak().phase == ledger.peak().phase:  # else not one line
             # extrapolate only the bytes beyond the tensors: the ledger knows the tensors of all
@@ -44,7 +44,7 @@ def of_all_blocks(ledger: Ledger, taken: Callable[[Ledger], float]) -> float:
             added = beside - (taken(fewer) - _tensor_bytes(fewer))
             slope = added / step if abs(added) > NOISE_BYTES else 0.0
             return _tensor_bytes(ledger) + beside + slope * removed
-        played *= 2
+        simulated *= 2
     return taken(ledger)
 
 

@@ -80,8 +80,8 @@ class Profiler:
 
     job      what to train
     device   kind of device to predict for: cpu or cuda
-    samples  samples of the example batch; tokens: tokens (or images) in it
-    unit     what throughput counts: "tokens", or samples of another kind
+    samples  samples of the example batch; tokens: what it processes, in units of `unit`
+    unit     what throughput counts: "tokens" or "samples"
     """
 
     def __init__(self, job: Job, device: str) -> None:

@@ -149,8 +149,8 @@ class Recorder(TorchDispatchMode):
         return True
 
     def see_kernel(self, moved: int, dtype: torch.dtype, kind: str = "compiled") -> None:
-        """Record a generated kernel that reads and writes `bytes_accessed` bytes. Its arithmetic
-        does not count."""
+        """Record a generated kernel that reads and writes `bytes_accessed` bytes. What it
+        computes on the way is not counted here."""
         name = str(dtype).removeprefix("torch.")
         self.program[-1].operations.append(Operation(kind, name, Linear(), Linear(float(moved))))
 
