@@ -38,6 +38,7 @@ NO_METHODS = (
     "methods.boundaries",
     "methods.sections",
     "methods.buckets",
+    "methods.gathers",
     "methods.collectives",
     "methods.compiler",
     "methods.cutter",

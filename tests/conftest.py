@@ -25,7 +25,7 @@ os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache")
 _SEVERAL = re.compile(
     r"engine/test_(several_devices|limits|hosts|freed|missing_gradients|unused_modules|processes|sample|every_value)"
     r"|methods/test_(collectives|pipeline|stage_boundaries|tensor_parallel|parameter_server|data_parallel|shards)"
-    r"|methods/test_(context_parallel|offload|gradcheck)"
+    r"|methods/test_(context_parallel|offload|gradcheck|gathers|float8)"
     r"|zoo/test_zoo.*several|measure/test_verify_several"
     r"|planner/test_(measured_devices|crossings)"
     r"|contract/.*[\[,+](dp_replicate|dp_shard|cp|tp|pp|parameter_server)="

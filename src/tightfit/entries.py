@@ -38,7 +38,9 @@ class Update:
     """What the optimizer does to one parameter: state it keeps, bytes it needs meanwhile, operations.
 
     elements  of a parameter that is updated in one batch with others: how many it has; dtype: its type. Of a batch, the first
-              update has the transient bytes and the operations of all
+              update has the bytes and the operations of all
+    comes     bytes that are brought to the device for it while the update before it runs, of states and what else is offloaded;
+              leaves: bytes that go back while the one after it runs
     """
 
     state_bytes: int
@@ -49,6 +51,8 @@ class Update:
     group: int = 0
     elements: int = 0
     dtype: str = ""
+    comes: int = 0
+    leaves: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +72,15 @@ class Sent:
     devices  among which each gradient is divided; 1: every device gets all of it
     bucket   bytes of one bucket
     always   whether each micro-batch's are sent, or only the sums of the last one
+    coming   bytes in which updated weights come back from those who divide them; stays: whether they are there until the next
+             forward begins
     """
 
     devices: int
     bucket: float
     always: bool
+    coming: float = 0.0
+    stays: bool = False
 
     def opened(self, done: float, whole: float) -> float:
         """Bytes of the buckets that are begun when `done` of the `whole` bytes of gradients are made."""
@@ -114,7 +122,11 @@ class Message:
 
     bytes_per_s  of the slowest link on its way
     hides        whether the device works on meanwhile
+    at_start     of what passes beside a step's first forward alone, the share that has to be there when it begins; 0 of what
+                 does not
     latency_s    what all its calls take however little is sent
+    during       between a device and its host: the work that it passes beside (forward, backward, update), of all micro-batches;
+                 way: in or out, which pass at the same time. Both are empty between devices
     """
 
     name: str
@@ -122,6 +134,9 @@ class Message:
     bytes_per_s: float
     hides: bool
     latency_s: float = 0.0
+    during: str = ""
+    way: str = ""
+    at_start: float = 0.0
 
     def times(self, share: float) -> Message:
         """A part of it: of the bytes, and of the calls."""

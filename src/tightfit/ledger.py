@@ -140,7 +140,8 @@ class Ledger:
         rows["activations"] += in_memory
         if self.gathered is not None:
             rows["communication"] += self.gathered.rest
-        yield "forward", "start", dict(rows)
+        coming = self.sent.coming if self.sent is not None and self.sent.stays else 0.0
+        yield "forward", "start", {**rows, "communication": rows["communication"] + coming}
         known: dict[Timeline, Played] = {}
         whole, arrived = self.gradient_bytes(), 0.0
         for visit in self.visits():
@@ -196,9 +197,9 @@ class Ledger:
         if self.summed_bytes:
             yield "backward", "reduce", {**rows, "temporaries": rows["temporaries"] + self.summed_bytes}
         yield "optimizer", "update", {**rows, "temporaries": rows["temporaries"] + self._update_bytes()}
-        if self.sent is not None and self.sent.devices > 1:
-            bucket = min(self.sent.bucket, whole)
-            yield "optimizer", "gather", _sum_all(rows, {"communication": bucket})
+        if self.sent is not None and self.sent.coming:
+            without = {**rows, "gradients": 0.0}
+            yield "optimizer", "gather", _sum_all(without, {"communication": self.sent.coming})
 
     def _travelling(self, done: float, whole: float, arrived: float) -> dict[str, float]:
         """What is on its way when `done` bytes of gradients are made, beside what earlier micro-batches left."""
@@ -266,7 +267,7 @@ class Ledger:
         """
         edits: list[Callable[[Timeline], Timeline]] = []
         if self.update_in_backward:
-            needed = {name: float(update.transient_bytes) for name, update in self.updates.items()}
+            needed = {name: float(update.transient_bytes + update.comes) for name, update in self.updates.items()}
             edits.append(lambda timeline: updated_at_once(timeline, needed))
         if self.takes_gradients:
             edits.append(handed_over)
@@ -313,10 +314,13 @@ class Ledger:
     def _update_bytes(self) -> float:
         if self.update_in_backward or not self.updates:
             return 0.0
-        largest, left = 0, dict[int, int]()
-        for update in self.updates.values():
-            largest = max(largest, update.transient_bytes + left.get(update.group, 0))
-            left[update.group] = update.left_bytes
+        largest, left, leaving = 0, dict[int, int](), 0
+        order = sorted(self.updates.values(), key=lambda update: update.group)
+        order = [update for update in order if update.operations or not update.elements]  # others are part of a batch
+        for update, following in zip(order, [*order[1:], None], strict=True):
+            beside = leaving + update.comes + (following.comes if following is not None else 0)
+            largest = max(largest, update.transient_bytes + left.get(update.group, 0) + beside)
+            left[update.group], leaving = update.left_bytes, update.leaves
         together = sum(update.foreach_bytes for update in self.updates.values())
         return max(largest, together) if self.foreach else largest
 

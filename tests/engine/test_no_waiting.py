@@ -22,9 +22,9 @@ from tightfit.engine.randomness import seed_all
 from tightfit.engine.readings import Clock, begin_reading
 from tightfit.engine.step import Step, accumulate, asker, changed, leaves_out_updates, over_data, take_step
 from tightfit.methods.precision import LossScalerOnDevice
-from tightfit.methods.run import Filler, Run, arriving
+from tightfit.methods.run import Filler, Run, arriving, without_full_masks
 from tightfit.methods.uploads import Uploads
-from tightfit.models.masks import numbers_in_order, positions_unread
+from tightfit.models.masks import masks_unread, numbers_in_order
 from tightfit.planner.target import as_on
 
 
@@ -43,7 +43,7 @@ def counted(run: Run) -> Run:
     """The run with labels that are counted by their shape: they lie on the host, and reading there waits for nobody. And as it is
     built for CUDA."""
     objective = replace(run.objective, count=lambda batch: batch["labels"][:, 1:].numel())
-    return replace(run, objective=objective, loss_sum=positions_unread(run.loss_sum, run.model))
+    return replace(run, objective=objective, loss_sum=masks_unread(run.loss_sum, run.model))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "fp16-mixed"])
@@ -63,6 +63,22 @@ def test_a_step_reads_nothing(precision: str, optimizer: str) -> None:
         assert step.gradient_norm is not None
         assert not step.skipped
         assert reads.count > 0
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lion", "lamb"])
+def test_a_step_in_fp16_reads_nothing_without_a_fused_kernel(optimizer: str) -> None:
+    """But for the first, which makes states. Whether the last one was left out is asked before the next, and lies on the host."""
+    with as_on("cuda"):
+        run = counted(tightfit.build(tiny.job(clip=0.5, optimizer=optimizer), tightfit.Plan(precision="fp16-mixed")))
+        assert isinstance(run.loss_scale, LossScalerOnDevice)
+        steps = run.data.steps(0, None)
+        take_step(run, next(steps), 0)
+        assert leaves_out_updates(run.optimizer)
+        for step, reads in ((1, 0), (2, 1)):
+            micro_batches = next(steps)
+            with Reads() as mode:
+                take_step(run, micro_batches, step)
+                assert mode.count == reads
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion"])
@@ -115,7 +131,7 @@ def test_positions_of_a_batch_are_looked_at_and_a_models_own_are_not(monkeypatch
     run.model.eval()
     batch = run.data.example()
     packed = {**batch, "position_ids": torch.tensor([[*range(8), *range(8)]]).expand(len(batch["input_ids"]), -1)}
-    unread = positions_unread(run.loss_sum, run.model)
+    unread = masks_unread(run.loss_sum, run.model)
     for one, times in ((batch, 0), (packed, 1)):
         looked.clear()
         found = unread(one)
@@ -140,8 +156,58 @@ def test_a_model_that_numbers_positions_by_its_tokens_is_looked_at() -> None:
         odd = object.__new__(kind)
         torch.nn.Module.__init__(odd)
         assert not numbers_in_order(odd)
-        assert positions_unread(abs, odd) is abs  # type: ignore[arg-type, comparison-overlap]
-    assert positions_unread(abs, small) is not abs  # type: ignore[arg-type, comparison-overlap]
+        assert masks_unread(abs, odd) is abs  # type: ignore[arg-type, comparison-overlap]
+    assert masks_unread(abs, small) is not abs  # type: ignore[arg-type, comparison-overlap]
+
+
+SMALL_MODELS: dict[str, dict[str, Any]] = {
+    "bert": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
+    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2},
+    "llama": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
+    "t5": {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8, "d_ff": 16, "decoder_start_token_id": 0},
+    "bart": {
+        "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 16, "decoder_ffn_dim": 16,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_a_mask_that_hides_padding_is_not_looked_at_on_the_device(name: str, attention: str) -> None:
+    """By encoders, decoders and both, which make up to three masks of it; the outputs are the same."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+    both = name in ("t5", "bart")
+    kinds: dict[str, Any] = {"bert": AutoModelForMaskedLM, **dict.fromkeys(("t5", "bart"), AutoModelForSeq2SeqLM)}
+    config = AutoConfig.for_model(name, vocab_size=32, use_cache=False, **SMALL_MODELS[name])
+    model = kinds.get(name, AutoModelForCausalLM).from_config(config, attn_implementation=attention).eval()
+    ids = torch.arange(16).view(2, 8)
+    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": (ids < 13).long()}
+    if both:
+        batch |= {"decoder_input_ids": ids + 1, "decoder_attention_mask": (ids < 12).long()}
+
+    def loss_sum(given: Any) -> Tensor:
+        return model(**given).logits.square().sum()
+
+    reads = []
+    for function in (loss_sum, masks_unread(loss_sum, model, without_full=True)):
+        with Reads() as mode:
+            reads.append((function(batch), mode.count))
+    (plain, asked), (unread, more) = reads
+    assert torch.equal(plain, unread)
+    assert more == 0
+    assert asked > 0 or (attention == "eager" and name in ("gpt2", "llama"))
+
+
+def test_masks_that_hide_nothing_are_left_out_each_by_itself() -> None:
+    run: Any = SimpleNamespace(maskless=("attention_mask", "decoder_attention_mask"))
+    full, padded = torch.ones(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    batch = {"input_ids": padded, "attention_mask": padded, "decoder_attention_mask": full}
+    assert without_full_masks(batch, run).keys() == {"input_ids", "attention_mask"}
+    assert without_full_masks({"attention_mask": full}, run) == {}
+    assert without_full_masks({"attention_mask": full[0]}, run).keys() == {"attention_mask"}
+    assert without_full_masks(padded, run) is padded
 
 
 def test_the_first_update_of_fused_momentum_is_decided_on_the_host() -> None:

@@ -36,6 +36,8 @@ ALONE: tuple[dict[str, Any], ...] = (
     {"attention": "blocked"},
     {"materialize": "device"},
     {"offload": ["states"]},
+    {"offload": ["states"], "precision": "bf16-true", "rounding": "kahan"},
+    {"offload": ["states"], "precision": "fp16-mixed"},
     {"offload": ["activations"]},
     {"offload": ["gradients"]},
     ALL_OFFLOADED,

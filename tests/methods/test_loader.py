@@ -294,7 +294,7 @@ def test_a_mask_that_hides_nothing_is_left_out_on_the_host(
     assert not run.maskless
     monkeypatch.setattr("tightfit.methods.loader.kind_of", lambda device: "cuda")
     on_cuda = loader.apply(run, Plan(**fields))
-    assert on_cuda.maskless == left_out
+    assert on_cuda.maskless == (("attention_mask",) if left_out else ())
     batch = next(run.data.steps(0, None))[0]
     assert ("attention_mask" not in to_device(batch, on_cuda)) == left_out
     padded = {**batch, "attention_mask": batch["attention_mask"].index_fill(1, torch.tensor(7), 0)}
@@ -304,4 +304,4 @@ def test_a_mask_that_hides_nothing_is_left_out_on_the_host(
 
 
 def test_a_model_of_the_users_own_keeps_its_mask() -> None:
-    assert not loader._does_without_mask(torch.nn.Linear(2, 2), Plan())
+    assert not loader._does_without(torch.nn.Linear(2, 2), Plan())

@@ -176,6 +176,29 @@ def test_on_a_gpu(words: tuple[str, ...], where: str, fields: dict[str, Any]) ->
     assert losses == pytest.approx(plain_losses, rel=bound)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"states": "8-bit"},
+        {"precision": "bf16-true", "rounding": "kahan"},
+        {"precision": "fp16-mixed"},
+        {"states": "bf16", "update_in_backward": True},
+    ],
+    ids=str,
+)
+def test_on_a_gpu_states_that_come_and_leave_beside_updates_are_those_that_stay(
+    optimizer: str, fields: dict[str, Any]
+) -> None:
+    """Of updates that are made one by one, or in batches, in either case."""
+    case = cases.make_case("llama").replace(optimizer=optimizer)
+    losses, weights = cases.training(case, tightfit.Plan(**fields, offload=("states",)), device="cuda")
+    plain_losses, plain = cases.training(case, tightfit.Plan(**fields), device="cuda")
+    assert cases.distance(weights, plain) <= 1e-7
+    assert losses == pytest.approx(plain_losses, rel=1e-6)
+
+
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_block_s_parameters_come_while_the_one_before_is_at_work(

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import tightfit
 from tightfit.methods import stores
 from tightfit.methods.stores import SMALL, TARGET, Coming, Gradients, Store, is_dense
+from tightfit.optim.per_parameter import PerParameter
 
 WIDTH, ROWS = 64, 512  # of a tensor that is larger than SMALL
 BYTES = WIDTH * ROWS * 4
@@ -354,3 +355,44 @@ def test_gradients_are_summed_on_the_way_out(streams: Streams, on_a_gpu: Store) 
     assert not any("stream 2" in line for line in streams.since())
     gradients.end()
     assert torch.equal(weight.grad, torch.full((4,), 3.0))  # type: ignore[arg-type]
+
+
+def test_states_come_and_leave_beside_the_updates_of_others(streams: Streams, on_a_gpu: Store) -> None:
+    """While a weight is updated the next one's momentum comes, and that of the one before leaves. No host waits."""
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    inner = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    inner.register_step_post_hook(lambda *_: streams.seen.append("own updates"))
+    optimizer = PerParameter(inner, keep=on_a_gpu)
+    for _ in range(2):
+        streams.since()
+        for weight in weights:
+            weight.grad = torch.ones(3)
+        optimizer.step()
+    comes = ["stream 2 waits for own", "stream 2 waits for an event of stream 1", "stream 2 copies"]
+    update = ["own waits for an event of stream 2", "own updates", "stream 1 waits for own", "stream 1 copies"]
+    left = "own waits for an event of stream 1"  # what its memory was, the device uses again
+    assert streams.since() == [*comes, *comes, *update, *comes, *update, left, *update, left, left]
+    assert all(torch.allclose(weight, torch.tensor(1 - 0.1 - 0.19)) for weight in weights)
+    optimizer.state_dict()
+    assert streams.since() == ["the host waits for stream 1", "the host waits for own"]
+
+
+def test_three_updates_states_are_on_the_device_at_a_time(store: Store) -> None:
+    """That of the update, of the one after it and of the one before; then none. As in a dry run, where nothing is waited for."""
+    weights = [nn.Parameter(torch.ones(ROWS, WIDTH)) for _ in range(5)]
+    inner = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    optimizer = PerParameter(inner, keep=store)
+    held: list[int] = []
+
+    def look(*_: Any) -> None:
+        held.append(len(store._coming) + len(store._sent[0]) + 1)
+
+    inner.register_step_pre_hook(look)
+    for _ in range(2):
+        held.clear()
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert held == [2, 3, 3, 3, 2]
+    assert not store._coming
+    assert store._sent == ([], [])

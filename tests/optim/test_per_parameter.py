@@ -1,7 +1,9 @@
+import copy
 import gc
 import io
 import itertools
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tightfit.errors import InputError
 from tightfit.job import Train
 from tightfit.optim import make_optimizer
+from tightfit.optim.in_batches import InBatches
+from tightfit.optim.lamb import LAMB
 from tightfit.optim.per_parameter import PerParameter, round_stochastically_, unpack
 
 ELEMENTWISE = ["adamw", "sgd", "lion", "lamb", "lars"]
@@ -391,25 +395,37 @@ def test_closure_is_called() -> None:
 
 
 class Drawer:
-    """A memory beside the device's that notes what is put there, and whether it was settled since."""
+    """A memory beside the device's that notes what is asked of it, in order, and whether it was settled since."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self.seen: list[str] = []
         self.settled = True
 
     def put_state(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> torch.Tensor:
         self.names.append(name)
+        self.seen.append(f"put {len(parameter)}")
         self.settled = False
         return value.clone()
 
+    def fetch_ahead(self, value: torch.Tensor) -> None:
+        self.seen.append(f"ahead {len(value)}")
+
     def fetch(self, value: torch.Tensor) -> torch.Tensor:
+        self.seen.append(f"fetch {len(value)}")
         return value.clone()
+
+    def next_update(self) -> None:
+        self.seen.append("next")
+
+    def end_updates(self) -> None:
+        self.seen.append("end")
 
     def settle(self) -> None:
         self.settled = True
 
 
-def test_a_resume_leaves_on_the_device_what_kahan_carries_and_waits_for_what_it_puts_away() -> None:
+def test_kahan_s_compensation_lies_with_the_states_and_a_resume_waits_for_what_it_puts_away() -> None:
     def made(keep: Drawer) -> tuple[torch.nn.Parameter, PerParameter]:
         weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
         return weight, PerParameter(torch.optim.AdamW([weight]), rounding="kahan", keep=keep)
@@ -418,8 +434,97 @@ def test_a_resume_leaves_on_the_device_what_kahan_carries_and_waits_for_what_it_
     weight, optimizer = made(before)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
-    assert "compensation" not in before.names
+    assert "compensation" in before.names
+    assert not before.settled  # no host waits for an update
+    saved = optimizer.state_dict()
+    assert before.settled
     after = Drawer()
-    made(after)[1].load_state_dict(optimizer.state_dict())
+    made(after)[1].load_state_dict(saved)
     assert set(after.names) == set(before.names)
     assert after.settled
+
+
+@pytest.mark.parametrize("kind", [PerParameter, InBatches])
+def test_states_of_the_next_update_are_asked_for_before_this_one(kind: type[PerParameter], monkeypatch: Any) -> None:
+    monkeypatch.setattr("tightfit.optim.in_batches.ELEMENTS", 1)
+    weights = [torch.nn.Parameter(torch.ones(4 + number)) for number in range(3)]
+    drawer = Drawer()
+    optimizer = kind(torch.optim.SGD(weights, lr=0.1, momentum=0.9), keep=drawer)
+    for _ in range(2):
+        drawer.seen.clear()
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert drawer.seen == [
+        "ahead 4", "next", "ahead 5", "fetch 4", "put 4", "next", "ahead 6", "fetch 5", "put 5", "next", "fetch 6", "put 6", "end",
+    ]  # fmt: skip
+
+
+LEFT_OUT = (
+    False,
+    False,
+    True,
+    False,
+    True,
+    True,
+    False,
+)  # steps of which some overflow, after a first one that makes states
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"states": "bf16"},
+    {"states": "8-bit"},
+    {"rounding": "kahan"},
+    {"rounding": "stochastic"},
+    {"states": "4-bit", "rounding": "kahan"},
+]
+
+
+def overflowing(name: str, batched: bool, way: dict[str, Any], by_the_device: bool) -> tuple[list[Any], list[Any]]:
+    """Weights and states after each step, those that overflow left out by the optimizer or by who calls it."""
+    model = Model(torch.bfloat16 if "rounding" in way else torch.float32)
+    inner = make_optimizer(model, Train(optimizer=name, learning_rate=RATES.get(name, 1e-2), weight_decay=0.1))
+    optimizer = (InBatches if batched else PerParameter)(inner, undoes=by_the_device, **way)
+    weights, states = [], []
+    for number, overflows in enumerate(LEFT_OUT):
+        torch.manual_seed(number)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+            if overflows:
+                parameter.grad.view(-1)[0] = float("inf")
+                parameter.grad.view(-1)[-1] = float("nan")
+        assert optimizer.can_leave_out() == (by_the_device and number > 0)
+        if optimizer.can_leave_out():
+            optimizer.leave_out(torch.tensor(overflows), lambda overflows=overflows: overflows)  # type: ignore[misc]
+        if by_the_device or not overflows:
+            optimizer.step()
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+        states.append(copy.deepcopy(optimizer.state_dict()["state"]) if number % 2 else None)  # asking corrects counts
+    return weights, states
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_a_step_that_overflows_changes_nothing_although_no_host_knows(name: str, way: dict[str, Any]) -> None:
+    """Weights, states and counts are bit for bit those of an optimizer that was not called."""
+    for batched in (False, True) if name in ELEMENTWISE[:3] else (False,):
+        plain, told = (overflowing(name, batched, way, by_the_device) for by_the_device in (False, True))
+        torch.testing.assert_close(told, plain, rtol=0.0, atol=0.0)
+
+
+def test_the_host_asks_for_a_step_at_the_next_one() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = PerParameter(LAMB([weight], lr=0.1), undoes=True)
+    asked: list[int] = []
+
+    def asks() -> bool:
+        asked.append(optimizer.state[weight]["step"])
+        return True
+
+    for _ in range(3):
+        weight.grad = torch.ones(3)
+        if optimizer.can_leave_out():
+            optimizer.leave_out(torch.tensor(True), asks)
+        optimizer.step()
+    assert asked == [2]
+    assert optimizer.state_dict()["state"][0]["step"] == 1
+    assert asked == [2, 2]

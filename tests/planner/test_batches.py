@@ -27,6 +27,8 @@ SEVERAL: list[dict[str, Any]] = [
     {"precision": "bf16-true", "rounding": "kahan", "zero": 2, "dp_shard": 2},
     {"precision": "bf16-true", "rounding": "kahan", "zero": 3, "dp_shard": 2},
     {"offload": ["states"]},
+    {"offload": ["states"], "precision": "bf16-true", "rounding": "kahan"},
+    {"precision": "fp16-mixed"},
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,14 @@ from PIL import Image
 import tightfit
 from tests.planner import cases
 from tightfit import files
+from tightfit.entries import Message
 from tightfit.errors import DoesNotFit
 from tightfit.machine import Machine
 from tightfit.methods.loader import SERVER_BYTES, WORKER_BYTES
 from tightfit.methods.materialize import SLACK_BYTES
 from tightfit.planner.estimate import HOST_PROCESS_BYTES, Estimator
 from tightfit.planner.search import search
+from tightfit.planner.time import LAST_TO_LEAVE, Clock
 
 GPU = Machine.named("a100-80gb")
 ADAM, PLAIN = tightfit.Plan(materialize="device"), tightfit.Plan()
@@ -104,6 +107,38 @@ def test_offloaded_states_are_the_host_s_or_the_disk_s(estimator: Estimator) -> 
     disk = estimator.estimate(ADAM.replace(offload=("states",), offload_to="disk"))
     assert disk.disk["offloaded states"] == pytest.approx(states, rel=0.01)
     assert "offloaded states" not in disk.host
+
+
+def test_states_pass_both_ways_at_once_beside_the_update(estimator: Estimator) -> None:
+    """Only what outlasts the update is waited for; on a disk, and in a backward, all of it."""
+    ledger, clock = estimator.estimate(ADAM).ledger, Clock(GPU)
+    assert not ledger.messages
+    update_s = clock.step_time(ledger).optimizer_s
+
+    def waited_s(seconds: float, *ways: str, during: str = "update") -> float:
+        messages = [Message("states", seconds * 1e9, 1e9, hides=True, during=during, way=way) for way in ways]
+        return clock.step_time(replace(ledger, messages=tuple(messages))).communication_s
+
+    assert waited_s(3 * update_s, "in") == pytest.approx(2 * update_s)
+    assert waited_s(3 * update_s, "in", "out") == pytest.approx(2 * update_s)
+    assert waited_s(3 * update_s, "in", "in") == pytest.approx(5 * update_s)
+    assert waited_s(0.5 * update_s, "in", "out") == pytest.approx(0.5 * update_s * LAST_TO_LEAVE)
+    work = [waited_s(1.0, "out", during=during) for during in ("forward", "backward")]
+    whole = clock.step_time(ledger)
+    assert 2 - sum(work) == pytest.approx(whole.compute_s + whole.memory_s + whole.launch_s)
+    for fields, hides in (({}, True), ({"offload_to": "disk"}, False), ({"update_in_backward": True}, False)):
+        moves = estimator.estimate(ADAM.replace(offload=("states",), **fields)).ledger.messages
+        assert [(one.during, one.way, one.hides) for one in moves] == [("update", way, hides) for way in ("in", "out")]
+
+
+def test_offloaded_activations_leave_beside_all_forwards_and_come_beside_all_backwards(estimator: Estimator) -> None:
+    plan = ADAM.replace(offload=("activations",))
+    moves = estimator.estimate(plan).ledger.messages
+    assert [(one.name, one.during, one.way, one.hides) for one in moves] == [
+        ("activations", "forward", "out", True),
+        ("activations", "backward", "in", True),
+    ]
+    assert moves[0].bytes == moves[1].bytes > 0
 
 
 def test_checkpoints_take_the_model_and_its_states(estimator: Estimator) -> None:

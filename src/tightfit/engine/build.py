@@ -15,7 +15,7 @@ from tightfit.methods.mesh import local_device, make_mesh
 from tightfit.methods.run import Data, Run
 from tightfit.methods.stores import TARGET, Store
 from tightfit.models import load_python, task_of
-from tightfit.models.masks import positions_unread
+from tightfit.models.masks import masks_unread
 from tightfit.models.objective import objective_of
 from tightfit.plan import Plan
 from tightfit.rules import check
@@ -60,7 +60,7 @@ def build(
         if method is loader and plan.pp > 1:  # while the model is as it was written
             run = boundaries.look(run, plan)
     if kind == "cuda" and plan.compile != "model":  # a compiled model does not look
-        run = replace(run, loss_sum=positions_unread(run.loss_sum, run.model))
+        run = replace(run, loss_sum=masks_unread(run.loss_sum, run.model, bool(run.maskless)))
     microbatch.warn_of_dropped_tokens(run)
     run.model.train()
     return run

@@ -15,7 +15,7 @@ from tightfit.engine.step import Step, changed, drain, take_step
 from tightfit.errors import InputError
 from tightfit.methods.mesh import DATA
 from tightfit.methods.progress import doing
-from tightfit.methods.run import Filler, Run, to_device
+from tightfit.methods.run import Filler, Run, to_device, wait_for_weights
 from tightfit.models.objective import Batch
 from tightfit.optim import schedule
 
@@ -30,10 +30,14 @@ def total_steps(run: Run) -> int:
     return steps
 
 
-def train(run: Run, start: int = 0, take: TakeStep = take_step) -> Iterator[Step]:
+def train(run: Run, start: int = 0, take: TakeStep = take_step, weights_at_yield: bool = True) -> Iterator[Step]:
     """Train from step `start` to the job's end, yielding a Step for each. Stop by leaving the loop.
 
-    `take` takes a step: one that also observes it may stand in for the engine's own.
+    take              takes a step: one that also observes it may stand in for the engine's own
+    weights_at_yield  whether all weights are up to date when a step is yielded. False lets ZeRO 1 and 2 gather updated
+                      weights while the next forward runs. Then a forward of the model, its `state_dict`, `evaluate` and `save`
+                      wait for them, and so does the end of the loop, however it is left; whoever reads a parameter
+                      directly calls `run.model.state_dict()` first. `tightfit train` passes False.
 
     A step whose loss is known some steps later (pipedream) is yielded then. On CUDA a step is yielded when the device has all of
     it to do, and has done the step before: whoever reads its loss then waits, and the device waits for Python after that.
@@ -62,7 +66,13 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step) -> Iterator[Step
             settle(before)  # it has ended; a caller that keeps all steps and reads none would keep page-locked memory
         before = waiting[-1]
         if run.stages is None or len(waiting) > run.stages.delay:
-            yield _with_loss(run, waiting.popleft())
+            if weights_at_yield:
+                wait_for_weights(run)
+            try:
+                yield _with_loss(run, waiting.popleft())
+            except GeneratorExit:  # the caller has left, and may read what it likes
+                wait_for_weights(run)
+                raise
         doing("reading data", step + 1)
         clock.begin()
     drain(run)

@@ -22,7 +22,7 @@ from tightfit.files import CHECKSUMS, Reader, checksum, file_name, index_name, r
 from tightfit.job import Job
 from tightfit.methods.mesh import leads, rank
 from tightfit.methods.progress import doing
-from tightfit.methods.run import Run, part
+from tightfit.methods.run import Run, part, wait_for_weights
 from tightfit.optim.per_parameter import unpack
 from tightfit.optim.whole import lies_as
 
@@ -37,6 +37,7 @@ def resume(run: Run, folder: str | Path) -> int:
     error of one.
     """
     doing("reading a checkpoint")
+    wait_for_weights(run)  # which would overwrite what is read
     path, state, needed = _agreed(run, lambda: _begin(run, folder))
     paths = everyones(run, path.name)
     if len(set(paths)) > 1:

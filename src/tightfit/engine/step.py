@@ -20,8 +20,9 @@ from tightfit.methods.buckets import made_everywhere
 from tightfit.methods.compile import compiler_failures_named
 from tightfit.methods.mesh import AXES, DATA, Mesh
 from tightfit.methods.progress import doing
-from tightfit.methods.run import Filler, Run, arriving, kind_of, slices_of, weights_named
+from tightfit.methods.run import Filler, Run, arriving, kind_of, slices_of, wait_for_weights, weights_named
 from tightfit.models.objective import Batch, processed_count, sample_count
+from tightfit.optim.per_parameter import PerParameter
 
 
 @read_late("loss", "gradient_norm", "samples", "items", "processed", "skipped", "seconds")
@@ -196,28 +197,44 @@ def update(run: Run) -> tuple[torch.Tensor | None, bool | torch.Tensor]:
     sum_shared(run)
     if run.loss_scale is not None:
         finite = everywhere(run, run.loss_scale.unscale(_weights(run)))
-        if isinstance(finite, torch.Tensor) and not leaves_out_updates(run.optimizer):
+        on_device = (
+            isinstance(finite, torch.Tensor) and finite.device.type == run.device.type
+        )  # not of offloaded gradients
+        if isinstance(finite, torch.Tensor) and not (on_device and leaves_out_updates(run.optimizer)):
             finite = bool(finite)
         run.loss_scale.update(finite)
     if run.job.train.clip is not None:
         norm = clip(run, run.job.train.clip)
     if isinstance(finite, torch.Tensor):
-        run.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        _say_what_to_leave_out(run.optimizer, finite)
     if isinstance(finite, torch.Tensor) or finite:
         run.optimizer.step()
-        if run.reduction is not None:
-            run.reduction.updated()
-    if isinstance(finite, torch.Tensor):
+    if isinstance(finite, torch.Tensor) and not isinstance(run.optimizer, PerParameter):
         run.optimizer.found_inf = None  # type: ignore[attr-defined]
     if run.store is not None:
         run.store.factor = None
     run.optimizer.zero_grad(set_to_none=True)
+    if run.reduction is not None and (isinstance(finite, torch.Tensor) or finite):
+        run.reduction.updated()  # without the gradients' memory
     return norm, finite
 
 
+def _say_what_to_leave_out(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
+    """The next step changes nothing where the gradients are not finite."""
+    if isinstance(optimizer, PerParameter):
+        reading = begin_reading({"finite": finite})
+        optimizer.leave_out(~finite, lambda: not reading()["finite"])
+    else:
+        optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+
+
 def leaves_out_updates(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's kernels look at `found_inf` and change nothing where it is 1: torch's fused ones. Of SGD with
-    momentum not the first, which would take memory as it finds it for momenta."""
+    """Whether an optimizer can leave out an update without a host that waits for the number that says so: torch's fused kernels
+    look at `found_inf`, and change nothing where it is 1; what updates parameters one by one or in batches puts back what it
+    has changed. Of SGD with momentum not the first, which would take memory as it finds it for momenta. Others are asked to
+    update or not by the host: on CUDA those whose rows or slices devices share, without a fused kernel."""
+    if isinstance(optimizer, PerParameter):
+        return optimizer.can_leave_out()
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.SGD):
         return False
     if not all(group["fused"] for group in optimizer.param_groups):
@@ -252,7 +269,9 @@ def _weights(run: Run) -> list[torch.Tensor]:
 
 
 def drain(run: Run) -> None:
-    """Bring what an asynchronous pipeline still has under way to its end, updates included."""
+    """Bring what is still under way to its end: weights that come from other devices, and of an asynchronous pipeline the steps,
+    updates included."""
+    wait_for_weights(run)
     if run.stages is not None:
         with torch.enable_grad():
             for _ in run.stages.drain(run):

@@ -17,6 +17,6 @@ def analyze(job: Job, plan: Plan, machine: Machine, steps: int = 5) -> Record:
     short = job.replace(train=job.train.replace(steps=steps + SAMPLED + sampled, epochs=None, warmup=0))
     run = build(short, plan, machine)
     observer = Observer(run, 0)
-    for result in train(run, take=observer.take):
+    for result in train(run, take=observer.take, weights_at_yield=False):
         observer.see(result)
     return observer.record(machine)

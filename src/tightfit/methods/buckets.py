@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
 from tightfit.errors import InputError
-from tightfit.methods.collectives import begin_scatter_rows, gather_rows
+from tightfit.methods.collectives import begin_scatter_rows
 from tightfit.optim.hooks import when_complete
 
 BUCKET_BYTES = 25 * 2**20
@@ -213,8 +213,8 @@ class Scattered:
     Behind the gradients each row of a bucket carries one number for each parameter: how many devices made its gradient.
     Where none did in the whole step, a parameter has no gradient, as on one device.
 
-    `shares` are the optimizer's parameters: views of these rows, so that what it updates is the model itself.
-    `gather` then brings everyone's rows to everyone.
+    `shares` are the optimizer's parameters: views of these rows, so that what it updates is the model itself. `Gathers`
+    (methods/gathers.py) then brings everyone's rows to everyone.
     """
 
     def __init__(
@@ -229,8 +229,7 @@ class Scattered:
             parameters, self.count, self._allocate, self._write, self._send, self._arrived, in_flight=1
         )
         self._offsets = {  # of each parameter, of the counts, and of the row's end
-            id(b): _offsets([*(self.rows(p) * _width(p) for p in b.parameters), len(b.parameters)])
-            for b in self._reducer.buckets
+            id(b): self.offsets(b.parameters, len(b.parameters)) for b in self._reducer.buckets
         }
         self.shares = {parameter: self._share(parameter, self.rank) for parameter in parameters}
         self._parts: dict[int, Tensor] = {}
@@ -242,12 +241,17 @@ class Scattered:
         """Rows of each share but the last ones, which may have fewer or none."""
         return -(-_height(parameter) // self.count)
 
-    def _range(self, parameter: Tensor, rank: int) -> tuple[int, int]:
+    def offsets(self, parameters: Sequence[Tensor], *more: int) -> list[int]:
+        """Where in a row of a bucket each parameter's share begins, then what has `more` elements, and where the last ends."""
+        return _offsets([*(self.rows(p) * _width(p) for p in parameters), *more])
+
+    def range(self, parameter: Tensor, rank: int) -> tuple[int, int]:
+        """First and last row of a device's share."""
         rows, height = self.rows(parameter), _height(parameter)
         return min(rank * rows, height), min((rank + 1) * rows, height)
 
     def _share(self, parameter: nn.Parameter, rank: int) -> nn.Parameter:
-        first, last = self._range(parameter, rank)
+        first, last = self.range(parameter, rank)
         rows = parameter.detach()
         rows = rows[first:last] if parameter.dim() else rows.view(1)[first:last]
         return nn.Parameter(rows, requires_grad=parameter.requires_grad)
@@ -270,7 +274,7 @@ class Scattered:
             slots.copy_(flat.view(self.count, -1))
             return
         for rank, slot in enumerate(slots):
-            first, last = self._range(parameter, rank)
+            first, last = self.range(parameter, rank)
             width = _width(parameter)
             slot[: (last - first) * width].copy_(flat[first * width : last * width])
             slot[(last - first) * width :].zero_()
@@ -319,27 +323,6 @@ class Scattered:
             dist.all_reduce(flat, group=self.replicas)
             for gradient, summed in zip(together, flat.split([g.numel() for g in together]), strict=True):
                 gradient.copy_(summed.view(gradient.shape))
-
-    @torch.no_grad()
-    def gather(self) -> None:
-        """After an update: every device's rows, on all devices. One bucket at a time."""
-        for bucket in self._reducer.buckets:
-            offsets = self._offsets[id(bucket)]
-            there = self._allocate(bucket)
-            mine = there[self.rank]
-            for place, parameter in enumerate(bucket.parameters):
-                share = self.shares[parameter]
-                mine[offsets[place] : offsets[place] + share.numel()].copy_(share.detach().reshape(-1))
-            gather_rows(there, self.group)
-            for place, parameter in enumerate(bucket.parameters):
-                slots = there[:, offsets[place] : offsets[place + 1]]
-                if slots.numel() == parameter.numel():
-                    parameter.detach().view(self.count, -1).copy_(slots)
-                else:
-                    flat, width = parameter.detach().view(-1), _width(parameter)
-                    for rank, slot in enumerate(slots):
-                        first, last = self._range(parameter, rank)
-                        flat[first * width : last * width].copy_(slot[: (last - first) * width])
 
 
 def _completed_twice(parameter: Tensor) -> InputError:

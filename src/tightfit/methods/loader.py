@@ -39,6 +39,7 @@ from tightfit.machine import Machine
 from tightfit.methods.protocol import Default
 from tightfit.methods.run import Filler, Run, kind_of
 from tightfit.methods.uploads import Uploads
+from tightfit.models.masks import PADDING
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.plan import Plan
 
@@ -95,7 +96,7 @@ def uploads_beside(plan: Plan, device: str) -> bool:
 def apply(run: Run, plan: Plan) -> Run:
     if uploads_beside(plan, run.device.type):
         run = replace(run, uploads=Uploads(run.device))
-    run = replace(run, maskless=kind_of(run.device) == "cuda" and _does_without_mask(run.model, plan))
+    run = replace(run, maskless=_does_without(run.model, plan) if kind_of(run.device) == "cuda" else ())
     source = open_samples(run.job)
     part = run.mesh.part if run.mesh is not None else (0, 1)
     if isinstance(source, UserStream):
@@ -103,18 +104,19 @@ def apply(run: Run, plan: Plan) -> Run:
     return replace(run, data=_ordered(source, run.job, plan, part))
 
 
-def _does_without_mask(model: nn.Module, plan: Plan) -> bool:
-    """Whether no attention mask is the same to a model as one that hides nothing, and spares it the question which it is.
+def _does_without(model: nn.Module, plan: Plan) -> tuple[str, ...]:
+    """Names of the masks of which none is the same to a model as one that hides nothing, and spares it the question which it is.
 
     transformers' functions that make masks say so of themselves. A model that is compiled whole does not ask, and would be
     compiled for both; devices that share sequences have to have masks all or none.
     """
     if plan.compile == "model" or plan.cp > 1:
-        return False
-    mask = inspect.signature(model.forward).parameters.get("attention_mask")
+        return ()
     modules = [sys.modules.get(kind.__module__) for kind in type(model).__mro__]
-    makes = any(name in vars(module) for module in modules if module is not None for name in MASK_MAKERS)
-    return makes and mask is not None and mask.default is None
+    if not any(name in vars(module) for module in modules if module is not None for name in MASK_MAKERS):
+        return ()
+    fields = inspect.signature(model.forward).parameters
+    return tuple(name for name in PADDING if name in fields and fields[name].default is None)
 
 
 @dataclass(frozen=True)

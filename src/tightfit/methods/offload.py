@@ -5,7 +5,9 @@ Saves   what is named: of an fp32 parameter with Adam, states 8 bytes, gradients
 Costs   copies at the link's rate or the disk's: states once to the device and once back for each step, activations once out and
         once in for each micro-batch, gradients out for each and in for the update; parameters to a GPU for each forward, each
         backward and the update. A GPU goes on meanwhile: what forward saved leaves beside it, and comes back while it is at what
-        was saved later, up to 256 MiB or one tensor ahead of its use.
+        was saved later, up to 256 MiB or one tensor ahead of its use. While it updates one parameter, or one batch of them, what
+        the next one needs comes, and what the one before has changed leaves: three are on the device. An update in backward, and
+        copies from and to a disk, are waited for.
 When    nothing else fits on one device. Large batches hide it: what moves with states does not grow with them.
 Order   around the forward as the precision runs it, and around blocks that recompute and compile have changed; before a
         pipeline or zero divide what it holds.
@@ -73,28 +75,30 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     room = float if on_disk else _pinned
     apart, gathers = machine.device == "cuda", comes_and_goes(plan, machine.device)
     part = 1.0 / (plan.pp * (plan.shards if plan.zero else 1))  # of the states, on this device
-    beside: dict[str, float] = {}  # bytes that move in a step while the device works
-    between: dict[str, float] = {}  # and while it waits
+    moves: list[tuple[str, float, str, str]] = []  # what, bytes in a step, beside which work, which way
     held: dict[str, float] = {}  # where it is put
     updates, parameters, training = ledger.updates, ledger.parameters, ledger.training
     trained = {parameter.name: parameter.bytes for parameter in parameters if parameter.trainable}
     whole, steps = part * sum(trained.values()), ledger.micro_batches
-    brought = dict.fromkeys(updates, 0.0)  # bytes of each parameter's update that come to the device for it
+    comes = dict.fromkeys(updates, 0)  # bytes that come to the device for each update, and that go back
+    leaves = dict.fromkeys(updates, 0)
     if "states" in plan.offload:
-        between["states"] = 2.0 * part * sum(update.state_bytes for update in updates.values())
+        size = part * sum(update.state_bytes for update in updates.values())
+        moves += [("states", size, "update", way) for way in ("in", "out")]
         held["states"] = sum(
             2 * room(part * update.state_bytes / 2) for update in updates.values()
         )  # moments, mostly two
         if apart:  # a processor updates them where they are mapped
-            brought = {name: float(update.state_bytes) for name, update in updates.items()}
+            comes = {name: update.state_bytes for name, update in updates.items()}
+            leaves = dict(comes)
         updates = {name: replace(update, state_bytes=0) for name, update in updates.items()}
     if "gradients" in plan.offload:
-        beside["gradients"] = (2.0 * steps - 1) * whole
-        between["gradients"] = whole
+        moves += [("gradients", (2.0 * steps - 1) * whole, "backward", "out"), ("gradients", whole, "update", "in")]
         held["gradients"] = sum(room(part * size) for size in trained.values())
     if "parameters" in plan.offload:
-        beside["parameters"] = 2.0 * steps * whole if apart else 0.0
-        between["parameters"] = 2.0 * whole
+        if apart:
+            moves += [("parameters", steps * whole, phase, "in") for phase in ("forward", "backward")]
+        moves += [("parameters", whole, "update", way) for way in ("in", "out")]
         held["parameters"] = sum(room(part * size) for size in trained.values())
         if gathers and plan.zero < 3:
             ledger = replace(ledger, gathered=gathered_of(ledger, plan, narrow_names(ledger)))
@@ -102,22 +106,27 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
             parameters = tuple(replace(p, bytes=0) if p.trainable else p for p in parameters)
     if apart:
         words = [word for word in ("parameters", "gradients") if word in plan.offload]
-        brought = {name: size + len(words) * trained.get(name, 0) for name, size in brought.items()}
-    updates = {
-        name: replace(update, transient_bytes=update.transient_bytes + int(brought[name]))
-        for name, update in updates.items()
-    }
+        comes = {name: size + len(words) * trained.get(name, 0) for name, size in comes.items()}
+        if "parameters" in words:
+            leaves = {name: size + trained.get(name, 0) for name, size in leaves.items()}
+    updates = {name: replace(update, comes=comes[name], leaves=leaves[name]) for name, update in updates.items()}
     if "activations" in plan.offload:
         training, size = _left_out(training, ledger.micro_batch, apart, divided=plan.pp > 1)
-        beside["activations"] = 2.0 * size * steps / plan.pp
+        moves += [
+            ("activations", size * steps / plan.pp, phase, way)
+            for phase, way in (("forward", "out"), ("backward", "in"))
+        ]
         held["activations"] = size
-    alone = gathers and plan.shards == 1  # then fully_shard takes gradients over while nothing else goes on
+    waits = set[str]()
+    if gathers and plan.shards == 1:  # then fully_shard takes gradients over while nothing else goes on
+        waits.add("gradients backward")
+    if plan.update_in_backward:
+        waits |= {f"{name} update" for name, *_ in moves}
     messages = [
-        Message(name, size, rate, hides=apart and not (alone and name == "gradients"))
-        for name, size in beside.items()
+        Message(name, size, rate, apart and not on_disk and f"{name} {phase}" not in waits, during=phase, way=way)
+        for name, size, phase, way in moves
         if size
     ]
-    messages += [Message(name, size, rate, hides=False) for name, size in between.items()]
     elsewhere = {f"offloaded {name}": size for name, size in held.items()}
     return replace(
         ledger,

@@ -7,7 +7,8 @@ Saves   bytes for each parameter: AdamW and LAMB fp32 8, bf16 4, 8-bit 2, 4-bit 
         nearest, or in fp16-true. update_in_backward saves the gradients: one exists at a time.
 Costs   all but fused_optimizer: one parameter after another in place of all at once; on a GPU in batches of as many
         elements as the largest parameter has, for AdamW, SGD and Lion. Narrow states: another pass over each in either
-        direction. These and rounding: the fp32 copies of one parameter, or batch. kahan: 2 bytes for each weight.
+        direction. These and rounding: the fp32 copies of one parameter, or batch. kahan: 2 bytes for each weight. fp16 on
+        one GPU, not fused: as these, and beside each update a copy of what it changes, put back where a step overflows.
 When    states are the largest row (every weight trained, small batches); update in backward where gradients are next.
 Order   after the model is final, for it needs the parameters; after the loader, which knows how long an epoch is.
 Source  Adafactor: Shazeer & Stern 2018, arXiv:1804.04235; 8-bit: Dettmers et al. 2022, arXiv:2110.02861; 4-bit:
@@ -106,9 +107,11 @@ def _batches_of(updates: dict[str, Update]) -> list[dict[str, Update]]:
             first = replace(
                 batch[0],
                 transient_bytes=sum(update.transient_bytes for update in batch),
+                comes=sum(update.comes for update in batch),
+                leaves=sum(update.leaves for update in batch),
                 operations=_at_once(batch),
             )
-            rest = (replace(update, transient_bytes=0, operations=()) for update in batch[1:])
+            rest = (replace(update, transient_bytes=0, comes=0, leaves=0, operations=()) for update in batch[1:])
             found.append(dict(zip((names[number] for number in numbers), (first, *rest), strict=True)))
     return found
 
@@ -144,10 +147,28 @@ def _one_by_one(plan: Plan, device: str) -> bool:
         "states" in plan.offload
         or brings(plan, device)
         or plan.precision == "fp16-true"
+        or _leaves_out_alone(plan, device)
         or plan.states != "fp32"
         or plan.rounding != "nearest"
         or plan.update_in_backward
     )
+
+
+def _leaves_out_alone(plan: Plan, device: str) -> bool:
+    """Whether steps that overflow in fp16 are left out by the device alone although no fused kernel does it. Those of rows and
+    slices are left out by the host, which waits for the device."""
+    return (
+        device == "cuda"
+        and plan.precision.startswith("fp16")
+        and not plan.fused_optimizer
+        and not plan.zero
+        and plan.tp == 1
+    )
+
+
+def undoes(plan: Plan, device: str) -> bool:
+    """Whether updates of one parameter, or of a batch, keep what they change, to put it back where a step overflows."""
+    return device == "cuda" and plan.precision.startswith("fp16") and _one_by_one(plan, device)
 
 
 def updates_in_batches(plan: Plan, train: Train, device: str) -> bool:
@@ -181,7 +202,7 @@ def optimizer_of(
         keep = store if "states" in plan.offload else None
         apart = store if brings(plan, device) else None
         kind = InBatches if updates_in_batches(plan, train, device) else PerParameter
-        return kind(optimizer, plan.states, plan.rounding, train.seed, wide, keep, apart)
+        return kind(optimizer, plan.states, plan.rounding, train.seed, wide, keep, apart, undoes(plan, device))
     return optimizer
 
 

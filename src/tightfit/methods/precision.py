@@ -26,7 +26,7 @@ from tightfit.job import Job
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.protocol import Default, SearchFacts
-from tightfit.methods.run import Run
+from tightfit.methods.run import Run, kind_of
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.plan import Plan
 from tightfit.program import Operation, Passage, Timeline
@@ -132,7 +132,7 @@ def apply(run: Run, plan: Plan) -> Run:
         dynamic = plan.loss_scale == "dynamic"
         value = 2.0**16 if plan.loss_scale == "dynamic" else plan.loss_scale
         scaler = LossScaler(value, dynamic)
-        if run.device.type == "cuda":
+        if kind_of(run.device) == "cuda":
             scaler = LossScalerOnDevice(value, dynamic, run.device)
         run = replace(run, loss_scale=scaler)
     return run

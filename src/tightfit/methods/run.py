@@ -96,7 +96,7 @@ class Reduction(Protocol):
     parts    the axes along which the optimizer of each device holds other parts of the model
     begin    before a micro-batch of a step; last: whether it is the step's last one
     end      after its backward; after the last one's, the gradients that the optimizer holds are complete
-    updated  after the optimizer's update
+    updated  after the optimizer's update, whose weights may then be on their way; wait: until they are there
     states   the tensors that it keeps from step to step
     whole    a tensor as the optimizer of this device holds it, for a parameter of its own -> that of the whole
              parameter, on every device. All devices take part
@@ -110,6 +110,8 @@ class Reduction(Protocol):
     def end(self, last: bool) -> None: ...
 
     def updated(self) -> None: ...
+
+    def wait(self) -> None: ...
 
     def states(self) -> list[Tensor]: ...
 
@@ -130,6 +132,9 @@ class Undivided:
         pass
 
     def updated(self) -> None:
+        pass
+
+    def wait(self) -> None:
         pass
 
     def states(self) -> list[Tensor]:
@@ -193,7 +198,7 @@ class Run:
     dataflow       set by `boundaries`: what the model does in a forward, seen before it was cut
     labelled       set by `loss`: how many labels of a batch on the host count; None where it has no values
     uploads        set by `loader`, where micro-batches are copied to the device while it works at those before
-    maskless       set by `loader`: whether an attention mask that hides nothing is left out on the host
+    maskless       set by `loader`: names of a batch's masks that are left out on the host where they hide nothing
     """
 
     job: Job
@@ -217,7 +222,7 @@ class Run:
     dataflow: Dataflow | None = None
     labelled: Callable[[Batch], Labelled | None] | None = None
     uploads: Uploads | None = None
-    maskless: bool = False
+    maskless: tuple[str, ...] = ()
 
 
 def to_device(batch: Batch, run: Run, copy: Callable[[Tensor], Tensor] | None = None) -> Batch:
@@ -225,7 +230,7 @@ def to_device(batch: Batch, run: Run, copy: Callable[[Tensor], Tensor] | None = 
 
     copy  how a tensor gets there; left out, when the device's own stream comes to it
     """
-    batch = with_labelled(without_full_mask(batch, run), run)
+    batch = with_labelled(without_full_masks(batch, run), run)
     own: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(run.device, non_blocking=run.plan.non_blocking)  # noqa: E731
     return map_tensors(copy or own, batch)
 
@@ -246,12 +251,19 @@ def with_labelled(batch: Batch, run: Run) -> Batch:
     return batch if labelled is None else {**batch, LABELLED: labelled}
 
 
-def without_full_mask(batch: Batch, run: Run) -> Batch:
-    """A batch on the host without its attention mask, where that hides nothing: a model would ask the device whether it does."""
-    mask = batch.get("attention_mask") if run.maskless and isinstance(batch, dict) else None
-    if mask is None or is_fake(mask) or mask.device.type != "cpu" or mask.dim() != 2 or not bool((mask == 1).all()):
+def without_full_masks(batch: Batch, run: Run) -> Batch:
+    """A batch on the host without the masks that hide nothing: a model would ask the device whether they do."""
+    if not isinstance(batch, dict):
         return batch
-    return {name: value for name, value in batch.items() if name != "attention_mask"}
+    full = [name for name in run.maskless if _hides_nothing(batch.get(name))]
+    return {name: value for name, value in batch.items() if name not in full} if full else batch
+
+
+def _hides_nothing(mask: Any) -> bool:
+    """Whether the host can tell that it does."""
+    if not isinstance(mask, Tensor) or is_fake(mask) or mask.device.type != "cpu" or mask.dim() != 2:
+        return False
+    return bool((mask == 1).all())
 
 
 def weights_named(run: Run, names: frozenset[str]) -> list[nn.Parameter]:
@@ -259,6 +271,13 @@ def weights_named(run: Run, names: frozenset[str]) -> list[nn.Parameter]:
     if not names:
         return []
     return [run.weights.get(p, p) for name, p in run.model.named_parameters() if name in names]
+
+
+def wait_for_weights(run: Run) -> None:
+    """Until the weights that other devices have updated are here (see `methods/gathers.py`): for whatever reads or writes them between
+    two steps. Devices wait by themselves, and need not do so together."""
+    if run.reduction is not None:
+        run.reduction.wait()
 
 
 def slices_of(run: Run) -> dict[nn.Parameter, Slice]:

@@ -317,6 +317,9 @@ class Shards:
     def updated(self) -> None:
         pass
 
+    def wait(self) -> None:
+        pass
+
     def states(self) -> list[Tensor]:
         return []
 

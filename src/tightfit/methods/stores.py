@@ -3,7 +3,8 @@
 A mapped file is no data of the process: the system writes its pages to disk when memory is short, and reads them back.
 
 A GPU copies on two streams beside its own, one for each direction, so that what comes does not wait for what goes. Events
-order the three. torch's allocator of page-locked memory keeps freed buffers for the next ones of the same size, and gives
+order the three. An optimizer's updates follow one another: while one runs, what the next one needs comes, and what the one
+before has changed leaves. torch's allocator of page-locked memory keeps freed buffers for the next ones of the same size, and gives
 none away before the copies that it knows of have ended: each copy here is one of those.
 """
 
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,10 @@ class Store:
         self._out: torch.cuda.Stream | None = None  # on which copies leave beside the device's other work
         self._in: torch.cuda.Stream | None = None  # on which they come
         self._leaving: dict[int, torch.cuda.Event] = {}  # address of a storage here -> when its last copy has arrived
+        self._coming: dict[
+            tuple[int, int], Coming
+        ] = {}  # place in a storage here -> its copy, fetched ahead of its use
+        self._sent: tuple[list[Left], list[Left]] = [], []  # by the update before this one, and by this one
         self.note: Callable[[Tensor], None] | None = None  # who watches memory is told of what is made here
         self.factor: Tensor | None = None  # by which gradients are scaled when they are brought to the device
         self.states: dict[tuple[Tensor, str], Tensor] = {}
@@ -108,13 +114,31 @@ class Store:
         if kept is value:
             return value
         if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
-            kept = self.states[key] = self.put(value)
-            return kept
-        return kept.copy_(value, non_blocking=True)
+            kept = self.states[key] = self.empty(value.shape, value.dtype)
+        self._leave(value, kept)
+        return kept
+
+    def fetch_ahead(self, value: Tensor) -> None:
+        """Begin to fetch a tensor that `fetch` is asked for soon, and that nobody changes until then."""
+        if is_apart(self.device) and value.device.type == "cpu":
+            self._coming[_place(value)] = self.begin(value)
 
     def fetch(self, value: Tensor) -> Tensor:
         """A tensor of the store as the device computes with it: a processor does where it is."""
-        return self.begin(value).end()
+        coming = self._coming.pop(_place(value), None) if self._coming else None
+        return (coming or self.begin(value)).end()
+
+    def next_update(self) -> None:
+        """An update begins. What was sent by the one before the last has to have left: its memory is used again."""
+        before, last = self._sent
+        if before and before[-1].left is not None:  # copies leave in their order
+            torch.cuda.current_stream(self.device).wait_event(before[-1].left)
+        self._sent = last, []
+
+    def end_updates(self) -> None:
+        """No update follows: the device's stream goes on when all has left. No host waits."""
+        self.next_update()
+        self.next_update()
 
     def begin(self, value: Tensor) -> Coming:
         """Begin to fetch a tensor of the store while the device works on.
@@ -130,7 +154,7 @@ class Store:
         current = torch.cuda.current_stream(self.device)
         self._in = self._in or torch.cuda.Stream(self.device)
         self._in.wait_stream(current)
-        left = self._leaving.get(value.untyped_storage()._cdata)
+        left = self._leaving.get(_place(value)[0])
         if left is not None:
             self._in.wait_event(left)
         with torch.cuda.stream(self._in):
@@ -141,21 +165,33 @@ class Store:
 
     def send(self, value: Tensor, kept: Tensor) -> None:
         """Copy `value`, a tensor on the device, into `kept`, one of the store, while the device works on."""
-        with self._beside(value, kept):
+        with self._beside(kept):
             kept.copy_(value, non_blocking=True)
+        self._used_beside(value)
+
+    def _leave(self, value: Tensor, kept: Tensor) -> None:
+        """As `send`, of what an update has made. Its memory is held until the device's stream has waited for the copy, so that
+        later updates find it: of memory that another stream uses, the allocator would have to be asked when it is free."""
+        if not is_apart(self.device):
+            kept.copy_(value)
+            return
+        with self._beside(kept):
+            kept.copy_(value, non_blocking=True)
+        self._sent[1].append(Left(value, self._leaving.get(_place(kept)[0])))
 
     def add(self, value: Tensor, kept: Tensor) -> None:
         """Add `value`, a tensor on the device, to `kept`, one of the store, while the device works on."""
         if not is_apart(self.device):
             kept.add_(value)
             return
-        with self._beside(value, kept):  # the device adds: no host has to wait for it
+        with self._beside(kept):  # the device adds: no host has to wait for it
             there = torch.empty_like(kept, device=self.device, pin_memory=False).copy_(kept, non_blocking=True)
             kept.copy_(there.add_(value), non_blocking=True)
+        self._used_beside(value)
 
     @contextmanager
-    def _beside(self, value: Tensor, kept: Tensor) -> Iterator[None]:
-        """Within, what is copied of `value` into `kept` is copied while the device works on."""
+    def _beside(self, kept: Tensor) -> Iterator[None]:
+        """Within, what is copied into `kept` is copied while the device works on."""
         if self.device.type != "cuda":
             yield
             return
@@ -163,15 +199,26 @@ class Store:
         self._out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._out):
             yield
-        value.record_stream(self._out)
         left = torch.cuda.Event()
         left.record(self._out)
-        self._leaving[kept.untyped_storage()._cdata] = left
+        self._leaving[_place(kept)[0]] = left
+
+    def _used_beside(self, value: Tensor) -> None:
+        """Nobody gets the memory of `value` before what is copied of it has left."""
+        if self._out is not None:
+            value.record_stream(self._out)
 
     def forget(self, kept: Tensor) -> None:
         """Of a tensor of the store that is given up: nobody fetches it any more."""
         self.taken -= kept.nbytes
-        self._leaving.pop(kept.untyped_storage()._cdata, None)
+        self._leaving.pop(_place(kept)[0], None)
+
+    def bring_ahead(self, weight: Tensor) -> None:
+        """Begin to fetch what `bring` is asked for soon."""
+        if weight not in self.owners:
+            self.fetch_ahead(weight.detach())
+        if weight.grad is not None:
+            self.fetch_ahead(weight.grad)
 
     def bring(self, weight: Tensor) -> Tensor:
         """A weight that lies here, or whose gradient does, on the device and with its gradient."""
@@ -188,7 +235,7 @@ class Store:
         """What `bring` gave, after its update."""
         here.grad = None
         if weight not in self.owners:
-            weight.detach().copy_(here.detach(), non_blocking=True)
+            self._leave(here.detach(), weight.detach())
 
     def settle(self) -> None:
         """Wait for what is on its way from the device: the host reads it next."""
@@ -219,6 +266,19 @@ class Store:
             return packed if isinstance(packed, Tensor) else order.fetch(packed)
 
         return saved_tensors_hooks(pack, unpack)
+
+
+@dataclass(frozen=True)
+class Left:
+    """A tensor of the device that was sent. left: when the copy has ended; None where no copy is under way."""
+
+    value: Tensor
+    left: torch.cuda.Event | None
+
+
+def _place(value: Tensor) -> tuple[int, int]:
+    """The address of a tensor's storage, and where in it the tensor begins."""
+    return value.untyped_storage()._cdata, int(value.storage_offset())
 
 
 class Coming:

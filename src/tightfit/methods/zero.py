@@ -3,8 +3,9 @@
 Saves   of a parameter's states, over N devices in fp32 with Adam: stage 1 the optimizer's (16 bytes become 8 + 8/N),
         stage 2 gradients too (4 + 12/N), stage 3 all (16/N). Nothing of the activations.
 Costs   stages 1 and 2 send what data parallelism does: gradients to those who update them, updated parameters back
-        (stage 2 once for each micro-batch). Stage 3 half as much again: parameters are gathered before each block's
-        forward and backward, and forgotten after. A gathered block, and the next one on its way, are there whole.
+        (stage 2 once for each micro-batch), these while the next forward runs. Stage 3 half as much again: parameters
+        are gathered before each block's forward and backward, and forgotten after. A gathered block, and the next one on its
+        way, are there whole.
 When    model states are what does not fit: as low a stage as does. dp_replicate x dp_shard keeps the division inside a
         node, where links are fast, and only sums what is divided across nodes (hybrid sharding).
 Order   after compile and recompute, as it wraps the blocks that they have changed; before the optimizer, which gets each
@@ -25,9 +26,17 @@ from tightfit.entries import EVERYWHERE, Sent, Update
 from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods.buckets import Scattered, bucket_bytes
+from tightfit.methods.gathers import Gathers, Waits, goes_in_place
 from tightfit.methods.mesh import Mesh, Statistics, message, same_everywhere
-from tightfit.methods.run import Run
-from tightfit.methods.shards import gathered_bytes, gathered_of, narrow_names, refuse_what_stays_whole, sharded
+from tightfit.methods.run import Run, kind_of
+from tightfit.methods.shards import (
+    blocks_of,
+    gathered_bytes,
+    gathered_of,
+    narrow_names,
+    refuse_what_stays_whole,
+    sharded,
+)
 from tightfit.plan import Plan
 
 FIELDS = ("dp_shard", "zero")
@@ -53,8 +62,14 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     if plan.zero < 3:
         times = ledger.micro_batches if plan.zero == 2 else 1
         messages.append(message("gradients", moved * times, plan, machine, ("dp_shard",), buckets * times))
-        messages.append(replace(message("parameters", moved, plan, machine, ("dp_shard",), buckets), hides=False))
-        ledger = replace(ledger, sent=Sent(pieces, min(bucket, size), always=plan.zero == 2))
+        updated = message("parameters", moved, plan, machine, ("dp_shard",), buckets)
+        beside = updated.hides and gathers_beside(plan)
+        messages.append(replace(updated, hides=beside, at_start=_at_start(ledger, bucket) / size if beside else 0.0))
+        buffered = [p.bytes for p in ledger.parameters if p.trainable and not goes_in_place(p.bytes, pieces)]
+        at_once = machine.device == "cpu"  # a GPU's stream has the memory of one bucket after another
+        coming = float(sum(buffered)) if at_once else min(bucket, size)
+        stays = at_once and gathers_beside(plan)
+        ledger = replace(ledger, sent=Sent(pieces, min(bucket, size), plan.zero == 2, coming, stays))
     else:
         known = [p for p in ledger.parameters if p.places != EVERYWHERE]  # no buffers, which stay whole
         refuse_what_stays_whole(((p.name, len(p.shape), p.places) for p in known), ledger.blocks, plan)
@@ -79,6 +94,20 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     return replace(ledger, updates=updates, parameters=parameters, messages=(*ledger.messages, *messages))
 
 
+def gathers_beside(plan: Plan) -> bool:
+    """Whether stages 1 and 2 gather updated weights while the next forward runs. Not where the whole model is one compiled region,
+    within which nothing can wait; nor in a pipeline, whose devices begin at different times, so that what one of them waits
+    for is waited for by all."""
+    return plan.zero in (1, 2) and plan.pp == 1 and plan.compile != "model"
+
+
+def _at_start(ledger: Ledger, bucket: float) -> float:
+    """Bytes of the weights that a forward waits for before it does anything: what is in no block, and the first block."""
+    trained = [p for p in ledger.parameters if p.trainable]
+    first = sum(p.bytes for p in trained if not p.places or min(p.places) <= 0 or max(p.places) >= ledger.blocks)
+    return min(max(first, bucket), sum(p.bytes for p in trained))
+
+
 def _share(shape: tuple[int, ...], pieces: int) -> float:
     height = shape[0] if shape else 1
     return math.ceil(height / pieces) / height if height else 0.0
@@ -97,6 +126,8 @@ def _scaled(update: Update, share: float) -> Update:
         foreach_bytes=math.ceil(update.foreach_bytes * share),
         left_bytes=math.ceil(update.left_bytes * share),
         elements=math.ceil(update.elements * share),
+        comes=math.ceil(update.comes * share),
+        leaves=math.ceil(update.leaves * share),
         operations=operations,
     )
 
@@ -105,8 +136,8 @@ def apply(run: Run, plan: Plan) -> Run:
     assert run.mesh is not None
     if plan.zero < 3:
         same_everywhere(run.model, run.mesh)
-        rows = Rows(run.model, run.mesh, plan)
-        return replace(run, reduction=rows, weights=rows.weights)
+        rows = Rows(run.model, run.mesh, plan, blocks_of(run) if gathers_beside(plan) else [])
+        return replace(run, reduction=rows, weights=rows.weights, loss_sum=rows.gathers.in_forward(run.loss_sum))
     return sharded(run, plan)
 
 
@@ -118,11 +149,20 @@ class Rows:
 
     parts: tuple[str, ...] = ("dp_shard",)
 
-    def __init__(self, model: nn.Module, mesh: Mesh, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, plan: Plan, blocks: list[nn.Module]) -> None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         replicas = mesh.group("dp_replicate") if mesh.size("dp_replicate") > 1 else None
         self.mesh, self.always = mesh, plan.zero == 2
         self.rows = Scattered(parameters, mesh.group("dp_shard"), replicas)
+        in_place, group = kind_of(mesh.device) == "cpu", mesh.group("dp_shard")
+        if (
+            in_place and mesh.lines["layers"].size() == group.size()
+        ):  # else what a step waits for comes after all gathers
+            group = mesh.lines["layers"]
+        self.gathers = Gathers(self.rows, blocks, group, in_place, mesh.device)
+        if blocks:
+            model.register_forward_pre_hook(Waits(self.gathers))
+            model.register_state_dict_pre_hook(Waits(self.gathers))
         self.statistics = Statistics(model, mesh)
         self.weights = dict(self.rows.shares)
         self.owner = {weight: parameter for parameter, weight in self.weights.items()}
@@ -134,11 +174,15 @@ class Rows:
         if self.always or last:
             self.rows.finish()
         if last:
+            self.gathers.wait()  # of blocks that no forward of this step called
             self.rows.complete()
             self.statistics.average()
 
     def updated(self) -> None:
-        self.rows.gather()
+        self.gathers.begin()
+
+    def wait(self) -> None:
+        self.gathers.wait()
 
     def states(self) -> list[Tensor]:
         return []
@@ -153,5 +197,5 @@ class Rows:
         return whole.full_tensor().view(parameter.shape)
 
     def part(self, weight: Tensor, value: Tensor) -> Tensor:
-        first, last = self.rows._range(value, self.rows.rank)
+        first, last = self.rows.range(value, self.rows.rank)
         return (value if value.dim() else value.view(1))[first:last]

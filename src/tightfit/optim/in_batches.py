@@ -49,22 +49,29 @@ class InBatches(PerParameter):
     def attach(self) -> None:
         raise AssertionError("an update in backward is of one parameter at a time")
 
-    def _update_group(self, group: dict[str, Any]) -> None:
+    def _updates(self, group: dict[str, Any]) -> list[tuple[list[Tensor], dict[str, Any]]]:
         alike = defaultdict[tuple[torch.dtype, bool], list[Tensor]](list)
         for parameter in group["params"]:
             if parameter.grad is not None:
                 alike[parameter.dtype, bool(self.state.get(parameter))].append(parameter)
-        for parameters in alike.values():
-            for numbers in batches([parameter.numel() for parameter in parameters], self._largest):
-                self._update_all([parameters[number] for number in numbers], group)
+        return [
+            ([parameters[number] for number in numbers], group)
+            for parameters in alike.values()
+            for numbers in batches([parameter.numel() for parameter in parameters], self._largest)
+        ]
 
     def _update_all(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """One step of the wrapped optimizer for a batch: widen, update, narrow and round again."""
-        inner, before = self._inner, [dict(self.state.get(parameter, {})) for parameter in parameters]
-        carried = [states.pop(CARRIED.get(self._rounding, ""), None) for states in before]
+        inner = self._inner
+        before = [
+            {name: self._fetched(value) for name, value in self.state.get(parameter, {}).items()}
+            for parameter in parameters
+        ]
         here = parameters
         if self._apart is not None:
             here = [mark_alike(self._apart.bring(parameter), parameter) for parameter in parameters]
+        noted = [self._noted(*one) for one in zip(parameters, here, before, strict=True)]
+        carried = [states.pop(CARRIED.get(self._rounding, ""), None) for states in before]
         flat, weights = self._widen_weights(here, carried)
         states, wide = self._widen_states(before, weights)
         inner.param_groups = [{**group, "params": weights}]
@@ -75,9 +82,11 @@ class InBatches(PerParameter):
         if flat is not None:
             for weight in weights:
                 weight.grad = None
-        self._keep_states(parameters, before, made, wide)
+        self._keep_states(parameters, before, made, wide, noted)
         if flat is not None:
-            self._round_all(parameters, here, flat, carried)
+            self._round_all(parameters, here, flat, carried, noted)
+        for one, old in zip(here, noted, strict=True):
+            self._undone(one.detach(), old.get(""))
         if self._apart is not None:
             for parameter, one in zip(parameters, here, strict=True):
                 self._apart.take_back(parameter, one)
@@ -106,7 +115,7 @@ class InBatches(PerParameter):
             packed = [number for number in there if isinstance(before[number][name], dict)]
             for number in there:
                 if number not in packed:
-                    states[number][name] = self._fetched(before[number][name])
+                    states[number][name] = before[number][name]
             narrow = [
                 number for number in there if number not in packed and _is_narrower(states[number][name], weights[0])
             ]
@@ -117,7 +126,7 @@ class InBatches(PerParameter):
                 if numbers is packed:
                     assert self._blocks is not None
                     parts = [before[number][name] for number in numbers]
-                    codes, scale = (_joined([self._fetched(one[part]) for one in parts]) for part in ("codes", "scale"))
+                    codes, scale = (_joined([one[part] for one in parts]) for part in ("codes", "scale"))
                     flat = self._blocks.decode(name, codes, scale).to(like[0].dtype)
                     del codes, scale
                     views = _parts(flat, like)
@@ -132,7 +141,12 @@ class InBatches(PerParameter):
         return states, wide
 
     def _keep_states(
-        self, parameters: list[Tensor], before: list[dict[str, Any]], made: list[dict[str, Any]], wide: Wide
+        self,
+        parameters: list[Tensor],
+        before: list[dict[str, Any]],
+        made: list[dict[str, Any]],
+        wide: Wide,
+        noted: list[dict[str, Any]],
     ) -> None:
         """Put the updated states where they are kept, as narrow as they are kept: in the place of those of the last update."""
         kept: list[dict[str, Any]] = [{} for _ in parameters]
@@ -151,7 +165,7 @@ class InBatches(PerParameter):
                 found.update((number, values[number]) for number in narrow)
             old = {number: before[number].get(name) for number in narrow}
             for number, value in self._narrowed(found, old).items():
-                kept[number][name] = self._put(parameters[number], name, value)
+                kept[number][name] = self._put(parameters[number], name, self._undone(value, noted[number].get(name)))
         for parameter, states in zip(parameters, kept, strict=True):
             self.state[parameter] = states
 
@@ -191,7 +205,14 @@ class InBatches(PerParameter):
             return False
         return self._blocks is None or self._blocks.divide(value)
 
-    def _round_all(self, parameters: list[Tensor], here: list[Tensor], flat: Tensor, carried: list[Any]) -> None:
+    def _round_all(
+        self,
+        parameters: list[Tensor],
+        here: list[Tensor],
+        flat: Tensor,
+        carried: list[Any],
+        noted: list[dict[str, Any]],
+    ) -> None:
         """Write the fp32 weights in `flat` back into the 16-bit ones, `here` on the device."""
         weights = _parts(flat, here)
         if self._generator is not None:
@@ -214,14 +235,9 @@ class InBatches(PerParameter):
             torch._foreach_copy_(carried, weights)
         else:
             carried = [lost.to(one.dtype) for lost, one in zip(weights, here, strict=True)]
-        for parameter, lost in zip(parameters, carried, strict=True):
-            self.state[parameter]["compensation"] = lost
-
-    def _fetched(self, value: Any) -> Any:
-        """A kept state, or a part of it, on the device. Counters stay where they are."""
-        if self._keep is None or not isinstance(value, Tensor) or value.dim() == 0:
-            return value
-        return self._keep.fetch(value)
+        for parameter, lost, old in zip(parameters, carried, noted, strict=True):
+            lost = self._undone(lost, old.get("compensation"))
+            self.state[parameter]["compensation"] = self._put(parameter, "compensation", lost)
 
     def _flat(self, like: list[Tensor], dtype: torch.dtype) -> Tensor:
         return torch.empty(sum(one.numel() for one in like), dtype=dtype, device=self._device)

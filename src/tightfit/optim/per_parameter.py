@@ -27,24 +27,41 @@ _KERNEL = ("fused", "foreach", "capturable")  # options that choose a kernel, an
 
 
 class Elsewhere(Protocol):
-    """A memory beside the device's: puts a parameter's state there, always in the same place, and fetches it back."""
+    """A memory beside the device's: puts a parameter's state there, always in the same place, and fetches it back.
+
+    fetch_ahead  begins to fetch while the device works on
+    next_update  an update begins: what those before the last one have put there has to have left the device
+    end_updates  no more updates follow; settle: the host waits until all is there
+    """
 
     def put_state(self, parameter: Tensor, name: str, value: Tensor) -> Tensor: ...
 
+    def fetch_ahead(self, value: Tensor) -> None: ...
+
     def fetch(self, value: Tensor) -> Tensor: ...
+
+    def next_update(self) -> None: ...
+
+    def end_updates(self) -> None: ...
 
     def settle(self) -> None: ...
 
 
 class Brought(Protocol):
     """Weights that lie in such a memory, or whose gradients do: `bring` gives one with its gradient on the device, and
-    `take_back` takes it when it is updated."""
+    `take_back` takes it when it is updated. `bring_ahead` begins to bring it."""
 
     device: torch.device
+
+    def bring_ahead(self, weight: Tensor) -> None: ...
 
     def bring(self, weight: Tensor) -> Tensor: ...
 
     def take_back(self, weight: Tensor, here: Tensor) -> None: ...
+
+    def next_update(self) -> None: ...
+
+    def end_updates(self) -> None: ...
 
     def settle(self) -> None: ...
 
@@ -61,6 +78,7 @@ class PerParameter(Optimizer):
     keep      another memory than the device's, in which states are kept
     apart     where the weights given lie, or their gradients, if that is not on the device that updates them
     wide      the states and updates of 16-bit weights are in fp32 whatever `states` and `rounding` say
+    undoes    whether a step may be told to change nothing by a number that only the device knows: see `leave_out`
 
     Learning rates and the other options are read from `param_groups` at each update. The memory needed beyond what is
     kept is that of one parameter: its fp32 copy, gradient and states.
@@ -75,6 +93,7 @@ class PerParameter(Optimizer):
         wide: bool = False,
         keep: Elsewhere | None = None,
         apart: Brought | None = None,
+        undoes: bool = False,
     ) -> None:
         assert not optimizer.state, "wrap an optimizer before its first step"
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
@@ -88,6 +107,10 @@ class PerParameter(Optimizer):
         self._generator, self._seed = torch.Generator(device) if rounding == "stochastic" else None, seed
         self._number = {parameter: number for number, parameter in enumerate(self._parameters())}
         self._updated: set[Tensor] = set()  # by backward, since the last step()
+        self.undoes = undoes
+        self._left_out: Tensor | None = None  # whether the next step changes nothing: a bool scalar on the device
+        self._asks: Callable[[], bool] | None = None  # for the same number of the last step, on the host
+        self._counts: list[tuple[Tensor, dict[str, Any]]] = []  # before the last step, of what the host counts
 
     def attach(self) -> None:
         """From now on backward updates each parameter once its gradient is complete, and frees the gradient."""
@@ -101,18 +124,86 @@ class PerParameter(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self._update_group(group)
+        self._correct_counts()
+        updates = [one for group in self.param_groups for one in self._updates(group)]
+        for parameters, _ in updates[:1]:
+            self._fetch_ahead(parameters)
+        for number, (parameters, group) in enumerate(updates):
+            self._next_update()
+            for following, _ in updates[number + 1 : number + 2]:  # comes while this update runs
+                self._fetch_ahead(following)
+            self._update_all(parameters, group)
+        self._end_updates()
         self._updated.clear()
-        for there in (self._keep, self._apart):
-            if there is not None:
-                there.settle()
+        self._left_out = None
+        if self._apart is not None:  # weights, which others read wherever they lie
+            self._apart.settle()
         return loss
 
-    def _update_group(self, group: dict[str, Any]) -> None:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                self._update(parameter, group)
+    def can_leave_out(self) -> bool:
+        """Whether `leave_out` may be called: what a first update would make cannot be undone."""
+        return self.undoes and all(one in self.state for one in self._parameters() if one.grad is not None)
+
+    def leave_out(self, found_inf: Tensor, asks: Callable[[], bool]) -> None:
+        """The next step changes neither weights nor states where `found_inf`, a bool scalar on the device, holds. No host waits:
+        each update is made, and what it has changed is put back where that holds. What the host counts, such as steps, it
+        corrects before the step after that, when it asks for the number with `asks`."""
+        assert self.can_leave_out()
+        self._correct_counts()
+        self._left_out, self._asks = found_inf, asks
+
+    def _correct_counts(self) -> None:
+        """Put back what the host counted in the last step, if that was left out."""
+        counts, self._counts = self._counts, []
+        if counts and self._asks is not None and self._asks():
+            for parameter, before in counts:
+                self.state[parameter].update(before)
+
+    def _noted(self, parameter: Tensor, here: Tensor, states: dict[str, Any]) -> dict[str, Any]:
+        """Copies of what an update may have to put back: the weight, named "", and its states as they are kept."""
+        if self._left_out is None:
+            return {}
+        counts = {name: value for name, value in states.items() if not _lies_on(value, self._left_out)}
+        self._counts.append((parameter, {name: _copied(value) for name, value in counts.items()}))
+        kept = {name: _copied(value) for name, value in states.items() if name not in counts}
+        return {"": here.detach().clone(), **kept}
+
+    def _undone(self, value: Any, before: Any) -> Any:
+        """`value`, in place, as it was before where the step is left out. None: there is nothing to put back."""
+        if self._left_out is None or before is None:
+            return value
+        if isinstance(value, dict):
+            return {part: self._undone(one, before[part]) for part, one in value.items()}
+        return value.copy_(torch.where(self._left_out, before, value))
+
+    def _updates(self, group: dict[str, Any]) -> list[tuple[list[Tensor], dict[str, Any]]]:
+        """The parameters that are updated together, in order, and their group."""
+        return [([parameter], group) for parameter in group["params"] if parameter.grad is not None]
+
+    def _update_all(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            self._update(parameter, group)
+
+    def _fetch_ahead(self, parameters: list[Tensor]) -> None:
+        """Begin to bring what an update of these needs."""
+        for parameter in parameters:
+            if self._apart is not None:
+                self._apart.bring_ahead(parameter)
+            if self._keep is not None:
+                for value in self.state.get(parameter, {}).values():
+                    for part in value.values() if isinstance(value, dict) else (value,):
+                        if isinstance(part, Tensor) and part.dim() > 0:
+                            self._keep.fetch_ahead(part)
+
+    def _next_update(self) -> None:
+        there = self._keep or self._apart  # one memory, where both are there
+        if there is not None:
+            there.next_update()
+
+    def _end_updates(self) -> None:
+        there = self._keep or self._apart
+        if there is not None:
+            there.end_updates()
 
     def _update_in_backward(self, parameter: Tensor, group: int) -> None:
         if parameter in self._updated:
@@ -123,14 +214,16 @@ class PerParameter(Optimizer):
             )
         with torch.no_grad():
             self._update(parameter, self.param_groups[group])
+            self._end_updates()
         parameter.grad = None
         self._updated.add(parameter)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         """One step of the wrapped optimizer for one parameter: widen, update, narrow and round again."""
-        kept, inner = dict(self.state.get(parameter, {})), self._inner
-        carried = kept.pop(CARRIED.get(self._rounding, ""), None)
+        kept = {name: self._fetched(value) for name, value in self.state.get(parameter, {}).items()}
         here = parameter if self._apart is None else mark_alike(self._apart.bring(parameter), parameter)
+        before, inner = self._noted(parameter, here, kept), self._inner
+        carried = kept.pop(CARRIED.get(self._rounding, ""), None)
         weight = self._widen_weight(here, carried)
         states = {name: self._widen(name, value, weight) for name, value in kept.items()}
         inner.param_groups = [{**group, "params": [weight]}]
@@ -139,10 +232,12 @@ class PerParameter(Optimizer):
         states = inner.state[weight]
         inner.param_groups, inner.state = [], defaultdict(dict)
         self.state[parameter] = {
-            name: self._put(parameter, name, self._narrow(name, states.pop(name))) for name in list(states)
+            name: self._put(parameter, name, self._undone(self._narrow(name, states.pop(name)), before.get(name)))
+            for name in list(states)
         }
         if weight is not here:
-            self._round(parameter, here, weight, carried)
+            self._round(parameter, here, weight, carried, before)
+        self._undone(here.detach(), before.get(""))
         if self._apart is not None:
             self._apart.take_back(parameter, here)
 
@@ -158,7 +253,7 @@ class PerParameter(Optimizer):
         weight.grad = parameter.grad.float()
         return weight.add_(carried) if isinstance(carried, Tensor) else weight
 
-    def _round(self, parameter: Tensor, here: Tensor, weight: Tensor, carried: Any) -> None:
+    def _round(self, parameter: Tensor, here: Tensor, weight: Tensor, carried: Any, before: dict[str, Any]) -> None:
         """Write the fp32 `weight` back into its 16-bit parameter, as that is `here` on the device."""
         if self._generator is not None:
             assert here.dtype is torch.bfloat16
@@ -169,7 +264,8 @@ class PerParameter(Optimizer):
             self.state[parameter]["roundings"] = count + 1
         here.copy_(weight)
         if self._rounding == "kahan":
-            self.state[parameter]["compensation"] = weight.sub_(here).to(here.dtype)
+            lost = self._undone(weight.sub_(here).to(here.dtype), before.get("compensation"))
+            self.state[parameter]["compensation"] = self._put(parameter, "compensation", lost)
 
     def _narrow(self, name: str, value: Any) -> Any:
         """A state as it is kept. Counters (numbers, tensors without dims) are kept as they are."""
@@ -191,12 +287,18 @@ class PerParameter(Optimizer):
         """A kept state as the wrapped optimizer wants it: on the device and in the type of the weight."""
         if isinstance(value, dict):
             assert self._blocks is not None
-            if self._keep is not None:
-                value = {part: self._keep.fetch(tensor) for part, tensor in value.items()}
             return self._blocks.unpack(name, value, weight)
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
-        return (value if self._keep is None else self._keep.fetch(value)).to(weight.dtype)
+        return value.to(weight.dtype)
+
+    def _fetched(self, value: Any) -> Any:
+        """A kept state on the device. Counters stay where they are."""
+        if isinstance(value, dict):
+            return {part: self._fetched(one) for part, one in value.items()}
+        if self._keep is None or not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        return self._keep.fetch(value)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -207,6 +309,7 @@ class PerParameter(Optimizer):
         What state_dict() gives is plain tensors and numbers; a packed state is {"codes", "scale"}.
         """
         super().load_state_dict({**with_kernels_of(self, state_dict), "state": {}})
+        self._counts.clear()
         groups = [group for group in self.param_groups for _ in group["params"]]
         parameters, others = self._parameters(), set(CARRIED.values()) - {CARRIED.get(self._rounding)}
         for number, states in state_dict["state"].items():
@@ -214,12 +317,18 @@ class PerParameter(Optimizer):
             loaded = {
                 name: self._load(name, value, parameter, group) for name, value in states.items() if name not in others
             }
-            self.state[parameter] = {  # what a rounding carries stays on the device, where updates find it
-                name: value if name in CARRIED.values() else self._put(parameter, name, value)
-                for name, value in loaded.items()
-            }
+            self._next_update()
+            self.state[parameter] = {name: self._put(parameter, name, value) for name, value in loaded.items()}
+        self._end_updates()
         if self._keep is not None:
             self._keep.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of any optimizer. The host waits for the last step, where states are kept elsewhere or it may have been left out."""
+        self._correct_counts()
+        if self._keep is not None:
+            self._keep.settle()
+        return super().state_dict()
 
     def _load(self, name: str, value: Any, parameter: Tensor, group: dict[str, Any]) -> Any:
         if isinstance(value, dict):
@@ -235,6 +344,18 @@ class PerParameter(Optimizer):
             return value.to(self._device, parameter.dtype, copy=True)
         dtype = torch.float32 if self._is_widened(parameter) else parameter.dtype
         return self._narrow(name, value.to(self._device, dtype, copy=True))
+
+
+def _lies_on(value: Any, scalar: Tensor) -> bool:
+    """Whether a state is a tensor, or several, on the device of `scalar`."""
+    one = next(iter(value.values())) if isinstance(value, dict) else value
+    return isinstance(one, Tensor) and one.device == scalar.device
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {part: one.clone() for part, one in value.items()}
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def round_stochastically_(values: Tensor, generator: torch.Generator) -> Tensor:

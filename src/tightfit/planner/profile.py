@@ -398,7 +398,8 @@ class Profiler:
         fields = plan.states, plan.rounding, plan.fused_optimizer, plan.update_in_backward, plan.tp
         together = optimizer_states.takes_all_at_once(plan, self.device)
         batched = optimizer_states.updates_in_batches(plan, self.job.train, self.device)
-        key = (plan.is_true, plan.precision == "fp16-true", together, batched, *fields)
+        undoes = optimizer_states.undoes(plan, self.device)
+        key = (plan.is_true, plan.precision == "fp16-true", together, batched, undoes, *fields)
         if key not in self._updates:
             with processes(plan.tp), self._mode, FakeValues():
                 model, depth = self._tensor_parallel_model(plan)

@@ -172,8 +172,12 @@ class Clock:
         time = replace(time, input_s=_input_s(ledger, time.step_s))
         if not ledger.messages:
             return time
-        sent = [("sent", message.name, self._message_s(message), 1.0) for message in ledger.messages]
-        table = tuple(sorted((*time.rows, *sent), key=lambda row: -row[2]))
+        sent: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+        for message in ledger.messages:
+            seconds, count = sent[message.name]
+            sent[message.name] = seconds + self._message_s(message), count + 1.0
+        messages = (("sent", name, *both) for name, both in sent.items())
+        table = tuple(sorted((*time.rows, *messages), key=lambda row: -row[2]))
         return replace(time, communication_s=self._exposed_communication_s(ledger, time), rows=table)
 
     def _message_s(self, message: Message) -> float:
@@ -187,23 +191,40 @@ class Clock:
     def _exposed_communication_s(self, ledger: Ledger, time: Time) -> float:
         """Seconds of communication that computation does not hide.
 
-        Gradient reductions overlap with backward, which is two thirds of the work of a micro-batch.
-        All-gathers of parameters overlap with the whole step. At least 5 % of a message stays
-        exposed.
+        - Gradient reductions overlap with backward, which is two thirds of the work of a
+          micro-batch.
+        - All-gathers of parameters overlap with the whole step.
+        - The all-gather of updated parameters (ZeRO-1 and ZeRO-2) overlaps with the first forward of
+          the next step, a third of the work of a micro-batch. The share `at_start` is always exposed.
+        - Copies between a device and its host overlap with one kind of work (`during`). Both
+          directions run at once.
+
+        Otherwise at least 5 % of a message stays exposed.
 
         Example: backward takes 60 ms and the gradient reduction 80 ms. Then 20 ms are exposed; a
         reduction of 40 ms would leave 2 ms (5 %).
         """
         shown = 0.0
-        work = time.compute_s + time.memory_s + time.launch_s
+        whole = work = time.compute_s + time.memory_s + time.launch_s
+        with_host: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # copies: by kind of work, then by direction
         for message in ledger.messages:
             seconds = self._message_s(message)
             if not message.hides:
                 shown += seconds
                 continue
+            if message.during:
+                with_host[message.during][message.way] += seconds
+                continue
+            if message.at_start:
+                later = seconds * (1 - message.at_start) - whole / 3 / ledger.micro_batches
+                shown += seconds * message.at_start + max(later, 0.0)
+                continue
             behind = work if message.name == "parameters" else work * 2 / 3 / ledger.micro_batches
             shown += max(seconds - behind, seconds * EXPOSED_SHARE)
             work = max(work - seconds, 0.0)
+        lasts = _work_s(time)
+        for during, ways in with_host.items():  # both directions at once
+            shown += max(max(seconds - lasts[during], seconds * EXPOSED_SHARE) for seconds in ways.values())
         return shown
 
     def passages_s(self, passages: Iterable[Passage], samples: int) -> float:
@@ -334,6 +355,17 @@ class Clock:
         if self.machine.device != "cpu":
             return 0.0
         return of_all_blocks(ledger, fetched_bytes) / self.machine.achieved("fetch", "float32", LARGEST_THRESHOLD)
+
+
+def _work_s(time: Time) -> dict[str, float]:
+    """Seconds of all forwards, all backwards and the optimizer update of a step."""
+    sums: dict[str, float] = defaultdict(float)
+    for phase, _, seconds, _ in time.rows:
+        sums[phase] += seconds
+    passes = sum(seconds for phase, seconds in sums.items() if phase != "optimizer")
+    whole = time.compute_s + time.memory_s + time.launch_s
+    backward = whole * sums["backward"] / passes if passes else 0.0
+    return {"forward": whole - backward, "backward": backward, "update": time.optimizer_s}
 
 
 def _input_s(ledger: Ledger, work_s: float) -> float:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from tightfit.entries import Update
 from tightfit.methods.precision import LossScaler
 from tightfit.optim.in_batches import InBatches
+from tightfit.optim.per_parameter import PerParameter
 from tightfit.planner.storages import tensor_bytes, tensors_in
 from tightfit.planner.trace import Recorder, recorded
 from tightfit.program import Operation, Timeline, play
@@ -92,6 +93,8 @@ def _second_update(optimizer: Optimizer, parameters: list[Tensor]) -> Timeline:
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
+        if isinstance(optimizer, PerParameter) and optimizer.can_leave_out():
+            optimizer.leave_out(torch.zeros((), dtype=torch.bool), lambda: False)
         recorder = Recorder({})
         recorder.know([*parameters, *(parameter.grad for parameter in parameters), optimizer.state])
         with recorder:

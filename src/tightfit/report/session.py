@@ -32,7 +32,7 @@ from tightfit.machine import Machine
 from tightfit.measure.memory import process_peak_bytes
 from tightfit.measure.observer import Observer
 from tightfit.methods.mesh import leads
-from tightfit.methods.run import Run
+from tightfit.methods.run import Run, wait_for_weights
 from tightfit.plan import Plan
 from tightfit.record import Record
 from tightfit.report.alive import never_silent
@@ -163,7 +163,7 @@ def _train(
 
     with stop_signals() as stop:
         ask = asker(run)
-        for result in train(run, start, take=observer.take):
+        for result in train(run, start, take=observer.take, weights_at_yield=False):
             done = result.step + 1
             unread.append(result)
             saves = _is_due(every, done) and done < last
@@ -254,6 +254,7 @@ def _diverged(what: str, out: Path, updated: bool = True) -> TightfitError:
 
 def _check_weights(run: Run, out: Path, done: int) -> None:
     """End a training whose last update left weights that are no numbers: their checkpoint would drive out a good one."""
+    wait_for_weights(run)
     if not everywhere(run, all(bool(local(parameter).isfinite().all()) for parameter in run.model.parameters())):
         raise _diverged(f"weights became infinite or NaN in step {done}", out)
 
