@@ -194,8 +194,9 @@ class Clock:
         - Gradient reductions overlap with backward, which is two thirds of the work of a
           micro-batch.
         - All-gathers of parameters overlap with the whole step.
-        - The all-gather of updated parameters (ZeRO-1 and ZeRO-2) overlaps with the first forward of
-          the next step, a third of the work of a micro-batch. The share `at_start` is always exposed.
+        - The all-gather of updated parameters (ZeRO-1 and ZeRO-2) overlaps with the first forward
+          of the next step, a third of the work of a micro-batch. The share `at_start` is always
+          exposed.
         - Copies between a device and its host overlap with one kind of work (`during`). Both
           directions run at once.
 
@@ -206,7 +207,9 @@ class Clock:
         """
         shown = 0.0
         whole = work = time.compute_s + time.memory_s + time.launch_s
-        with_host: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # copies: by kind of work, then by direction
+        with_host: dict[str, dict[str, float]] = defaultdict(
+            lambda: defaultdict(float)
+        )  # copies: by kind of work, then by direction
         for message in ledger.messages:
             seconds = self._message_s(message)
             if not message.hides:
