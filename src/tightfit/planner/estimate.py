@@ -465,7 +465,7 @@ class Estimator:
         on_device = partial(reserved_bytes, expandable=estimate.plan.allocator == "tuned")
         taken = of_all_blocks(ledger, held_bytes if on_cpu else on_device)
         if ledger.sent is not None and any(message.at_start for message in ledger.messages):
-            taken += ledger.sent.coming  # of a stream of its own, whose memory the allocator keeps for it
+            taken += ledger.sent.coming  # on a side stream: the allocator keeps its freed blocks for it
         rows = {**peak.rows, "allocator": max(taken - tensors, 0.0)}
         if on_cpu:
             rows["runtime"] = self._runtime_after_tracing
