@@ -82,7 +82,7 @@ def test_one_run_moves_the_numbers_only_so_far(folded: list[Ledger]) -> None:
 def test_a_record_of_several_processes_is_of_their_parts_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes on one processor, each with half of its rates: a run as fast as that predicts changes nothing. What a
     pipeline waits is not looked at."""
-    monkeypatch.setattr(example, "_sample_s", lambda job, source: 0.0)  # which is timed anew for each
+    monkeypatch.setattr(example, "_seconds_per_sample", lambda job, source: 0.0)  # which is timed anew for each
     machine = Machine.detect().replace(process_bytes_per_s=Figure(value=1e9, source="measured"))
     job = tightfit.Job(
         model={"architecture": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 256},

@@ -49,7 +49,7 @@ def test_fewer_blocks_say_what_all_of_them_take(
     name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if a model were deep from 64 blocks on."""
-    monkeypatch.setattr(deep, "PLAYED", 64)
+    monkeypatch.setattr(deep, "SIMULATED_BLOCKS", 64)
     ledger = estimator(name, 120).estimate(tightfit.Plan(**fields)).ledger
     for taken in (expandable, held_bytes):
         seen: list[int] = []
@@ -64,7 +64,7 @@ def test_fewer_blocks_say_what_all_of_them_take(
 
 
 def test_a_pipeline_of_deep_pieces_is_played_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deep, "PLAYED", 32)
+    monkeypatch.setattr(deep, "SIMULATED_BLOCKS", 32)
     plan = tightfit.Plan(pp=2, micro_batch=2, split=(47, 49), recompute="full")
     ledger = estimator("qwen2", 96, Machine.named("a100-80gb:2")).estimate(plan).ledger
     seen: list[int] = []
@@ -78,7 +78,7 @@ def test_a_pipeline_of_deep_pieces_is_played_with_fewer(monkeypatch: pytest.Monk
 
 
 def test_blocks_that_do_not_repeat_are_all_played(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deep, "PLAYED", 8)
+    monkeypatch.setattr(deep, "SIMULATED_BLOCKS", 8)
     known = estimator("qwen2", 24).estimate(tightfit.Plan()).ledger
     heads = [index for index, one in enumerate(known.training) if one.block is not None]
     odd = [heads[number] for number in (9, 14, 16)]  # of three blocks a forward that does something else

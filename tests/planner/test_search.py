@@ -39,7 +39,7 @@ GPU = Machine.named("a100-80gb")
 @pytest.fixture(autouse=True)
 def _samples_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """How long samples take to prepare is measured, and differs from search to search."""
-    monkeypatch.setattr(example, "_sample_s", lambda *arguments: 0.0)
+    monkeypatch.setattr(example, "_seconds_per_sample", lambda *arguments: 0.0)
 
 
 def limited(memory: float, name: str = "llama") -> tightfit.Job:
@@ -198,7 +198,7 @@ def test_a_search_collects_seldom_and_leaves_the_collector_as_it_was(monkeypatch
         finalists, "rehearse", lambda *arguments: within.append(gc.get_threshold()) or rehearse(*arguments)
     )
     search(cases.job("llama"), GPU, {"compile": "none"})
-    assert within == [searching.COLLECTED]
+    assert within == [searching.GC_THRESHOLDS]
     assert gc.get_threshold() == before
 
 
@@ -358,7 +358,7 @@ def test_what_the_engine_refuses_is_passed_over_and_says_so(monkeypatch: pytest.
     monkeypatch.setattr(finalists, "rehearse", refusing)
     chosen, *others = search(cases.job("llama"), GPU)
     assert chosen.plan != fastest
-    assert {one.plan: one.rejected_because for one in others}[fastest] == "cannot be: this model is too odd"
+    assert {one.plan: one.rejected_because for one in others}[fastest] == "the engine refuses it: this model is too odd"
 
 
 def test_where_the_engine_refuses_all_its_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,2 @@
-"""What is planned before a run: the plan that completes what the user pinned."""
+"""Predict memory and time of a training job, and choose a plan for it, before anything is
+allocated."""

@@ -1,7 +1,8 @@
-"""Calibrate: a machine's few efficiency numbers from runs that were timed. Nothing else is fitted.
+"""Fit four efficiencies of a machine to timed training runs. Nothing else is fitted.
 
-Four numbers for a machine: what share of the rates that it is known for its products, its memory, its launches and its links
-reach in whole training steps. They start from 1 and leave it only as far as the runs pull them.
+An efficiency is the share of a measured or published rate that whole training steps reach: for
+matrix products, memory, launches and links. A fit starts at 1 and has a penalty for leaving it, so
+few runs change little.
 """
 
 from __future__ import annotations
@@ -17,15 +18,22 @@ from tightfit.planner.profile import Profiler
 from tightfit.planner.time import EFFICIENCIES, Clock
 from tightfit.record import Record
 
-PRIOR = 0.02  # how much a number's own distance from 1 weighs against the mean error of the runs, both as logarithms
-STEPS = (0.2, 0.05, 0.01)  # by which a number is moved, as logarithms, ever finer
-MOST = math.log(4.0)  # a number that far from 1 is no efficiency but a mistake
-ROUNDS = 60
+# weight of the penalty: squared logarithm of an efficiency, against the runs' mean squared
+# logarithmic error
+PRIOR = 0.02
+STEP_SIZES = (0.2, 0.05, 0.01)  # of the search, in the logarithm, ever finer
+MAX_LOGARITHM = math.log(4.0)  # an efficiency beyond a factor of 4 would be an error elsewhere
+MAX_ROUNDS = 60  # of the search, for each step size
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A run: its ledger, the seconds that its step took, and the machine as each of its processes had it."""
+    """A timed run.
+
+    ledger   of its plan
+    seconds  measured, per step
+    machine  the machine with as many devices as the run used
+    """
 
     ledger: Ledger
     seconds: float
@@ -33,28 +41,32 @@ class Timed:
 
 
 def refine(machine: Machine, seen: Sequence[Timed]) -> Machine:
-    """`machine` with the efficiencies under which the ledgers' steps take the seconds that were measured."""
+    """Return `machine` with the efficiencies that fit the measured seconds best: coordinate
+    descent on their logarithms."""
     best = dict.fromkeys(EFFICIENCIES, 0.0)
-    error = _error(seen, best)
-    for step in STEPS:
-        for _ in range(ROUNDS):
+    error = _objective(seen, best)
+    for step in STEP_SIZES:
+        for _ in range(MAX_ROUNDS):
             tried = [
                 {**best, name: best[name] + sign * step}
                 for name in EFFICIENCIES
                 for sign in (1, -1)
-                if abs(best[name] + sign * step) <= MOST
+                if abs(best[name] + sign * step) <= MAX_LOGARITHM
             ]
-            found = min(tried, key=lambda one: _error(seen, one))
-            if _error(seen, found) >= error:
+            found = min(tried, key=lambda one: _objective(seen, one))
+            if _objective(seen, found) >= error:
                 break
-            best, error = found, _error(seen, found)
-    detail = f"of {len(seen)} runs, mean error {math.sqrt(_misfit(seen, best)):.0%}"
-    return _with(machine, best, detail)
+            best, error = found, _objective(seen, found)
+    detail = f"of {len(seen)} runs, mean error {math.sqrt(_mean_squared_error(seen, best)):.0%}"
+    return _with_efficiencies(machine, best, detail)
 
 
 def refine_from_records(machine: Machine, records: Sequence[Record]) -> Machine:
-    """As `refine`, of runs on this machine that left their records. Those of pipelines are left out: how long a device waits for
-    others says nothing of rates. Raises InputError for a job that cannot be traced."""
+    """As `fit_efficiencies`, with the records of runs on this machine.
+
+    Runs with a pipeline are ignored: the bubble tells nothing about rates. Without any usable
+    record, the machine is returned unchanged. Raises InputError if a job cannot be traced.
+    """
     from tightfit.job import Job
 
     seen = []
@@ -67,21 +79,21 @@ def refine_from_records(machine: Machine, records: Sequence[Record]) -> Machine:
     return refine(machine, seen) if seen else machine
 
 
-def _with(machine: Machine, logarithms: dict[str, float], detail: str = "") -> Machine:
+def _with_efficiencies(machine: Machine, logarithms: dict[str, float], detail: str = "") -> Machine:
     figures = {
         name: Figure(value=math.exp(value), source="measured", detail=detail) for name, value in logarithms.items()
     }
     return machine.replace(efficiency=figures)
 
 
-def _misfit(seen: Sequence[Timed], logarithms: dict[str, float]) -> float:
-    clocks = {id(one.machine): Clock(_with(one.machine, logarithms)) for one in seen}
+def _mean_squared_error(seen: Sequence[Timed], logarithms: dict[str, float]) -> float:
+    clocks = {id(one.machine): Clock(_with_efficiencies(one.machine, logarithms)) for one in seen}
     errors = (math.log(clocks[id(one.machine)].step_time(one.ledger).step_s / one.seconds) ** 2 for one in seen)
     return sum(errors) / len(seen)
 
 
-def _error(seen: Sequence[Timed], logarithms: dict[str, float]) -> float:
-    return _misfit(seen, logarithms) + PRIOR * sum(value**2 for value in logarithms.values())
+def _objective(seen: Sequence[Timed], logarithms: dict[str, float]) -> float:
+    return _mean_squared_error(seen, logarithms) + PRIOR * sum(value**2 for value in logarithms.values())
 
 
 __all__ = ["Timed", "refine", "refine_from_records"]

@@ -1,4 +1,5 @@
-"""Candidates: the legal plans that differ in what trades memory for time, from which a search chooses."""
+"""List the legal plans among which a search chooses: they differ in the options that trade memory
+for time."""
 
 from __future__ import annotations
 
@@ -18,8 +19,14 @@ from tightfit.rules import RULES, needed_permissions
 
 
 def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Iterator[list[Plan]]:
-    """Every legal plan that differs from `start` in what trades memory for time: lists of equal ones with ever smaller
-    micro-batches."""
+    """Yield the legal plans that differ from `start` in the options that trade memory for time.
+
+    Each list has plans that differ only in the micro-batch, sorted from the largest to the
+    smallest.
+
+    start  the plan with all defaults
+    pins   plan fields that the user fixed: they are not varied
+    """
     job, options = estimator.job, _options(estimator, start, pins)
     micro_batches = options.pop("micro_batch")
     for spread, *values in itertools.product(spreads(estimator.machine, start, pins), *options.values()):
@@ -32,8 +39,15 @@ def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Itera
 
 
 def spreads(machine: Machine, start: Plan, pins: dict[str, Any]) -> list[dict[str, int]]:
-    """How the devices may share the work: as replicas, or dividing states by ZeRO over all of them or over those of a node. A
-    pipeline would gather parameters again for each of its micro-batches: what its replicas divide are states and gradients."""
+    """The data-parallel layouts (dp_replicate, dp_shard, zero) of the devices that tp, pp and cp
+    leave.
+
+    These are replicas, and ZeRO over all devices or over those of one node (hybrid sharding). With
+    a pipeline, ZeRO-3 is left out, because it would gather the parameters for every micro-batch.
+
+    Example: 2 nodes of 8 devices give 16 replicas; ZeRO-1, -2, -3 over 16; ZeRO-1, -2, -3 over 8
+    with 2 replicas.
+    """
     count = machine.devices_per_node * machine.nodes // (start.tp * start.pp * start.cp) - start.servers
     node = max(machine.devices_per_node // (start.tp * start.cp), 1)
     found = [{"dp_replicate": start.dp_replicate, "dp_shard": start.dp_shard, "zero": start.zero}]
@@ -50,15 +64,15 @@ def spreads(machine: Machine, start: Plan, pins: dict[str, Any]) -> list[dict[st
 
 
 def _options(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> dict[str, list[Any]]:
-    """By plan field, what the methods propose; a pinned field has one value."""
-    narrow_pays = lambda: "precision" not in pins and _is_worth_narrowing(estimator, start)  # noqa: E731
+    """By plan field, the values that the methods propose; a pinned field has one value."""
+    narrow_pays = lambda: "precision" not in pins and _narrow_parameters_pay(estimator, start)  # noqa: E731
     facts = SearchFacts(estimator.profiler.is_complex, narrow_pays)
     options = methods_candidates(METHODS, start, estimator.job, facts)
     return {name: [getattr(start, name)] if name in pins else values for name, values in options.items()}
 
 
-def _is_worth_narrowing(estimator: Estimator, start: Plan) -> bool:
-    """Whether weights in bf16 may win: where the plan as it is does not fit, or where they are faster as written."""
+def _narrow_parameters_pay(estimator: Estimator, start: Plan) -> bool:
+    """Whether bf16 parameters may win: if `start` does not fit, or if it is faster with them."""
     wide = estimator.estimate(start)
     if not wide.fits:
         return True
@@ -67,13 +81,14 @@ def _is_worth_narrowing(estimator: Estimator, start: Plan) -> bool:
 
 
 def _with_rounding(plan: Plan, job: Job, pins: dict[str, Any]) -> Plan:
-    """`plan` with the rounding that the job allows for weights held in bf16."""
+    """`plan` with the rounding that the job allows for bf16 parameters."""
     if plan.precision == "bf16-true" and "rounding" not in pins:
         plan = plan.replace(rounding=rounding_of(job))
     return plan
 
 
 def is_legal(plan: Plan, job: Job, device: str) -> bool:
+    """Whether the job allows the plan and the plan keeps all RULES. device: cpu or cuda."""
     return needed_permissions(plan) <= job.allowed and all(rule.holds(plan, job, device) for rule in RULES)
 
 

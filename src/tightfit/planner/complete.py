@@ -1,6 +1,7 @@
-"""The plan that completes what the user pinned, from facts known before anything runs; each choice says why.
+"""Complete a plan: choose defaults for the fields that the user did not pin, each with a reason.
 
-These are the choices that need no prediction. They stay within what the job allows and what RULES admit.
+These choices need no prediction. They stay within the job's permissions and the RULES. `search`
+starts from the result; `tightfit train` without a search uses it directly.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from tightfit.rules import RULES, check
 FEW_BLOCKS = 3
 
 
-ALLOCATOR: Literal["tuned"] = "tuned"  # known before torch is imported, as a process has to start with it
+ALLOCATOR: Literal["tuned"] = "tuned"  # the default, needed before torch is imported: a process has to start with it
 
 
 def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, dict[str, str]]:
-    """The plan with every field of `pins` kept, and the reason for each field chosen here. Raises InputError."""
-    from tightfit.methods import METHODS, loss  # torch, which a command may not need
+    """Return the plan with the fields of `pins`, and the reason for each field that was chosen
+    here.
+
+    Raises InputError if the pins break a rule or cannot be combined.
+    """
+    from tightfit.methods import METHODS, loss  # imports torch, which a command may not need
     from tightfit.methods.protocol import defaults
 
     reasons: dict[str, str] = {}
@@ -39,18 +44,21 @@ def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, di
         if field in pins:
             continue
         candidate = plan.replace(**{field: value})
-        admitted = all(  # a rule that is broken by now may be for a later choice to keep: bf16, with float8
+        admitted = all(  # a rule that is broken already may be kept by a later choice: bf16 with float8
             rule.holds(candidate, job, machine.device) or not rule.holds(plan, job, machine.device) for rule in RULES
         )
-        if admitted and _model_admits(job, field, candidate):
+        if admitted and _model_supports_field(job, field, candidate):
             plan, reasons[field] = candidate, reason
     check(plan, job, machine.device)
     return plan, reasons
 
 
 def over_devices(machine: Machine, pins: dict[str, Any]) -> dict[str, Any]:
-    """The fields that spread a plan over all of a machine's devices, beside those that are pinned: replicas, unless `zero` or
-    `dp_shard` is asked for."""
+    """The data-parallel fields that use all devices of a machine, with the pins kept: replicas,
+    unless `zero` or `dp_shard` is pinned.
+
+    Example: 8 devices with pins {"tp": 2, "zero": 2} give zero=2, dp_shard=4, dp_replicate=1.
+    """
     count = machine.devices_per_node * machine.nodes
     if count == 1:
         return {}
@@ -65,21 +73,22 @@ def over_devices(machine: Machine, pins: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _model_admits(job: Job, field: str, plan: Plan) -> bool:
-    """Whether the model takes what works with some, and with others is refused."""
+def _model_supports_field(job: Job, field: str, plan: Plan) -> bool:
+    """Whether the model supports the chosen value, for fields that not every model supports."""
     return field not in ("chunked_loss", "attention") or model_takes(job, plan)
 
 
 def model_takes(job: Job, plan: Plan) -> bool:
-    """Whether a transformers model takes the plan's attention and loss: tried on two tokens, and tensors without values.
+    """Whether a transformers model supports the plan's attention and loss: tried with two tokens
+    on fake tensors.
 
-    A model that cannot be tried like that, whatever the plan, is trusted to. Raises InputError for one that cannot be
-    created.
+    A model that cannot be tried with any plan counts as supporting it. Raises InputError if the
+    model cannot be created.
     """
-    return _is_taken(job, plan) or not _is_taken(job, Plan())
+    return _runs_with(job, plan) or not _runs_with(job, Plan())
 
 
-def _is_taken(job: Job, plan: Plan) -> bool:
+def _runs_with(job: Job, plan: Plan) -> bool:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -102,21 +111,23 @@ def _is_taken(job: Job, plan: Plan) -> bool:
         objective, unset = objective_of(None, task_of(job.model)), cast(Any, None)
         run = Run(job, plan, tokens.device, objective, model, partial(objective.total, model), unset, unset, unset)
         try:
-            for room in (attention, loss):  # in the order of METHODS
-                if room.wanted(plan):
-                    run = room.apply(run, plan)
+            for method in (attention, loss):  # in the order of METHODS
+                if method.wanted(plan):
+                    run = method.apply(run, plan)
             blocks = find_blocks(model, job.model.blocks if isinstance(job.model, ModelSpec) else None)
             with shortened([block for _, block in blocks]):
                 run.loss_sum({"input_ids": tokens, "labels": tokens})
         except (ValueError, RuntimeError, TypeError, AttributeError, LookupError):
             return False
     config: Any = model.config
-    return plan.attention == "sdpa" or config._attn_implementation == attention.NAME  # some models only warn
+    return (
+        plan.attention == "sdpa" or config._attn_implementation == attention.NAME
+    )  # some models ignore it with a warning
 
 
 @contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """Without what these loggers say of a trial that fails."""
+    """Silence these loggers while a trial may fail."""
     loggers = [logging.getLogger(name) for name in names]
     before = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,4 +1,5 @@
-"""Cuts: the ways to divide a model, or its sequences, among devices (tp, pp, cp), and what no plan under one can beat."""
+"""List the combinations of tensor, pipeline and context parallelism that a search tries, each with
+a lower bound on its seconds per step."""
 
 from __future__ import annotations
 
@@ -15,12 +16,16 @@ from tightfit.planner.complete import over_devices
 from tightfit.planner.estimate import Estimator
 from tightfit.timetable import split_balanced
 
-ALIKE = 1.05  # promises that differ by less are alike: of such cuts the simpler is tried first
-WITHOUT_BUBBLE = ("pipedream", "zero-bubble")  # schedules that hardly wait, whatever the number of micro-batches
+SIMILAR = 1.05  # among lower bounds that differ by less than this factor, the simpler layout comes first
+WITHOUT_BUBBLE = ("pipedream", "zero-bubble")  # schedules with hardly any bubble
 
 
 def with_samples(machine: Machine, job: Job, pins: dict[str, Any]) -> Machine:
-    """As many of the machine's devices as a step has samples for: with more, the model or its sequences must be cut."""
+    """The machine with at most as many devices as a step has samples. To use more devices, a plan
+    needs model or sequence parallelism.
+
+    Returns the machine unchanged if the pins leave no such parallelism open.
+    """
     spread = Plan.parse({**pins, **over_devices(machine, pins)}, "plan")
     if spread.data_parallel <= job.train.batch or not cuts(machine, pins):
         return machine
@@ -30,8 +35,11 @@ def with_samples(machine: Machine, job: Job, pins: dict[str, Any]) -> Machine:
 
 
 def cuts(machine: Machine, pins: dict[str, Any]) -> list[dict[str, int]]:
-    """Sizes of tp, pp and cp that a job may be cut by: tp within a node only, for nothing hides its sums; sequences last, and
-    only where nothing else fits."""
+    """The degrees of tp, pp and cp to try, as plan fields; powers of two.
+
+    tp stays within a node, because nothing hides its all-reduces. cp comes last: it is used only if
+    nothing else fits.
+    """
     count = machine.devices_per_node * machine.nodes
     left = count // math.prod(pins.get(name, 1) for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp"))
 
@@ -45,49 +53,56 @@ def cuts(machine: Machine, pins: dict[str, Any]) -> list[dict[str, int]]:
 
 
 def by_promise(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[tuple[float, dict[str, int]]]:
-    """The cuts and the seconds of a step that no plan under one can beat: forward and backward of a device's share, and in a
-    pipeline the wait at its ends, at least until a sample has been everywhere; nothing sent, nothing recomputed. The least
-    first, cuts of sequences last."""
+    """(lower bound on the seconds of a step, degrees), the smallest bound first and cp last.
+
+    The bound counts forward and backward of a device's share and, in a pipeline, the bubble: at
+    least until one sample has passed all ranks. It counts no communication and no recompute.
+
+    Example: 1 s for 8 samples on one device, so 0.125 s per sample. On 8 devices with pp=4, a
+    pipeline has 2 data-parallel replicas of 4 samples each. With 1f1b and one stage per rank, a
+    step takes at least 0.125 s x (4 + 3) / 4 = 0.22 s.
+    """
     job, machine = estimator.job, estimator.machine
     ledger = estimator.profiler.ledger(start)
     samples = start.micro_batch_of(job.train.batch)
     sample_s = estimator.clock.passages_s(ledger.training, samples) / samples
     count = machine.devices_per_node * machine.nodes - start.servers
-    promised = []
+    bounds = []
     for sizes in cuts(machine, pins):
-        cut = start.replace(**sizes)
-        devices = cut.tp * cut.pp * cut.cp
+        plan = start.replace(**sizes)
+        devices = plan.tp * plan.pp * plan.cp
         if count // devices > job.train.batch:
             continue
         share = math.ceil(job.train.batch / max(count // devices, 1))
-        pieces = max(fields.get("virtual_stages", 1) for fields in schedules(pins))
-        lasts = share if cut.schedule in WITHOUT_BUBBLE else max(share + (cut.pp - 1) / pieces, cut.pp)
-        promised.append((sample_s * lasts / devices, sizes))
-    return sorted(promised, key=lambda one: ("cp" in one[1], int(math.log(one[0], ALIKE)), len(one[1])))
+        stages = max(fields.get("virtual_stages", 1) for fields in schedules(pins))
+        micro_batch_count = share if plan.schedule in WITHOUT_BUBBLE else max(share + (plan.pp - 1) / stages, plan.pp)
+        bounds.append((sample_s * micro_batch_count / devices, sizes))
+    return sorted(bounds, key=lambda one: ("cp" in one[1], int(math.log(one[0], SIMILAR)), len(one[1])))
 
 
 def schedules(pins: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """The schedules of a pipeline that are open."""
+    """The pipeline schedules to try, as plan fields; only the pinned one if the pins fix it."""
     return ({},) if {"schedule", "virtual_stages", "split"} & pins.keys() else SCHEDULES
 
 
 def cut_fields(estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
-    """The plan's fields under such a cut, all of the machine's devices used. Raises InputError for what cannot be cut so."""
+    """The plan fields for these degrees, with all of the machine's devices in use. Raises
+    InputError if the model does not support them."""
     fields: dict[str, Any] = {name: size for name, size in sizes.items() if name != "pp"}
     if "cp" in sizes and "attention" not in pins:
         fields["attention"] = "sdpa"
     if "compile" not in pins and start.compile == "model":
         fields["compile"] = "block"
     if "tp" in sizes and "float8" not in pins:
-        fields["float8"] = "none"  # which takes whole layers
+        fields["float8"] = "none"  # float8 does not support sharded layers
     if "pp" in sizes:
         fields |= {"pp": sizes["pp"]} | balanced(estimator, start.replace(**fields), pins, sizes["pp"])
     return fields | over_devices(estimator.machine, {**pins, **fields})
 
 
 def with_sequences(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Plan]:
-    """`start`, where it is under tensor parallelism and does not fit with sequences divided too before it: for models that can
-    be."""
+    """The plans to try, in this order: if `start` uses tensor parallelism and does not fit, the
+    plan with sequence parallelism comes first; then `start`, for models that do not support it."""
     smallest = start.replace(micro_batch=1) if start.pp > 1 else start
     if start.tp == 1 or "sequence_parallel" in pins or _fits(estimator, smallest):
         return [start]
@@ -95,20 +110,28 @@ def with_sequences(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> l
 
 
 def _fits(estimator: Estimator, plan: Plan) -> bool:
-    """Whether a plan fits; not traced where its model and states alone do not."""
+    """Whether a plan fits. It is not traced if its parameters and optimizer states alone do not
+    fit."""
     return estimator.least_bytes(plan) <= estimator.limit_bytes and estimator.estimate(plan).fits
 
 
 def balanced(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: int) -> dict[str, Any]:
-    """The split by which the slowest piece is as fast as can be, by the ledger. Raises InputError for a model that has too few
-    blocks."""
+    """The pipeline split (plan field `split`) that minimises the seconds of the slowest stage.
+
+    Returns no field if the pins fix the split. Raises InputError if the model has fewer blocks than
+    stages.
+    """
     plan = start.replace(micro_batch=1)
-    ledger, pieces = estimator.profiler.ledger(plan), pp * pins.get("virtual_stages", 1)
-    if ledger.blocks < pieces:
-        raise InputError(f"plan: pp={pp}", f"the model has {ledger.blocks} blocks", "use fewer")
+    ledger, stages = estimator.profiler.ledger(plan), pp * pins.get("virtual_stages", 1)
+    if ledger.blocks < stages:
+        raise InputError(
+            f"plan: pp={pp}",
+            f"the model has {ledger.blocks} blocks",
+            "use a smaller pp or virtual_stages: each stage needs a block",
+        )
     if "split" in pins:
         return {}
-    seconds = [0.0] * (ledger.blocks + 2)  # before the blocks, of each of them, after them
+    seconds = [0.0] * (ledger.blocks + 2)  # before the blocks, of each block, after the blocks
     here = 0
     for passage in ledger.training:
         if passage.block is not None:
@@ -118,4 +141,4 @@ def balanced(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: int) -
         elif passage.phase == "backward" and here == 1:
             here = 0
         seconds[here] += estimator.clock.passages_s([passage], 1)
-    return {"split": split_balanced(seconds[1:-1], seconds[0], seconds[-1], pieces)}
+    return {"split": split_balanced(seconds[1:-1], seconds[0], seconds[-1], stages)}

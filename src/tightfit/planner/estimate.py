@@ -1,4 +1,9 @@
-"""Estimate: what a plan will cost, folded: every method's `cost` over the profiled ledger. Milliseconds, no tensors."""
+"""Estimate what a plan costs in memory and time, without allocating a tensor.
+
+The estimate starts from the ledger that the profiler traced for the model. Every method that the
+plan enables then edits this ledger with its `cost` function. One estimate takes milliseconds once
+the model is traced. `search` ranks plans by these estimates.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +33,28 @@ from tightfit.rules import needed_permissions
 from tightfit.timetable import Slot
 from tightfit.units import format_bytes, format_seconds
 
-CONTEXT_BYTES = 500 * 2**20  # of a CUDA process beside its allocator: the context, and the kernels that torch loads
-KERNELS_BYTES = 40 * 2**20  # that libraries of kernels take on a processor when they are first called
-MARGIN = 0.03  # that is left free for what no row foresees: a share of what is predicted, not of what is there already
-# Of a CUDA process in host memory: Python, torch and transformers 0.4 GiB (measured), the driver's libraries 1 (assumed).
+# device memory of a CUDA process outside of torch's allocator: the context and the loaded kernels
+CONTEXT_BYTES = 500 * 2**20
+KERNELS_BYTES = 40 * 2**20  # that kernel libraries allocate on a CPU when they are first called
+# share of the predicted bytes that stays free for what no row predicts; the runtime row, which
+# exists already, does not count
+MARGIN = 0.03
+# host memory of a CUDA process: Python, torch and transformers 0.4 GiB (measured), the driver's
+# libraries 1 GiB (assumed)
 HOST_PROCESS_BYTES = 1.4 * 2**30
-STEPS = 1000  # of a job that does not say how long it trains
+DEFAULT_STEPS = 1000  # of a job that does not say how long it trains
 
 
 def workspace_bytes(architecture: str) -> int:
-    """Bytes that torch gives to cuBLAS and cuBLASLt in its caching allocator, or to their likes of ROCm, from the first product
-    on: to the former once for the thread of forward and once for that of backward. As in CublasHandlePool.cpp of torch."""
+    """Bytes of the cuBLAS and cuBLASLt workspaces (on ROCm: hipBLAS and hipBLASLt).
+
+    torch allocates them in its caching allocator at the first matrix product: two cuBLAS workspaces
+    (one for the thread of forward, one for that of backward) and one of cuBLASLt.
+
+    architecture  such as "sm_90" or "gfx942"
+
+    Source: torch's CublasHandlePool.cpp.
+    """
     if architecture.startswith("gfx"):
         large = architecture.startswith(("gfx94", "gfx95"))
         return (2 * (128 if large else 32) + 76) * 2**20
@@ -48,17 +64,24 @@ def workspace_bytes(architecture: str) -> int:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a plan costs on a machine: bytes by row at the largest instant, by phase, and seconds. Per device.
+    """What a plan costs on a machine, per device: bytes by row at the peak, and seconds per step.
 
-    limit_bytes       what the device may hold
-    rehearsed         the peak that a rehearsal on fake tensors found, with the same runtime row; None until then
-    settled           whether what the allocator takes beyond the tensors is in the peak
-    not_confirmed     why the dry run failed, where it did: the figures are estimates, which nothing confirms
-    host              bytes in the memory of one host, of all its devices' processes, by what they are for: on a processor, what
-                      is there beside the devices'; disk: bytes of files, offloaded or of checkpoints
-    limits            bytes that may be used, of what is limited: memory, host memory, disk
-    slots             of a pipeline, which device does what when; the ledger is of the device that needs the most memory
-    rejected_because  why a search passed it over; "" for the one that it chose
+    ledger              of the device; in a pipeline, of the rank that needs the most memory
+    peak                the largest instant of a step: its phase and its bytes by row
+    limit_bytes         device memory that the plan may use
+    time                seconds of one step, by kind of work
+    compile_s           seconds that torch.compile takes once
+    tokens_per_s        of the whole job; None unless its samples are counted in tokens
+    dry_run_bytes       the peak that a dry run on fake tensors found, with the same runtime row;
+                        None before the dry run
+    includes_allocator  whether the peak includes what the allocator reserves beyond the tensors
+    not_confirmed       why the dry run failed, if it did: then no dry run confirms the estimate
+    host                bytes of one host's memory, summed over its devices' processes, by purpose;
+                        on a CPU, what is allocated beside the devices' own memory
+    disk                bytes of files on a host, by purpose: offloaded tensors, checkpoints
+    limits              bytes that may be used, for each limited resource: host memory, disk
+    schedule            of a pipeline: when each rank runs which action
+    rejected_because    why a search rejected the plan; "" for the chosen one
     """
 
     job: Job
@@ -82,13 +105,15 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> float:
-        """At the largest instant of a step, or of what comes before and between steps where that takes more."""
+        """Device bytes at the largest instant of a step, or outside of steps (materialize,
+        checkpoint) if that needs more."""
         step = self.peak.total if self.rehearsed is None else max(self.rehearsed, self.peak.rows["runtime"])
         return max(step, *self.ledger.outside().values())
 
     @property
     def peak_phase(self) -> str:
-        """The phase that the peak falls in: forward, backward, optimizer, materialize, checkpoint."""
+        """The phase that the peak falls in: forward, backward, optimizer, materialize,
+        checkpoint."""
         outside = self.ledger.outside()
         name = max(outside, key=lambda phase: outside[phase])
         return name if outside[name] == self.peak_bytes else self.peak.phase
@@ -99,11 +124,15 @@ class Estimate:
 
     @property
     def margin_bytes(self) -> float:
-        """Device memory that is kept free beside the peak."""
+        """Device memory that stays free, as a safety margin: 3 % of the peak without the runtime
+        row."""
         return MARGIN * (self.peak_bytes - self.peak.rows["runtime"])
 
     def lacks(self) -> dict[str, tuple[float, float]]:
-        """Of what is too small, by name, the bytes that are needed and those that are there: memory, host memory, disk."""
+        """The resources that are too small: (needed bytes, available bytes) by name.
+
+        Names are "memory", "host memory" and "disk". Empty if the plan fits.
+        """
         found = {}
         if self.peak_bytes + self.margin_bytes > self.limit_bytes:
             found["memory"] = self.peak_bytes, self.limit_bytes
@@ -114,21 +143,23 @@ class Estimate:
 
     @property
     def fullness(self) -> float:
-        """The largest share of what is there that is needed, of memory, host memory and disk: at most 1 where the plan fits."""
+        """Needed over available bytes, the largest ratio of device memory, host memory and disk. At
+        most 1 if the plan fits."""
         needed = {"host memory": self.host_bytes, "disk": sum(self.disk.values())}
         shares = [(self.peak_bytes + self.margin_bytes) / self.limit_bytes]
         return max(shares + [needed[name] / limit for name, limit in self.limits.items()])
 
     @property
     def host_bytes(self) -> float:
-        """In the memory of one host; on a processor that of its devices and what is beside them."""
+        """Bytes of one host's memory. On a CPU, this includes the memory of its devices."""
         devices = self.machine.devices_per_node * self.peak_bytes if self.machine.device == "cpu" else 0.0
         return devices + sum(self.host.values())
 
     @property
     def total_s(self) -> float:
-        """Seconds to finish the job, compiling included; of 1,000 steps where it does not say how many."""
-        return self.compile_s + self.time.step_s * (self.job.train.steps or STEPS)
+        """Seconds to finish the job, compile time included. A job without `steps` counts as
+        1,000."""
+        return self.compile_s + self.time.step_s * (self.job.train.steps or DEFAULT_STEPS)
 
     @property
     def changes_math(self) -> list[str]:
@@ -136,48 +167,52 @@ class Estimate:
 
     @cached_property
     def phases(self) -> dict[str, float]:
-        """Device bytes at the largest instant of each phase, evaluation among them."""
+        """Device bytes at the largest instant of each phase, evaluation included."""
         return self.ledger.peaks()
 
     @cached_property
     def mfu(self) -> float | None:
-        """Model FLOP/s over the device's published dense peak; None where none is published. See `Ledger.model_flops`."""
-        return self._share_of(self.machine.peak(self.plan.precision))
+        """Model FLOP/s over the device's published dense peak; None if no peak is published. See
+        `Ledger.model_flops`."""
+        return self._utilization(self.machine.peak(self.plan.precision))
 
     @cached_property
     def matrix_utilization(self) -> float | None:
-        """Model FLOP/s over the rate that the device's large matrix products achieve; None where that is unknown."""
-        return self._share_of(self.machine.rate(self.plan.precision))
+        """Model FLOP/s over the rate that the device's large matrix products achieve; None if that
+        rate is unknown."""
+        return self._utilization(self.machine.rate(self.plan.precision))
 
-    def _share_of(self, flops_per_s: float | None) -> float | None:
+    def _utilization(self, flops_per_s: float | None) -> float | None:
         return self.ledger.model_flops() / self.time.step_s / flops_per_s if flops_per_s else None
 
     @cached_property
     def bytes_per_parameter(self) -> dict[str, float]:
-        """Of the model's states, by row: the most of each that a device holds in a step, over the parameters that it works on."""
+        """The largest bytes of parameters, gradients and optimizer states that a device holds in a
+        step, each divided by the number of parameters in its ledger."""
         count = sum(parameter.count for parameter in self.ledger.parameters)
         rows = [rows for _, _, rows in self.ledger.instants()]
         return {name: max(one[name] for one in rows) / count for name in ("parameters", "gradients", "optimizer")}
 
     @property
     def workspace_bytes(self) -> int:
-        """Of `runtime`, what torch's allocator counts among a device's tensors: 0 on a processor."""
+        """The part of the runtime row that torch's allocator counts as tensors; 0 on a CPU."""
         return 0 if self.machine.device == "cpu" else workspace_bytes(self.machine.architecture)
 
     @property
     def advice(self) -> list[str]:
-        """Sizes of the model, where devices have its layers whole, and of micro-batches that would fill the hardware's tiles; and
-        what this machine lacks to compile, or to multiply in 8 bits as the job allows."""
-        said = [] if self.plan.tp > 1 else microbatch.advice(self.ledger, self.machine.device)
+        """Hints for the user: model dimensions and micro-batches that fill the hardware's tiles
+        (without tensor parallelism, which shards the layers), and what the machine lacks for
+        torch.compile, or for the float8 products that the job allows."""
+        hints = [] if self.plan.tp > 1 else microbatch.advice(self.ledger, self.machine.device)
         lacking = lacking_to_compile(self.machine) if self.plan.compile == "none" and pays_to_compile(self.job) else ""
         if lacking:
-            said.append(f"compile is none: torch.compile needs {lacking}")
+            hints.append(f"compile is none: torch.compile needs {lacking}")
         if "float8" in self.job.allowed and self.plan.float8 == "none" and not float8.is_installed():
-            said.append("float8 is none: it needs the package torchao")
-        return said
+            hints.append("float8 is none: it needs the package torchao")
+        return hints
 
     def explain(self) -> str:
-        """The plan, its memory by row at the largest instant, and its time by kind of operation, as text."""
+        """The plan, its memory by row at the peak and its time by kind of operation, as text."""
         rows = sorted(self.peak.rows.items(), key=lambda row: -row[1])
         lines = [
             str(self.plan),
@@ -191,7 +226,7 @@ class Estimate:
         return "\n".join(lines)
 
     def content(self) -> dict[str, Any]:
-        """As `tightfit explain --json` prints it: bytes and seconds, per device."""
+        """The estimate as `tightfit explain --json` prints it: bytes and seconds, per device."""
         time = self.time
         return {
             "plan": self.plan.content(),
@@ -223,13 +258,22 @@ class Estimate:
 
 
 def fold(profiler: Profiler, plan: Plan, machine: Machine, device: int = 0) -> Ledger:
-    """The ledger of a plan: the profiled one, edited by the cost of each method that the plan wants. device: which one of a
-    pipeline's it is of."""
+    """The ledger of a plan: the traced base ledger, edited by every method that the plan enables.
+
+    pipeline_rank  whose ledger, in a pipeline
+
+    Raises InputError if the model cannot be traced or a method does not support it.
+
+    Example: ZeRO-1 over 8 devices. The base ledger of a model with 1 GiB of fp32 parameters holds
+    2 GiB of Adam states. `zero.cost` divides the states by 8 (0.25 GiB) and adds the messages of
+    the reduced gradients and the gathered parameters, each with its bytes and bandwidth.
+    """
     return folded(replace(profiler.ledger(plan), device=device), plan, machine)
 
 
 def folded(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """A first ledger, edited by the cost of each method that the plan wants."""
+    """Edit a base ledger with the cost of each method that the plan enables, in the order of
+    METHODS."""
     for method in METHODS:
         if method.wanted(plan):
             ledger = method.cost(ledger, plan, machine)
@@ -237,7 +281,13 @@ def folded(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 class Estimator:
-    """Estimates of one job on one machine; what was traced for one plan serves the others."""
+    """Estimates plans of one job on one machine. Plans share traces.
+
+    profiler       traces the model
+    cost_model     predicts seconds from a ledger
+    limit_bytes    device memory that a plan may use
+    runtime_bytes  device memory that the process takes beside its tensors
+    """
 
     def __init__(self, job: Job, machine: Machine) -> None:
         self.job, self.machine = job, machine
@@ -250,7 +300,7 @@ class Estimator:
         )
 
     def estimate(self, plan: Plan) -> Estimate:
-        """What `plan` costs. Raises InputError for a model that cannot be traced."""
+        """Estimate what `plan` costs. Raises InputError if the model cannot be traced."""
         ledgers = self._ledgers(plan)
         time, slots = self._time(plan, ledgers)
         peaks = {device: ledger.peak() for device, ledger in ledgers.items()}
@@ -266,8 +316,8 @@ class Estimator:
             peak=peaks[worst],
             slots=tuple(slots),
             limit_bytes=self.limit_bytes,
-            host=self._host(plan, ledger),
-            disk=self._disk(plan, ledger),
+            host=self._host_rows(plan, ledger),
+            disk=self._disk_rows(plan, ledger),
             limits=self._limits(),
             time=time,
             compile_s=ledger.compile_s,
@@ -276,20 +326,27 @@ class Estimator:
         )
 
     def of(self, job: Job, machine: Machine) -> Estimator:
-        """The estimator of a job or a machine that differs in nothing a trace sees: permissions, limits, how many devices there
-        are."""
+        """An estimator that shares this one's traces.
+
+        `job` and `machine` may differ only in what a trace does not depend on: permissions, limits,
+        the number of devices.
+        """
         other = copy.copy(self)
         other.job, other.machine, other.clock = job, machine, Clock(machine)
         other.limit_bytes = job.limits.memory or machine.memory_bytes.value
         return other
 
     def peak_with_blocks(self, plan: Plan, count: int) -> float:
-        """Bytes at the largest instant of a step of the model with only so many of its blocks, of tensors alone."""
+        """Peak bytes of a step if the model had only `count` blocks. Tensors only, without the
+        runtime row."""
         return folded(with_blocks(self.profiler.ledger(plan), count), plan, self.machine).peak().total
 
     def least_step_s(self, plan: Plan) -> float:
-        """Seconds of a step that no plan which cuts the model as this one can beat: replicas say nothing to each other, and share
-        the update; nothing is lost on launches and on the beginnings of messages, of which larger micro-batches have fewer."""
+        """A lower bound on the seconds of a step for all plans with this plan's tp, pp and cp.
+
+        It counts no communication between replicas, and shares the optimizer's time among them. It
+        counts no launches and no message latency, because larger micro-batches have fewer of both.
+        """
         ledgers = {
             device: replace(
                 ledger, messages=tuple(replace(one, latency_s=0.0) for one in ledger.messages if one.name == WITHIN)
@@ -300,12 +357,12 @@ class Estimator:
         return time.step_s - time.launch_s - time.optimizer_s * (1 - 1 / plan.data_parallel)
 
     def _ledgers(self, plan: Plan) -> dict[int, Ledger]:
-        """Of a pipeline, by device."""
+        """The ledger by pipeline rank; a plan without a pipeline has rank 0 only."""
         ledgers = {}
-        for device in _looked_at(plan.pp):
+        for device in _estimated_ranks(plan.pp):
             ledger = fold(self.profiler, plan, self.machine, device)
             fixed = {**ledger.fixed, "runtime": float(self.runtime_bytes)}
-            ledgers[device] = replace(ledger, fixed=fixed, saving=self._held(plan))
+            ledgers[device] = replace(ledger, fixed=fixed, saving=self._checkpoint_buffer_bytes(plan))
         return ledgers
 
     def _time(self, plan: Plan, ledgers: dict[int, Ledger]) -> tuple[Time, list[Slot]]:
@@ -314,7 +371,11 @@ class Estimator:
         return self.clock.step_time(ledgers[0]), []
 
     def _limits(self) -> dict[str, float]:
-        """What is limited: by the job, or by a host that is there; how much memory a host has that is not is a guess."""
+        """Bytes of host memory and disk that may be used: the job's limits, or the memory of this
+        host.
+
+        The host memory of a catalogue machine is a guess, so it is no limit.
+        """
         limits, host = self.job.limits, self.machine.host_memory_bytes
         found = {
             "host memory": limits.host_memory or (host.value if host.source != "published" else None),
@@ -322,34 +383,40 @@ class Estimator:
         }
         return {name: float(size) for name, size in found.items() if size}
 
-    def _host(self, plan: Plan, ledger: Ledger) -> dict[str, float]:
-        """In the memory of a host, of all processes on it: while it trains, and the most of what comes before or between."""
+    def _host_rows(self, plan: Plan, ledger: Ledger) -> dict[str, float]:
+        """Bytes of host memory of all processes on a host, by purpose: what training holds, and the
+        largest of what is allocated before and between steps."""
         processes = min(self.machine.devices_per_node, plan.devices)
         rows = {name: processes * size for name, size in ledger.host.items() if size}
         if self.machine.device == "cpu":
             return rows
         rows = {"processes": processes * HOST_PROCESS_BYTES, **rows}
         passing = {name: processes * size for name, size in ledger.passing.items()}
-        passing["checkpoint"] = min(sum(self._saved(plan)), processes * ledger.saving)
+        passing["checkpoint"] = min(sum(self._checkpoint_bytes(plan)), processes * ledger.saving)
         most = max(passing, key=lambda name: passing[name])
         return {**rows, most: passing[most]}
 
-    def _disk(self, plan: Plan, ledger: Ledger) -> dict[str, float]:
-        """Of files on a host: what is offloaded, and checkpoints, of which one more than is kept is there while it is written."""
+    def _disk_rows(self, plan: Plan, ledger: Ledger) -> dict[str, float]:
+        """Bytes of files on a host, by purpose: offloaded tensors and checkpoints.
+
+        While a checkpoint is written, one more than `keep_checkpoints` exists.
+        """
         processes = min(self.machine.devices_per_node, plan.devices)
         rows = {name: processes * size for name, size in ledger.disk.items()}
-        return {**rows, "checkpoints": (self.job.train.keep_checkpoints + 1) * sum(self._saved(plan))}
+        return {**rows, "checkpoints": (self.job.train.keep_checkpoints + 1) * sum(self._checkpoint_bytes(plan))}
 
-    def _saved(self, plan: Plan) -> tuple[float, float]:
-        """Bytes of the whole model and of its optimizer's states in a checkpoint; none where the job saves none."""
+    def _checkpoint_bytes(self, plan: Plan) -> tuple[float, float]:
+        """(bytes of all parameters, bytes of all optimizer states) in a checkpoint; zeros if the
+        job saves none."""
         if self.job.train.checkpoint_every == "never":
             return 0.0, 0.0
         parameters = sum(parameter.bytes for parameter in self.profiler.parameters(plan)) * plan.tp
         return parameters, sum(update.state_bytes for update in self.profiler.updates(plan).values()) * plan.tp
 
-    def _held(self, plan: Plan) -> float:
-        """Bytes of a checkpoint's files that a process holds while it writes them: on a processor only what was divided."""
-        parameters, states = self._saved(plan)
+    def _checkpoint_buffer_bytes(self, plan: Plan) -> float:
+        """Bytes of a checkpoint's files that a process holds in host memory while it writes them.
+        On a CPU, only sharded tensors are copied."""
+        parameters, states = self._checkpoint_bytes(plan)
         copied = (
             parameters * (self.machine.device != "cpu" or plan.zero == 3 or plan.tp > 1),
             states * (self.machine.device != "cpu" or plan.zero > 0 or plan.tp > 1),
@@ -357,8 +424,10 @@ class Estimator:
         return min(sum(copied), HELD * file_bytes(max(copied) / plan.pp, plan.devices // plan.pp))
 
     def least_bytes(self, plan: Plan) -> float:
-        """Bytes that any micro-batch and any recomputation needs: the weights, their states, and gradients."""
-        after = plan.replace(update_in_backward=False)  # which makes the same states
+        """A lower bound on the device bytes for any micro-batch and any recompute: parameters,
+        optimizer states and gradients, sharded and offloaded as the plan says, and the runtime
+        row."""
+        after = plan.replace(update_in_backward=False)  # has the same optimizer states, and shares their trace
         updates, parameters = self.profiler.updates(after), self.profiler.parameters(plan)
         gradients = [parameter.bytes for parameter in parameters if parameter.trainable]
         states = sum(update.state_bytes for update in updates.values()) / (plan.shards if plan.zero >= 1 else 1)
@@ -372,17 +441,23 @@ class Estimator:
         return self.runtime_bytes + whole / plan.pp
 
     @cached_property
-    def _runtime_at_last(self) -> float:
-        """Bytes of the `runtime` row on a processor, once plans were traced; the same for all that are compared."""
+    def _runtime_after_tracing(self) -> float:
+        """Bytes of the runtime row on a CPU after tracing. Cached, so that all compared plans have
+        the same value."""
         return float(max(self.runtime_bytes, psutil.Process().memory_info().rss) + KERNELS_BYTES)
 
     def settle(self, estimate: Estimate) -> Estimate:
-        """The estimate with what is known late, or takes too long to ask of every plan: what the allocator takes beyond the
-        tensors and, of a process that has traced and will train, what it holds by now."""
+        """Add what the allocator reserves beyond the tensors; on a CPU, also update the runtime
+        row.
+
+        The allocator is simulated (`allocators/`), which takes too long for every plan of a search.
+        The runtime row of a CPU is known late: it is the memory of this process, which grows as it
+        traces.
+        """
         if estimate.settled:
             return estimate
         peak, ledger, on_cpu = estimate.peak, estimate.ledger, self.machine.device == "cpu"
-        if ledger.gathered is not None:  # the allocator's model follows whole gradients: here each leaves as it is made
+        if ledger.gathered is not None:  # the simulation has full gradients only: let each leave as it is made
             ledger = replace(ledger, gathered=None, sent=Sent(1, 1.0, always=True))
         tensors = (
             ledger.peak().total - sum(ledger.fixed.values()) if ledger.messages else peak.total - peak.rows["runtime"]
@@ -390,23 +465,26 @@ class Estimator:
         on_device = partial(reserved_bytes, expandable=estimate.plan.allocator == "tuned")
         taken = of_all_blocks(ledger, held_bytes if on_cpu else on_device)
         if ledger.sent is not None and any(message.at_start for message in ledger.messages):
-            taken += ledger.sent.coming  # of a stream of its own, whose memory the allocator keeps for it
+            taken += ledger.sent.coming  # on a side stream: the allocator keeps its freed blocks for it
         rows = {**peak.rows, "allocator": max(taken - tensors, 0.0)}
         if on_cpu:
-            rows["runtime"] = self._runtime_at_last
+            rows["runtime"] = self._runtime_after_tracing
         total = peak.total + sum(rows[row] - peak.rows[row] for row in ("allocator", "runtime"))
         return replace(estimate, peak=replace(peak, total=total, rows=rows), settled=True)
 
 
-def _looked_at(devices: int) -> list[int]:
-    """Which devices of a pipeline are folded: in a long one those in the middle are alike."""
+def _estimated_ranks(devices: int) -> list[int]:
+    """The pipeline ranks that are estimated: all of up to 4; of a longer pipeline the first two, a
+    middle one and the last, because the middle ranks are alike."""
     return [device for device in range(devices) if devices <= 4 or device in (0, 1, devices // 2, devices - 1)]
 
 
 def estimate(job: Job, plan: Plan, machine: Machine | None = None) -> Estimate:
-    """What `plan` will cost the job on a machine (this one if left out), before anything is allocated.
+    """Predict what `plan` costs the job on a machine, before anything is allocated.
 
-    Raises InputError for a model that cannot be traced, with the way out.
+    machine  this machine if None
+
+    Raises InputError if the model cannot be traced; the message says what to do instead.
     """
     estimator = Estimator(job, machine or Machine.detect())
     return estimator.settle(estimator.estimate(plan))

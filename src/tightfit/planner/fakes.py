@@ -1,4 +1,8 @@
-"""Fakes: what tensors without values need to go through a model: answers to what asks for values, and errors that say what cannot."""
+"""Run a model on fake tensors, which have no values: answer operations that read values, and turn
+failures into errors that say what to do.
+
+The profiler and the dry run enter `FakeValues` inside FakeTensorMode.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from tightfit.errors import InputError, Untraceable
 from tightfit.models.answers import GROUPED_PRODUCT, failures_unlogged, grouped_product
 from tightfit.models.caches import tensors_kept_out
 
-_FILLS = frozenset(  # what an initialisation does, to values only
+_FILLS = frozenset(  # initialisation: changes values only
     {
         torch.ops.aten.fill_.Scalar,
         torch.ops.aten.normal_.default,
@@ -33,18 +37,24 @@ _FILLS = frozenset(  # what an initialisation does, to values only
         torch.ops.aten.zero_.default,
     }
 )
-_PARTS = frozenset({torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default, torch.ops.aten.slice.Tensor})
+_SPLITS = frozenset({torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default, torch.ops.aten.slice.Tensor})
 
 
 class FakeValues(TorchDispatchMode):
-    """Answers what asks fake tensors for their values: 1, or true, where they are not known. A step then runs without any.
-    What only fills them is not done, and their device is said at once: both are asked of a deep model thousands of times.
+    """A dispatch mode that answers operations which read the values of fake tensors.
 
-    Known are whole numbers that a model writes out, and what it spaces evenly on a processor: each block's share of dropped
-    paths, in many models of images, of which 0 makes blocks without any.
+    An unknown value is 1 or True, so a whole step runs without values. Two kinds of values are
+    known: integers that the model writes as constants, and torch.linspace on a CPU. Many image
+    models compute the drop-path rate of each block with linspace, and a rate of 0 creates a block
+    without drop path.
 
-    transformers looks at an attention mask only where it is no fake tensor, and else builds masks that a training would
-    not: within, it looks, unless `padded`, for then there is something to mask.
+    For speed, initialisation does nothing and the device is answered directly: a deep model asks
+    for both thousands of times.
+
+    transformers reads an attention mask only if it is not a fake tensor; otherwise it builds masks
+    that training would not build. Inside this mode it reads the mask, unless `padded`.
+
+    padded  the batch has padding, so there is something to mask
     """
 
     def __init__(self, padded: bool = False) -> None:
@@ -59,7 +69,7 @@ class FakeValues(TorchDispatchMode):
         self._masks: Any = importlib.import_module("transformers.masking_utils") if used else None
         if self._masks is not None:
             self._is_tracing = self._masks.is_tracing
-            self._masks.is_tracing = _never  # type: ignore[attr-defined, unused-ignore]
+            self._masks.is_tracing = _always_false  # type: ignore[attr-defined, unused-ignore]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -76,17 +86,19 @@ class FakeValues(TorchDispatchMode):
         if func in _FILLS and isinstance(args[0], FakeTensor):
             args[0].constant = None
             return args[0]
-        if func is torch.ops.aten.lift_fresh.default:  # of `torch.tensor(1.0)`, as a weight may be, which is cast later
+        if (
+            func is torch.ops.aten.lift_fresh.default
+        ):  # from `torch.tensor(1.0)`: a parameter may start so and be cast later
             made = func(*args)
             if isinstance(made, FakeTensor) and made.is_floating_point():
-                made.constant = None  # torch would go by its type for ever
+                made.constant = None  # torch would otherwise keep the constant's dtype after a cast
             return made
-        if func is torch.ops.aten.linspace.default or (func in _PARTS and _constant(args[0]) is not None):
-            return _known(func, args, kwargs or {})
+        if func is torch.ops.aten.linspace.default or (func in _SPLITS and _constant(args[0]) is not None):
+            return _constant_result(func, args, kwargs or {})
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         if func is torch.ops.aten._local_scalar_dense.default:
-            return func(*args) if _constant(args[0]) is not None else _one(args[0])
+            return func(*args) if _constant(args[0]) is not None else _default_value(args[0])
         if func is torch.ops.aten.equal.default:
             return True
         if func is GROUPED_PRODUCT.default:
@@ -94,8 +106,8 @@ class FakeValues(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _known(func: Any, args: Any, kwargs: Any) -> Any:
-    """What `func` makes of constants, with its values where it is on a processor."""
+def _constant_result(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of `func` on constants; with known values, if it is on a CPU."""
     made = func(*args, **kwargs)
     fakes = tree_leaves(made)
     if all(fake.device.type == "cpu" for fake in fakes):
@@ -107,15 +119,15 @@ def _known(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _constant(value: Any) -> Tensor | None:
-    """The value of a tensor without values, where it is known."""
+    """The known value of a fake tensor; None if it is unknown."""
     return value.constant if isinstance(value, FakeTensor) else None
 
 
-def _never(tensor: Any = None) -> bool:
+def _always_false(tensor: Any = None) -> bool:
     return False
 
 
-def _one(tensor: Tensor) -> bool | int | float:
+def _default_value(tensor: Tensor) -> bool | int | float:
     if tensor.dtype is torch.bool:
         return True
     return 1.0 if tensor.is_floating_point() else 1
@@ -123,7 +135,12 @@ def _one(tensor: Tensor) -> bool | int | float:
 
 @contextmanager
 def traceable(model: nn.Module | None = None) -> Iterator[None]:
-    """Within, what cannot be followed on tensors without values is an Untraceable that says so, with the way out."""
+    """Inside this context, a failure on fake tensors becomes an Untraceable with the reason and a
+    remedy.
+
+    model  checked for recurrent layers, whose kernels have a workspace that fake tensors do not
+           show
+    """
     recurrent = [type(module).__name__ for module in model.modules() if isinstance(module, nn.RNNBase)] if model else []
     if recurrent:
         raise _untraceable(
@@ -136,14 +153,14 @@ def traceable(model: nn.Module | None = None) -> Iterator[None]:
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise _untraceable(f"has shapes or branches that depend on the data ({error.func})") from error
     except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, LookupError) as error:
-        said = str(error).strip().partition("\n")[0]
+        message = str(error).strip().partition("\n")[0]
         raise _untraceable(
-            f"fails on tensors without values: {type(error).__name__}: {said} ({_place(error)})"
+            f"fails on tensors without values: {type(error).__name__}: {message} ({_place(error)})"
         ) from error
 
 
 def _place(error: Exception) -> str:
-    """File and line of what raised it, or of what called torch to: of a user's model, or of tightfit where the fault is its own."""
+    """File and line of the last frame outside of torch: in the user's model, or in tightfit."""
     frames = traceback.extract_tb(error.__traceback__)
     library = str(Path(torch.__file__).parent)
     last = next((frame for frame in reversed(frames) if not frame.filename.startswith(library)), frames[-1])

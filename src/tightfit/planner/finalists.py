@@ -1,4 +1,8 @@
-"""Finalists: the fastest plan that fits not only as it is folded, but when it is rehearsed, with what its allocator reserves."""
+"""Dry-run the plans that a search ranks highest, until one fits with the bytes of its allocator.
+
+An estimate is a sum over a ledger. The dry run executes the training step on fake tensors with the
+engine, so it confirms the estimate of the plan that `search` returns.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,26 @@ from tightfit.plan import Plan
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.rehearse import rehearse
 
-REHEARSED_BLOCKS = 24  # of a model on several devices, at most
-THIN = 6  # blocks that are rehearsed of a model on one device, where that finds what is folded of so many
-NEARLY = 1e-3
-ERROR = 0.1  # by which an estimate may exceed its dry run: of compiled blocks some of which is computed again, 7 % are known
-NEAREST = 6  # plans that are too large by less than that and get a dry run before a refusal
-FAILURES = 3  # dry runs that may fail before the others are no longer tried: what fails them is likely to be the model
+MAX_DRY_RUN_BLOCKS = 24  # on several devices, a deeper model gets no dry run
+FEW_BLOCKS = 6  # on one device, a deep model is dry-run with so many blocks
+AGREEMENT = 1e-3  # relative difference up to which that dry run confirms the estimate
+# share by which an estimate may exceed its dry run; 7 % was seen for compiled blocks with partial
+# recomputation
+MAX_OVERESTIMATE = 0.1
+MAX_NEAR_DRY_RUNS = 6  # dry runs of slightly too large estimates before the search refuses
+MAX_FAILED_DRY_RUNS = 3  # after so many failures the model is the likely reason, and dry runs stop
 
 
 @dataclass
 class Finals:
-    """What came of the dry runs: the fastest plan that fits, None where there is none, and those that were passed over.
+    """The results of dry runs.
 
-    lacking      plans that do not fit in a dry run, or would not with what others were found to need beside their tensors
-    refused      plans that the engine cannot run, and what it said
-    unconfirmed  plans whose estimate fits and whose dry run failed, the fastest first; a failed dry run says nothing of memory
+    chosen       the fastest plan that fits; None if there is none
+    too_large    plans that do not fit in a dry run, or would not fit with the allocator bytes that
+                 a dry run found for a similar plan
+    refused      plans that the engine cannot run, with its error
+    unconfirmed  plans whose estimate fits and whose dry run failed, the fastest first. A failed dry
+                 run says nothing about memory.
     """
 
     chosen: Estimate | None = None
@@ -34,13 +43,14 @@ class Finals:
     unconfirmed: dict[Plan, Estimate] = field(default_factory=dict)
 
     def seen(self, one: Estimate) -> Estimate:
-        """What is known of a plan by now; of one that cannot be, why it was rejected."""
+        """The newest estimate of a plan: its dry run's, if there was one. A refused plan gets its
+        reason."""
         if one.plan in self.refused:
-            return replace(one, rejected_because=f"cannot be: {self.refused[one.plan].found}")
+            return replace(one, rejected_because=f"the engine refuses it: {self.refused[one.plan].found}")
         return self.unconfirmed.get(one.plan) or self.lacking.get(one.plan, one)
 
     def add(self, other: Finals) -> None:
-        """Take over what came of the dry runs of other plans."""
+        """Merge the results of dry runs of other plans."""
         self.chosen = self.chosen or other.chosen
         self.lacking |= other.lacking
         self.refused |= other.refused
@@ -48,71 +58,86 @@ class Finals:
 
 
 def first_that_fits(estimator: Estimator, fitting: list[Estimate], job: Job) -> Finals:
-    """The fastest that fits in a dry run, with what the allocator reserves.
+    """Dry-run plans in the given order until one fits, with the bytes that the allocator reserves.
 
-    Where one is found not to, those that leave no more memory than it did, and update weights of the same type as it does, are
-    put off, and come last, the leanest first.
+    fitting  estimates that fit, the fastest first
+
+    Plans with the same precision, rounding and optimizer states need about the same allocator
+    bytes. If a dry run shows that a plan does not fit, later plans of the same kind that leave less
+    free memory are postponed. They come last, the one with the least memory first.
     """
     finals = Finals()
     reserved, put_off = dict[tuple[str, ...], float](), []
     for one in fitting:
-        kind = one.plan.precision, one.plan.rounding, one.plan.states  # each with buffers of its own for an update
+        kind = one.plan.precision, one.plan.rounding, one.plan.states  # each needs other buffers for the update
         if one.peak_bytes + reserved.get(kind, 0.0) > one.limit_bytes:
             put_off.append(one)
-            finals.lacking[one.plan] = _with_reserve(one, reserved.get(kind, 0.0))
-        elif _is_chosen(finals, estimator, one, job):
+            finals.lacking[one.plan] = _with_allocator_row(one, reserved.get(kind, 0.0))
+        elif _try(finals, estimator, one, job):
             return finals
         elif one.plan in finals.lacking:
             more = finals.lacking[one.plan].peak_bytes - one.peak_bytes
             reserved[kind] = max(reserved.get(kind, 0.0), more)
     for one in sorted(put_off, key=lambda one: one.peak_bytes):
-        if _is_chosen(finals, estimator, one, job):
+        if _try(finals, estimator, one, job):
             return finals
     return finals
 
 
 def first_that_nearly_fits(estimator: Estimator, found: list[Estimate], finals: Finals, job: Job) -> Finals:
-    """The leanest of the plans whose estimates are too large by no more than estimates may be wrong, and whose dry run fits.
+    """Dry-run plans whose estimates are slightly too large, the one with the least memory first,
+    until one fits. "Slightly" is the error that estimates are known to have.
 
-    finals  what came of dry runs so far; found: estimates of all plans
+    found   estimates of all plans
+    finals  results of the dry runs so far
     """
     more = Finals()
     seen = {one.plan: finals.seen(one) for one in found}
     near = [one for one in seen.values() if not one.rejected_because and _nearly_fits(one)]
-    for one in sorted(near, key=lambda one: one.peak_bytes)[:NEAREST]:
-        if _is_chosen(more, estimator, one, job, nearly=True):
+    for one in sorted(near, key=lambda one: one.peak_bytes)[:MAX_NEAR_DRY_RUNS]:
+        if _try(more, estimator, one, job, nearly=True):
             break
     return more
 
 
 def _nearly_fits(one: Estimate) -> bool:
-    """Whether device memory alone is too small, by an estimate that no dry run has confirmed, and by little."""
-    needed = (one.peak_bytes + one.margin_bytes - one.peak.rows["runtime"]) / (1 + ERROR) + one.peak.rows["runtime"]
+    """Whether only device memory is too small, by at most MAX_OVERESTIMATE, and no dry run has
+    tried the plan."""
+    needed = (one.peak_bytes + one.margin_bytes - one.peak.rows["runtime"]) / (1 + MAX_OVERESTIMATE) + one.peak.rows[
+        "runtime"
+    ]
     open_ = one.rehearsed is None and not one.not_confirmed and has_dry_run(one)
     return open_ and one.lacks().keys() == {"memory"} and needed <= one.limit_bytes
 
 
 def has_dry_run(one: Estimate) -> bool:
-    """fully_shard on a hundred blocks takes a minute: there the estimate stands, which tests hold to a dry run. So it does of
-    CUDA graphs, whose pools fake tensors do not show."""
-    small = one.plan.devices == 1 or one.ledger.blocks <= REHEARSED_BLOCKS
+    """Whether the plan gets a dry run. If not, its estimate decides.
+
+    A deep model on several devices gets none, because fully_shard takes a minute for a hundred
+    blocks; tests compare such estimates with dry runs. A plan with CUDA graphs gets none either,
+    because fake tensors do not show the graphs' memory pools.
+    """
+    small = one.plan.devices == 1 or one.ledger.blocks <= MAX_DRY_RUN_BLOCKS
     return small and not one.ledger.keeps_step
 
 
-def _is_chosen(finals: Finals, estimator: Estimator, one: Estimate, job: Job, nearly: bool = False) -> bool:
-    """Try a plan in a dry run, and note what came of it. Whether it fits. nearly: one whose estimate does not."""
+def _try(finals: Finals, estimator: Estimator, one: Estimate, job: Job, nearly: bool = False) -> bool:
+    """Dry-run a plan and record the result. Returns whether a plan has been chosen.
+
+    nearly  the estimate of the plan is slightly too large
+    """
     finals.lacking.pop(one.plan, None)
     failed = list(finals.unconfirmed.values())
-    if len(failed) >= FAILURES:
+    if len(failed) >= MAX_FAILED_DRY_RUNS:
         seen = replace(estimator.settle(one), not_confirmed=failed[0].not_confirmed)
     else:
         try:
-            seen = _rehearse(estimator, one, job, nearly)
+            seen = _with_dry_run(estimator, one, job, nearly)
         except Untraceable as error:
             seen = replace(estimator.settle(one), not_confirmed=error.found)
-        except (
-            InputError
-        ) as error:  # a combination that this model cannot have: sqrt where more than one block hands on
+        except InputError as error:
+            # the model does not support it: for example `recompute: sqrt`, if a block's successor
+            # needs outputs of earlier blocks too
             finals.refused[one.plan] = error
             return False
     if not seen.fits:
@@ -124,32 +149,45 @@ def _is_chosen(finals: Finals, estimator: Estimator, one: Estimate, job: Job, ne
     return finals.chosen is not None
 
 
-def _with_reserve(one: Estimate, reserved: float) -> Estimate:
+def _with_allocator_row(one: Estimate, reserved: float) -> Estimate:
     rows = {**one.peak.rows, "allocator": reserved}
     return replace(one, peak=replace(one.peak, total=one.peak.total + reserved, rows=rows), settled=True)
 
 
-def _rehearse(estimator: Estimator, one: Estimate, job: Job, nearly: bool) -> Estimate:
-    """`one` with what the allocator reserves and, if that fits or nearly, the peak of its dry run. Raises InputError where the
-    engine refuses it."""
+def _with_dry_run(estimator: Estimator, one: Estimate, job: Job, nearly: bool) -> Estimate:
+    """Add the allocator's bytes to an estimate and, if it then fits (or nearly fits), its dry
+    run's peak.
+
+    Raises InputError if the engine refuses the plan.
+    """
     settled = estimator.settle(one)
     if not has_dry_run(one) or not (settled.fits or (nearly and _nearly_fits(settled))):
         return settled
-    if _agrees_when_thin(estimator, one, job):
+    if _agrees_with_few_blocks(estimator, one, job):
         return replace(settled, rehearsed=settled.peak.total)
     peak = rehearse(job, one.plan, one.machine.device, one.ledger.device)
     beside = settled.peak.rows["runtime"] + settled.peak.rows.get("allocator", 0.0)
     return replace(settled, rehearsed=peak.total + beside)
 
 
-def _agrees_when_thin(estimator: Estimator, one: Estimate, job: Job) -> bool:
-    """Whether a rehearsal of the model with few of its blocks finds, to the byte or nearly, what is folded of it: then so it is
-    with all of them, which take the same again. Raises InputError where the engine refuses it."""
-    few = shallow(job.model, THIN) if one.plan.devices == 1 else None
+def _agrees_with_few_blocks(estimator: Estimator, one: Estimate, job: Job) -> bool:
+    """Whether a dry run of the model with six blocks finds the peak that was estimated for six
+    blocks.
+
+    On one device, a deep model is dry-run with six blocks. If that matches the estimate for six
+    blocks within 0.1 %, the estimate for the full depth is used, because every further block adds
+    the same.
+
+    Example: the estimate is 10.000 GiB for 6 blocks and 41.2 GiB for 48. If the dry run of 6 blocks
+    finds 10.004 GiB (0.04 % more), 41.2 GiB is accepted without a dry run of 48 blocks.
+
+    Raises InputError if the engine refuses the plan.
+    """
+    few = shallow(job.model, FEW_BLOCKS) if one.plan.devices == 1 else None
     if few is None or one.ledger.blocks != getattr(model_config(job.model), "num_hidden_layers", None):
         return False
     found = rehearse(job.replace(model=few), one.plan, one.machine.device).total
-    return abs(found - estimator.peak_with_blocks(one.plan, THIN)) <= NEARLY * found
+    return abs(found - estimator.peak_with_blocks(one.plan, FEW_BLOCKS)) <= AGREEMENT * found
 
 
 __all__ = ["Finals", "first_that_fits", "first_that_nearly_fits"]

@@ -1,4 +1,9 @@
-"""Two traces of one model, at two batch sizes, as one that is linear in the batch."""
+"""Fit two traces of a model, at two micro-batch sizes, to one whose sizes are linear in the
+samples.
+
+Example: a buffer has 6 MiB with 2 samples and 10 MiB with 4. The fit has `Linear(fixed=2 MiB,
+per_sample=2 MiB)`, which gives 34 MiB for 16 samples.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +17,29 @@ from tightfit.program import TRACED, Buffer, Given, Linear, Operation, Passage, 
 def fitted(
     small: tuple[Passage, ...], large: tuple[Passage, ...], samples: tuple[int, int]
 ) -> tuple[Passage, ...] | None:
-    """The program whose sizes at the two numbers of samples are those of `small` and `large`.
+    """The segments whose sizes at the two numbers of samples are those of `small` and `large`.
 
-    A passage that runs different operations at the two (a loop over chunks) keeps its largest instant and its end, and
-    its operations by kind. None where the passages themselves differ, or what they leave to each other.
+    samples  of the small and of the large trace
+
+    A segment may run different operations in the two traces, such as a loop over chunks. Then only
+    its largest instant, its end and the number of its operations of each kind are kept.
+
+    Returns None if the traces have different segments, or if segments leave different buffers to
+    each other.
     """
     if [one.place for one in small] != [one.place for one in large]:
         return None
-    fit = _Fit(samples)
+    fit = _BatchScaling(samples)
     try:
         return tuple(
             replace(one, timeline=fit.timeline(one.timeline, other.timeline))
             for one, other in zip(small, large, strict=True)
         )
-    except _Differs:
+    except _TracesDiffer:
         return None
 
 
-class _Fit:
+class _BatchScaling:
     def __init__(self, samples: tuple[int, int]) -> None:
         self.samples = samples
         self.buffers: dict[Buffer, Buffer] = {}
@@ -49,17 +59,17 @@ class _Fit:
 
     def _timeline(self, small: Timeline, large: Timeline) -> Timeline:
         pairs = list(zip(small.events, large.events, strict=False))
-        if len(small.events) == len(large.events) and all(_alike(one, other) for one, other in pairs):
+        if len(small.events) == len(large.events) and all(_same_event(one, other) for one, other in pairs):
             events = tuple((self._buffer(one[0], other[0]), one[1]) for one, other in pairs)
             needed = small.needed
         else:
             events, needed = self._compressed(small, large), (0, 0)
         inputs = tuple(self._buffer(one, other) for one, other in zip(small.inputs, large.inputs, strict=True))
         kept = frozenset(self.buffers[buffer] for buffer in small.kept if buffer in self.buffers)
-        given = tuple(self._given(one, other) for one, other in zip(small.given, large.given, strict=True))
+        given = tuple(self._block_input(one, other) for one, other in zip(small.given, large.given, strict=True))
         return Timeline(events, self._operations(small.operations, large.operations), needed, inputs, kept, given)
 
-    def _given(self, small: Given, large: Given) -> Given:
+    def _block_input(self, small: Given, large: Given) -> Given:
         both = small.buffer is not None and large.buffer is not None
         buffer = self._buffer(small.buffer, large.buffer) if both else None  # type: ignore[arg-type]
         return Given(small.path, self.line(small.size.fixed, large.size.fixed), buffer, small.has_gradient)
@@ -75,14 +85,15 @@ class _Fit:
         return self.buffers[small]
 
     def _compressed(self, small: Timeline, large: Timeline) -> tuple[tuple[Buffer, int], ...]:
-        """What comes from or goes to other passages, and one buffer for each row of what else lives at the largest instant."""
+        """The events of buffers from or for other segments, and one buffer per row for everything
+        else that lives at the largest instant."""
         one, other = _Outline(small), _Outline(large)
-        common = Counter(map(_key, one.outside)) & Counter(map(_key, other.outside))
+        common = Counter(map(_event_key, one.outside)) & Counter(map(_event_key, other.outside))
         mine, its = one.kept(common), other.kept(common)
-        if list(map(_key, mine)) != list(map(_key, its)):
-            raise _Differs
+        if list(map(_event_key, mine)) != list(map(_event_key, its)):
+            raise _TracesDiffer
         outside = [(self._buffer(event[0], same[0]), event[1]) for event, same in zip(mine, its, strict=True)]
-        at = sum(_key(event) in common for event in other.outside[: other.before])
+        at = sum(_event_key(event) in common for event in other.outside[: other.before])
         before, after = outside[:at], outside[at:]
         inner = [Buffer(self.line(one.inner[row], other.inner[row]), row, "sum") for row in one.inner]
         return (*before, *((buffer, 1) for buffer in inner), *((buffer, -1) for buffer in reversed(inner)), *after)
@@ -104,16 +115,22 @@ class _Fit:
         )
 
 
-NEGLIGIBLE = 1e-3  # share of a stretch's largest instant that may be of buffers that only one of two traces has
+# a buffer that only one of the traces has may be this share of the segment's largest instant
+NEGLIGIBLE = 1e-3
 
 
-class _Differs(Exception):
-    """Two traces leave different buffers behind."""
+class _TracesDiffer(Exception):
+    """The two traces leave different buffers behind."""
 
 
 class _Outline:
-    """A timeline as other passages see it: events of buffers that it does not make, or leaves, and how many of them come
-    before its largest instant; and by row what it makes and frees itself, at that instant."""
+    """A timeline as other segments see it.
+
+    outside  events of buffers that it does not allocate, or does not free
+    before   how many of these come before its largest instant
+    inner    bytes by row of its own buffers (allocated and freed inside) at that instant
+    most     all bytes at that instant
+    """
 
     def __init__(self, timeline: Timeline) -> None:
         inside = timeline.gone.intersection(timeline.born)
@@ -132,22 +149,24 @@ class _Outline:
         self.most = best
 
     def kept(self, common: Counter[Any]) -> list[tuple[Buffer, int]]:
-        """The outside events that `common` has; raises _Differs where one that it lacks is no small thing."""
+        """The outside events that are in `common`. Raises _TracesDiffer if a large one is missing
+        there."""
         left, kept = Counter(common), []
         for event in self.outside:
-            if left[_key(event)]:
-                left[_key(event)] -= 1
+            if left[_event_key(event)]:
+                left[_event_key(event)] -= 1
                 kept.append(event)
             elif event[0].size.fixed > NEGLIGIBLE * self.most:
-                raise _Differs
+                raise _TracesDiffer
         return kept
 
 
-def _key(event: tuple[Buffer, int]) -> tuple[str, str, int]:
-    """What two events of two traces share that are the same: a buffer that leaves may count under another row."""
+def _event_key(event: tuple[Buffer, int]) -> tuple[str, str, int]:
+    """Equal for the same event in two traces. The row is not part of it: it may differ for a
+    buffer that outlives its segment."""
     buffer, sign = event
     return buffer.maker, buffer.parameter, sign
 
 
-def _alike(one: tuple[Buffer, int], other: tuple[Buffer, int]) -> bool:
-    return _key(one) == _key(other) and one[0].row == other[0].row
+def _same_event(one: tuple[Buffer, int], other: tuple[Buffer, int]) -> bool:
+    return _event_key(one) == _event_key(other) and one[0].row == other[0].row

@@ -1,7 +1,7 @@
-"""Profiles that are kept on disk: a trace of the same model, of the same shapes, by the same code is not made twice.
+"""Cache traces on disk: the same model with the same shapes and the same code is traced only once.
 
-A file is JSON: data, and no code. It names the trace that it is of and carries a checksum; what cannot be read or verified is made
-again.
+A file is JSON, so it contains data and no code. It has the key of its trace and a checksum. A file
+that cannot be read or verified is replaced by a new trace.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from tightfit.machine import cache_folder, private_folder
 from tightfit.planner.programs import Programs, from_content, to_content
 from tightfit.record import code_version
 
-MOST = 400  # files; the ones that were not used for longest go
-VERSION = 3  # of the files: raise it when what is written changes its meaning
+MAX_FILES = 400  # beyond that, the least recently used files are removed
+VERSION = 3  # of the file format: raise it when the meaning of the content changes
 
 
 def kept(what: Any, make: Callable[[], Programs]) -> Programs:
-    """What `make` returns, from disk where it was made before of the same `what`. None is made each time."""
+    """Return `make()`, or the cached result of an earlier call with the same key.
+
+    key   what decides the result, as plain data; None: never cached
+    make  traces
+    """
     if what is None:
         return make()
     name = hashlib.sha256(
-        json.dumps([what, code_version(), _source()], default=str, sort_keys=True).encode()
+        json.dumps([what, code_version(), _source_hash()], default=str, sort_keys=True).encode()
     ).hexdigest()
     folder = cache_folder() / "profiles"
     path = folder / f"{name}.json"
@@ -43,14 +47,14 @@ def kept(what: Any, make: Callable[[], Programs]) -> Programs:
     try:
         private_folder(folder)
         write(path, made)
-        _forget(folder)
-    except OSError:  # a full or closed disk costs time, and nothing else
+        _evict(folder)
+    except OSError:  # without a writable disk, the trace is only made again next time
         pass
     return made
 
 
 def write(path: Path, programs: Programs) -> None:
-    """Write a profile, complete or not at all."""
+    """Write a trace atomically: the file is complete or does not appear."""
     text = json.dumps(to_content(programs), separators=(",", ":"))
     header = {"version": VERSION, "trace": path.stem, "sha256": _checksum(path.stem, text)}
     half = path.with_suffix(f".{os.getpid()}")
@@ -59,7 +63,8 @@ def write(path: Path, programs: Programs) -> None:
 
 
 def read(path: Path) -> Programs:
-    """The profile in a file. Raises OSError, ValueError, TypeError, KeyError, IndexError or RecursionError for any other file."""
+    """Read a trace. Raises OSError, ValueError, TypeError, KeyError, IndexError or RecursionError
+    for a file that `write` did not write."""
     first, _, text = path.read_text(encoding="utf-8").partition("\n")
     header, text = json.loads(first), text.removesuffix("\n")
     if (header["version"], header["trace"], header["sha256"]) != (VERSION, path.stem, _checksum(path.stem, text)):
@@ -72,7 +77,8 @@ def _checksum(trace: str, text: str) -> str:
 
 
 def identity(job: Job) -> Any:
-    """What decides a job's traces, as far as it can be written down: None for models and losses of the user's own code."""
+    """What decides a job's traces, as plain data. None if the model or the loss is the user's own
+    code, or the model comes from a folder: those are not cached."""
     spec = job.model
     if not isinstance(spec, ModelSpec) or spec.python is not None or spec.from_ is not None or job.loss is not None:
         return None
@@ -80,19 +86,19 @@ def identity(job: Job) -> Any:
 
 
 @functools.cache
-def _source() -> str:
-    """Of the package's own files: whoever changes one makes new profiles."""
+def _source_hash() -> str:
+    """A hash of the paths and times of the package's files, so that changed code traces again."""
     root = Path(tightfit.__file__).parent
     files = sorted(root.rglob("*.py"))
     return hashlib.sha256("".join(f"{path}{path.stat().st_mtime_ns}" for path in files).encode()).hexdigest()
 
 
-def _forget(folder: Path) -> None:
-    """Remove the oldest profiles, and those of versions that pickled them."""
+def _evict(folder: Path) -> None:
+    """Remove the least recently used traces, and files of versions that used pickle."""
     for path in folder.glob("*.pickle"):
         path.unlink(missing_ok=True)
     files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    for path in files[: max(len(files) - MOST, 0)]:
+    for path in files[: max(len(files) - MAX_FILES, 0)]:
         path.unlink(missing_ok=True)
 
 

@@ -1,7 +1,8 @@
-"""Leanest: the plan that needs the least memory, of all that a machine and a job admit.
+"""Find the plan that needs the least memory, of all that the machine and the job allow.
 
-Search chooses the fastest plan and bounds what it looks at; before it refuses, this looks at all that saves memory. What a plan's
-weights, states and gradients alone need bounds it from below, so few of the many combinations are estimated.
+`search` looks for the fastest plan and skips many. Before it refuses a job, it calls `leanest`,
+which combines all options that save memory. The bytes of parameters, optimizer states and
+gradients are a lower bound for a plan, so only few of the many combinations are estimated.
 """
 
 from __future__ import annotations
@@ -22,56 +23,60 @@ from tightfit.plan import Plan
 from tightfit.planner.candidates import is_legal, spreads
 from tightfit.planner.estimate import Estimate, Estimator
 
-MOST_LOOKED_AT = 32  # combinations of which estimates are made
-NEAR = 1.1  # times what the leanest takes: what an allocator adds to others may be less
+MAX_ESTIMATED = 32  # combinations that are estimated
+# plans within this factor of the least memory are compared again with their allocators' bytes
+CLOSE_FACTOR = 1.1
 Options = Callable[[Estimator, Plan], dict[str, list[Any]]]  # what to try, by plan field
-MOST_SETTLED = 6  # plans of which that is found out
+MAX_WITH_ALLOCATOR = 6  # plans that are compared so
 
 
 def leanest(estimator: Estimator, start: Plan, pins: dict[str, Any], only_fitting: bool = False) -> Estimate | None:
-    """The estimate of the plan that takes the smallest share of what is there, of those that keep `pins` and cut the model among
-    devices as `start` does; None where the model can have none.
+    """Return the estimate of the plan with the smallest ratio of needed to available memory.
 
-    only_fitting  None, too, where even weights, states and gradients alone do not fit
+    start         its tp, pp and cp are kept
+    pins          plan fields that the user fixed
+    only_fitting  also return None if parameters, optimizer states and gradients alone do not fit
+
+    Returns None if the model supports no such plan.
     """
-    start = start.replace(float8=pins.get("float8", "none"))  # its casts take memory
+    start = start.replace(float8=pins.get("float8", "none"))  # float8 needs memory for its casts
     plans = list(_combinations(estimator, start, pins))
     bounds = {plan: estimator.least_bytes(plan) for plan in plans}
     if only_fitting and min(bounds.values(), default=0.0) > estimator.limit_bytes:
         return None
     best: Estimate | None = None
     kernels: dict[str, Any] = {}
-    for plan in sorted(plans, key=lambda plan: bounds[plan])[:MOST_LOOKED_AT]:
-        if best is None:  # kernels are chosen once, for each choice takes a trace
-            best = _least(estimator, plan.replace(recompute=pins.get("recompute", "full")), pins, _kernels)
+    for plan in sorted(plans, key=lambda plan: bounds[plan])[:MAX_ESTIMATED]:
+        if best is None:  # kernels are chosen once, because each choice needs a trace
+            best = _least(estimator, plan.replace(recompute=pins.get("recompute", "full")), pins, _kernel_options)
             kernels = {name: getattr(best.plan, name) for name in (*KERNELS, "micro_batch")} if best else {}
         elif bounds[plan] >= best.fullness * estimator.limit_bytes:
             break
-        seen = _least(estimator, plan.replace(**kernels), pins, _sizes)
-        best = min((one for one in (best, seen) if one is not None), key=_taken, default=None)
+        seen = _least(estimator, plan.replace(**kernels), pins, _untraced_options)
+        best = min((one for one in (best, seen) if one is not None), key=_fullness, default=None)
     if best is None or estimator.settle(best).fits:
         return best
     pinned = {**pins, "micro_batch": best.plan.micro_batch}
-    again = [best, *_estimates(estimator, best.plan, pinned, _kernels_and_compiled)]
-    near = sorted((one for one in again if _taken(one) <= (NEAR * best.fullness, math.inf)), key=_taken)
-    return min((estimator.settle(one) for one in near[:MOST_SETTLED]), key=_taken)
+    again = [best, *_estimates(estimator, best.plan, pinned, _kernel_and_compile_options)]
+    near = sorted((one for one in again if _fullness(one) <= (CLOSE_FACTOR * best.fullness, math.inf)), key=_fullness)
+    return min((estimator.settle(one) for one in near[:MAX_WITH_ALLOCATOR]), key=_fullness)
 
 
-def _taken(one: Estimate) -> tuple[float, float]:
+def _fullness(one: Estimate) -> tuple[float, float]:
     return one.fullness, one.peak_bytes
 
 
-STATES = ("precision", "states", "update_in_backward", "rounding")  # fields that decide how wide weights and states are
-KERNELS = tuple(field for field in traced_fields(METHODS) if field not in STATES)  # each value of these takes a trace
+STATES = ("precision", "states", "update_in_backward", "rounding")  # dtypes of parameters and states
+KERNELS = tuple(field for field in traced_fields(METHODS) if field not in STATES)  # each value needs a trace
 
 
 def _values(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
-    """By plan field, what may take the least memory, as the methods propose it."""
+    """By plan field, the values that may need the least memory, as the methods propose them."""
     facts = SearchFacts(estimator.profiler.is_complex, lambda: True)
     return leanest_values(METHODS, start, estimator.job, facts)
 
 
-def _kernels(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
+def _kernel_options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
     values = _values(estimator, start)
     return {
         **{name: values[name] for name in KERNELS if name in values},
@@ -79,42 +84,44 @@ def _kernels(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
     }
 
 
-def _kernels_and_compiled(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
+def _kernel_and_compile_options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
     compiled = {"compile": ["none", "block"]} if can_compile(estimator.machine) else {}
-    return {**_kernels(estimator, start), **compiled}
+    return {**_kernel_options(estimator, start), **compiled}
 
 
-def _sizes(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
-    """Of what neither decides widths nor takes a trace."""
+def _untraced_options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
+    """The values of the fields that neither decide dtypes nor need a trace."""
     known = {*STATES, *KERNELS}
     return {name: values for name, values in _values(estimator, start).items() if name not in known}
 
 
 def _least(estimator: Estimator, start: Plan, pins: dict[str, Any], options: Options) -> Estimate | None:
-    """The leanest of the estimates of `start` with such options; None where the model can have none."""
-    return min(_estimates(estimator, start, pins, options), key=_taken, default=None)
+    """The estimate of `start` with the options that need the least memory; None if the model
+    supports none."""
+    return min(_estimates(estimator, start, pins, options), key=_fullness, default=None)
 
 
 def _estimates(estimator: Estimator, start: Plan, pins: dict[str, Any], options: Options) -> list[Estimate]:
-    """The estimates of `start` with such options that the model can have."""
+    """Estimates of `start` with each combination of the options that the model supports."""
     open_ = {name: values for name, values in options(estimator, start).items() if name not in pins}
     found: list[Estimate] = []
     for values in itertools.product(*open_.values()):
         plan = start.replace(**dict(zip(open_, values, strict=True)))
-        whole = plan.micro_batch == 1 == plan.share_of(estimator.job.train.batch)  # None is tried, which is the same
+        whole = plan.micro_batch == 1 == plan.share_of(estimator.job.train.batch)  # the same as None, which is tried
         if (whole and "micro_batch" in open_) or not is_legal(plan, estimator.job, estimator.machine.device):
             continue
         if plan.recompute == "none" and any(one.ledger.blocks for one in found):
             continue
         try:
             found.append(estimator.estimate(plan))
-        except InputError:  # what this model cannot have
+        except InputError:  # the model does not support it
             continue
     return found
 
 
 def _combinations(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Iterator[Plan]:
-    """The plans that differ from `start` in where weights, states and gradients are, and in how wide they are."""
+    """The plans that differ from `start` in where parameters, states and gradients are stored
+    (sharded, offloaded) and in their dtypes."""
     job, machine = estimator.job, estimator.machine
     values = _values(estimator, start)
     options = {name: [getattr(start, name)] if name in pins else values[name] for name in STATES}
@@ -126,13 +133,14 @@ def _combinations(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> It
         plan = start.replace(**spread, **offload, **dict(zip(options, chosen, strict=True)))
         lossy = plan.precision == "bf16-true" and plan.rounding == "nearest"
         if lossy and "rounding" not in pins and rounding_of(job) != "nearest":
-            continue  # search takes it only where the job allows it, or the plan asks for it
+            continue  # only if the job allows it or it is pinned
         if is_legal(plan, job, machine.device):
             yield plan
 
 
 def offloads(estimator: Estimator, pins: dict[str, Any]) -> list[dict[str, Any]]:
-    """What may be offloaded, as the plan's fields: nothing, or what the job allows."""
+    """Plan fields for each combination of offloaded tensors that the job allows, nothing first. On
+    a CPU, the target is the disk."""
     if "offload" not in estimator.job.allowed or "offload" in pins:
         return [{}]
     on_cpu = estimator.machine.device == "cpu"

@@ -1,4 +1,9 @@
-"""Passing: of blocks that are alike, the first two and the last run, and those between pass their input through."""
+"""Skip repeated blocks in a trace: of each kind, the first two and the last run, and a block
+between them returns its input.
+
+The recorder copies the segments of the second block for each skipped block. Blocks are of one kind
+if they have the same classes, and parameters and buffers of the same shapes and dtypes.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +17,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
 class Passages(Protocol):
-    """Who is told of each block that begins and ends, and of what it is called with."""
+    """A recorder of the calls of blocks: `trace.Recorder` is one."""
 
-    def begin(self, part: str, block: int | None = None, stands_for: int | None = None) -> None: ...
+    def begin(self, part: str, block: int | None = None, copy_of: int | None = None) -> None: ...
 
     def note_inputs(self, arguments: Any) -> None: ...
 
 
-class _Nobody:
-    def begin(self, part: str, block: int | None = None, stands_for: int | None = None) -> None:
+class _NoRecorder:
+    def begin(self, part: str, block: int | None = None, copy_of: int | None = None) -> None:
         pass
 
     def note_inputs(self, arguments: Any) -> None:
@@ -29,14 +34,21 @@ class _Nobody:
 
 @contextmanager
 def shortened(blocks: list[nn.Module]) -> Iterator[None]:
-    """Within, of each kind of block the first two and the last run; those between pass their input through."""
-    with watched(blocks, _Nobody()):
+    """Inside this context, repeated blocks return their input. Nothing is recorded."""
+    with watched(blocks, _NoRecorder()):
         yield
 
 
 def stand_ins(blocks: list[nn.Module], lists: list[str] | None = None) -> dict[int, int]:
-    """By its number, for each block between the second and the last of its kind, the second. lists: what each of them is in,
-    where kinds do not reach beyond that."""
+    """The representative of each repeated block: number of the block -> number of the second of
+    its kind.
+
+    Only blocks between the second and the last of a kind have one.
+
+    lists  for each block, the list that it is in, if kinds must not span several lists
+
+    Example: five equal blocks give {2: 1, 3: 1}.
+    """
     kinds: dict[Any, list[int]] = defaultdict(list)
     for number, block in enumerate(blocks):
         kinds[lists and lists[number], _kind(block)].append(number)
@@ -47,10 +59,14 @@ def stand_ins(blocks: list[nn.Module], lists: list[str] | None = None) -> dict[i
 def watched(
     blocks: list[nn.Module], recorder: Passages, missing: Mapping[int, int] | None = None, every: bool = False
 ) -> Iterator[None]:
-    """Within, each block's forward is a passage of its own, and those between the second and the last of a kind skip.
+    """Inside this context, each call of a block is a segment of the recorder, and repeated blocks
+    are skipped.
 
-    missing  numbers of blocks that were taken out before, and for each the one that stands for it: they are passages too
-    every    whether none skips
+    blocks    the blocks that the model has, in order
+    recorder  is told of the segments
+    removed   by number, the blocks that were removed from the model, and the block that each one
+              repeats: they get segments too
+    run_all   skip no block
     """
     absent = missing or {}
     numbers = [number for number in range(len(blocks) + len(absent)) if number not in absent]
@@ -61,7 +77,9 @@ def watched(
     reached = 0
     for number, block, name in zip(numbers, blocks, names, strict=True):
         passed = [(between, absent[between]) for between in range(reached, number)]
-        setattr(block, name, _Watch(recorder, number, getattr(block, name), second.get(number), outputs, passed))
+        setattr(
+            block, name, _RecordedForward(recorder, number, getattr(block, name), second.get(number), outputs, passed)
+        )
         reached = number + 1
     try:
         yield
@@ -74,15 +92,17 @@ def watched(
 
 
 def _kind(block: nn.Module) -> Any:
-    """What two blocks share that do the same: their class, and their parameters' and buffers' shapes and types."""
+    """Equal for two blocks that do the same: their classes, and the shapes and dtypes of their
+    parameters and buffers."""
     tensors = (*block.named_parameters(), *block.named_buffers())
     shapes = tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
     kinds = tuple(type(module) for module in block.modules())
     return kinds, shapes
 
 
-class _Watch:
-    """A block's forward, as a passage; or the block passed through, where another of its kind is known to do the same."""
+class _RecordedForward:
+    """Replaces a block's forward: runs it as a segment, or skips it if a block of the same kind
+    was called with inputs of the same shapes."""
 
     def __init__(
         self,
@@ -94,39 +114,41 @@ class _Watch:
         before: list[tuple[int, int]],
     ) -> None:
         self.recorder, self.number, self.forward, self.second, self.known = recorder, number, forward, second, known
-        self.before = before  # blocks that are not there, and what stands for each
+        self.before = before  # (removed block, the block that it repeats), directly before this one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for number, stands_for in self.before:
-            self.recorder.begin("block", number, stands_for=stands_for)
-            self.recorder.begin("between", number, stands_for=stands_for)
+        for number, copy_of in self.before:
+            self.recorder.begin("block", number, copy_of=copy_of)
+            self.recorder.begin("between", number, copy_of=copy_of)
         if self.second in self.known:
             inputs = tree_leaves((args, kwargs))
-            passed = _passed_through(self.known[self.second], inputs)
+            passed = _output_without_running(self.known[self.second], inputs)
             if passed is not None:
-                self.recorder.begin("block", self.number, stands_for=self.second)
-                self.recorder.begin("between", self.number, stands_for=self.second)
+                self.recorder.begin("block", self.number, copy_of=self.second)
+                self.recorder.begin("between", self.number, copy_of=self.second)
                 return passed[0]
         self.recorder.begin("block", self.number)
         self.recorder.note_inputs((args, kwargs))
         output = self.forward(*args, **kwargs)
-        self.known[self.number] = _shape_of_call((args, kwargs), output)
+        self.known[self.number] = _describe_call((args, kwargs), output)
         self.recorder.begin("between", self.number)
         return output
 
 
-def _described(leaf: Any) -> Any:
+def _describe(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
 
 
-def _shape_of_call(arguments: Any, output: Any) -> Any:
-    """(inputs as described; the output's tree; of each leaf the input that it is or looks like; leaves but tensors)."""
+def _describe_call(arguments: Any, output: Any) -> Any:
+    """What is known of a call: descriptions of its inputs; the output's tree; for each leaf of the
+    output, the position of an input that is the same or has the same shape; the leaves that are no
+    tensors."""
     inputs = tree_leaves(arguments)
     leaves, tree = tree_flatten(output)
     sources = [_source(leaf, inputs) for leaf in leaves]
-    return [_described(leaf) for leaf in inputs], tree, sources, [_constant(leaf) for leaf in leaves]
+    return [_describe(leaf) for leaf in inputs], tree, sources, [_constant(leaf) for leaf in leaves]
 
 
 def _source(leaf: Any, inputs: list[Any]) -> int | None:
@@ -138,17 +160,18 @@ def _source(leaf: Any, inputs: list[Any]) -> int | None:
     return next(iter(same or like), None)
 
 
-_TENSOR = object()  # stands where an output has a tensor
+_TENSOR = object()  # placeholder for a tensor in an output
 
 
 def _constant(leaf: Any) -> Any:
     return _TENSOR if isinstance(leaf, Tensor) else leaf
 
 
-def _passed_through(known: Any, inputs: list[Any]) -> tuple[Any] | None:
-    """The output of a block that is passed through, in a tuple; None where its call is another than the known one's."""
+def _output_without_running(known: Any, inputs: list[Any]) -> tuple[Any] | None:
+    """The output of a skipped block, in a tuple of one; None if its inputs differ from the known
+    call's, or an output resembles no input."""
     described, tree, sources, constants = known
-    if [_described(leaf) for leaf in inputs] != described:
+    if [_describe(leaf) for leaf in inputs] != described:
         return None
     leaves = []
     for source, constant in zip(sources, constants, strict=True):

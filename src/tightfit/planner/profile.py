@@ -1,7 +1,13 @@
-"""Profile: the first ledger, from the user's own model: traced on fake tensors, other batch sizes from two that were.
+"""Trace the user's model on fake tensors and build the base ledger from the trace.
 
-What decides which operations run (precision, attention, chunked loss) is applied by the rooms themselves before the
-trace, so nothing is described twice. Everything else is a method's `cost`, which edits the ledger.
+The estimator edits this ledger with the `cost` of each method. The methods that decide which
+operations run (precision, attention, chunked loss and others with TRACED_FIELDS) are different: the
+profiler applies them to the model before the trace, with the same `apply` that training uses. Their
+effect is therefore never described twice.
+
+The profiler traces at two micro-batch sizes and interpolates every other size. Example: a buffer
+has 6 MiB with 2 samples and 10 MiB with 4. Its size is then 2 MiB + 2 MiB per sample, and 34 MiB
+with 16 samples.
 """
 
 from __future__ import annotations
@@ -58,19 +64,26 @@ from tightfit.planner.trace import trace
 from tightfit.planner.updates import trace_clipping, trace_updates
 from tightfit.program import Operation
 
-MOST_CHUNKS = 64  # chunks of a loss that are traced one after another: more are more of the same
+MAX_TRACED_CHUNKS = 64  # of a chunked loss; a larger micro-batch is extrapolated from fewer chunks
 
 
-WHOLE = 16  # blocks up to which a model is tried with all of them
-TAKEN_OUT, PASSED, RUN = range(3)  # what becomes in a trace of the blocks that are like another
+ALL_BLOCKS_UP_TO = 16  # `try_segments` tries a model of up to so many blocks with all of them
+REMOVED, SKIPPED, EXECUTED = range(3)  # what a trace does with blocks that repeat an earlier block
 
 
-class _Short(Exception):
-    """A model failed where blocks that are like another did not run. Its argument: what to do with them instead."""
+class _RepeatedBlockFailure(Exception):
+    """The model failed because repeated blocks did not run. args[0]: what to do with them instead,
+    SKIPPED or EXECUTED."""
 
 
 class Profiler:
-    """A job's traces, each made when it is first asked for. device: the kind that it is meant for, cpu or cuda."""
+    """Traces a job's model, each variant when it is first needed.
+
+    job      what to train
+    device   kind of device to predict for: cpu or cuda
+    samples  samples of the example batch; tokens: what it processes, in units of `unit`
+    unit     what throughput counts: "tokens" or "samples"
+    """
 
     def __init__(self, job: Job, device: str) -> None:
         self.job, self.device = job, device
@@ -79,12 +92,12 @@ class Profiler:
         self.padded = is_padded(self.batch)
         self.labelled = labelled(job, self.batch)
         self.unit = self._objective().unit
-        self._mode = FakeTensorMode()  # of all traces, so that they may share a model's tensors
+        self._mode = FakeTensorMode()  # one for all traces, so that they can share a model's tensors
         self._models: dict[tuple[torch.dtype, bool], tuple[nn.Module, Depth]] = {}
-        self._parts: dict[Any, tuple[nn.Module, Depth]] = {}
-        self._traced: dict[Any, dict[int, Programs]] = {}  # by what decides the program, then by samples
-        self._alike = TAKEN_OUT  # until a model does not run so
-        self._fits: dict[Any, Programs | None] = {}  # None: not linear in the batch, so traced at each size
+        self._tensor_parallel_models: dict[Any, tuple[nn.Module, Depth]] = {}
+        self._traced: dict[Any, dict[int, Programs]] = {}  # by the options that need a trace, then by samples
+        self._repeated = REMOVED  # until a model fails without these blocks
+        self._fitted_steps: dict[Any, Programs | None] = {}  # None: not linear, so each size is traced
         self._updates: dict[Any, dict[str, Update]] = {}
         self._parameters: dict[Any, tuple[Parameter, ...]] = {}
         self._dataflow: Dataflow | None = None
@@ -98,15 +111,19 @@ class Profiler:
 
     @cached_property
     def is_complex(self) -> bool:
-        """Whether the model has parameters that are kept in no fewer bits than they are."""
+        """Whether the model has complex parameters, which cannot be stored in a narrower type."""
         return has_complex(self.job.model)
 
     def ledger(self, plan: Plan) -> Ledger:
-        """The first ledger of `plan`: its precision, kernels and optimizer, and no other method: the whole batch at once."""
-        batch = plan.share_of(self.job.train.batch)  # of one device
+        """The base ledger of `plan`: its precision, kernels and optimizer, and no other method.
+
+        The ledger has one micro-batch that holds the whole batch of one device. Raises InputError
+        if the model cannot be traced.
+        """
+        batch = plan.share_of(self.job.train.batch)  # samples of one device
         micro_batch = plan.micro_batch_of(self.job.train.batch)
         programs = self.programs(plan, micro_batch)
-        # an evaluation runs as the model was written
+        # an evaluation runs without torch.compile
         inference = partial(self.programs, plan.replace(compile="none"), micro_batch, training=False)
         return Ledger(
             micro_batch=batch,
@@ -125,7 +142,8 @@ class Profiler:
         )
 
     def dataflow(self) -> Dataflow:
-        """What a forward of the model computes from what. Of one of transformers, with a few of the blocks that are alike."""
+        """The dataflow graph of a forward. A transformers model is traced with only a few of its
+        repeated blocks."""
         if self._dataflow is None:
             with self._mode, FakeValues(self.padded):
                 model, depth = self._model(torch.float32, False)
@@ -136,12 +154,13 @@ class Profiler:
         return self._dataflow
 
     def try_segments(self) -> None:
-        """Raise InputError where a run of this job would refuse `recompute: sqrt`. The answer is found once."""
+        """Raise InputError if a run of this job would refuse `recompute: sqrt`. The answer is
+        cached."""
         if not self._segments_tried:
             self._segments_tried = True
             try:
                 self._try_segments()
-            except Untraceable:  # a dry run will say so
+            except Untraceable:  # the dry run reports it
                 pass
             except InputError as error:
                 self._segments_refused = error
@@ -151,7 +170,7 @@ class Profiler:
     def _try_segments(self) -> None:
         with self._mode, FakeValues(self.padded):
             model, depth = self._model(torch.float32, False)
-            if len(depth.names) <= WHOLE and depth.missing:
+            if len(depth.names) <= ALL_BLOCKS_UP_TO and depth.missing:
                 model, depth = self._model(torch.float32, True)
             model.train()
             blocks = [block for _, block in find_blocks(model, self._blocks_name)]
@@ -161,59 +180,64 @@ class Profiler:
                 recompute.try_segments(model, segments, lambda: objective.total(model, batch))
 
     def _batch_bytes(self, plan: Plan) -> float:
-        """Of one sample, as it lies on one device."""
+        """Bytes of one sample on one device."""
         if plan.cp == 1:
             return tensor_bytes(tensors_in(self.batch)) / self.samples
         with self._mode:
             return tensor_bytes(tensors_in(self._sized(plan, 1)))
 
     def programs(self, plan: Plan, micro_batch: int, training: bool = True) -> Programs:
-        """The model's program under the plan's precision, attention and loss: traced at this size, or a line through two
-        sizes that were traced before."""
+        """The recorded step of one micro-batch, with the plan's precision, attention and loss.
+
+        Traced with `micro_batch` samples, or interpolated from two sizes that were traced before.
+        training: forward and backward; else the forward of an evaluation. Raises InputError if the
+        model cannot be traced.
+        """
         kind = plan.precision.replace("fp16", "bf16").replace("tf32", "fp32")
-        whole = self._whole_chunk(plan)
-        gathers = plan.sequence_parallel and training and sequences.gathers_again(plan)  # what is kept for backward
-        cut = plan.tp, plan.cp, plan.sequence_parallel, gathers
+        whole = self._samples_per_chunk(plan)
+        # whether backward all-gathers a layer's input again, rather than saving it
+        gathers = plan.sequence_parallel and training and sequences.gathers_again(plan)
+        layout = plan.tp, plan.cp, plan.sequence_parallel, gathers
         narrow = shards.comes_and_goes(plan, self.device) and shards.narrow_type(plan) is not None
-        again = (
-            plan.recompute if plan.compile == "model" else "none"
-        )  # which a region's forward and backward have within
+        # a region of the whole model contains its own recomputation
+        again = plan.recompute if plan.compile == "model" else "none"
         plan = plan.replace(precision=kind)
         operations = tuple(getattr(plan, field) for field in traced_fields(METHODS))
         filled = float8.wanted(plan) and float8.pads(self.job, plan)
-        key = operations, filled, again, training, micro_batch < whole, cut, narrow
+        key = operations, filled, again, training, micro_batch < whole, layout, narrow
         traced = self._traced.setdefault(key, {})
-        if micro_batch not in traced and micro_batch > MOST_CHUNKS * whole > 0:
+        if micro_batch not in traced and micro_batch > MAX_TRACED_CHUNKS * whole > 0:
             for samples in (max(whole, 2), 2 * max(whole, 2)):
                 if samples not in traced:
-                    traced[samples] = self._kept(key, plan, samples, training)
-        pair = sorted(samples for samples in traced if samples > 1)  # at 1, strides and statistics are special
+                    traced[samples] = self._cached_trace(key, plan, samples, training)
+        pair = sorted(samples for samples in traced if samples > 1)  # strides and statistics differ at 1
         if micro_batch not in traced and micro_batch > 1 and len(pair) > 1:
-            fit = self._fitted(key, traced, pair[0], pair[-1])
+            fit = self._fit_two_traces(key, traced, pair[0], pair[-1])
             if fit is not None:
                 return fit
         if micro_batch not in traced:
-            traced[micro_batch] = self._kept(key, plan, micro_batch, training)
-        same = self._fitted(key, traced, micro_batch, micro_batch)
+            traced[micro_batch] = self._cached_trace(key, plan, micro_batch, training)
+        same = self._fit_two_traces(key, traced, micro_batch, micro_batch)
         assert same is not None, "a trace fits itself"
         return same
 
-    def _fitted(self, key: Any, traced: dict[int, Programs], small: int, large: int) -> Programs | None:
-        if (key, small, large) not in self._fits:
+    def _fit_two_traces(self, key: Any, traced: dict[int, Programs], small: int, large: int) -> Programs | None:
+        if (key, small, large) not in self._fitted_steps:
             one, other = traced[small], traced[large]
             passages = fitted(one.passages, other.passages, (small, large))
-            self._fits[key, small, large] = None if passages is None else replace(one, passages=passages)
-        return self._fits[key, small, large]
+            self._fitted_steps[key, small, large] = None if passages is None else replace(one, passages=passages)
+        return self._fitted_steps[key, small, large]
 
-    def _whole_chunk(self, plan: Plan) -> int:
-        """Samples from which on a chunked loss has a whole chunk: below it is one that grows, above there are more."""
+    def _samples_per_chunk(self, plan: Plan) -> int:
+        """Samples that fill one chunk of a chunked loss; 0 without one. Below, the chunk grows
+        with the samples; above, the number of chunks does."""
         if plan.chunked_loss is None:
             return 0
         taken = loss.rows_taken(self.labelled, self.tokens, 1) or self.tokens
         return max(int(-(-plan.chunked_loss // (taken / self.samples))), 1)
 
-    def _kept(self, key: Any, plan: Plan, samples: int, training: bool) -> Programs:
-        """A trace, from disk where the same one was made before."""
+    def _cached_trace(self, key: Any, plan: Plan, samples: int, training: bool) -> Programs:
+        """A trace; read from the disk cache if the same one was made before."""
         model = identity(self.job)
         shapes = str(tree_map_only(Tensor, lambda tensor: (str(tensor.dtype), tensor.shape[1:]), self.batch))
         kernels = self.device == "cuda" and generates_kernels()
@@ -221,27 +245,28 @@ class Profiler:
         return kept(None if model is None else what, lambda: self._trace(plan, samples, training))
 
     def _trace(self, plan: Plan, samples: int, training: bool) -> Programs:
-        before = self._alike
+        before = self._repeated
         while True:
             try:
-                return self._traced_once(plan, samples, training)
-            except _Short as short:
-                (self._alike,) = short.args
-            except InputError:  # it was not for these
-                self._alike = before
+                return self._trace_once(plan, samples, training)
+            except _RepeatedBlockFailure as short:
+                (self._repeated,) = short.args
+            except InputError:  # the repeated blocks were not the reason
+                self._repeated = before
                 raise
 
-    def _traced_once(self, plan: Plan, samples: int, training: bool) -> Programs:
-        """Raises _Short for a model that fails where some of its blocks do not run."""
+    def _trace_once(self, plan: Plan, samples: int, training: bool) -> Programs:
+        """One trace. Raises _RepeatedBlockFailure if the model fails while some repeated blocks do
+        not run."""
         with processes(plan.tp * plan.cp), self._mode, FakeValues(self.padded), as_on(self.device):
-            run, depth = self._run(plan)
+            run, depth = self._build_traced_run(plan)
             name = self._blocks_name
             blocks = [block for _, block in find_blocks(run.model, name)]
             parameters, count = _parameters(run.model, name, depth), len(depth.names)
-            if plan.compile == "model":  # one region, whose blocks nobody sees from outside
+            if plan.compile == "model":  # one region, whose blocks are not visible from outside
                 blocks, count = [], 0
             dtype = shards.narrow_type(plan)
-            if shards.comes_and_goes(plan, self.device) and dtype is not None:  # as blocks find them, gathered
+            if shards.comes_and_goes(plan, self.device) and dtype is not None:  # gathered in a narrow type
                 for _, block in find_blocks(run.model, name):
                     for module in shards.products_of(block)[0]:
                         for key, weight in module.named_parameters(recurse=False):
@@ -253,21 +278,28 @@ class Profiler:
                     if run.labelled is not None and self.labelled is not None:
                         batch = {**batch, LABELLED: self.labelled}
                     passages = trace(
-                        run.model, run.loss_sum, batch, blocks, training, depth.missing, every=self._alike == RUN
+                        run.model,
+                        run.loss_sum,
+                        batch,
+                        blocks,
+                        training,
+                        depth.missing,
+                        every=self._repeated == EXECUTED,
                     )
             except InputError as error:
                 if depth.missing:
-                    raise _Short(PASSED) from error
-                if self._alike != RUN and stand_ins(blocks):
-                    raise _Short(RUN) from error
+                    raise _RepeatedBlockFailure(SKIPPED) from error
+                if self._repeated != EXECUTED and stand_ins(blocks):
+                    raise _RepeatedBlockFailure(EXECUTED) from error
                 raise
             return Programs(passages, parameters, count)
 
-    def _run(self, plan: Plan) -> tuple[Run, Depth]:
-        """The job's model under the rooms that decide which operations run, and what it stands for. Call it inside `_mode`."""
+    def _build_traced_run(self, plan: Plan) -> tuple[Run, Depth]:
+        """Build the job's model and apply the methods with TRACED_FIELDS. Also returns the map to
+        the full depth. Call it inside `_mode`."""
         if plan.compile != "none":
-            torch._dynamo.reset()  # or what an earlier trace compiled would count against the limit of recompilations
-        run, depth = self._created(plan)
+            torch._dynamo.reset()  # else compilations of earlier traces count against the recompile limit
+        run, depth = self._build_model(plan)
         run.model.train()
         for method in METHODS:
             if not traced_fields([method]):
@@ -278,8 +310,9 @@ class Profiler:
                 run = method.apply(run, plan)
         return run, depth
 
-    def _created(self, plan: Plan) -> tuple[Run, Depth]:
-        """The job's model, and of one that is cut among devices the first one's part; what it stands for. Call it inside `_mode`."""
+    def _build_model(self, plan: Plan) -> tuple[Run, Depth]:
+        """Build the job's model; with tensor or context parallelism, the part of rank 0. Also
+        returns the map to the full depth. Call it inside `_mode`."""
         objective = self._objective()
         unset, processor = cast(Any, None), torch.device("cpu")
         model, depth = self._model(materialize.weights_dtype(plan), plan.compile == "model")
@@ -296,25 +329,29 @@ class Profiler:
         )
         if plan.tp * plan.cp > 1:
             run = replace(run, mesh=make_mesh(Plan(tp=plan.tp, cp=plan.cp), processor))
-        for room in (context_parallel, tensor_parallel):
-            if room.wanted(plan):
-                run = room.apply(run, plan)
+        for method in (context_parallel, tensor_parallel):
+            if method.wanted(plan):
+                run = method.apply(run, plan)
         return run, depth
 
     def _model(self, dtype: torch.dtype, whole: bool) -> tuple[nn.Module, Depth]:
-        """The job's model, for a room to edit, and what it stands for. One of transformers is created once for each type of its
-        weights, thinned unless `whole`, and then copied but for its tensors: a deep one takes a second to create."""
+        """A model that a method may edit, and the map to the full depth.
+
+        A transformers model is created once for each parameter dtype, because a deep one takes a
+        second to create. Later calls copy its modules and share its tensors. Repeated blocks are
+        removed unless `whole`.
+        """
 
         def create(model: Any) -> nn.Module:
             return materialize.create_on_host(model, torch.device("cpu"), dtype)
 
         spec = self.job.model
         if not isinstance(spec, ModelSpec) or spec.python is not None:
-            model = create(
-                spec
-            )  # a user's module may hold what a copy would share, or lose, and read its blocks as it likes
+            # no copies and no removed blocks: a user's module may hold state that a copy would
+            # share or lose, and may access its blocks in any way
+            model = create(spec)
             return model, Depth(tuple(path for path, _ in find_blocks(model, self._blocks_name)))
-        whole = whole or self._alike != TAKEN_OUT
+        whole = whole or self._repeated != REMOVED
         if (dtype, whole) not in self._models:
             self._models[dtype, whole] = created(spec, create, whole)
         model, depth = self._models[dtype, whole]
@@ -325,16 +362,17 @@ class Profiler:
         ]
         return copy.deepcopy(model, {id(value): value for value in held if isinstance(value, Tensor)}), depth
 
-    def _part(self, plan: Plan) -> tuple[nn.Module, Depth]:
-        """One device's part of the model, to look at: its parameters are as they will be, and nothing else is."""
+    def _tensor_parallel_model(self, plan: Plan) -> tuple[nn.Module, Depth]:
+        """The tensor-parallel shard of the model on rank 0, for reading its parameters: nothing
+        else is as it will be in training."""
         key = materialize.weights_dtype(plan), plan.tp
-        if key not in self._parts:
-            run, depth = self._created(plan.replace(cp=1, sequence_parallel=False, compile="none"))
-            self._parts[key] = run.model, depth
-        return self._parts[key]
+        if key not in self._tensor_parallel_models:
+            run, depth = self._build_model(plan.replace(cp=1, sequence_parallel=False, compile="none"))
+            self._tensor_parallel_models[key] = run.model, depth
+        return self._tensor_parallel_models[key]
 
     def _sized(self, plan: Plan, samples: int) -> Batch:
-        """Zeros like a micro-batch on one device."""
+        """A batch of zeros, shaped like a micro-batch of `samples` on one device."""
         batch = sized(self.batch, samples)
         if plan.cp == 1:
             return batch
@@ -347,16 +385,17 @@ class Profiler:
         )
 
     def parameters(self, plan: Plan) -> tuple[Parameter, ...]:
-        """The model's parameters and buffers, in the types that the plan keeps them in."""
+        """One device's parameters and buffers, in the dtypes in which the plan stores them,
+        sharded only by tp."""
         key = materialize.weights_dtype(plan), plan.tp
         if key not in self._parameters:
             with processes(plan.tp), self._mode, FakeValues():
-                model, depth = self._part(plan)
+                model, depth = self._tensor_parallel_model(plan)
                 self._parameters[key] = _parameters(model, self._blocks_name, depth)
         return self._parameters[key]
 
     def updates(self, plan: Plan) -> dict[str, Update]:
-        """What the job's optimizer does to each parameter, with the plan's states and kernels."""
+        """The optimizer's update of each parameter, by name, with the plan's states and kernels."""
         fields = plan.states, plan.rounding, plan.fused_optimizer, plan.update_in_backward, plan.tp
         together = optimizer_states.takes_all_at_once(plan, self.device)
         batched = optimizer_states.updates_in_batches(plan, self.job.train, self.device)
@@ -364,19 +403,19 @@ class Profiler:
         key = (plan.is_true, plan.precision == "fp16-true", together, batched, undoes, *fields)
         if key not in self._updates:
             with processes(plan.tp), self._mode, FakeValues():
-                model, depth = self._part(plan)
+                model, depth = self._tensor_parallel_model(plan)
                 optimizer = optimizer_states.optimizer_of(model, self.job.train, plan, device=self.device)
                 updates = trace_updates(model, optimizer, together)
                 self._updates[key] = depth.whole(updates, lambda update, name, number: update)
         return self._updates[key]
 
     def clipping(self, plan: Plan) -> tuple[Operation, ...]:
-        """What is done to all gradients before the update: unscaled, measured, clipped."""
+        """The operations on all gradients before the update: unscale, norm, clip."""
         key = plan.is_true, plan.precision.startswith("fp16"), self.job.train.clip, plan.tp
         if key not in self._clippings:
             _, scaled, clip, _ = key
             with processes(plan.tp), self._mode, FakeValues():
-                model, depth = self._part(plan)
+                model, depth = self._tensor_parallel_model(plan)
                 trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
                 every = depth.whole(trained, lambda weight, name, number: weight)
                 self._clippings[key] = trace_clipping(list(every.values()), scaled, clip)
@@ -384,7 +423,12 @@ class Profiler:
 
 
 def _parameters(model: nn.Module, blocks: str | None, depth: Depth) -> tuple[Parameter, ...]:
-    """Of the model that the one at hand stands for. blocks: the name that the job gives their list, None to find them."""
+    """Parameters and buffers of the full-depth model.
+
+    model   the model, perhaps without its repeated blocks
+    blocks  the name of the list of blocks, from the job; None to find it
+    depth   maps the model's blocks to the full depth
+    """
     places, numbers = places_of(model, find_blocks(model, blocks)), {-1: -1, **dict(enumerate(depth.numbers))}
 
     def described(name: str, tensor: Tensor) -> Parameter:
@@ -401,8 +445,11 @@ def _parameters(model: nn.Module, blocks: str | None, depth: Depth) -> tuple[Par
 
 
 def profile(job: Job, plan: Plan | None = None, device: str = "cpu") -> Ledger:
-    """The first ledger of a job on a kind of device (cpu, cuda), before any method but those of `plan` that decide
-    which operations run. Raises InputError for a model that cannot be traced."""
+    """The base ledger of a job on a kind of device (cpu or cuda).
+
+    Only those methods of `plan` that decide which operations run are applied. Raises InputError if
+    the model cannot be traced.
+    """
     return Profiler(job, device).ledger(plan or Plan())
 
 

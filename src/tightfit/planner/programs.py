@@ -1,4 +1,8 @@
-"""Programs: what a trace found, and the same as plain data: lists, numbers and strings, which a file can hold and anyone can check."""
+"""The result of a trace, and its conversion to and from plain data (lists, numbers, strings).
+
+The cache writes the plain data to a JSON file. `from_content` checks every value that it reads, so
+a damaged file is an error and never a wrong trace.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,17 @@ from tightfit.program import TRACED, Buffer, Given, Linear, Operation, Passage, 
 
 PHASES = ("forward", "backward", "inference")
 
-One = TypeVar("One")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class Programs:
-    """What a model does with a micro-batch, whatever its size: the passages of its training, or of an evaluation."""
+    """What a model does with one micro-batch.
+
+    segments    of a training micro-batch (forward and backward), or of an evaluation
+    parameters  the model's parameters and buffers
+    blocks      number of repeated blocks
+    """
 
     passages: tuple[Passage, ...]
     parameters: tuple[Parameter, ...]
@@ -24,16 +33,17 @@ class Programs:
 
 
 def to_content(programs: Programs) -> dict[str, Any]:
-    """`programs` as plain data. Buffers and timelines that passages share are written once, and referred to by number."""
+    """Convert to plain data. Shared buffers, operations and timelines are written once and
+    referred to by number."""
     buffers: dict[Buffer, int] = {}
     operations: dict[Operation, int] = {}
     timelines: dict[Timeline, int] = {}
 
-    def number(table: dict[One, int], one: One) -> int:
+    def number(table: dict[Item, int], one: Item) -> int:
         return table.setdefault(one, len(table))
 
     def buffer_number(buffer: Buffer) -> int:
-        """After those that it refers to."""
+        """The buffer's number; buffers that it refers to get smaller ones."""
         for source in (*buffer.operands, *buffer.terms):
             buffer_number(source)
         return number(buffers, buffer)
@@ -93,39 +103,42 @@ def to_content(programs: Programs) -> dict[str, Any]:
 
 
 def from_content(content: Any) -> Programs:
-    """The programs of `to_content`. Raises ValueError, TypeError, KeyError or IndexError for anything else."""
+    """Convert back what `to_content` returned. Raises ValueError, TypeError, KeyError or
+    IndexError for anything else."""
     buffers: list[Buffer] = []
     for size, row, maker, parameter, operands, terms in content["buffers"]:
-        sources = (tuple(buffers[_whole(place)] for place in places) for places in (operands, terms))
-        buffers.append(Buffer(_linear(size), _one_of(row, TRACED), _text(maker), _text(parameter), *sources))
+        sources = (tuple(buffers[_read_count(place)] for place in places) for places in (operands, terms))
+        buffers.append(
+            Buffer(_read_linear(size), _one_of(row, TRACED), _read_text(maker), _read_text(parameter), *sources)
+        )
     operations = [
         Operation(
-            _text(name),
-            _text(dtype),
-            _linear(flops),
-            _linear(moved),
-            tuple(map(_linear, sizes)),
-            _linear(count),
-            _share(computed),
+            _read_text(name),
+            _read_text(dtype),
+            _read_linear(flops),
+            _read_linear(moved),
+            tuple(map(_read_linear, sizes)),
+            _read_linear(count),
+            _read_share(computed),
         )
         for name, dtype, flops, moved, sizes, count, computed in content["operations"]
     ]
     timelines = []
     for one in content["timelines"]:
-        events = tuple((buffers[_whole(place)], _one_of(sign, (-1, 0, 1))) for place, sign in one["events"])
+        events = tuple((buffers[_read_count(place)], _one_of(sign, (-1, 0, 1))) for place, sign in one["events"])
         first, second = one["needed"]
         timelines.append(
             Timeline(
                 events,
-                tuple(operations[_whole(place)] for place in one["operations"]),
-                (_whole(first), _whole(second)),
-                tuple(buffers[_whole(place)] for place in one["inputs"]),
-                frozenset(buffers[_whole(place)] for place in one["kept"]),
+                tuple(operations[_read_count(place)] for place in one["operations"]),
+                (_read_count(first), _read_count(second)),
+                tuple(buffers[_read_count(place)] for place in one["inputs"]),
+                frozenset(buffers[_read_count(place)] for place in one["kept"]),
                 tuple(
                     Given(
-                        _text(path),
-                        _linear(size),
-                        None if place is None else buffers[_whole(place)],
+                        _read_text(path),
+                        _read_linear(size),
+                        None if place is None else buffers[_read_count(place)],
                         _one_of(has_gradient, (True, False)),
                     )
                     for path, size, place, has_gradient in one["given"]
@@ -134,65 +147,65 @@ def from_content(content: Any) -> Programs:
         )
     passages = tuple(
         Passage(
-            _text(part),
+            _read_text(part),
             _one_of(phase, PHASES),
-            timelines[_whole(place)],
-            None if block is None else _whole(block),
-            _whole(call),
+            timelines[_read_count(place)],
+            None if block is None else _read_count(block),
+            _read_count(call),
         )
         for part, phase, place, block, call in content["passages"]
     )
     parameters = tuple(
         Parameter(
-            _text(name),
-            tuple(map(_whole, shape)),
-            _whole(size),
+            _read_text(name),
+            tuple(map(_read_count, shape)),
+            _read_count(size),
             _one_of(trainable, (True, False)),
-            tuple(map(_place, places)),
+            tuple(map(_read_place, places)),
         )
         for name, shape, size, trainable, places in content["parameters"]
     )
     if not passages:
-        raise ValueError("a program without passages")
-    return Programs(passages, parameters, _whole(content["blocks"]))
+        raise ValueError("a recorded step without segments")
+    return Programs(passages, parameters, _read_count(content["blocks"]))
 
 
 def _pair(value: Linear) -> list[float]:
     return [value.fixed, value.per_sample]
 
 
-def _linear(value: Any) -> Linear:
+def _read_linear(value: Any) -> Linear:
     fixed, per_sample = map(float, value)
     if not (math.isfinite(fixed) and math.isfinite(per_sample)):
-        raise ValueError(f"{value} is no size")
+        raise ValueError(f"{value} is not a finite size")
     return Linear(fixed, per_sample)
 
 
-def _share(value: Any) -> float:
+def _read_share(value: Any) -> float:
     if type(value) is not float or not 0.0 < value <= 1.0:
-        raise ValueError(f"{value} is no share")
+        raise ValueError(f"{value} is not a share: a float above 0, at most 1")
     return value
 
 
-def _whole(value: Any) -> int:
+def _read_count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value} is no count")
+        raise ValueError(f"{value} is not a count: an integer of at least 0")
     return value
 
 
-def _place(value: Any) -> int:
-    return -1 if value == -1 else _whole(value)
+def _read_place(value: Any) -> int:
+    return -1 if value == -1 else _read_count(value)
 
 
-def _text(value: Any) -> str:
+def _read_text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError(f"{value} is no name")
+        raise ValueError(f"{value} is not a string")
     return value
 
 
-def _one_of(value: One, known: tuple[One, ...]) -> One:
+def _one_of(value: Item, known: tuple[Item, ...]) -> Item:
     if not any(value is one or (type(value) is type(one) and value == one) for one in known):
-        raise ValueError(f"{value} is none of {known}")
+        raise ValueError(f"{value} is not one of {known}")
     return value
 
 

@@ -1,4 +1,5 @@
-"""Refusal: what is said where no plan fits: what the leanest plan needs, what is there, and what would help, each with its result."""
+"""Explain why no plan fits: what the plan with the least memory needs, what is available, and
+which changes would help, each with its result."""
 
 from __future__ import annotations
 
@@ -17,33 +18,34 @@ from tightfit.planner.estimate import MARGIN, Estimate, Estimator
 from tightfit.planner.leanest import leanest
 from tightfit.units import format_bytes
 
-WORDS = ("bf16", "fp16", "bf16-states", "8-bit-states", "4-bit-states", "stochastic-rounding", "offload")
-MATTERS = 0.99  # of what is needed: a remedy that leaves more is none
+PERMISSIONS = ("bf16", "fp16", "bf16-states", "8-bit-states", "4-bit-states", "stochastic-rounding", "offload")
+MIN_REDUCTION = 0.99  # a remedy must reduce the needed memory to this share or less
 MOST_DEVICES = 1024
-NODE = 8  # devices of a usual node
-SHORTEST = 64  # tokens of a sequence that are suggested, at least
+DEVICES_PER_NODE = 8  # of a common machine
+MIN_SEQUENCE_LENGTH = 64  # the shortest sequence that is suggested, in tokens
 KERNELS = ("chunked_loss", "compile", "attention")
-OPENED = (  # fields that may be left open where they are pinned
+UNPINNABLE = (  # plan fields whose pin the user may drop
     "precision", "micro_batch", "recompute", "states", "update_in_backward", "offload", "zero", "dp_shard", "dp_replicate",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of the job, the plan's pins or the machine, and what the leanest plan needs with it."""
+    """A change of the job, the pins or the machine, and the estimate of the leanest plan with
+    it."""
 
     change: str
     result: Estimate
 
     def __str__(self) -> str:
         verdict = "fits" if self.result.fits else "does not fit either"
-        return f"{self.change}: {format_bytes(_needed(self.result))}, {verdict}"
+        return f"{self.change}: {format_bytes(_needed_bytes(self.result))}, {verdict}"
 
     def content(self) -> dict[str, Any]:
-        """As `tightfit explain --json` prints it."""
+        """The remedy as `tightfit explain --json` prints it; `needed` in bytes."""
         return {
             "change": self.change,
-            "needed": round(_needed(self.result)),
+            "needed": round(_needed_bytes(self.result)),
             "fits": self.result.fits,
             "plan": self.result.plan.content(),
         }
@@ -52,12 +54,17 @@ class Remedy:
 def does_not_fit(
     estimator: Estimator, estimates: list[Estimate], refused: dict[Plan, InputError], pins: dict[str, Any] | None
 ) -> DoesNotFit:
-    """What is said where nothing fits. refused: plans that the engine cannot run. pins: fields of the plan that are asked for;
-    None where plans were given to choose from, and nothing else can be suggested."""
+    """Build the error for a job that does not fit.
+
+    estimates  of the plans that do not fit
+    refused    plans that the engine cannot run, with its errors
+    pins       plan fields that the user fixed; None if the user gave the plans to choose from, so
+               that nothing else can be suggested
+    """
     least = estimator.settle(min(estimates, key=lambda one: (one.fullness, one.peak_bytes)))
     remedies = [] if pins is None else _remedies(estimator, least, pins)
-    lines = [_needs(least), f"  leanest plan: {least.plan}"]
-    lines += [f"  {line}" for line in _largest(least)]
+    lines = [_shortage_lines(least), f"  leanest plan: {least.plan}"]
+    lines += [f"  {line}" for line in _largest_rows(least)]
     if remedies:
         lines += ["  what would help:", *(f"    {one}" for one in remedies)]
     if "disk" in least.lacks():
@@ -72,7 +79,7 @@ def does_not_fit(
 
 
 def _content(least: Estimate, estimates: list[Estimate], remedies: list[Remedy]) -> dict[str, Any]:
-    """What `tightfit explain --json` prints."""
+    """The error as `tightfit explain --json` prints it."""
     others = sorted((one for one in estimates if one.plan != least.plan), key=lambda one: one.fullness)
     return {
         "machine": least.machine.model_dump(mode="json"),
@@ -90,7 +97,7 @@ def _content(least: Estimate, estimates: list[Estimate], remedies: list[Remedy])
 
 
 def lacking(one: Estimate) -> str:
-    """What a plan needs and what is there, of whatever is too small."""
+    """One line: the needed and the available bytes of every resource that is too small."""
     said = []
     for name, (needed, there) in one.lacks().items():
         beside = "" if name == "memory" else f" of {name}"
@@ -99,7 +106,7 @@ def lacking(one: Estimate) -> str:
     return "; ".join(said)
 
 
-def _needs(least: Estimate) -> str:
+def _shortage_lines(least: Estimate) -> str:
     said = []
     for name, (needed, there) in least.lacks().items():
         beside = f" of {name}" if name != "memory" else ""
@@ -110,8 +117,8 @@ def _needs(least: Estimate) -> str:
     return "\n".join(said)
 
 
-def _largest(least: Estimate) -> list[str]:
-    """The largest rows of what is too small."""
+def _largest_rows(least: Estimate) -> list[str]:
+    """One line per resource that is too small, with its largest rows."""
     lacks, lines = least.lacks(), []
     for name, of in (("memory", least.peak.rows), ("host memory", least.host), ("disk", least.disk)):
         if name in lacks:
@@ -121,30 +128,31 @@ def _largest(least: Estimate) -> list[str]:
     return lines
 
 
-def _needed(one: Estimate) -> float:
-    """Bytes that have to be there of the device's memory, the safety margin among them."""
+def _needed_bytes(one: Estimate) -> float:
+    """Device memory that must be available, safety margin included."""
     return one.peak_bytes + one.margin_bytes
 
 
 def _remedies(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> list[Remedy]:
-    """Changes that leave less to be needed, each with its result; those that fit first."""
+    """Changes that reduce the needed memory, each with its result; those that fit first."""
     found = [
         Remedy(change, result)
         for change, result in (
-            *_permissions(estimator, least, pins),
-            *_without_pins(estimator, least, pins),
-            *_shorter(estimator, least),
+            *_more_permissions(estimator, least, pins),
+            *_fewer_pins(estimator, least, pins),
+            *_shorter_sequences(estimator, least),
             *_more_devices(estimator, least, pins),
         )
-        if result.fullness < MATTERS * least.fullness
+        if result.fullness < MIN_REDUCTION * least.fullness
     ]
     return sorted(found, key=lambda one: not one.result.fits)
 
 
-def _leanest_with(
+def _leanest_with_same_kernels(
     estimator: Estimator, least: Estimate, pins: dict[str, Any], only_fitting: bool = False
 ) -> Estimate | None:
-    """The leanest plan with the kernels of `least`; None where there is none."""
+    """The leanest plan with the kernels of `least`, which are traced already; None if there is
+    none."""
     kernels = {name: getattr(least.plan, name) for name in KERNELS}
     try:
         start, _ = complete(estimator.job, estimator.machine, {**kernels, **pins})
@@ -154,46 +162,48 @@ def _leanest_with(
     return None if found is None else estimator.settle(found)
 
 
-def _permissions(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> Iterator[tuple[str, Estimate]]:
-    """What the job may allow beside what it does, by itself, and where no one is enough all of it."""
+def _more_permissions(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> Iterator[tuple[str, Estimate]]:
+    """Each permission that the job could add; all of them together if no single one is enough."""
     job = estimator.job
     said = ["bf16"] if job.allow is None else list(job.allow)
-    missing = [word for word in WORDS if word not in job.allowed and not (word == "fp16" and "bf16" in job.allowed)]
+    missing = [
+        word for word in PERMISSIONS if word not in job.allowed and not (word == "fp16" and "bf16" in job.allowed)
+    ]
     results: list[Estimate] = []
     for words in [[word] for word in missing] + [missing]:
         if len(words) != 1 and (len(missing) < 2 or any(one.fits for one in results)):
             continue
         allowing = estimator.of(job.replace(allow=[*said, *words]), estimator.machine)
-        result = _leanest_with(allowing, least, pins)
+        result = _leanest_with_same_kernels(allowing, least, pins)
         if result is not None:
             results.append(result)
             yield f"allow {', '.join(words)}", result
 
 
-def _without_pins(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> Iterator[tuple[str, Estimate]]:
-    """Each field of the plan that is asked for, left open."""
-    for name in (name for name in OPENED if name in pins):
+def _fewer_pins(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> Iterator[tuple[str, Estimate]]:
+    """Each pin that the user could drop."""
+    for name in (name for name in UNPINNABLE if name in pins):
         open_ = {other: value for other, value in pins.items() if other != name}
-        result = _leanest_with(estimator, least, open_)
+        result = _leanest_with_same_kernels(estimator, least, open_)
         if result is not None and getattr(result.plan, name) != pins[name]:
-            yield f"plan.{name}: {_written(getattr(result.plan, name))} in place of {_written(pins[name])}", result
+            yield f"plan.{name}: {_yaml(getattr(result.plan, name))} in place of {_yaml(pins[name])}", result
 
 
-def _written(value: Any) -> str:
+def _yaml(value: Any) -> str:
     return "null" if value is None else str(list(value) if isinstance(value, tuple) else value).lower()
 
 
-def _shorter(estimator: Estimator, least: Estimate) -> Iterator[tuple[str, Estimate]]:
-    """The longest sequences, of half the length or a quarter and so on, that fit."""
+def _shorter_sequences(estimator: Estimator, least: Estimate) -> Iterator[tuple[str, Estimate]]:
+    """The longest sequence length that fits: half of the job's, a quarter, and so on. Bisection."""
     job = estimator.job
     if not isinstance(job.data, DataSpec) or estimator.profiler.unit != "tokens":
         return
     if estimator.least_bytes(least.plan) > estimator.limit_bytes:
         return
     halves = (job.data.sequence_length >> power for power in itertools.count(1))
-    lengths = list(itertools.takewhile(lambda length: length >= SHORTEST, halves))  # the longest first
+    lengths = list(itertools.takewhile(lambda length: length >= MIN_SEQUENCE_LENGTH, halves))  # descending
     fitting: Estimate | None = None
-    low, high = 0, len(lengths) - 1  # among these is the first that fits, if the last does
+    low, high = 0, len(lengths) - 1  # the first length that fits is among these, if the last fits
     while low <= high:
         middle = high if fitting is None else (low + high) // 2
         shorter = job.replace(data=job.data.replace(sequence_length=lengths[middle]))
@@ -213,12 +223,12 @@ def _shorter(estimator: Estimator, least: Estimate) -> Iterator[tuple[str, Estim
 
 
 def _more_devices(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> Iterator[tuple[str, Estimate]]:
-    """The least number of devices that is enough, twice as many as there are or four times and so on."""
+    """The smallest number of devices that fits: 2, 4, 8, ... times as many as there are."""
     machine = estimator.machine
     if machine.device == "cpu" or "memory" not in least.lacks():
         return
     row = devices().get(machine.name)
-    node = max(machine.devices_per_node, row["node"] if row else NODE)
+    node = max(machine.devices_per_node, row["node"] if row else DEVICES_PER_NODE)
     count = 2 * machine.devices_per_node * machine.nodes
     while count <= min(MOST_DEVICES, estimator.job.train.batch):
         per_node = min(count, node)
@@ -227,7 +237,7 @@ def _more_devices(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -
         larger = machine.replace(devices_per_node=per_node, nodes=nodes)
         if row and machine.memory_bytes.source == "published":
             larger = Machine.named(f"{machine.name}:{size}")
-        result = _leanest_with(estimator.of(estimator.job, larger), least, pins, only_fitting=True)
+        result = _leanest_with_same_kernels(estimator.of(estimator.job, larger), least, pins, only_fitting=True)
         if result is not None and result.fits:
             yield f"{count} devices ({machine.name}:{size})", result
             return
@@ -235,8 +245,9 @@ def _more_devices(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -
 
 
 def _larger_machine(least: Estimate) -> str:
-    """The smallest known device that has enough memory; of a processor and of a limit how much is needed."""
-    needed = _needed(least)
+    """The smallest known GPU with enough memory; for a CPU or a job limit, the bytes that are
+    needed."""
+    needed = _needed_bytes(least)
     if least.job.limits.memory and needed <= least.machine.memory_bytes.value:
         return f"limits.memory of {format_bytes(math.ceil(needed))} or more, which this machine has"
     if least.machine.device == "cuda":

@@ -1,6 +1,8 @@
-"""Rehearse: the assembled run takes a whole step on fake tensors, through the engine that would train.
+"""Dry run: execute a training step on fake tensors, with the engine that would train.
 
-The only place where the planner meets the engine: what is rehearsed is what runs. Nothing is allocated.
+This is the only place where the planner uses the engine, so the dry run executes what training
+executes: it builds the same run and takes steps with it, and a tracker adds up the live storages.
+Fake tensors have shapes and no memory, so nothing is allocated.
 """
 
 from __future__ import annotations
@@ -29,21 +31,28 @@ from tightfit.planner.storages import Peak, tensor_bytes, tensors_in, track
 from tightfit.planner.target import as_on, processes
 from tightfit.planner.updates import take_all_at_once
 
-ALIKE = 2  # micro-batches that are rehearsed: the first finds no gradients, and all later ones are like the second
+# micro-batches per step of a dry run: the first finds no gradients, the second and all later ones
+# accumulate
+MICRO_BATCHES = 2
 
 
-def _rehearsed(plan: Plan) -> int | None:
-    """How many micro-batches are rehearsed: in a pipeline as many as fill it; None for all."""
+def _micro_batch_count(plan: Plan) -> int | None:
+    """Micro-batches per step of a dry run: 2, or as many as fill a pipeline. None: all of them.
+
+    Example: 1f1b over 4 ranks with 1 stage each has at most 4 micro-batches in flight, so 8 reach
+    the steady state. gpipe keeps all micro-batches in flight, so it runs all.
+    """
     if plan.pp == 1:
-        return ALIKE
+        return MICRO_BATCHES
     return None if plan.schedule == "gpipe" else 2 * plan.stages
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The `Data` of a rehearsal: micro-batches of the job's shapes, without its samples.
+    """The `Data` of a dry run: micro-batches of zeros with the shapes of the job's samples.
 
-    labelled    how many labels count, which a chunked loss asks for; None where it is not told
+    batch     the example batch that gives fields, dtypes and lengths
+    labelled  how many labels are not ignored, which a chunked loss needs; None otherwise
     """
 
     batch: Batch
@@ -68,7 +77,7 @@ class Shapes:
         while True:
             yield [
                 self._sized(min(micro, whole - begin))
-                for begin in list(range(0, whole, micro))[: _rehearsed(self.plan)]
+                for begin in list(range(0, whole, micro))[: _micro_batch_count(self.plan)]
             ]
 
     def held_out(self, samples: int) -> Iterator[Batch]:
@@ -82,8 +91,9 @@ class Shapes:
         return self.batch
 
 
-def _here(plan: Plan) -> Plan:
-    """The plan without what is only for a real device, or would leave its mark on this process."""
+def _without_device_options(plan: Plan) -> Plan:
+    """The plan without the options that need a real device or would change this process: tf32,
+    pinned memory, non-blocking copies, allocator settings, host offload."""
     single = plan.replace(precision="fp32") if plan.precision == "tf32" else plan
     return single.replace(pin_memory=False, non_blocking=False, allocator="default", materialize="host").replace(
         **({"offload_to": "disk"} if plan.offload else {})
@@ -92,28 +102,34 @@ def _here(plan: Plan) -> Plan:
 
 HERE = Machine(
     name="rehearsal",
-    device="cpu",  # fake tensors of other devices need a torch that was built for them
+    device="cpu",  # fake tensors on another device need a torch that was built for it
     memory_bytes=Figure(value=1.0, source="system"),
     host_memory_bytes=Figure(value=1.0, source="system"),
 )
 
 
 def rehearse(job: Job, plan: Plan, device: str = "cpu", stage: int = 0) -> Peak:
-    """The peak of a job's second step (the first makes the optimizer's states), by row. Raises InputError.
+    """Return the peak of the second step, by row. The first step creates the optimizer states.
 
-    stage   of a pipeline: which device of it
-    device  cpu or cuda: the tensors are fake, and treated as a device of that kind would
+    job            what to train
+    plan           how to train it
+    device         kind of device, cpu or cuda; fake tensors behave as on a device of this kind
+    pipeline_rank  whose peak, in a pipeline
 
-    Compiled regions run as what the compiler is expected to make of them: see `methods/compiler.py`.
+    A compiled region runs as the kernels that the compiler is expected to generate: see
+    `methods/compiler.py`.
+
+    Raises Untraceable if the model needs the values of tensors, InputError if the engine refuses
+    the plan.
     """
     ahead = loader.uploads_beside(plan, device)
-    plan = _here(plan)
+    plan = _without_device_options(plan)
     if plan.compile != "none":
-        torch._dynamo.reset()  # or what an earlier rehearsal compiled would count against the limit of recompilations
+        torch._dynamo.reset()  # else compilations of earlier dry runs count against the recompile limit
     batch = example(job)[0]
     shapes = Shapes(batch, job, plan, None if plan.chunked_loss is None else labelled(job, batch))
     values = FakeValues(is_padded(shapes.batch))
-    first = stage * plan.devices // plan.pp + plan.servers  # of those that have this piece; a worker, not its server
+    first = stage * plan.devices // plan.pp + plan.servers  # the first rank that has this stage; not a parameter server
     gathers = shards.comes_and_goes(plan, device)
     with processes(plan.devices, first, gathers), FakeTensorMode(), values, as_on(device):
         run = build(job, plan, HERE, shapes)
@@ -126,7 +142,7 @@ def rehearse(job: Job, plan: Plan, device: str = "cpu", stage: int = 0) -> Peak:
             several = range(2 * run.stages.delay if run.stages is not None else 0)
 
             def take(watched: Run) -> Step:
-                for step in several:  # until as many are under way as ever are
+                for step in several:  # pipedream: until as many micro-batches are in flight as ever are
                     take_step(watched, micro_batches, step)
                 return take_step(watched, micro_batches, len(several))
 
@@ -135,17 +151,21 @@ def rehearse(job: Job, plan: Plan, device: str = "cpu", stage: int = 0) -> Peak:
 
 
 def _first_step(run: Run, micro_batches: list[Batch]) -> None:
-    """What makes the optimizer's states, and compiles. Of blocks that are alike it takes three; the others' gradients are made."""
+    """Take a first step, which creates the optimizer states and compiles.
+
+    Of each kind of repeated block, only three run; the gradients of the others are created
+    directly.
+    """
     if run.reduction is not None or run.stages is not None or run.plan.update_in_backward:
         take_step(run, micro_batches, 0)
         if run.stages is not None:
             drain(run)
         return
-    apart = run.plan.compile != "model" and run.plan.recompute != "sqrt"  # whether each block runs by itself
+    apart = run.plan.compile != "model" and run.plan.recompute != "sqrt"  # whether each block is called on its own
     try:
         with traceable(), shortened(shards.blocks_of(run) if apart else []):
             accumulate(run, micro_batches, lambda: 1)
-    except InputError:  # perhaps for what a block that was passed through did not leave
+    except InputError:  # perhaps because a skipped block did not set something that the model uses
         accumulate(run, micro_batches, lambda: 1)
     for weight in (weight for group in run.optimizer.param_groups for weight in group["params"]):
         if weight.grad is None:
@@ -154,14 +174,17 @@ def _first_step(run: Run, micro_batches: list[Batch]) -> None:
 
 
 def _with_other_batches(peak: Peak, shapes: Shapes, device: str, ahead: bool) -> Peak:
-    """The peak with the step's micro-batches that are in memory and were not rehearsed: all of them on a processor, and
-    elsewhere the next one, where it is copied ahead."""
+    """Add the inputs of micro-batches that are in memory and did not run in the dry run.
+
+    On a CPU, these are all micro-batches of the step. On a GPU, it is the next one, if the plan
+    copies it ahead (`ahead`).
+    """
     whole = shapes.plan.share_of(shapes.job.train.batch)
     micro = shapes.plan.micro_batch_of(shapes.job.train.batch)
     there = whole if device == "cpu" else micro * (1 + ahead)
     more = (
         tensor_bytes(tensors_in(shapes.batch))
         // (sample_count(shapes.batch) * shapes.plan.cp)
-        * (there - min(micro * (_rehearsed(shapes.plan) or whole), whole))
+        * (there - min(micro * (_micro_batch_count(shapes.plan) or whole), whole))
     )
     return replace(peak, total=peak.total + more, rows={**peak.rows, "activations": peak.rows["activations"] + more})

@@ -1,9 +1,20 @@
-"""Reserve: what torch's caching allocator takes of a CUDA device to serve a step, beyond the bytes of the tensors.
+"""Simulate torch's CUDA caching allocator: the bytes that it reserves on the device for a step.
 
-A step's buffers are played through the allocator's own rules (c10/cuda/CUDACachingAllocator.cpp): sizes are rounded up to
-512 bytes; up to 1 MiB come from segments of 2 MiB, up to 10 MiB from segments of 20 MiB, larger ones from a segment of
-their own in steps of 2 MiB; the smallest free block that is large enough is taken and split; free neighbours merge;
-nothing is given back. With expandable segments each kind has one segment that grows.
+The estimator calls `reserved_bytes` for the allocator row of a GPU plan: reserved bytes minus the
+bytes of the tensors. A step's buffers are allocated and freed by the allocator's own rules
+(c10/cuda/CUDACachingAllocator.cpp):
+
+- Sizes are rounded up to 512 bytes.
+- Blocks up to 1 MiB come from segments of 2 MiB, below 10 MiB from segments of 20 MiB. A larger
+  block gets a segment of its own, in steps of 2 MiB.
+- Best fit: the smallest free block that is large enough is taken and split.
+- Free blocks are coalesced with their neighbours. No segment is returned to the device.
+- With expandable segments, the small and the large blocks each have one segment, which grows.
+
+Example without expandable segments: a tensor of 5 MiB reserves a segment of 20 MiB, and a second
+and third one fit into the same segment. A tensor of 25 MiB reserves 26 MiB. After all are freed,
+46 MiB stay reserved. A tensor of 30 MiB then needs a new segment, because the two segments cannot
+be coalesced.
 """
 
 from __future__ import annotations
@@ -11,23 +22,31 @@ from __future__ import annotations
 from tightfit.ledger import Ledger
 from tightfit.planner.blocks import Free, Owned, played
 
-LEAST = 512
+MIN_BLOCK = 512
 SMALL, SMALL_SEGMENT = 2**20, 2 * 2**20
 MEDIUM, MEDIUM_SEGMENT = 10 * 2**20, 20 * 2**20
-STEPS = 2  # the first makes the optimizer's states; the second lives among the holes that it left
+# the first step creates the optimizer states; the second one lives with the fragmentation that this
+# leaves
+SIMULATED_STEPS = 2
 
 
 class Pool:
-    """The segments of one kind, small or large blocks. Addresses are numbers; segments that do not grow lie apart."""
+    """The segments of one kind of block, small or large.
+
+    Addresses are made up. Segments that do not grow are never adjacent, so their blocks are not
+    coalesced.
+
+    reserved  bytes of all segments
+    """
 
     def __init__(self, small: bool, expandable: bool) -> None:
         self.small, self.expandable = small, expandable
         self.reserved = 0
-        self._end = 0
+        self._next_address = 0
         self._free = Free()
 
     def take(self, size: int) -> tuple[int, int]:
-        """(address, size) of a block of at least `size` bytes."""
+        """Allocate a block of at least `size` bytes; returns (address, size)."""
         block = self._free.take(size)
         if block is None:
             self._grow(size)
@@ -35,7 +54,7 @@ class Pool:
             assert block is not None, "a segment has room for what it was made for"
         address, found = block
         rest = found - size
-        if rest >= LEAST if self.small or self.expandable else rest > SMALL:
+        if rest >= MIN_BLOCK if self.small or self.expandable else rest > SMALL:
             self._free.give(address + size, rest)
             return address, size
         return address, found
@@ -45,22 +64,25 @@ class Pool:
 
     def _grow(self, size: int) -> None:
         if self.expandable:
-            last = self._free.ends.get(self._end)
+            last = self._free.ends.get(self._next_address)
             tail = 0 if last is None else self._free.begins[last]
             step = SMALL_SEGMENT if self.small else MEDIUM_SEGMENT
             more = -(-(size - tail) // step) * step
         else:
-            self._end += 1
+            self._next_address += 1
             more = SMALL_SEGMENT if self.small else MEDIUM_SEGMENT
             if size >= MEDIUM:
                 more = -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
         self.reserved += more
-        self._end += more
-        self.give(self._end - more, more)
+        self._next_address += more
+        self.give(self._next_address - more, more)
 
 
 class Heap(Owned):
-    """A device's memory as torch's allocator deals it out."""
+    """torch's CUDA caching allocator, with or without expandable segments.
+
+    reserved  bytes of all segments
+    """
 
     def __init__(self, expandable: bool) -> None:
         super().__init__()
@@ -71,7 +93,7 @@ class Heap(Owned):
         return sum(pool.reserved for pool in self.pools.values())
 
     def allocate(self, size: int) -> tuple[bool, int, int]:
-        rounded = max(-(-size // LEAST) * LEAST, LEAST)
+        rounded = max(-(-size // MIN_BLOCK) * MIN_BLOCK, MIN_BLOCK)
         small = rounded <= SMALL
         return small, *self.pools[small].take(rounded)
 
@@ -81,9 +103,13 @@ class Heap(Owned):
 
 
 def reserved_bytes(ledger: Ledger, expandable: bool, late: bool = False) -> float:
-    """Bytes of the segments that a step of `ledger` leaves reserved, without what lies in its fixed rows. late: see `played`."""
+    """Bytes of the segments that steps of `ledger` leave reserved, without the ledger's fixed rows.
+
+    expandable      whether the allocator has expandable segments
+    zero_grad_late  see `simulate`
+    """
     heap = Heap(expandable)
-    for _ in played(heap, ledger, STEPS, late):
+    for _ in played(heap, ledger, SIMULATED_STEPS, late):
         pass
     return heap.reserved
 

@@ -1,8 +1,12 @@
-"""Search: the fastest plan that fits, and why the others lost.
+"""Find the fastest plan that fits the device, and say why the other plans were rejected.
 
-What changes the kernels (attention, loss, compiling) is decided first, each by itself, for it costs a trace. Then every
-legal combination of what trades memory for time is folded, ranked by the time to finish the job, and the best is
-rehearsed through the very engine before it is returned.
+`tightfit plan`, `explain` and `train` call `search`. It works in this order:
+
+1. Choose the kernels (attention, loss, compile), one option at a time, because each needs a trace.
+2. Estimate the legal combinations of the options that trade memory for time.
+3. On several devices, estimate tensor, pipeline and context parallelism too.
+4. Rank the estimates by the time to finish the job.
+5. Dry-run the fastest plans with the engine that would train them, until one fits.
 """
 
 from __future__ import annotations
@@ -32,29 +36,32 @@ from tightfit.planner.refusal import does_not_fit, lacking
 from tightfit.planner.time import WITHIN
 from tightfit.units import format_seconds
 
-COLLECTED = (100_000, 50, 100)  # thresholds of Python's collector
-KEPT = 12  # estimates that are returned: the chosen one, and those that came nearest
-WORTH = 0.1  # of a step's time that cutting the model must promise to save
-WAITS = 0.02  # of a step, for samples, from which on other processes prepare them: so many at most
-WORKERS = 8
-RESERVED = 1.15  # times its tensors an allocator may take
-MAKES_NO_ROOM: dict[str, Any] = {"recompute": "none", "update_in_backward": False}
+GC_THRESHOLDS = (100_000, 50, 100)  # of Python's cyclic garbage collector, during a search
+RETURNED = 12  # number of estimates that are returned: the chosen one and the closest ones
+MIN_SAVING = 0.1  # share of a step's time that model or sequence parallelism must be able to save
+MAX_INPUT_SHARE = 0.02  # of a step spent waiting for samples; above it, use loader workers
+MAX_WORKERS = 8  # loader workers at most
+ALLOCATOR_FACTOR = 1.15  # an allocator may reserve up to this many times the bytes of the tensors
+SAVES_NO_MEMORY: dict[str, Any] = {"recompute": "none", "update_in_backward": False}
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @contextmanager
-def _collecting_seldom() -> Iterator[None]:
-    """Within, Python looks for cycles less often: a trace makes millions of objects, nearly all of which go by themselves."""
+def _infrequent_gc() -> Iterator[None]:
+    """Run Python's cyclic garbage collector less often inside this context.
+
+    A trace makes millions of objects. Nearly all of them are freed by reference counting.
+    """
     before = gc.get_threshold()
-    gc.set_threshold(*COLLECTED)
+    gc.set_threshold(*GC_THRESHOLDS)
     try:
         yield
     finally:
         gc.set_threshold(*before)
 
 
-@_collecting_seldom()
+@_infrequent_gc()
 def search(
     job: Job,
     machine: Machine | None = None,
@@ -62,12 +69,19 @@ def search(
     estimator: Estimator | None = None,
     among: list[Plan] | None = None,
 ) -> list[Estimate]:
-    """Estimates of the plans that keep `pins`, the fastest that fits first; each other says why it lost.
+    """Search for the fastest plan that fits and keeps `pins`.
 
-    among  the plans to choose from, in place of all that this machine and the job allow
+    job        what to train
+    machine    the devices; this machine if None
+    pins       plan fields that the user fixed, by name
+    estimator  reuses the traces of an earlier search of the same job and machine
+    choices    the plans to choose from; if None, all plans that the job and the machine allow
 
-    Raises DoesNotFit where no plan fits, with the largest rows and what would help; InputError for pins that cannot
-    work.
+    Returns at most 12 estimates: the chosen plan first, then the closest alternatives, each with
+    `rejected_because`.
+
+    Raises DoesNotFit if no plan fits, with the largest ledger rows and the changes that would help.
+    Raises InputError if the pins cannot work.
     """
     machine = machine or Machine.detect()
     estimator = estimator or Estimator(job, machine)
@@ -75,53 +89,57 @@ def search(
     if among is None:
         supplied = with_samples(machine, job, pins)
         start, _ = complete(job, supplied, pins)
-        start, leaner = _first_possible(
+        start, leaner = _first_supported(
             lambda one: _with_best_kernels(estimator, one, pins), with_sequences(estimator, start, pins)
         )
         start = _with_workers(estimator, start, pins)
         if start.pp > 1:
             start = start.replace(**balanced(estimator, start, pins, start.pp))
-        found = _worth_knowing(estimator, start, pins, leaner) if supplied is machine else []
+        found = _with_leaner_kernels(estimator, start, pins, leaner) if supplied is machine else []
         if machine.devices_per_node * machine.nodes > 1:
-            found += _cuts_worth_knowing(estimator, start.replace(**leaner), pins, found)
+            found += _estimate_parallelism(estimator, start.replace(**leaner), pins, found)
         if not found:
-            complete(job, machine, pins)  # which says what is wrong
+            complete(job, machine, pins)  # raises the InputError that says what is wrong
         if not any(one.fits for one in found):
             for where in offloads(estimator, pins)[1:]:
                 found += worth_knowing(estimator, start.replace(**leaner, **where), {**pins, **where})
     else:
         found = [estimator.estimate(plan) for plan in among if is_legal(plan, job, machine.device)]
     finals = Finals()
-    _choose(finals, estimator, found)
+    _dry_run_fastest(finals, estimator, found)
     if finals.chosen is None and among is None:
-        more = _last_resorts(estimator, start.replace(**leaner), pins, found, finals)
-        _choose(finals, estimator, more)
+        more = _fallback_estimates(estimator, start.replace(**leaner), pins, found, finals)
+        _dry_run_fastest(finals, estimator, more)
         found += more
     if finals.chosen is None and not finals.unconfirmed:
         finals.add(first_that_nearly_fits(estimator, found, finals, estimator.job))
     chosen, found = finals.chosen, [finals.seen(one) for one in found]
     if chosen is None and finals.unconfirmed:
-        chosen = min(finals.unconfirmed.values(), key=_soonest)
+        chosen = min(finals.unconfirmed.values(), key=_by_time)
     if chosen is None:
         possible = [one for one in found if not one.rejected_because]
         if not possible:
             raise next(iter(finals.refused.values()))
         raise does_not_fit(estimator, possible, finals.refused, None if among is not None else pins)
-    others = _nearest([one for one in found if one.plan != chosen.plan], chosen)
-    return [chosen, *(replace(one, rejected_because=_why(one, chosen)) for one in others[: KEPT - 1])]
+    others = _closest_first([one for one in found if one.plan != chosen.plan], chosen)
+    return [chosen, *(replace(one, rejected_because=_rejection_reason(one, chosen)) for one in others[: RETURNED - 1])]
 
 
-def _choose(finals: Finals, estimator: Estimator, found: list[Estimate]) -> None:
-    """Add to `finals` what comes of dry runs of the plans whose estimates fit, the fastest first."""
-    fitting = sorted((one for one in found if one.fits and one.plan not in finals.refused), key=_soonest)
+def _dry_run_fastest(finals: Finals, estimator: Estimator, found: list[Estimate]) -> None:
+    """Dry-run the plans whose estimates fit, the fastest first, and add the results to `finals`."""
+    fitting = sorted((one for one in found if one.fits and one.plan not in finals.refused), key=_by_time)
     finals.add(first_that_fits(estimator, fitting, estimator.job))
 
 
-def _last_resorts(
+def _fallback_estimates(
     estimator: Estimator, start: Plan, pins: dict[str, Any], found: list[Estimate], finals: Finals
 ) -> list[Estimate]:
-    """Estimates of plans that a search leaves out while others may fit: without compiling, where dry runs of compiled plans failed;
-    the leanest of all; and those that differ from it in what trades memory for time."""
+    """Estimate plans that the search skips as long as another plan may fit.
+
+    - Plans without compile, if dry runs of compiled plans failed.
+    - The plan that needs the least memory of all.
+    - Its variants in the options that trade memory for time.
+    """
     more: list[Estimate] = []
     if (finals.unconfirmed or finals.refused) and start.compile != "none" and "compile" not in pins:
         more += worth_knowing(estimator, start.replace(compile="none"), {**pins, "compile": "none"})
@@ -141,71 +159,87 @@ def _last_resorts(
     return more
 
 
-def _nearest(others: list[Estimate], chosen: Estimate) -> list[Estimate]:
-    """The plans that lost, those that came nearest first: in turn the next slower one that fits, and of the faster ones, which do
-    not, the one that lacks least; then the rest."""
+def _closest_first(others: list[Estimate], chosen: Estimate) -> list[Estimate]:
+    """Sort the rejected plans so that the closest ones come first.
+
+    The list alternates between the next slower plan that fits and the plan that is faster and does
+    not fit, in the order of the memory that it needs. The remaining plans follow.
+    """
     others = list({one.plan: one for one in others}.values())
     rejected = [one for one in others if not one.fits or one.rejected_because]
-    fitting = sorted((one for one in others if one.fits and not one.rejected_because), key=_soonest)
+    fitting = sorted((one for one in others if one.fits and not one.rejected_because), key=_by_time)
     faster = sorted((one for one in rejected if one.total_s < chosen.total_s), key=lambda one: one.peak_bytes)
     rest = sorted((one for one in rejected if one.total_s >= chosen.total_s), key=lambda one: one.total_s)
     in_turn = [one for pair in itertools.zip_longest(fitting, faster) for one in pair if one is not None]
     return in_turn + rest
 
 
-def _worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any], leaner: dict[str, Any]) -> list[Estimate]:
-    """As `worth_knowing`; with the kernels that make the model smaller and slower, too, where the fastest plan does not fit."""
+def _with_leaner_kernels(
+    estimator: Estimator, start: Plan, pins: dict[str, Any], leaner: dict[str, Any]
+) -> list[Estimate]:
+    """As `estimate_candidates`. If the fastest plan does not fit, also try the kernels that need
+    less memory and are slower (`leaner`)."""
     found = worth_knowing(estimator, start, pins)
-    if leaner and not (found and estimator.settle(min(found, key=_soonest)).fits):
+    if leaner and not (found and estimator.settle(min(found, key=_by_time)).fits):
         found += worth_knowing(estimator, start.replace(**leaner), pins)
     return found
 
 
-def _soonest(one: Estimate) -> tuple[float, float]:
+def _by_time(one: Estimate) -> tuple[float, float]:
     return one.total_s, one.peak_bytes
 
 
 def worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float = math.inf) -> list[Estimate]:
-    """Estimates of the legal plans, but for those that a bound rules out: smaller micro-batches than the largest that
-    fits are no faster, but in a pipeline; what makes room is of use where it allows larger ones; a pipeline's micro-batches each
-    send what ZeRO divides beyond its first stage, so no higher one is faster than one that makes room enough; and where the
-    model and its states alone do not fit, one plan stands for all, the leanest where nothing else fits either.
+    """Estimate the legal plans that can still win, given these bounds:
 
-    best_s  seconds of a step that are to be beaten
+    - Without a pipeline, a micro-batch smaller than the largest that fits is not faster.
+    - Memory-saving options are tried only where they permit a larger micro-batch.
+    - In a pipeline, every micro-batch communicates what ZeRO-2 and ZeRO-3 shard. A higher ZeRO
+      stage is therefore never faster than a lower one that fits.
+    - If parameters and optimizer states alone do not fit, one plan represents all such plans: the
+      one that needs the least memory if nothing else fits either.
 
-    Raises InputError where the model can have none of them.
+    best_s  seconds of a step that a plan has to beat
+
+    Raises InputError if the model supports none of the plans.
     """
     found: list[Estimate] = []
     refused: list[InputError] = []
     ruled_out: dict[Any, list[Plan]] = {}
-    divided: dict[Plan, int] = {}  # the lowest stage of ZeRO that makes enough room, with everything else as in a plan
-    reached: dict[Any, int] = {}  # the largest micro-batch that fits, or is of use, with nothing that makes room
+    # the lowest ZeRO stage that fits, by the plan without its data-parallel fields
+    lowest_zero: dict[Plan, int] = {}
+    # the largest useful micro-batch without memory-saving options, by the rest of the plan
+    largest_useful: dict[Any, int] = {}
     for plans in candidates(estimator, start, pins):
         if estimator.least_bytes(plans[0]) > estimator.limit_bytes:
             ruled_out.setdefault((plans[0].precision, plans[0].states), []).append(plans[-1])
             continue
-        batch, least = estimator.job.train.batch, plans[0].replace(micro_batch=None, **MAKES_NO_ROOM)
-        undivided = plans[0].replace(micro_batch=None, dp_replicate=1, dp_shard=1, zero=0)
-        if start.pp > 1 and divided.get(undivided, plans[0].zero) < plans[0].zero:
+        batch, least = estimator.job.train.batch, plans[0].replace(micro_batch=None, **SAVES_NO_MEMORY)
+        without_zero = plans[0].replace(micro_batch=None, dp_replicate=1, dp_shard=1, zero=0)
+        if start.pp > 1 and lowest_zero.get(without_zero, plans[0].zero) < plans[0].zero:
             continue
-        larger = [plan for plan in plans if plan.micro_batch_of(batch) > reached.get(least, 0)]
+        larger = [plan for plan in plans if plan.micro_batch_of(batch) > largest_useful.get(least, 0)]
         if larger:
             try:
-                seen = _growing(estimator, larger, best_s) if start.pp > 1 else _largest(estimator, larger)
-            except (
-                InputError
-            ) as error:  # what this model cannot have, such as rows of a parameter that is a single number
+                seen = (
+                    _grow_micro_batch(estimator, larger, best_s)
+                    if start.pp > 1
+                    else _search_micro_batch(estimator, larger)
+                )
+            except InputError as error:
+                # the model does not support it: a parameter with one element cannot be sharded,
+                # for example
                 refused.append(error)
                 continue
             found += seen
-            if seen[-1].fits:  # so that room for larger micro-batches is of no use
-                divided[undivided] = min(plans[0].zero, divided.get(undivided, plans[0].zero))
+            if seen[-1].fits:  # so a higher ZeRO stage, which would only save memory, is not faster
+                lowest_zero[without_zero] = min(plans[0].zero, lowest_zero.get(without_zero, plans[0].zero))
             if plans[0].replace(micro_batch=None) == least:
-                reached[least] = _reached(seen, batch)
+                largest_useful[least] = _largest_safe_micro_batch(seen, batch)
     if not found and not ruled_out and refused:
         raise refused[0]
     if any(one.fits for one in found):
-        if start.tp * start.pp * start.cp > 1:  # of which many are looked at, and each would be traced
+        if start.tp * start.pp * start.cp > 1:  # many such plans are tried, and each would need a trace
             return found
         return found + [estimator.estimate(plans[0]) for plans in ruled_out.values()]
 
@@ -216,32 +250,39 @@ def worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any], best_
 
 
 def _with_workers(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Plan:
-    """`start`, on a GPU with as many workers as it takes to prepare samples in half of a step. On a processor they would take
-    the cores that the model works on; a dataset of the user's own may be one that no other process can be given."""
+    """On a GPU, add enough loader workers to `start` to prepare a step's samples in half of a step.
+
+    On a CPU, workers would compete with the model for the cores. A dataset of the user's own gets
+    no workers either, because it may not be picklable.
+    """
     job = estimator.job
     if estimator.machine.device == "cpu" or "loader_workers" in pins or not isinstance(job.data, DataSpec):
         return start
     one = estimator.estimate(start)
-    if one.time.input_s < WAITS * one.time.step_s:
+    if one.time.input_s < MAX_INPUT_SHARE * one.time.step_s:
         return start
     work_s, prepare_s = one.time.step_s - one.time.input_s, one.ledger.seconds.get("prepare", 0.0)
     machine = estimator.machine
-    named = machine.host_memory_bytes.source == "published"  # whose host is not known
-    most = WORKERS if named else min(WORKERS, machine.cores // machine.devices_per_node)
+    named = machine.host_memory_bytes.source == "published"  # a catalogue machine: its host is unknown
+    most = MAX_WORKERS if named else min(MAX_WORKERS, machine.cores // machine.devices_per_node)
     return start.replace(loader_workers=min(math.ceil(2 * prepare_s / work_s), most))
 
 
-def _reached(seen: list[Estimate], batch: int) -> int:
-    """The largest micro-batch that fits for sure; all of the batch where larger ones fit and are slower."""
-    fitting = [one for one in seen if one.peak_bytes * RESERVED <= one.limit_bytes]
+def _largest_safe_micro_batch(seen: list[Estimate], batch: int) -> int:
+    """The largest micro-batch that surely fits. Returns the whole batch if a larger micro-batch
+    that fits is slower."""
+    fitting = [one for one in seen if one.peak_bytes * ALLOCATOR_FACTOR <= one.limit_bytes]
     if not fitting:
         return 0
     last = max(fitting, key=lambda one: one.plan.micro_batch_of(batch))
     return last.plan.micro_batch_of(batch) if last is min(fitting, key=lambda one: one.total_s) else batch
 
 
-def _largest(estimator: Estimator, plans: list[Plan]) -> list[Estimate]:
-    """Estimates of equal plans with ever smaller micro-batches, as many as it takes to find the largest that fits."""
+def _search_micro_batch(estimator: Estimator, plans: list[Plan]) -> list[Estimate]:
+    """Find the largest micro-batch that fits by bisection, and return all estimates on the way.
+
+    plans  equal plans, sorted from the largest micro-batch to the smallest
+    """
     found = [estimator.estimate(plans[0])]
     if found[0].fits or len(plans) == 1:
         return found
@@ -254,23 +295,32 @@ def _largest(estimator: Estimator, plans: list[Plan]) -> list[Estimate]:
     return found
 
 
-def _growing(estimator: Estimator, plans: list[Plan], best_s: float) -> list[Estimate]:
-    """Estimates of equal plans of a pipeline from the smallest micro-batch on, while larger ones fit and are faster, and may take
-    less than `best_s` a step."""
+def _grow_micro_batch(estimator: Estimator, plans: list[Plan], best_s: float) -> list[Estimate]:
+    """Estimate equal pipeline plans from the smallest micro-batch on.
+
+    Stops as soon as a larger micro-batch does not fit, is slower, or cannot take less than `best_s`
+    seconds per step.
+
+    plans  sorted from the largest micro-batch to the smallest
+    """
     found: list[Estimate] = []
     for plan in reversed(plans):
         found.append(estimator.estimate(plan))
         slower = len(found) > 1 and found[-1].total_s >= found[-2].total_s
-        grown_s = _least_of_twice_s(found[-1])
+        grown_s = _doubled_lower_bound_s(found[-1])
         if slower or not found[-1].fits or grown_s >= min(best_s, found[-1].time.step_s):
             break
     return found
 
 
-def _least_of_twice_s(one: Estimate) -> float:
-    """Seconds of a step that a pipeline's micro-batches of twice the size take at least: they wait at its ends for as much longer
-    as each takes, and save launches, half of the replicas' messages and of the beginnings of others, and where larger products are
-    known to be faster, some of their time."""
+def _doubled_lower_bound_s(one: Estimate) -> float:
+    """A lower bound on the seconds of a step if a pipeline's micro-batches were twice as large.
+
+    The bubble grows by the factor by which each micro-batch takes longer. Larger micro-batches save
+    at most the launches, half of the latency of the messages that forward and backward wait for,
+    half of all other messages and, where measured rates show that larger matrix products are
+    faster, the products' time.
+    """
     time = one.time
     within = [message.latency_s for message in one.ledger.messages if message.name == WITHIN]
     others = [
@@ -284,41 +334,56 @@ def _least_of_twice_s(one: Estimate) -> float:
     return time.step_s + longer * time.bubble_s - time.launch_s - (sum(within) + sum(others)) / 2 - products
 
 
-def _cuts_worth_knowing(
+def _estimate_parallelism(
     estimator: Estimator, start: Plan, pins: dict[str, Any], known: list[Estimate]
 ) -> list[Estimate]:
-    """Estimates of plans that cut the model, those that promise most first, while one may be faster than what is known."""
+    """Estimate plans with tensor, pipeline or context parallelism, the smallest lower bound first.
+
+    Stops when no remaining plan can be faster than the best plan so far.
+
+    known  estimates of plans without model or sequence parallelism
+    """
     found: list[Estimate] = []
-    hopeless = math.inf  # devices of tp from which on what they say to each other takes too long, in a pipeline or not
-    for promised_s, sizes in by_promise(estimator, start, pins):
-        best_s = (1 - WORTH) * min((one.time.step_s for one in (*known, *found) if one.fits), default=math.inf)
-        if promised_s > best_s or ("cp" in sizes and math.isfinite(best_s)):
+    # tp degree from which on tensor-parallel communication takes too long, with a pipeline or
+    # without
+    too_many_tp = math.inf
+    for bound_s, sizes in by_promise(estimator, start, pins):
+        best_s = (1 - MIN_SAVING) * min((one.time.step_s for one in (*known, *found) if one.fits), default=math.inf)
+        if bound_s > best_s or ("cp" in sizes and math.isfinite(best_s)):
             break
-        if sizes.get("tp", 1) >= hopeless:
+        if sizes.get("tp", 1) >= too_many_tp:
             continue
-        seen = _cut(estimator, start, pins, sizes, best_s)
+        seen = _estimate_degrees(estimator, start, pins, sizes, best_s)
         if not seen and math.isfinite(best_s) and sizes.keys() == {"tp"}:
-            hopeless = sizes["tp"]
+            too_many_tp = sizes["tp"]
         found += seen
     return found
 
 
-def _cut(
+def _estimate_degrees(
     estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int], best_s: float
 ) -> list[Estimate]:
-    """Estimates of plans that cut the job so, a pipeline by each of the schedules; none where it cannot be, or where not even
-    one with room for everything would take less than `best_s` a step."""
+    """Estimate plans with these parallelism degrees, a pipeline with each of its schedules.
+
+    sizes   the degrees, by plan field: tp, pp, cp
+    best_s  seconds of a step to beat
+
+    Returns nothing if the model does not support the degrees, or if not even a plan with unlimited
+    memory would take less than `best_s`.
+    """
     found: list[Estimate] = []
     for schedule in schedules(pins) if "pp" in sizes else ({},):
-        best_s = min([best_s, *((1 - WORTH) * one.time.step_s for one in found if one.fits)])
+        best_s = min([best_s, *((1 - MIN_SAVING) * one.time.step_s for one in found if one.fits)])
         try:
-            found += _cut_by(estimator, start.replace(**schedule), {**pins, **schedule}, sizes, best_s)
+            found += _estimate_degrees_and_schedule(
+                estimator, start.replace(**schedule), {**pins, **schedule}, sizes, best_s
+            )
         except InputError:
             continue
     return found
 
 
-def _cut_by(
+def _estimate_degrees_and_schedule(
     estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int], best_s: float
 ) -> list[Estimate]:
     fields = cut_fields(estimator, start, pins, sizes)
@@ -329,11 +394,12 @@ def _cut_by(
         if estimator.least_step_s(start.replace(micro_batch=1 if share > 1 else None)) > best_s:
             return []
     plans = with_sequences(estimator, start, pins)
-    return _first_possible(lambda one: _by_precision(estimator, one, pins, best_s), plans)
+    return _first_supported(lambda one: _by_precision(estimator, one, pins, best_s), plans)
 
 
 def _by_precision(estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float) -> list[Estimate]:
-    """Estimates of plans that cut the job as `start` does, in a narrower precision where none fits in its own, nor was found to."""
+    """Estimate plans with the parallelism of `start`. If none fits in its precision, and no other
+    plan was found to fit, try bf16 parameters as well."""
     if "precision" in pins or estimator.profiler.is_complex:
         return worth_knowing(estimator, start, pins, best_s)
     found = worth_knowing(estimator, start, {**pins, "precision": start.precision}, best_s)
@@ -343,8 +409,9 @@ def _by_precision(estimator: Estimator, start: Plan, pins: dict[str, Any], best_
     return found
 
 
-def _first_possible(find: Callable[[Plan], Found], plans: list[Plan]) -> Found:
-    """What is found for the first of these plans that the model can have. Raises InputError where that is none."""
+def _first_supported(find: Callable[[Plan], Result], plans: list[Plan]) -> Result:
+    """Return `find(plan)` for the first plan that the model supports. Raises InputError if there
+    is none."""
     for plan in plans[:-1]:
         try:
             return find(plan)
@@ -354,30 +421,32 @@ def _first_possible(find: Callable[[Plan], Found], plans: list[Plan]) -> Found:
 
 
 def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
-    """`start` with each of what decides the kernels switched off where the plan is predicted to finish sooner without; and of
-    that, what makes a model smaller, for where memory is short.
+    """Switch off each kernel option of `start` without which the job is predicted to finish sooner.
 
-    Compiling is decided late, and once: its traces take longest. None is made where the run is so short that compiling
-    costs more than it could ever save.
+    Returns the plan, and the fields of `start` that need less memory than the plan's (`leaner`).
+    The search falls back on these if memory is short.
+
+    Compile is decided late and only once, because its traces take longest. It is not tried if the
+    run is so short that compiling costs more than it could save.
     """
-    cut = start.tp * start.pp * start.cp > 1
+    distributed = start.tp * start.pp * start.cp > 1
     best = estimator.estimate(start if "compile" in pins else start.replace(compile="none"))
     tried: list[dict[str, Any]] = []
     if "attention" not in pins and start.attention != "sdpa":
         tried.append({"attention": "sdpa"})
-    if "chunked_loss" not in pins and start.chunked_loss is not None and not cut:
+    if "chunked_loss" not in pins and start.chunked_loss is not None and not distributed:
         tried.append({"chunked_loss": None})
-    if best.plan.compile != start.compile and COMPILE_S[estimator.machine.device] < _most_saved_s(best):
+    if best.plan.compile != start.compile and COMPILE_S[estimator.machine.device] < _max_compile_saving_s(best):
         tried.append({"compile": start.compile})
     for fields in tried:
         try:
             other = estimator.estimate(best.plan.replace(**fields))
-        except InputError:  # what this model cannot have
+        except InputError:  # the model does not support it
             continue
         if other.total_s < best.total_s:
             best = other
     wider = "tf32" if has_fast_tf32(estimator.machine) else "fp32"
-    if "precision" not in pins and not cut and _may_be_faster(estimator, best, wider):
+    if "precision" not in pins and not distributed and _wider_may_be_faster(estimator, best, wider):
         other = estimator.estimate(best.plan.replace(precision=wider))
         if other.total_s < best.total_s:
             best = other
@@ -390,7 +459,8 @@ def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) 
 
 
 def _in_float8(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> list[Plan]:
-    """`plan` with float8 products in each way that the job allows and the machine multiplies faster; none without torchao."""
+    """`plan` with each float8 recipe that the job allows and that speeds up this machine's matrix
+    products. Empty without torchao."""
     if "float8" in pins or "float8" not in estimator.job.allowed or not float8.is_installed():
         return []
     machine = estimator.machine
@@ -399,8 +469,11 @@ def _in_float8(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> list[P
     return [one for one in plans if is_legal(one, estimator.job, machine.device)]
 
 
-def _may_be_faster(estimator: Estimator, one: Estimate, wider: str) -> bool:
-    """Whether the plan may be faster in a wider type, without autocast's casts: where they take longer than it saves in products."""
+def _wider_may_be_faster(estimator: Estimator, one: Estimate, wider: str) -> bool:
+    """Whether a wider precision may be faster, because it needs no autocast casts.
+
+    It may, if the casts take longer than the narrower matrix products save.
+    """
     narrow_rate, rate = estimator.machine.rate(one.plan.precision), estimator.machine.rate(wider)
     if not one.plan.precision.endswith("mixed") or narrow_rate is None or rate is None:
         return False
@@ -409,13 +482,14 @@ def _may_be_faster(estimator: Estimator, one: Estimate, wider: str) -> bool:
     return casts_s > (narrow_rate / rate - 1) * one.time.compute_s
 
 
-def _most_saved_s(one: Estimate) -> float:
-    """What compiling could at best save a job: all that is not products, the update, samples, or messages."""
+def _max_compile_saving_s(one: Estimate) -> float:
+    """Upper bound on the seconds that compile saves in the whole job: everything but matrix
+    products, the optimizer update, loading samples and communication."""
     time = one.time
     return (time.memory_s + time.launch_s + time.allocation_s) * (one.total_s - one.compile_s) / time.step_s
 
 
-def _why(one: Estimate, chosen: Estimate) -> str:
+def _rejection_reason(one: Estimate, chosen: Estimate) -> str:
     if one.rejected_because:
         return one.rejected_because
     if not one.fits:

@@ -1,7 +1,9 @@
-"""Live storages, by row: what a dispatch mode sees of a step's memory, on real tensors or fake ones.
+"""Track live storages by row (parameters, gradients, ...) during a step, on real or fake tensors.
 
-A step that no machine here could hold is measured on fake tensors the same way. Nothing is seen operation by
-operation inside a compiled region: see `measure/memory.py` for what is done there.
+`StorageTracker` is a torch dispatch mode. The dry run uses it on fake tensors, so it can measure
+steps that no device at hand could hold; measurements use it on real tensors. On real tensors, the
+mode sees no single operations inside a compiled region: see `measure/memory.py` for what is done
+there.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ from torch.utils._pytree import tree_leaves
 from tightfit.methods.run import Run
 from tightfit.models.objective import Batch
 
-ELSEWHERE = "elsewhere"  # of what lies in another memory, and is no row
-ACCUMULATES = 2**63  # sequence numbers from here on are of nodes that accumulate gradients, and belong to no operation
+OTHER_MEMORY = "elsewhere"  # marks storages in another memory (host, disk), which count in no row
+# AccumulateGrad nodes have sequence numbers from here on; they belong to no operation of the
+# forward
+ACCUMULATES = 2**63
 ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 
 Arguments = ParamSpec("Arguments")
@@ -35,9 +39,12 @@ Take = Callable[[Run], Result]
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes at the instant of the largest total, by row, and the phase it fell in (forward, backward, optimizer).
+    """Live bytes at the instant of the largest total.
 
-    timeline   (phase, live bytes) after each storage that came or went
+    total      bytes
+    rows       bytes by row
+    phase      forward, backward or optimizer
+    timeline   (phase, live bytes) after each allocation and each free
     """
 
     total: int = 0
@@ -47,8 +54,9 @@ class Peak:
 
 
 @dataclass(eq=False, slots=True)
-class _Seen:
-    """One storage: its row, as far as it is known by now, its size, and a reference that says when it is freed."""
+class _LiveStorage:
+    """A live storage: its row as known so far, its bytes, and a weak reference that reports when
+    it is freed."""
 
     row: str
     size: int
@@ -56,21 +64,27 @@ class _Seen:
 
 
 class StorageTracker(TorchDispatchMode):
-    """Follows every storage that operations make, until it is freed; `peak` says afterwards what was alive when.
+    """Tracks every storage that operations allocate until it is freed. Call `peak` afterwards.
 
-    What a storage is for is often known only after it was made, so each is counted where it is found to belong in the
-    end, for the whole of its life:
+    The purpose of a storage is often known only after its allocation. A storage counts in the row
+    that it has at the end, for its whole life:
 
-    parameters    what `assign` was told, as are the batch, the states and whatever else lives before the step
-    gradients     what became the .grad of one of `parameters`
-    optimizer     what `assign` was told, when the step is over too: narrow states are made anew by each update
-    activations   the batch, and what forward made and left for backward
-    temporaries   the rest, recomputed activations among it
+    parameters    passed to `assign`, like the batch, the optimizer states and everything else that
+                  exists before the step
+    gradients     became the .grad of one of `parameters`
+    optimizer     passed to `assign`, also after the step, because each update allocates narrow
+                  states again
+    activations   the batch, and what forward allocated and saved for backward
+    temporaries   the rest, including recomputed activations
 
-    Phases are those that are seen: forward is the function wrapped by `forward`, backward is known to autograd, and
-    what comes between a backward and the next forward is the optimizer's. A weight updated in backward is of backward.
+    Example: a matrix product allocates 4 MiB in forward. It is a temporary at first. If it is
+    alive when forward ends, the tracker moves it to activations, from its allocation on.
 
-    again  whether it will be entered again: what is freed meanwhile is seen, and what is made is not
+    Phases: forward is the function that `forward` wraps; autograd tells when backward runs;
+    everything between a backward and the next forward is the optimizer. An update in backward
+    counts as backward.
+
+    again  the tracker will be entered again. Frees are recorded in between, allocations are not.
     """
 
     again = False
@@ -78,49 +92,52 @@ class StorageTracker(TorchDispatchMode):
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
         self._parameters = list(parameters)
-        self._awaited: list[Tensor] = []  # parameters whose gradient the backward under way has not made yet
+        self._without_gradient: list[Tensor] = []  # parameters that the current backward has made no gradient for yet
         self._phase = ""  # before the step
-        self._node: int | None = None  # of the backward under way, the sequence number of the node that computes
-        self._live: dict[int, _Seen] = {}  # by id of the storage
-        self._made: list[_Seen] = []  # by the forward under way
-        self._events: list[tuple[_Seen, int, str]] = []  # storage, change of its bytes, phase
+        self._node: int | None = None  # sequence number of the autograd node that runs
+        self._live: dict[int, _LiveStorage] = {}  # by id of the storage
+        self._made_in_forward: list[_LiveStorage] = []  # by the current forward
+        self._events: list[tuple[_LiveStorage, int, str]] = []  # storage, change of its bytes, phase
         self.assign(self._parameters, "parameters")
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """On fake tensors a compiled region runs as the compiler's stand-in, whose buffers are seen."""
+        """On fake tensors, a compiled region runs as the expected kernels, whose buffers are
+        recorded."""
         return True
 
     def assign(self, tensors: Iterable[Tensor], row: str) -> None:
-        """Count the storages behind `tensors` under `row`."""
+        """Count the storages of `tensors` in `row`."""
         for tensor in tensors:
             for storage in storages_of(tensor):
-                seen = self._see(storage)
-                seen.row = row if seen.row != ELSEWHERE else ELSEWHERE
+                seen = self._record(storage)
+                seen.row = row if seen.row != OTHER_MEMORY else OTHER_MEMORY
 
     def forward(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        """`function` as the forward of a micro-batch: what it takes, and what it leaves alive, are activations."""
+        """Wrap the forward of a micro-batch: its arguments, and what it leaves alive, are
+        activations."""
 
         def watched(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            self._find_gradients(self._parameters)
+            self._assign_gradients(self._parameters)
             self._phase = "forward"
-            self._made.clear()
+            self._made_in_forward.clear()
             self.assign((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), "activations")
             try:
                 return function(*args, **kwargs)
-            finally:  # a pipeline leaves a forward behind its last block
-                for seen in self._made:
-                    if seen.reference() is not None and seen.row != ELSEWHERE:
+            finally:  # a pipeline stage leaves the forward early, after its last block
+                for seen in self._made_in_forward:
+                    if seen.reference() is not None and seen.row != OTHER_MEMORY:
                         seen.row = "activations"
-                self._made.clear()
+                self._made_in_forward.clear()
 
         return watched
 
     def peak(self) -> Peak:
-        """The instant of the largest total. What was assigned last is where a storage counts."""
+        """The instant of the largest total. A storage counts in the row that it was last assigned
+        to."""
         rows, total, best, timeline = dict.fromkeys(ROWS, 0), 0, Peak(), []
         for seen, change, phase in self._events:
-            if seen.row == ELSEWHERE:
+            if seen.row == OTHER_MEMORY:
                 continue
             rows[seen.row] += change
             total += change
@@ -133,74 +150,76 @@ class StorageTracker(TorchDispatchMode):
     def __enter__(self) -> Self:
         self._phase = "forward"
         self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._seeing_sizes()  # type: ignore[method-assign, assignment]
+        torch.UntypedStorage.resize_ = self._recording_resize()  # type: ignore[method-assign, assignment]
         return super().__enter__()
 
-    def _seeing_sizes(self) -> Callable[[torch.UntypedStorage, int], None]:
-        """UntypedStorage.resize_, by which fully_shard frees gathered parameters: no operation that a mode would see."""
+    def _recording_resize(self) -> Callable[[torch.UntypedStorage, int], None]:
+        """An UntypedStorage.resize_ that records. fully_shard frees gathered parameters with it,
+        and a dispatch mode does not see it."""
 
         def resize(storage: torch.UntypedStorage, size: int) -> None:
             self._resize(storage, size)
             if id(storage) in self._live:
-                self._see(storage)
+                self._record(storage)
 
         return resize
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
-            return func(*args)  # a question that tensors without values are asked all the time
+            return func(*args)  # fake tensors are asked for it all the time
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # its parts come by one by one
+            return NotImplemented  # the mode sees the operations on the inner tensors
         output = func(*args, **(kwargs or {}))
-        self._enter_phase()
+        self._update_phase()
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
                 for storage in storages_of(leaf):
-                    self._see(storage)
+                    self._record(storage)
         return output
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        self._find_gradients(self._parameters)
+        self._assign_gradients(self._parameters)
         if not self.again or error[0] is not None:
             self._forget()
 
     def _forget(self) -> None:
-        self._live.clear()  # with its references: a tracker keeps nothing alive
-        self._made.clear()
+        self._live.clear()  # also drops the weak references
+        self._made_in_forward.clear()
         self._parameters.clear()
-        self._awaited.clear()
+        self._without_gradient.clear()
 
-    def _enter_phase(self) -> None:
-        """See which phase an operation is of, and which gradients have come since the last one."""
+    def _update_phase(self) -> None:
+        """Find the phase of an operation, and the gradients that were set since the last
+        operation."""
         if torch._C._current_graph_task_id() != -1:
             if self._phase != "backward":
-                self._phase, self._awaited, self._node = "backward", list(self._parameters), None
+                self._phase, self._without_gradient, self._node = "backward", list(self._parameters), None
             node = torch._C._current_autograd_node()
             number = node._sequence_nr() if node is not None else ACCUMULATES
-            if number != self._node or number >= ACCUMULATES:  # within one node no gradient comes
-                self._awaited = self._find_gradients(self._awaited)
+            if number != self._node or number >= ACCUMULATES:  # no gradient is set within a node
+                self._without_gradient = self._assign_gradients(self._without_gradient)
             self._node = number
         elif self._phase == "backward":
             self._phase = "optimizer"
-            self._find_gradients(self._parameters)
+            self._assign_gradients(self._parameters)
 
-    def _find_gradients(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Assign the gradients that are there; returns the parameters that have none."""
+    def _assign_gradients(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Assign the gradients that exist; returns the parameters without one."""
         without = [parameter for parameter in parameters if parameter.grad is None]
         if len(without) < len(parameters):
             self.assign((p.grad for p in parameters if p.grad is not None), "gradients")
         return without
 
-    def _see(self, storage: torch.UntypedStorage) -> _Seen:
-        """Its record; a storage that is new, or has another size than before, is an event."""
+    def _record(self, storage: torch.UntypedStorage) -> _LiveStorage:
+        """The record of a storage. Adds an event if it is new or was resized."""
         size, seen = storage.nbytes(), self._live.get(id(storage))
         if seen is None:
-            seen = _Seen("temporaries", 0, weakref.ref(storage, partial(self._free, id(storage))))
+            seen = _LiveStorage("temporaries", 0, weakref.ref(storage, partial(self._free, id(storage))))
             self._live[id(storage)] = seen
             if self._phase == "forward":
-                self._made.append(seen)
+                self._made_in_forward.append(seen)
         if size != seen.size:
             self._events.append((seen, size - seen.size, self._phase))
             seen.size = size
@@ -213,7 +232,8 @@ class StorageTracker(TorchDispatchMode):
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages that hold a tensor's bytes: its own, or those of the parts of a wrapped or sparse one."""
+    """The storages of a tensor's bytes. A tensor subclass (such as DTensor) has those of its inner
+    tensors, a sparse tensor those of its indices and values."""
     if is_traceable_wrapper_subclass(tensor):
         for inner in map(partial(getattr, tensor), tensor.__tensor_flatten__()[0]):
             if isinstance(inner, Tensor):
@@ -226,23 +246,27 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 class Tracking:
-    """The storages of a run while it takes steps: `take` looks into one, `peak` says what was alive when. Fake tensors are counted
-    as real ones."""
+    """Tracks the storages of a run: `take` takes a step inside the tracker, `peak` returns the
+    result. Fake tensors count like real ones."""
 
     def __init__(self, run: Run) -> None:
         self._tracker = StorageTracker([*run.model.parameters(), *run.weights.values()])
         if run.store is not None:
-            self._tracker.assign(run.store.there(run.model), ELSEWHERE)
+            self._tracker.assign(run.store.there(run.model), OTHER_MEMORY)
         self._tracker.assign(run.model.buffers(), "parameters")
 
     def take(self, run: Run, micro_batches: list[Batch], take: Take[Result], last: bool = True) -> Result:
-        """What `take` makes of `run`. micro_batches: those that are in the device's memory before it begins; last: whether no other
-        step follows."""
+        """Return `take(run)`, called inside the tracker.
+
+        micro_batches  those that are in device memory before the step
+        take           takes a step with the run that it is given
+        last           no other step follows
+        """
         tracker = self._tracker
         tracker.again = not last
         if run.store is not None:
-            run.store.note = lambda tensor: tracker.assign([tensor], ELSEWHERE)
-        tracker.assign(run.model.parameters(), "parameters")  # of a pipeline that keeps versions, they move
+            run.store.note = lambda tensor: tracker.assign([tensor], OTHER_MEMORY)
+        tracker.assign(run.model.parameters(), "parameters")  # a pipeline with weight versions replaces them
         tracker.assign(tensors_in(micro_batches), "activations")
         tracker.assign(_states_of(run), "optimizer")
         with tracker:
@@ -257,28 +281,30 @@ class Tracking:
 
 
 def track(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Result, Peak]:
-    """What `take` makes of `run`, and the peak of the storages alive meanwhile."""
+    """Return `take(run)` and the peak of the live storages during the call. Arguments as
+    `RunTracker.take`."""
     tracking = Tracking(run)
     result = tracking.take(run, micro_batches, take)
     return result, tracking.peak()
 
 
 def _states_of(run: Run) -> list[Tensor]:
-    """What an update leaves for the next one: the optimizer's, and of gradients that are compressed what is still to be sent."""
+    """What persists from one update to the next: optimizer states, and the error feedback of
+    compressed gradients."""
     return [*state_tensors(run.optimizer), *(run.reduction.states() if run.reduction is not None else [])]
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind `tensors`, each storage once."""
+    """Bytes of the storages of `tensors`; a shared storage counts once."""
     storages = {id(storage): storage for tensor in tensors for storage in storages_of(tensor)}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def tensors_in(batch: Batch) -> list[Tensor]:
-    """Every tensor of a batch, or of several."""
+    """All tensors in a batch, or in a list of batches."""
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Every tensor among the optimizer's states."""
+    """All tensors in the optimizer's states."""
     return tensors_in(list(optimizer.state.values()))

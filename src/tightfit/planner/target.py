@@ -1,7 +1,10 @@
-"""Target: fake tensors lie on the processor; within `as_on`, what torch decides by device is decided as on the target.
+"""Emulate the target device for fake tensors, which are CPU tensors.
 
-On a CUDA device autocast keeps other operations in fp32, and the fused attention kernel takes dropout. Which operations
-autocast has rules for is asked of torch itself, whose builds all carry the list of CUDA.
+Inside `emulate_device("cuda")`, torch decides by device as it would on CUDA: autocast keeps other
+operations in fp32 than on a CPU, and the fused attention kernel supports dropout. torch itself is
+asked which operations have an autocast rule; every build contains the list for CUDA.
+
+`fake_process_group` lets a single process trace what one of several ranks does.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from torch.utils._pytree import tree_map
 from tightfit.errors import InputError
 from tightfit.target_device import TARGET
 
-# torch/include/ATen/autocast_mode.h: what runs in 16 bits, and what in the widest type of its inputs; the rest in fp32
+# torch/include/ATen/autocast_mode.h: operations that run in 16 bits, and operations that run in the
+# widest dtype of their inputs; all others run in fp32
 _LOW = {
     "_convolution", "convolution", "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot",
     "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot", "_thnn_fused_lstm_cell",
@@ -30,12 +34,13 @@ _WIDEST = {
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
     "scatter_add",
 }  # fmt: skip
-_OWN = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 @contextmanager
 def as_on(device: str) -> Iterator[None]:
-    """Within, the processor's fake tensors are treated as a `device` (cpu, cuda) treats its own."""
+    """Inside this context, fake CPU tensors are treated like tensors on `device` ("cpu" or
+    "cuda")."""
     meant = TARGET.set(device)
     try:
         with _cuda_rules() if device == "cuda" else nullcontext():
@@ -48,28 +53,32 @@ def as_on(device: str) -> Iterator[None]:
 def _cuda_rules() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     attention = torch.ops.aten.scaled_dot_product_attention.default
-    overloads = _added()
+    overloads = _cuda_autocast_overloads()
     try:
         for overload in overloads:
-            library.impl(overload, _rule(overload), "AutocastCPU")
+            library.impl(overload, _autocast_rule(overload), "AutocastCPU")
         library.impl(attention, partial(_without_dropout, attention), "AutogradCPU")
-        _forget_dispatch([*overloads, attention])
+        _clear_dispatch_cache([*overloads, attention])
         yield
     finally:
         library._destroy()
-        _forget_dispatch([*overloads, attention])
+        _clear_dispatch_cache([*overloads, attention])
 
 
-def _forget_dispatch(overloads: list[torch._ops.OpOverload]) -> None:
-    """What a compiler's trace resolved, torch keeps with the operation, and a library that goes does not clear it."""
+def _clear_dispatch_cache(overloads: list[torch._ops.OpOverload]) -> None:
+    """torch caches the kernels that it resolved for an operation, and does not clear the cache
+    when a library is destroyed."""
     for overload in overloads:
         overload._dispatch_cache.clear()
 
 
 @cache
-def _added() -> tuple[torch._ops.OpOverload, ...]:
-    """Operations that autocast has a rule for on CUDA, and none on a processor. The reverse are few and rare: padding by
-    reflection, pooling in three dims, Fourier transforms and decompositions, in fp32 on a processor."""
+def _cuda_autocast_overloads() -> tuple[torch._ops.OpOverload, ...]:
+    """Operations with an autocast rule on CUDA and none on a CPU.
+
+    The reverse is ignored, because it is rare: reflection padding, 3-d pooling, Fourier transforms
+    and matrix decompositions run in fp32 on a CPU.
+    """
     has, found = torch._C._dispatch_has_kernel_for_dispatch_key, []
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("aten::") and has(name, "AutocastCUDA") and not has(name, "AutocastCPU"):
@@ -78,7 +87,7 @@ def _added() -> tuple[torch._ops.OpOverload, ...]:
     return tuple(found)
 
 
-def _rule(overload: torch._ops.OpOverload) -> Callable[..., Any]:
+def _autocast_rule(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     name = overload._schema.name.removeprefix("aten::")
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -89,7 +98,7 @@ def _rule(overload: torch._ops.OpOverload) -> Callable[..., Any]:
             dtype = torch.float32 if wide else torch.get_autocast_dtype("cpu")
         else:
             dtype = torch.float32
-        with torch._C._ExcludeDispatchKeyGuard(_OWN):
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
             args, kwargs = tree_map(partial(_cast, dtype), (args, kwargs))
             return overload(*args, **kwargs)
 
@@ -111,23 +120,27 @@ def _without_dropout(
     *rest: Any,
     **named: Any,
 ) -> Any:
-    """The processor's kernel, which is fused only without dropout, stands in for CUDA's, which draws it on the way."""
+    """Attention with the CPU kernel and no dropout. The CPU kernel is fused only without dropout;
+    CUDA's fused kernel draws the dropout mask inside the kernel."""
     return attention.decompose(query, key, value, attn_mask, 0.0, *rest, **named)
 
 
 @contextmanager
 def processes(count: int, rank: int = 0, group: bool = False) -> Iterator[None]:
-    """As if this were one (the first) of so many processes: what they say to each other is taken as said. Raises InputError
-    where the real ones have found each other already.
+    """Initialise torch.distributed with a fake process group: collectives return at once.
 
-    group  whether one process, too, is a group
+    count  world size
+    rank   of this process
+    group  make a group for a single process too
+
+    Raises InputError if torch.distributed is initialised already.
     """
     if count == 1 and (not group or dist.is_initialized()):
         yield
         return
     if dist.is_initialized():
         raise InputError(
-            "predict", "processes train together here already", "predict before torch.distributed is initialised"
+            "predict", "torch.distributed is initialised already", "predict before torch.distributed is initialised"
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

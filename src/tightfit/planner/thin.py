@@ -1,7 +1,11 @@
-"""Thin: a deep model without most of its blocks that are alike, before it is traced, and a ledger of such a model.
+"""Remove repeated blocks from a model before it is traced, and from a ledger.
 
-A trace would pass through them anyway; taken out, they need not be copied, cut or wrapped for each trace either. All but the
-first two and the last are.
+A trace skips repeated blocks anyway (see `skipped_layers`). Removing them before also saves
+copying, sharding and wrapping them for every trace. Of each kind of block, the first two and the
+last stay.
+
+Example: a transformers model with 32 equal layers is created with layers 0, 1 and 31. `LayerMap`
+then has 32 names, and `removed` maps each of the layers 2 to 30 to layer 1.
 """
 
 from __future__ import annotations
@@ -19,27 +23,36 @@ from tightfit.models import find_blocks, model_config, shallow
 from tightfit.planner.passing import stand_ins
 from tightfit.program import Passage
 
-SHALLOW = 4  # blocks that tell whether all are alike: of these, too, one is taken out
+FEW_BLOCKS = 4  # blocks that show whether all are equal: then the third one is removed
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Depth:
-    """What a thinned model stands for: the names of all blocks, and by its number for each that was taken out the one that is
-    there in its place."""
+    """Maps a model without its repeated blocks to its full depth.
+
+    names    of all blocks, in order, removed ones included
+    removed  number of each removed block -> number of the block that it repeats
+    """
 
     names: tuple[str, ...] = ()
     missing: dict[int, int] = field(default_factory=dict)
 
     @property
     def numbers(self) -> list[int]:
-        """Of the blocks that are there."""
+        """Numbers of the blocks that are left, in order."""
         return [number for number in range(len(self.names)) if number not in self.missing]
 
     def whole(self, named: dict[str, Value], another: Callable[[Value, str, int], Value]) -> dict[str, Value]:
-        """Of all blocks, in order, what is known by name of those that are there. another: makes of one's value, of the name and
-        of the number of the block that it stands for, that block's."""
+        """Expand values by name (parameters, updates) to the full depth, in the order of the full
+        model.
+
+        named    values of the blocks that are left, and of the rest of the model, by dotted name
+        another  (value, new name, number of the removed block) -> the value for the removed block
+
+        Example: "layers.1.weight" also gives the values of "layers.2.weight" to "layers.30.weight".
+        """
         if not self.missing:
             return named
         prefixes = {f"{self.names[number]}.": number for number in self.numbers}
@@ -60,14 +73,16 @@ class Depth:
 
 
 def thinned(model: nn.Module, name: str | None) -> Depth:
-    """Take blocks out of one of transformers' models whose layers all do the same, where they lie in a ModuleList.
+    """Remove the repeated blocks of a transformers model, in place.
 
-    name  the list that holds the blocks, None to find them
+    Removes nothing if layers have different types, share parameters, or are not in a ModuleList.
+
+    name  the list that holds the blocks; None to find it
     """
     blocks = find_blocks(model, name)
     depth = Depth(tuple(path for path, _ in blocks))
     config = getattr(model, "config", None)
-    configs = (config, *vars(config).values()) if config is not None else ()  # one of several models has theirs in it
+    configs = (config, *vars(config).values()) if config is not None else ()  # sub-models have their own
     mixed = any(len(set(getattr(one, "layer_types", None) or ())) > 1 for one in configs)
     owned = [id(parameter) for _, block in blocks for parameter in block.parameters()]
     lists = [path.rpartition(".")[0] for path, _ in blocks]
@@ -83,19 +98,25 @@ def thinned(model: nn.Module, name: str | None) -> Depth:
     thin = Depth(depth.names, missing)
     if [path for path, _ in find_blocks(model, name)] == [thin.names[number] for number in thin.numbers]:
         return thin
-    for path, parent in parents.items():  # what is left would be taken for something else
+    for path, parent in parents.items():  # the remaining blocks are not recognised: restore
         parent._modules.clear()
         parent._modules.update(before[path])
     return depth
 
 
 def created(spec: ModelSpec, create: Callable[[ModelSpec], nn.Module], whole: bool) -> tuple[nn.Module, Depth]:
-    """One of transformers' models and what it stands for: thin, unless `whole`. Where its configuration says how many blocks it
-    has, and all are alike, the others are not even made."""
-    few = None if whole else shallow(spec, SHALLOW)
+    """Create a transformers model without its repeated blocks, and the map to its full depth.
+
+    If the configuration states the number of blocks and all are equal, the repeated blocks are
+    never created.
+
+    create  creates a model from its spec
+    whole   keep all blocks
+    """
+    few = None if whole else shallow(spec, FEW_BLOCKS)
     if few is not None:
         model = create(few)
-        depth = _stretched(model, spec.blocks, model_config(spec).num_hidden_layers)
+        depth = _stand_for_full_depth(model, spec.blocks, model_config(spec).num_hidden_layers)
         if depth is not None:
             return model, depth
     model = create(spec)
@@ -103,41 +124,44 @@ def created(spec: ModelSpec, create: Callable[[ModelSpec], nn.Module], whole: bo
     return model, Depth(names) if whole else thinned(model, spec.blocks)
 
 
-def _stretched(model: nn.Module, name: str | None, count: int) -> Depth | None:
-    """Thin a model that was created with SHALLOW blocks in place of `count`, and let it stand for one with so many; None where
-    these are not all of its blocks, or not alike."""
+def _stand_for_full_depth(model: nn.Module, name: str | None, count: int) -> Depth | None:
+    """Map a model that was created with FEW_BLOCKS blocks to the full depth of `count` blocks.
+    Returns None if it has other blocks too, or if its blocks differ."""
     few = thinned(model, name)
     lists = {path.rpartition(".")[0] for path in few.names}
-    if len(few.names) != SHALLOW or len(few.missing) != SHALLOW - 3 or len(lists) != 1:
+    if len(few.names) != FEW_BLOCKS or len(few.missing) != FEW_BLOCKS - 3 or len(lists) != 1:
         return None
     (path,) = lists
     blocks = model.get_submodule(path)._modules
-    blocks[str(count - 1)] = blocks.pop(str(SHALLOW - 1))
+    blocks[str(count - 1)] = blocks.pop(str(FEW_BLOCKS - 1))
     depth = Depth(tuple(f"{path}.{number}" for number in range(count)), dict.fromkeys(range(2, count - 1), 1))
     there = [depth.names[number] for number in depth.numbers]
     return depth if [found for found, _ in find_blocks(model, name)] == there else None
 
 
 def with_blocks(ledger: Ledger, count: int) -> Ledger:
-    """The first ledger of a model with only `count` of its blocks, at least 2: the first ones and the last."""
-    gone = range(count - 1, ledger.blocks - 1)
+    """The base ledger of the model with only `count` blocks (at least 2): the first ones and the
+    last."""
+    removed = range(count - 1, ledger.blocks - 1)
 
-    def kept(parameter: Parameter) -> bool:
-        return not parameter.places or any(place not in gone for place in parameter.places)
+    def remains(parameter: Parameter) -> bool:
+        return not parameter.places or any(place not in removed for place in parameter.places)
 
-    def moved(place: int) -> int:
-        return place - len(gone) if place >= gone.stop else place
+    def renumbered(place: int) -> int:
+        return place - len(removed) if place >= removed.stop else place
 
     passages: list[Passage] = []
-    here: int | None = None  # the block that was passed last: what lies behind it goes with it
+    here: int | None = None  # the last block so far: the segments after it are removed with it
     for passage in ledger.training:
         here = passage.block if passage.block is not None else here
-        if here not in gone:
-            passages.append(replace(passage, block=None if passage.block is None else moved(passage.block)))
+        if here not in removed:
+            passages.append(replace(passage, block=None if passage.block is None else renumbered(passage.block)))
     parameters = [
-        parameter if parameter.places == EVERYWHERE else replace(parameter, places=tuple(map(moved, parameter.places)))
+        parameter
+        if parameter.places == EVERYWHERE
+        else replace(parameter, places=tuple(map(renumbered, parameter.places)))
         for parameter in ledger.parameters
-        if kept(parameter)
+        if remains(parameter)
     ]
     names = {parameter.name for parameter in parameters}
     return replace(

@@ -1,7 +1,13 @@
-"""Time: how long a ledger's step takes, operation by operation, at the rates that the machine achieves.
+"""Predict how long a step takes, operation by operation, at the rates that the machine achieves.
 
-Each operation takes the larger of its arithmetic and its memory traffic at the rate of its kind, type and size, and a
-launch. Nothing is fitted to a model: a wrong prediction is mended by measuring the kind of operation that is wrong.
+This is a roofline model. An operation takes the longer of its arithmetic time (FLOPs / FLOP/s) and
+its memory time (bytes accessed / bandwidth), plus the time of a kernel launch. The rates depend on
+the kind, dtype and size of the operation. Nothing is fitted to a model: if a prediction is wrong,
+measure the rate of the operation kind that is wrong.
+
+Example: a bf16 matrix product of 4096 x 4096 x 4096 has 2 * 4096**3 = 137 GFLOP and accesses
+3 * 32 MiB = 101 MB. At 600 TFLOP/s and 3 TB/s, arithmetic takes 229 us and memory traffic 34 us, so
+the product takes 229 us.
 """
 
 from __future__ import annotations
@@ -19,7 +25,8 @@ from tightfit.planner.heap import LARGEST_THRESHOLD, fetched_bytes
 from tightfit.program import Linear, Operation, Passage, Timeline
 from tightfit.timetable import BACKWARD, FORWARD, WEIGHTS, Action, Slot, play, taken_by
 
-# Kinds of operations: how fast one is depends on its kind, its type and its size. What is named nowhere is elementwise.
+# Kinds of operations, by which the machine's rates are looked up. An operation that is not listed
+# is elementwise.
 PRODUCT, BATCHED = "product", "batched product"
 CONVOLUTION, CONVOLUTION_BACKWARD = "convolution", "convolution backward"
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
@@ -78,25 +85,31 @@ _KINDS = {
     "nothing": ("aten.nll_loss_forward", "aten.empty_strided", "aten.empty", "aten.empty_like", "aten.new_empty",
         "c10d.allreduce_", "c10d.send", "c10d.recv_", "c10d._allgather_base_",
         "c10d._reduce_scatter_base_", "_c10d_functional.all_reduce", "_c10d_functional.wait_tensor",
-        "_c10d_functional.all_gather_into_tensor", "_c10d_functional.reduce_scatter_tensor"),  # they stand among the messages
+        "_c10d_functional.all_gather_into_tensor", "_c10d_functional.reduce_scatter_tensor"),  # collectives are counted as messages
 }  # fmt: skip
 KIND = {name: kind for kind, names in _KINDS.items() for name in names}
-EFFICIENCIES = ("compute", "memory", "launch", "link")  # of a machine: see planner/calibrate.py
+EFFICIENCIES = ("compute", "memory", "launch", "link")  # fitted to measured runs: see `fit_machine`
 DEFAULT_LAUNCH_S = {"cpu": 5e-6, "cuda": 8e-6}  # of an operation started from Python with autograd
 
 
-WITHIN = "activations"  # messages that forwards and backwards wait for, as they go
-LAST_TO_LEAVE = 0.05  # share of what is sent that nothing is left to hide: the last bucket, the first block
+WITHIN = "activations"  # name of the messages that forward and backward wait for, such as tp all-reduces
+# share of overlapped communication that nothing hides: the last gradient bucket, the first block's
+# parameters
+EXPOSED_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of one optimizer step, on one device, and where they go.
+    """Seconds of one optimizer step on one device, by what they are spent on.
 
-    compute_s        of operations that are limited by arithmetic, memory_s of those limited by memory traffic; both
-                     without the optimizer's
-    launch_s         starting operations
-    allocation_s     fetching memory from the operating system
+    compute_s        matrix products, convolutions and attention, without the optimizer
+    memory_s         all other operations, which memory bandwidth limits, without the optimizer
+    launch_s         launching operations, as far as it is not overlapped with them
+    optimizer_s      the optimizer update
+    allocation_s     page faults: the operating system provides new memory (CPU only)
+    input_s          waiting for samples
+    communication_s  communication that computation does not overlap
+    bubble_s         idle time of a pipeline rank
     rows             (phase, kind, seconds, operations), largest first
     """
 
@@ -128,7 +141,8 @@ Rows = dict[tuple[str, str], tuple[float, float]]  # (phase, kind) -> (seconds w
 
 
 class Clock:
-    """A machine's times of timelines, each worked out once: a model's blocks share theirs."""
+    """Predicts seconds on one machine. Times of timelines are cached, because a model's blocks
+    share their timelines."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -140,10 +154,10 @@ class Clock:
         self._operations: dict[tuple[Operation, int], float] = {}
 
     def step_time(self, ledger: Ledger) -> Time:
-        """How long one optimizer step of `ledger` takes."""
+        """Predict one optimizer step of `ledger` on one device, without a pipeline's bubble."""
         rows: dict[tuple[str, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
         for passage in ledger.training:
-            for kind, (seconds, count) in self._of(passage.timeline, ledger.micro_batch).items():
+            for kind, (seconds, count) in self._timeline_rows(passage.timeline, ledger.micro_batch).items():
                 before = rows[passage.phase, kind]
                 rows[passage.phase, kind] = (
                     before[0] + seconds * ledger.micro_batches,
@@ -154,35 +168,49 @@ class Clock:
             kind, count = KIND.get(operation.name, "elementwise"), operation.count.at(1)
             seconds, started = rows["optimizer", kind]
             rows["optimizer", kind] = seconds + self.operation_s(operation, 1) * count, started + count
-        time = self._summed(rows, self._allocation_s(ledger))
+        time = self._time_from_rows(rows, self._allocation_s(ledger))
         time = replace(time, input_s=_input_s(ledger, time.step_s))
         if not ledger.messages:
             return time
         sent: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
         for message in ledger.messages:
             seconds, count = sent[message.name]
-            sent[message.name] = seconds + self._sent_s(message), count + 1.0
+            sent[message.name] = seconds + self._message_s(message), count + 1.0
         messages = (("sent", name, *both) for name, both in sent.items())
         table = tuple(sorted((*time.rows, *messages), key=lambda row: -row[2]))
-        return replace(time, communication_s=self._exposed_s(ledger, time), rows=table)
+        return replace(time, communication_s=self._exposed_communication_s(ledger, time), rows=table)
 
-    def _sent_s(self, message: Message) -> float:
+    def _message_s(self, message: Message) -> float:
         return message.bytes / (message.bytes_per_s * self.link_share) + message.latency_s
 
-    def _crossing_s(self, stage: Stage, tensors: tuple[Linear, ...], samples: int) -> float:
-        """Seconds until what one stage hands to the next has arrived: each tensor is a message."""
+    def _transfer_s(self, stage: Stage, tensors: tuple[Linear, ...], samples: int) -> float:
+        """Seconds to send tensors from one pipeline stage to the next. Each tensor is a message."""
         size, latency_s = sum(one.at(samples) for one in tensors), stage.latency_s * len(tensors)
-        return self._sent_s(Message("crossing", size, stage.bytes_per_s, False, latency_s))
+        return self._message_s(Message("crossing", size, stage.bytes_per_s, False, latency_s))
 
-    def _exposed_s(self, ledger: Ledger, time: Time) -> float:
-        """Time for what is sent, beyond what passes while the device works: gradients while backward goes on, gathered
-        parameters in the whole of a step, updated ones in its first forward; between a device and its host what passes beside
-        each kind of work."""
+    def _exposed_communication_s(self, ledger: Ledger, time: Time) -> float:
+        """Seconds of communication that computation does not hide.
+
+        - Gradient reductions overlap with backward, which is two thirds of the work of a
+          micro-batch.
+        - All-gathers of parameters overlap with the whole step.
+        - The all-gather of updated parameters (ZeRO-1 and ZeRO-2) overlaps with the first forward
+          of the next step, a third of the work of a micro-batch. The share `at_start` must arrive
+          before that forward begins, so it is exposed.
+        - Copies between a device and its host overlap with one kind of work (`during`). Both
+          directions run at once.
+
+        Of every other message, at least 5 % stays exposed.
+
+        Example: backward takes 60 ms and the gradient reduction 80 ms. Then 20 ms are exposed; a
+        reduction of 40 ms would leave 2 ms (5 %).
+        """
         shown = 0.0
         whole = work = time.compute_s + time.memory_s + time.launch_s
-        with_host: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # by work, and by way
+        # copies between device and host: by kind of work, then by direction
+        with_host: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for message in ledger.messages:
-            seconds = self._sent_s(message)
+            seconds = self._message_s(message)
             if not message.hides:
                 shown += seconds
                 continue
@@ -194,40 +222,46 @@ class Clock:
                 shown += seconds * message.at_start + max(later, 0.0)
                 continue
             behind = work if message.name == "parameters" else work * 2 / 3 / ledger.micro_batches
-            shown += max(seconds - behind, seconds * LAST_TO_LEAVE)
+            shown += max(seconds - behind, seconds * EXPOSED_SHARE)
             work = max(work - seconds, 0.0)
         lasts = _work_s(time)
-        for during, ways in with_host.items():  # both ways at once
-            shown += max(max(seconds - lasts[during], seconds * LAST_TO_LEAVE) for seconds in ways.values())
+        for during, ways in with_host.items():  # both directions at once
+            shown += max(max(seconds - lasts[during], seconds * EXPOSED_SHARE) for seconds in ways.values())
         return shown
 
     def passages_s(self, passages: Iterable[Passage], samples: int) -> float:
-        """Seconds of a stretch of one micro-batch, launches included."""
+        """Seconds of these segments of one micro-batch with `samples` samples, launches
+        included."""
         busy = started = 0.0
         for passage in passages:
-            for seconds, count in self._of(passage.timeline, samples).values():
+            for seconds, count in self._timeline_rows(passage.timeline, samples).values():
                 busy, started = busy + seconds, started + count * self.launch_s
         return max(busy, started) if self.machine.device == "cuda" else busy + started
 
     def pipeline_time(self, ledgers: dict[int, Ledger]) -> tuple[Time, list[Slot]]:
-        """How long a step takes on a row of devices, and who does what when. ledgers: by device; one that is missing is like
-        the one before it."""
+        """Predict a step of a pipeline by simulating its schedule.
+
+        ledgers  by pipeline rank; a rank without a ledger is like the rank before it
+
+        Returns the time of the busiest rank, with the bubble, and the simulated schedule of all
+        ranks.
+        """
         seconds: dict[tuple[int, str], float] = {}
         table = next(iter(ledgers.values())).stage.table  # type: ignore[union-attr]
         for device in range(len(table)):
             ledger = ledgers[max(known for known in ledgers if known <= device)]
-            pieces = self._pieces_s(ledger, device)
-            busy_s = ledger.micro_batches * sum(sum(durations.values()) for durations in pieces.values())
+            stages = self._stage_times(ledger, device)
+            busy_s = ledger.micro_batches * sum(sum(durations.values()) for durations in stages.values())
             waited_s = sum(
-                self._sent_s(message) for message in ledger.messages if message.name == WITHIN and not message.hides
+                self._message_s(message) for message in ledger.messages if message.name == WITHIN and not message.hides
             )
-            for piece, durations in pieces.items():
-                seconds.update({(piece, kind): one_s * (1 + waited_s / busy_s) for kind, one_s in durations.items()})
+            for stage, durations in stages.items():
+                seconds.update({(stage, kind): one_s * (1 + waited_s / busy_s) for kind, one_s in durations.items()})
         one = next(iter(ledgers.values()))
         assert one.stage is not None
         travel = {
-            (kind, piece): self._crossing_s(one.stage, crossing.sent(kind), one.micro_batch)
-            for piece, crossing in one.stage.crossings.items()
+            (kind, stage): self._transfer_s(one.stage, crossing.sent(kind), one.micro_batch)
+            for stage, crossing in one.stage.crossings.items()
             for kind in (FORWARD, BACKWARD)
         }
 
@@ -249,15 +283,16 @@ class Clock:
         waiting = max(slot.end for slot in slots) - busy[slowest]
         return replace(self.step_time(ledgers[slowest]), bubble_s=waiting), slots
 
-    def _pieces_s(self, ledger: Ledger, device: int) -> dict[int, dict[str, float]]:
-        """Seconds of a forward, a backward and weights' part of it, by piece of a device."""
+    def _stage_times(self, ledger: Ledger, device: int) -> dict[int, dict[str, float]]:
+        """Seconds of each action on one micro-batch (forward, backward, weight gradients), by
+        stage of the pipeline rank `device`."""
         assert ledger.stage is not None
         found = {}
         for place, part in enumerate(ledger.stage.parts.values()):
-            piece = place * len(ledger.stage.table) + device
+            stage = place * len(ledger.stage.table) + device
             whole = self.passages_s(part.backward, ledger.micro_batch)
             weights = min(self._linear_s(part.forward, ledger.micro_batch), whole) if part.weights else 0.0
-            found[piece] = {
+            found[stage] = {
                 FORWARD: self.passages_s(part.forward, ledger.micro_batch),
                 BACKWARD: whole - weights,
                 WEIGHTS: weights,
@@ -265,7 +300,8 @@ class Clock:
         return found
 
     def _linear_s(self, passages: Iterable[Passage], samples: int) -> float:
-        """Seconds of products with weights: their gradients take as long again."""
+        """Seconds of the products with weights in a forward. The weight gradients take as long
+        again."""
         return sum(
             self.operation_s(operation, samples) * operation.count.at(samples)
             for passage in passages
@@ -273,7 +309,7 @@ class Clock:
             if KIND.get(operation.name) == PRODUCT
         )
 
-    def _summed(self, rows: Rows, allocation_s: float) -> Time:
+    def _time_from_rows(self, rows: Rows, allocation_s: float) -> Time:
         sums: dict[str, float] = defaultdict(float)
         table = []
         for (phase, kind), (seconds, count) in rows.items():
@@ -288,14 +324,15 @@ class Clock:
         return Time(
             compute_s=sums["compute"],
             memory_s=sums["memory"],
-            # a CUDA device works while the next kernels are started, and waits only where that takes longer
+            # a CUDA device computes while the CPU launches the next kernels; it waits only if that
+            # takes longer
             launch_s=max(sums["launch"] - busy, 0.0) if self.machine.device == "cuda" else sums["launch"],
             optimizer_s=sums["optimizer"],
             allocation_s=allocation_s,
             rows=tuple(sorted(table, key=lambda row: -row[2])),
         )
 
-    def _of(self, timeline: Timeline, samples: int) -> dict[str, tuple[float, float]]:
+    def _timeline_rows(self, timeline: Timeline, samples: int) -> dict[str, tuple[float, float]]:
         key = timeline, samples
         if key not in self._timelines:
             found: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
@@ -303,31 +340,32 @@ class Clock:
                 kind, count = KIND.get(operation.name, "elementwise"), operation.count.at(samples)
                 if kind != "nothing":
                     seconds, before = found[kind]
-                    started = 0.0 if kind in COMPUTED else count  # else each is a launch
+                    started = 0.0 if kind in COMPUTED else count  # kinds in COMPUTED launch no kernel of their own
                     found[kind] = seconds + self.operation_s(operation, samples) * count, before + started
             self._timelines[key] = found
         return self._timelines[key]
 
     def operation_s(self, operation: Operation, samples: int) -> float:
-        """Seconds of one operation without its launch, at the rate of its kind."""
+        """Seconds of one operation without its launch, at the rate of its kind, dtype and size."""
         kind = KIND.get(operation.name, "elementwise")
         flops, moved = operation.flops.at(samples) * operation.computed, operation.moved.at(samples)
         if kind not in ARITHMETIC:
             return moved / self.machine.achieved(kind, operation.dtype, moved) / self.memory_share
         if operation.computed < 1.0 and kind in (ATTENTION, ATTENTION_BACKWARD):
             kind = f"causal {kind}"
-        arithmetic_s = flops / self.machine.achieved(kind, operation.dtype, _size(operation, samples, flops))
+        arithmetic_s = flops / self.machine.achieved(kind, operation.dtype, _product_size(operation, samples, flops))
         return max(arithmetic_s / self.compute_share, moved / self.machine.bandwidth(moved) / self.memory_share)
 
     def _allocation_s(self, ledger: Ledger) -> float:
-        """Time to fetch memory from the operating system, where its allocator gives freed memory back."""
+        """Seconds of page faults on a CPU, where glibc returns freed memory to the operating
+        system and new pages are filled with zeros. 0 on a GPU."""
         if self.machine.device != "cpu":
             return 0.0
         return of_all_blocks(ledger, fetched_bytes) / self.machine.achieved("fetch", "float32", LARGEST_THRESHOLD)
 
 
 def _work_s(time: Time) -> dict[str, float]:
-    """Seconds of all forwards, of all backwards and of the update."""
+    """Seconds of all forwards, all backwards and the optimizer update of a step."""
     sums: dict[str, float] = defaultdict(float)
     for phase, _, seconds, _ in time.rows:
         sums[phase] += seconds
@@ -338,13 +376,20 @@ def _work_s(time: Time) -> dict[str, float]:
 
 
 def _input_s(ledger: Ledger, work_s: float) -> float:
-    """What a step waits for its samples: all that the loop does itself, and of what others do ahead what outlasts the step."""
+    """Seconds that a step waits for its samples.
+
+    The training loop waits for everything that it prepares itself. Of what workers prepare ahead,
+    it waits for what takes longer than the step.
+
+    work_s  seconds of the step's work
+    """
     own = sum(seconds for name, seconds in ledger.seconds.items() if name not in ledger.ahead)
     return own + max([seconds - work_s for name, seconds in ledger.seconds.items() if name in ledger.ahead] + [0.0])
 
 
-def _size(operation: Operation, samples: int, flops: float) -> float:
-    """What the rate of a product depends on: the cube root of what one of its batches multiplies."""
+def _product_size(operation: Operation, samples: int, flops: float) -> float:
+    """The size by which the rate of a product is looked up: for one batch, the cube root of
+    rows x columns x depth. Operations without sizes (convolutions) return their FLOPs."""
     if not operation.sizes:
         return flops
     sizes = (max(size.at(samples), 1.0) for size in operation.sizes[1:])

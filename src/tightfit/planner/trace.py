@@ -1,8 +1,14 @@
-"""Trace: one micro-batch on fake tensors, as the ledger's program of buffers and operations.
+"""Record one micro-batch on fake tensors as segments of buffers and operations.
 
-A model's repeated blocks are run as often as it takes to know them: the first two and the last of each kind. Those
-between pass their input through, and the second one's passages stand in the program for each of them: a deep model
-costs no more than a shallow one.
+The profiler calls `trace` and builds a ledger from the result. `Recorder` is a torch dispatch
+mode: it sees every operation, the storages that it allocates, and when these are freed.
+
+Of each kind of repeated block, only the first two and the last run. A block between them returns
+its input, and the recorder uses the segments of the second block in its place. A deep model
+therefore costs no more to trace than a shallow one.
+
+Example: a model of 32 equal blocks runs blocks 0, 1 and 31. The recorded step still has 32 forward
+and 32 backward segments of blocks: those of blocks 2 to 30 are copies of block 1's.
 """
 
 from __future__ import annotations
@@ -32,9 +38,9 @@ from tightfit.planner.passing import watched
 from tightfit.planner.storages import ACCUMULATES, storages_of
 from tightfit.program import Buffer, Given, Linear, Operation, Passage, Timeline
 
-_VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
-_UNREAD = frozenset({"prim.device.default", "aten.detach.default", "aten.sym_size.int", "prim.layout.default"})
-_ATTENTION = {  # where the query stands; the key follows it
+_READ_VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+_NO_COST = frozenset({"prim.device.default", "aten.detach.default", "aten.sym_size.int", "prim.layout.default"})
+_ATTENTION = {  # position of the query among the arguments; the key follows it
     "aten._scaled_dot_product_flash_attention_for_cpu": 0,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": 1,
     "aten._scaled_dot_product_flash_attention": 0,
@@ -44,7 +50,7 @@ _ATTENTION = {  # where the query stands; the key follows it
     "tightfit.blocked_attention": 0,
     "tightfit.blocked_attention_backward": 1,
 }
-_PRODUCT, _CAST, _SUM = "aten.mm", "aten._to_copy", "aten.add"  # of what a weight's gradient may come
+_PRODUCT, _CAST, _SUM = "aten.mm", "aten._to_copy", "aten.add"  # operations that produce a weight's gradient
 _GRADIENTS = frozenset((_PRODUCT, _CAST, _SUM))
 _PRODUCTS = {
     "aten.mm": (0, 1),
@@ -57,7 +63,7 @@ _PRODUCTS = {
 
 
 _FLOPS = {**flop_registry, GROUPED_PRODUCT: shape_wrapper(grouped_flops)}
-_SAME_FLOPS = {  # torch has no formula for its processor kernels
+_SAME_FLOPS = {  # torch has no FLOP formula for its CPU kernels
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         torch.ops.aten._scaled_dot_product_flash_attention_backward
@@ -66,26 +72,26 @@ _SAME_FLOPS = {  # torch has no formula for its processor kernels
 
 
 @dataclass
-class _Open:
-    """A passage that is being recorded."""
+class _OpenSegment:
+    """A segment that is being recorded."""
 
     part: str
     phase: str
-    block: int | None = None  # itself, or the one before
-    call: int = 0  # which of that block's calls
-    first: int = 0  # sequence number of its first node
-    stands_for: int | None = None  # the block whose passages are repeated here, where this one was passed through
+    block: int | None = None  # its own number, or that of the block before it
+    call: int = 0  # number of this call of the block
+    first: int = 0  # sequence number of its first autograd node
+    copy_of: int | None = None  # a skipped block: the block whose segments are copied
     events: list[tuple[_Storage, int]] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     needed: tuple[int, int] = (0, 0)
     inputs: list[_Storage] = field(default_factory=list)
     kept: set[_Storage] = field(default_factory=set)
-    given: list[_Given] = field(default_factory=list)
+    given: list[_BlockInput] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class _Storage:
-    """As a Buffer. sources: what backward made it from."""
+    """A Buffer that is being recorded. sources: the storages that backward computed it from."""
 
     size: int
     maker: str
@@ -98,8 +104,8 @@ class _Storage:
 
 
 @dataclass(eq=False)
-class _Given:
-    """As a Given."""
+class _BlockInput:
+    """A block's input that is being recorded."""
 
     path: str
     size: int
@@ -111,50 +117,66 @@ class _Given:
 
 
 class Recorder(TorchDispatchMode):
-    """Records what operations make, use and leave, in passages through blocks and what lies between them.
+    """Records operations, allocations and frees, by segment: each call of a block is one, and so
+    is what runs between two blocks.
 
-    Enter it inside FakeTensorMode; `forward` begins a forward, `backward` the backward of it.
+    Enter it inside FakeTensorMode. Call `begin_segment` in the forward, then `end_forward`,
+    `begin_backward`, and `end_backward`.
+
+    parameters        the model's, by name
+    forward_segments  in the order of forward
+    segments          all segments, in the order in which they ran
+    phase             forward, backward or inference
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__()
         self.parameters = parameters
-        self.passages: list[_Open] = []  # in the order of forward
-        self.program: list[_Open] = []  # in the order in which they happened
-        self._calls: Counter[tuple[str, int | None]] = Counter()  # of each part, so far
+        self.passages: list[_OpenSegment] = []
+        self.program: list[_OpenSegment] = []
+        self._calls: Counter[tuple[str, int | None]] = Counter()  # by (part, block)
         self.phase = "forward"
         self._live: dict[int, tuple[_Storage, weakref.ref[torch.UntypedStorage]]] = {}
-        self._made: list[int] = []
-        self._known: set[int] = set()
+        self._made_in_forward: list[int] = []
+        self._existing: set[int] = set()
         self._weights = {id(storage): name for name, weight in parameters.items() for storage in storages_of(weight)}
         self._hooks: list[Any] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled regions are traced by torch below this mode, which sees what they do when they run."""
+        """torch traces compiled regions below this mode. The mode sees their operations when they
+        run."""
         return True
 
     def see_kernel(self, moved: int, dtype: torch.dtype, kind: str = "compiled") -> None:
-        """A generated kernel, which reads and writes `moved` bytes and computes anything on the way."""
+        """Record a generated kernel that reads and writes `bytes_accessed` bytes. What it
+        computes on the way is not counted here."""
         name = str(dtype).removeprefix("torch.")
         self.program[-1].operations.append(Operation(kind, name, Linear(), Linear(float(moved))))
 
     def know(self, tensors: Any) -> None:
-        """What exists before the step is in rows of its own, and no event."""
+        """Mark tensors that exist before the step. They have rows of their own and are no
+        events."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor):
-                self._known.update(id(storage) for storage in storages_of(tensor))
+                self._existing.update(id(storage) for storage in storages_of(tensor))
 
-    def begin(self, part: str, block: int | None = None, stands_for: int | None = None) -> None:
-        """A passage of the forward begins."""
+    def begin(self, part: str, block: int | None = None, copy_of: int | None = None) -> None:
+        """Begin a segment of the forward.
+
+        part     "block", "between" or another name
+        block    the block's number, or that of the block before the segment
+        copy_of  for a skipped block: the block whose segments are copied
+        """
         first = torch.autograd._get_sequence_nr()
-        opened = _Open(part, self.phase, block, self._calls[part, block], first, stands_for)
+        opened = _OpenSegment(part, self.phase, block, self._calls[part, block], first, copy_of)
         self._calls[part, block] += 1
         self.passages.append(opened)
         self.program.append(opened)
 
     def note_inputs(self, arguments: Any) -> None:
-        """What a block is called with: its tensors, and their storages as far as this step made them."""
+        """Record the tensors that a block is called with, and the storages that this step
+        allocated for them."""
         passage = self.program[-1]
         leaves = tree_flatten_with_path(arguments)[0]
         tensors = [(path_of(keys), leaf) for keys, leaf in leaves if isinstance(leaf, Tensor)]
@@ -162,23 +184,23 @@ class Recorder(TorchDispatchMode):
         passage.inputs += [self._live[number][0] for number in numbers if number in self._live]
         for path, tensor in tensors:
             made = [self._live[id(one)][0] for one in storages_of(tensor) if id(one) in self._live]
-            given = _Given(str(path), tensor.numel() * tensor.element_size(), made[0] if made else None)
+            given = _BlockInput(str(path), tensor.numel() * tensor.element_size(), made[0] if made else None)
             passage.given.append(given)
             if tensor.requires_grad and torch.is_grad_enabled():
                 tensor.register_hook(given.note_gradient)
 
     def end_forward(self) -> None:
-        """What forward made and is still alive is kept for backward."""
-        for key in self._made:
+        """End the forward: what it allocated and is still alive is saved for backward."""
+        for key in self._made_in_forward:
             if key in self._live:
                 self._live[key][0].row = "activations"
-        self._made.clear()
+        self._made_in_forward.clear()
 
     def begin_backward(self) -> None:
         self.phase, self._lowest = "backward", len(self.passages)
         self._starts = [passage.first for passage in self.passages]
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._gradient, name))
+            parameter.register_post_accumulate_grad_hook(partial(self._record_gradient, name))
             for name, parameter in self.parameters.items()
             if parameter.requires_grad
         ]
@@ -194,8 +216,13 @@ class Recorder(TorchDispatchMode):
         return tensor.detach()
 
     def take_turns(self, of: Sequence[int]) -> Iterator[int]:
-        """Of a loop whose turns are alike the first two and the last; what the second did is repeated for those between. All of
-        them where the second leaves something behind."""
+        """Run a loop of equal iterations three times: the first two and the last. What the second
+        one did is recorded again for every iteration between.
+
+        Runs all iterations if the second one leaves a buffer behind.
+
+        of  the iterations' indices
+        """
         if len(of) <= 3:
             yield from of
             return
@@ -214,7 +241,7 @@ class Recorder(TorchDispatchMode):
         passage.operations += done * (len(of) - 3)
         yield of[-1]
 
-    def _gradient(self, name: str, parameter: Tensor) -> None:
+    def _record_gradient(self, name: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
         for storage in storages_of(parameter.grad):
             if id(storage) in self._live:
@@ -224,18 +251,19 @@ class Recorder(TorchDispatchMode):
                 self.program[-1].events.append((seen, 0))
 
     def _enter_backward(self, position: int) -> None:
-        """Backward has come to the passage at `position`: blocks passed through that lie above it are repeated before."""
+        """Backward has reached the forward segment at `position`. Skipped blocks above it come
+        before."""
         for between in range(self._lowest - 1, position, -1):
             passed = self.passages[between]
-            if passed.stands_for is not None:
-                again = _Open(passed.part, "backward", passed.block, passed.call, stands_for=passed.stands_for)
+            if passed.copy_of is not None:
+                again = _OpenSegment(passed.part, "backward", passed.block, passed.call, copy_of=passed.copy_of)
                 self.program.append(again)
         self._position, self._lowest = position, min(self._lowest, position)
         if position >= 0:
             here = self.passages[position]
-            self.program.append(_Open(here.part, "backward", here.block, here.call))
+            self.program.append(_OpenSegment(here.part, "backward", here.block, here.call))
 
-    def _find_passage(self) -> None:
+    def _find_segment(self) -> None:
         node = torch._C._current_autograd_node()
         number = node._sequence_nr() if node is not None else ACCUMULATES
         if number >= ACCUMULATES:
@@ -247,32 +275,32 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # its parts come by one by one
+            return NotImplemented  # the mode sees the operations on the inner tensors
         name = str(func)
-        if name in _UNREAD or func in _VALUES:
+        if name in _NO_COST or func in _READ_VALUES:
             return func(*args, **kwargs)
         if self.phase == "backward":
-            self._find_passage()
+            self._find_segment()
         output = func(*args, **kwargs)
-        self._see(func, name.rsplit(".", 1)[0], args, kwargs, output)
+        self._record_outputs(func, name.rsplit(".", 1)[0], args, kwargs, output)
         return output
 
-    def _see(self, func: Any, name: str, args: Any, kwargs: Any, output: Any) -> None:
+    def _record_outputs(self, func: Any, name: str, args: Any, kwargs: Any, output: Any) -> None:
         passage = self.program[-1]
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         fresh = False
         for tensor in outputs:
             for storage in storages_of(tensor):
-                if id(storage) not in self._live and id(storage) not in self._known:
+                if id(storage) not in self._live and id(storage) not in self._existing:
                     fresh = True
-                    self._add(storage, name, passage)
+                    self._record_allocation(storage, name, passage)
                     if name in _GRADIENTS:
                         self._note_sources(self._live[id(storage)][0], inputs)
         if not fresh and func.is_view:
             return
         mutates = func._schema.is_mutable
-        if fresh or mutates or name.startswith("c10d."):  # which write to what they are given, and do not say so
+        if fresh or mutates or name.startswith("c10d."):  # c10d mutates its arguments, and its schemas omit it
             passage.operations.append(_operation(func, name, args, kwargs, inputs, output))
 
     def _note_sources(self, seen: _Storage, inputs: list[Tensor]) -> None:
@@ -282,12 +310,12 @@ class Recorder(TorchDispatchMode):
         elif seen.maker == _CAST:
             seen.parameter = next((self._weights[key] for key in keys if key in self._weights), "")
 
-    def _add(self, storage: torch.UntypedStorage, name: str, passage: _Open) -> None:
+    def _record_allocation(self, storage: torch.UntypedStorage, name: str, passage: _OpenSegment) -> None:
         key, seen = id(storage), _Storage(storage.nbytes(), name)
         self._live[key] = seen, weakref.ref(storage, partial(self._free, key))
         passage.events.append((seen, 1))
         if self.phase == "forward":
-            self._made.append(key)
+            self._made_in_forward.append(key)
 
     def _free(self, key: int, reference: Any) -> None:
         if key in self._live:
@@ -308,15 +336,16 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor
     tensors = outputs or inputs
     floating = [tensor for tensor in [*tensors, *inputs] if tensor.is_floating_point()]
     dtype = str((floating or tensors)[0].dtype).removeprefix("torch.") if tensors else ""
-    if name == "aten._scaled_mm":  # whose rate is that of its factors
+    if name == "aten._scaled_mm":  # its rate depends on the dtype of its factors
         dtype = FLOAT8
-    moved = float(sum(map(_touched, inputs + outputs)))
-    computed = _computed(func, name, args, kwargs)
-    return Operation(name, dtype, Linear(float(flops)), Linear(moved), _sizes(name, args), computed=computed)
+    moved = float(sum(map(_tensor_bytes_accessed, inputs + outputs)))
+    computed = _computed_share(func, name, args, kwargs)
+    return Operation(name, dtype, Linear(float(flops)), Linear(moved), _product_sizes(name, args), computed=computed)
 
 
-def _computed(func: Any, name: str, args: Any, kwargs: Any) -> float:
-    """The share of an operation's FLOPs that it computes: of attention under a causal mask the pairs that it leaves."""
+def _computed_share(func: Any, name: str, args: Any, kwargs: Any) -> float:
+    """The share of its model FLOPs that an operation really computes: below 1 for attention with a
+    causal mask, which skips masked pairs of queries and keys."""
     if name not in _ATTENTION:
         return 1.0
     names = [argument.name for argument in func._schema.arguments]
@@ -331,13 +360,18 @@ def _computed(func: Any, name: str, args: Any, kwargs: Any) -> float:
 
 
 def causal_pairs(queries: int, keys: int) -> int:
-    """Pairs that a causal mask leaves, the first query seeing the first key alone: s (s + 1) / 2 of s queries and s keys."""
+    """Number of (query, key) pairs under a causal mask; the first query attends to the first key
+    only.
+
+    With s queries and s keys: s (s + 1) / 2. Example: 4 queries and 4 keys give 10 of 16 pairs.
+    """
     square = min(queries, keys)
     return square * (square + 1) // 2 + (queries - square) * keys
 
 
 def _with_heads_of_query(name: str, args: Any) -> Any:
-    """Arguments of attention with keys and values as they are computed with: torch 2.11's formulas refuse to have fewer heads."""
+    """Arguments of attention with as many key and value heads as query heads: torch 2.11's FLOP
+    formulas refuse fewer (grouped-query attention)."""
     if not name.startswith("aten._scaled_dot_product_"):
         return args
     at = name.endswith("_backward")
@@ -346,16 +380,17 @@ def _with_heads_of_query(name: str, args: Any) -> Any:
     return (*args[: at + 1], *others, *args[at + 3 :])
 
 
-def _touched(tensor: Tensor) -> int:
-    """Bytes of the elements that a tensor really has: an expanded dim holds one."""
+def _tensor_bytes_accessed(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements in memory. An expanded dim counts once."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ():
         count *= size if stride else 1
     return count * tensor.element_size()
 
 
-def _sizes(name: str, args: Any) -> tuple[Linear, ...]:
-    """(batches, rows, columns, depth) of a matrix product, or of attention's first."""
+def _product_sizes(name: str, args: Any) -> tuple[Linear, ...]:
+    """(batches, rows, columns, depth) of a matrix product, or of attention's first product, which
+    is query x key. Empty for other operations."""
     if name in _ATTENTION:
         query, key = args[_ATTENTION[name] : _ATTENTION[name] + 2]
         found = (query.shape[0] * query.shape[1], query.shape[2], key.shape[2], query.shape[3])
@@ -380,12 +415,19 @@ def trace(
     missing: Mapping[int, int] | None = None,
     every: bool = False,
 ) -> tuple[Passage, ...]:
-    """The program of one micro-batch of fake tensors: forward and backward, or a forward that keeps nothing.
+    """Record one micro-batch of fake tensors: forward and backward, or the forward of an
+    evaluation.
 
-    missing  numbers of blocks that were taken out of the model, and for each the one that stands for it
-    every    whether all of the others run, those too that are known to do the same
+    model     its parameters and buffers are fake tensors too
+    loss_sum  computes the summed loss of a batch
+    batch     the micro-batch
+    blocks    the model's repeated blocks, in order
+    training  forward and backward; else a forward that saves nothing
+    removed   by number, the blocks that were removed from the model, and the block that each one
+              repeats
+    run_all   run all blocks, also those that repeat an earlier one
 
-    Leaves the model as it was, but for its gradients: none.
+    Afterwards the model has no gradients and is otherwise unchanged.
     """
     parameters = dict(model.named_parameters())
     recorder = Recorder(parameters)
@@ -419,10 +461,10 @@ def trace(
     return recorded(recorder)
 
 
-def _passages(program: list[_Open]) -> tuple[Passage, ...]:
-    """The recorded program, with the passages of blocks that were passed through filled in."""
+def _closed_segments(program: list[_OpenSegment]) -> tuple[Passage, ...]:
+    """Close the recorded segments. Segments of skipped blocks get a copy of their timeline."""
     whole: dict[tuple[str, int, str], dict[int, Timeline]] = defaultdict(dict)  # by call
-    closed: list[tuple[_Open, Timeline]] = []
+    closed: list[tuple[_OpenSegment, Timeline]] = []
     for opened in program:
         timeline = Timeline(
             tuple((_buffer(seen), sign) for seen, sign in opened.events),
@@ -430,16 +472,16 @@ def _passages(program: list[_Open]) -> tuple[Passage, ...]:
             opened.needed,
             tuple(_buffer(seen) for seen in opened.inputs),
             frozenset(_buffer(seen) for seen in opened.kept),
-            tuple(_given(one) for one in opened.given),
+            tuple(_to_given(one) for one in opened.given),
         )
         closed.append((opened, timeline))
-        if opened.block is not None and opened.stands_for is None:
+        if opened.block is not None and opened.copy_of is None:
             calls = whole[opened.part, opened.block, opened.phase]
             calls[opened.call] = calls[opened.call].then(timeline) if opened.call in calls else timeline
     passages = []
     for opened, timeline in closed:
-        if opened.stands_for is not None:
-            calls = whole[opened.part, opened.stands_for, opened.phase]
+        if opened.copy_of is not None:
+            calls = whole[opened.part, opened.copy_of, opened.phase]
             timeline = calls.get(opened.call) or calls.get(max(calls, default=0), Timeline())
         if timeline.events or timeline.operations:
             block = opened.block if opened.part == "block" else None
@@ -448,7 +490,11 @@ def _passages(program: list[_Open]) -> tuple[Passage, ...]:
 
 
 def _describe_gradient(seen: _Storage, parameter: str) -> None:
-    """Of which parameter a gradient is, and what it is the product, the cast or the sum of."""
+    """Note whose gradient a storage is, and the product, cast or sum that it comes from.
+
+    Example: fp32 weights under bf16 autocast. The weight gradient is a cast of the bf16 product
+    grad_output.T @ input, so its operands are the storages of grad_output and input.
+    """
     seen.parameter = parameter
     if seen.maker == _PRODUCT:
         seen.operands = seen.sources
@@ -469,14 +515,14 @@ def _buffer(seen: _Storage) -> Buffer:
     return seen.buffer
 
 
-def _given(one: _Given) -> Given:
+def _to_given(one: _BlockInput) -> Given:
     buffer = None if one.storage is None else _buffer(one.storage)
     return Given(one.path, Linear(float(one.size)), buffer, one.has_gradient)
 
 
 def recorded(recorder: Recorder) -> tuple[Passage, ...]:
-    """What a recorder saw, once it has ended."""
-    return _passages(recorder.program)
+    """The segments that a recorder recorded, in the order in which they ran."""
+    return _closed_segments(recorder.program)
 
 
 __all__ = ["Recorder", "causal_pairs", "recorded", "trace"]

@@ -1,4 +1,7 @@
-"""What an optimizer does to each parameter: its own step is traced on fake tensors, once for each shape; and clipping."""
+"""Trace the optimizer's update of each parameter, and gradient clipping.
+
+The optimizer's own `step` runs on fake tensors, once for each parameter shape.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ from tightfit.program import Operation, Timeline, play
 
 
 def trace_updates(model: nn.Module, optimizer: Optimizer, together: bool = False) -> dict[str, Update]:
-    """By parameter: the state that it is left with, the bytes of its second update, and the operations of that.
+    """By parameter name: bytes of the optimizer states, and bytes and operations of the second
+    update. The first update creates the states.
 
-    together  torch's kernels that take all parameters at once, where the optimizer has them
-
-    The first update makes the states. The model's parameters are fake, and have no gradients afterwards.
+    model     with fake parameters; they have no gradients afterwards
+    foreach   use torch's foreach kernels, which take all parameters at once, if the optimizer has
+              them
     """
     known: dict[object, Update] = {}
     groups = {parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
@@ -36,11 +40,11 @@ def trace_updates(model: nn.Module, optimizer: Optimizer, together: bool = False
             number = groups[parameter]
             key = number, tuple(parameter.shape), parameter.dtype
             if key not in known:
-                known[key] = _update(optimizer, parameter, number)
+                known[key] = _trace_update(optimizer, parameter, number)
             updates[name] = known[key]
             if number not in largest or known[key].transient_bytes > largest[number][0].transient_bytes:
                 largest[number] = known[key], parameter
-    left = {number: _left(optimizer, parameter, update) for number, (update, parameter) in largest.items()}
+    left = {number: _left_share(optimizer, parameter, update) for number, (update, parameter) in largest.items()}
     return {
         name: replace(update, left_bytes=int(update.transient_bytes * left[update.group]))
         for name, update in updates.items()
@@ -48,15 +52,15 @@ def trace_updates(model: nn.Module, optimizer: Optimizer, together: bool = False
 
 
 def take_all_at_once(optimizer: Optimizer) -> None:
-    """Ask for the kernels over all parameters that torch chooses by itself on CUDA, where the optimizer has them."""
+    """Enable foreach kernels if the optimizer has them: torch chooses these by itself on CUDA."""
     for group in optimizer.param_groups:
         if "foreach" in group:
             group["foreach"] = True
 
 
-def _update(optimizer: Optimizer, parameter: Tensor, group: int) -> Update:
+def _trace_update(optimizer: Optimizer, parameter: Tensor, group: int) -> Update:
     timeline = _second_update(optimizer, [parameter])
-    transient = _largest(timeline)
+    transient = _peak_bytes(timeline)
     states = tensor_bytes(tensors_in(optimizer.state[parameter]))
     unpacked = _unpacked(optimizer.state[parameter], parameter, states)
     at_once = optimizer.param_groups[group].get("foreach")
@@ -74,15 +78,19 @@ def _unpacked(states: dict[str, Any], parameter: Tensor, kept: int) -> int:
     return wide + kept - tensor_bytes(tensors_in(packed)) if packed else 0
 
 
-def _left(optimizer: Optimizer, parameter: Tensor, alone: Update) -> float:
-    """The share of an update's transient bytes that is still there while the next parameter of its group is updated: what
-    a loop over parameters last gave a name. Traced on one that is alike."""
+def _left_share(optimizer: Optimizer, parameter: Tensor, alone: Update) -> float:
+    """The share of an update's temporary bytes that is still alive while the next parameter is
+    updated.
+
+    A Python loop over parameters keeps its local variables until they are assigned again. Traced
+    with a second parameter of the same shape.
+    """
     if alone.foreach_bytes or alone.elements or not alone.transient_bytes:
         return 0.0
     next_one, params = nn.Parameter(torch.empty_like(parameter)), optimizer.param_groups[alone.group]["params"]
     params.append(next_one)
     try:
-        both = _largest(_second_update(optimizer, [parameter, next_one]))
+        both = _peak_bytes(_second_update(optimizer, [parameter, next_one]))
     finally:
         params.pop()
         optimizer.state.pop(next_one, None)
@@ -90,7 +98,8 @@ def _left(optimizer: Optimizer, parameter: Tensor, alone: Update) -> float:
 
 
 def _second_update(optimizer: Optimizer, parameters: list[Tensor]) -> Timeline:
-    """Of these alone; the first makes the states."""
+    """The timeline of the second update of these parameters alone; the first one creates the
+    states."""
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
@@ -106,14 +115,16 @@ def _second_update(optimizer: Optimizer, parameters: list[Tensor]) -> Timeline:
     return recorded(recorder)[0].timeline
 
 
-def _largest(timeline: Timeline) -> int:
+def _peak_bytes(timeline: Timeline) -> int:
     return int(sum(play(timeline, 1).largest.values()))
 
 
 def trace_clipping(parameters: list[nn.Parameter], scaled: bool, clip: float | None) -> tuple[Operation, ...]:
-    """What is done to the gradients of all of these together before the update. One may stand for several that are alike.
+    """The operations on all gradients before the update: unscale and clip.
 
-    scaled  by a loss scale, so that they are divided by it and looked at; clip: the job's, None for none
+    parameters  a parameter may be in the list several times, for several equal ones
+    scaled      the loss is scaled (fp16), so gradients are divided by the scale and checked for inf
+    clip        the largest gradient norm; None for no clipping
     """
     if not scaled and clip is None:
         return ()

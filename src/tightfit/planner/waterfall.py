@@ -1,4 +1,5 @@
-"""The way from one device, fp32, everything kept, to a plan: method by method, in bytes and seconds."""
+"""Show how each method changes memory and time, from one device in fp32 with everything saved to a
+plan."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tightfit.planner.estimate import Estimator
 
 @dataclass(frozen=True)
 class Stage:
-    """One method more: what it sets, and the peak bytes and seconds of a step with it and all above."""
+    """One more method: the plan fields that it sets, and the peak bytes and seconds per step with
+    this method and all before it."""
 
     method: str
     said: str
@@ -22,8 +24,11 @@ class Stage:
 
 
 def waterfall(estimator: Estimator, plan: Plan) -> list[Stage]:
-    """From the reference plan to `plan`, first the methods that distribute the job over devices, then those of one device, each
-    group in the order of METHODS. Methods that the plan does not use are left out."""
+    """The rows from the reference plan to `plan`.
+
+    Methods that distribute the job over devices come first, then those of one device, each group
+    in the order of METHODS. Methods that the plan does not use are left out.
+    """
     whole, differences = Plan(), plan.differences()
     first = estimator.settle(estimator.estimate(whole))
     stages = [Stage("one device, fp32, keep everything", "", first.peak_bytes, first.time.step_s)]
