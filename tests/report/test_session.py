@@ -383,9 +383,9 @@ def test_a_process_that_the_system_ends_is_said(tmp_path: Path) -> None:
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     assert said.splitlines()[-2:] == [
-        "tightfit: TightfitError: process 1 was ended by SIGKILL, as a system does when memory runs out: "
-        "a smaller plan.micro_batch, plan.recompute, or fewer processes take less",
-        "  what was saved is kept: --resume goes on from there",
+        "tightfit: TightfitError: process 1 was ended by SIGKILL, as the system does when memory runs out: "
+        "a smaller plan.micro_batch, plan.recompute or fewer processes need less",
+        "  the saved checkpoints are kept: --resume continues from the newest",
     ]
     assert "Traceback" not in said
     assert list((out / "checkpoints").glob("step-*"))

@@ -218,7 +218,7 @@ def _plain_name(model: nn.Module) -> str:
 
 def checkpoints(folder: str | Path) -> list[Path]:
     """The complete checkpoints under `folder`, oldest first."""
-    files = (STATE, CHECKSUMS, EARLIER)  # one is enough: resume reports a checkpoint that lost a file
+    files = (STATE, CHECKSUMS, EARLIER)  # one is enough: resume reports those that are missing
     return sorted(path for path in Path(folder).glob("step-*") if any((path / name).exists() for name in files))
 
 

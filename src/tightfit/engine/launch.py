@@ -108,9 +108,9 @@ def start_processes(count: int) -> int:
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(listening.getsockname()[1]),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch's name for it: the launcher hosts the store
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher hosts the store
     }
-    shown = ["--traceback"] if "--traceback" in sys.orig_argv else []  # main() has removed it from argv
+    shown = ["--traceback"] if "--traceback" in sys.orig_argv else []  # main() removed it
     command = [sys.executable, "-m", "tightfit", *shown, *_without_nproc(sys.argv[1:])]
     children: list[subprocess.Popen[bytes]] = []
     asked: set[int] = set()
@@ -125,7 +125,7 @@ def start_processes(count: int) -> int:
     try:
         for rank in range(count):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            if not asked:  # a session of its own: a terminal's Ctrl-C is forwarded once, from here
+            if not asked:  # own session: a terminal's Ctrl-C is forwarded once, from here
                 children.append(subprocess.Popen(command, env={**environ, **place}, start_new_session=True))
         return _wait_for(children, asked, listening) if len(children) == count else 128 + min(asked)
     finally:

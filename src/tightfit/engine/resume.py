@@ -204,7 +204,7 @@ def _parts(run: Run, saved: Reader, counts: dict[str, dict[str, Any]]) -> dict[i
             value = unpack(name, packed, torch.empty(shapes[owner], device=run.device))
         if divided and lies_as(name, value, shapes[owner]):
             value = part(run, weight, value)
-        return value.clone() if isinstance(value, Tensor) else value  # the mapped memory is the file's
+        return value.clone() if isinstance(value, Tensor) else value  # the file is mapped
 
     return {
         number: {name: taken(owner, weight, name, value) for name, value in found[owner].items()}
