@@ -36,7 +36,7 @@ def has_fast_bf16(machine: Machine) -> bool:
     the GPU's generation."""
     measured = machine.matrix_flops_per_s
     glanced = any(figure.source == "glance" for figure in measured.values())
-    if "fp32" in measured and not glanced:  # the table and a calibration have every type of the device
+    if "fp32" in measured and not glanced:  # both sources have every dtype of the device
         return "bf16" in measured and measured["bf16"].value > WORTH * measured["fp32"].value
     if machine.device == "cuda":
         generation = GENERATIONS.get(machine.architecture)

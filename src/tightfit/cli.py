@@ -1,4 +1,7 @@
-"""The command line: one verb a command, each a few lines that call the library. Heavy imports wait until they are needed."""
+"""The command line: one verb for each command, each a few lines that call `report/`.
+
+Heavy imports are inside the commands, so that `tightfit --help` is fast.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +119,8 @@ def explain(
     changes: Changes = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict where each byte and millisecond of a step will go, and choose the fastest plan that fits."""
+    """Predict where each byte and millisecond of a step will go, and choose the fastest plan that
+    fits."""
     from tightfit.report.commands import explain_command
 
     explain_command(job, plan, machine, memory, top, analyze, picture, changes or [], as_json, timeline)

@@ -171,7 +171,7 @@ def explain_validation(cls: type[BaseModel], error: ValidationError, where: str)
     if isinstance(inner, InputError):
         named = not path or str(path[-1]) in inner.asked
         return inner if named else InputError(f"{place}: {inner.asked}", inner.found, inner.fix)
-    branches = [detail for detail in details if _path(detail) == path]  # one for each type of a union
+    branches = [detail for detail in details if _path(detail) == path]  # a union's types
     fixes = dict.fromkeys(_fix(cls, path, detail) for detail in branches)
     return InputError(place, _found(first), ", or ".join(fixes))
 
@@ -197,7 +197,7 @@ def _path(detail: ErrorDetails) -> list[int | str]:
     types."""
     *outer, last = detail["loc"] or ("",)
     kept = [part for part in outer if not _is_branch(part)]
-    own = detail["type"] == "extra_forbidden" or (last != "" and not _is_branch(last))  # an unknown field has any name
+    own = detail["type"] == "extra_forbidden" or (last != "" and not _is_branch(last))  # or any name
     return [*kept, last] if own else kept
 
 

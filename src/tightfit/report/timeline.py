@@ -1,4 +1,4 @@
-"""Which device of a pipeline does what when, as text; report/picture.py draws it."""
+"""A pipeline schedule over time, as text. report/picture.py draws it as a picture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def timeline_text(slots: Sequence[Slot], width: int = 100) -> list[str]:
-    """A line for each device: digits are forwards by micro-batch, letters backwards, + weights' gradients, . waiting."""
+    """A line for each pipeline rank: digits are forwards, by micro-batch, letters backwards, +
+    weights' gradients, dots the bubble.
+
+    width  characters for the whole step
+    """
     end, devices = max(slot.end for slot in slots), 1 + max(slot.device for slot in slots)
     lines = []
     for device in range(devices):
