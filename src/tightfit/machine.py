@@ -176,7 +176,9 @@ class Machine(Value):
         if "estimated" in sources:
             return "an estimate from the GPU's processors and clock; tightfit machine --calibrate measures it"
         glanced = "glance" in sources
-        return "from a quick calibration of seconds; tightfit machine --calibrate measures it closely" if glanced else ""
+        return (
+            "from a quick calibration of seconds; tightfit machine --calibrate measures it closely" if glanced else ""
+        )
 
     @property
     def is_here(self) -> bool:

@@ -197,7 +197,7 @@ def _path(detail: ErrorDetails) -> list[int | str]:
     types."""
     *outer, last = detail["loc"] or ("",)
     kept = [part for part in outer if not _is_branch(part)]
-    own = detail["type"] == "extra_forbidden" or (last != "" and not _is_branch(last))  # or any name
+    own = detail["type"] == "extra_forbidden" or (last != "" and not _is_branch(last))  # any name
     return [*kept, last] if own else kept
 
 

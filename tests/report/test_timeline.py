@@ -50,4 +50,4 @@ def test_explain_draws_the_pipeline_and_refuses_where_there_is_none(tmp_path: Pa
     alone = [*command[:3], "a100-80gb", *command[4:], "--set", "plan.compile=none"]
     refused = CliRunner().invoke(app, alone)
     assert isinstance(refused.exception, InputError)
-    assert "the plan is no pipeline" in str(refused.exception)
+    assert "the plan has no pipeline" in str(refused.exception)

@@ -16,7 +16,7 @@ from tightfit.plan import Plan
 from tightfit.rules import check
 
 _SAID = ("can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "alloc_failed")
-_SAID_BY_ONEDNN = "could not create a primitive"  # the whole message; for other reasons it says more
+_SAID_BY_ONEDNN = "could not create a primitive"  # nothing follows it
 
 
 @contextmanager
