@@ -176,21 +176,21 @@ class Ledger:
                 if passage.timeline not in known:
                     known[passage.timeline] = play(passage.timeline, self.micro_batch)
                 played = known[passage.timeline]
-                travelling: dict[str, float] = {"gradients": arrived}
+                reduced_rows: dict[str, float] = {"gradients": arrived}
                 then, made = played.made
                 if sends and self.sent is not None:
-                    travelling = self._travelling(done + then, whole, arrived)
+                    reduced_rows = self._bucket_rows(done + then, whole, arrived)
                 if self.gathered is not None:
                     parts = max(arrived, done * self.gathered.widened / self.gathered.devices)
-                    travelling = self._gathered(passage, parts, reducing=done > 0 or self.stage is not None)
-                yield passage.phase, passage.part, _sum(_sum(rows, played.largest), travelling)
+                    reduced_rows = self._unsharded_rows(passage, parts, reducing=done > 0 or self.stage is not None)
+                yield passage.phase, passage.part, _sum(_sum(rows, played.largest), reduced_rows)
                 rows = _sum(rows, played.net)
                 if sends and self.sent is not None and made:
                     if visit.later and not self.sent.always:  # the sums move to the buckets
                         rows = _sum(rows, {"gradients": -made})
                     done += made
                     last = {"temporaries": played.gradient}
-                    yield passage.phase, passage.part, _sum(_sum(rows, self._travelling(done, whole, arrived)), last)
+                    yield passage.phase, passage.part, _sum(_sum(rows, self._bucket_rows(done, whole, arrived)), last)
                 if self.gathered is not None and passage.block is not None:  # leaves a shard
                     if made:
                         summed = self.gathered.reduced * (1 + 1 / self.gathered.devices)
@@ -227,7 +227,7 @@ class Ledger:
             bucket = min(self.sent.bucket, whole)
             yield "optimizer", "gather", _sum_all(rows, {"communication": bucket})
 
-    def _travelling(self, done: float, whole: float, arrived: float) -> dict[str, float]:
+    def _bucket_rows(self, done: float, whole: float, arrived: float) -> dict[str, float]:
         """Bytes by row of shards and buckets when `done` bytes of gradients are complete, and
         `arrived` bytes of earlier micro-batches' gradients exist."""
         assert self.sent is not None
@@ -236,7 +236,7 @@ class Ledger:
             found["communication"] += 2 * self.sent.bucket / self.sent.devices
         return {**found, "gradients": max(found["gradients"], arrived)}
 
-    def _gathered(self, passage: Passage, arrived: float, reducing: bool) -> dict[str, float]:
+    def _unsharded_rows(self, passage: Passage, arrived: float, reducing: bool) -> dict[str, float]:
         """Bytes by row beside a segment's own buffers under ZeRO-3.
 
         The unsharded parameters of its block; the next block's, which are prefetched in backward;
@@ -280,23 +280,23 @@ class Ledger:
             for number, program in enumerate(programs):
                 yield Visit(program, sent is not None and (sent.always or number == len(programs) - 1), number > 0)
             return
-        stage = self.stage
-        backward = {piece: self.passes(part.backward, 2) for piece, part in stage.parts.items()}
-        weights = {piece: self.passes(part.weights, 2) for piece, part in stage.parts.items()}
+        own = self.stage
+        backward = {stage: self.passes(part.backward, 2) for stage, part in own.parts.items()}
+        weights = {stage: self.passes(part.weights, 2) for stage, part in own.parts.items()}
         seen: set[tuple[str, int]] = set()
-        for number, action in enumerate(stage.table[stage.device]):
-            kind, piece, place = action.kind, action.chunk, action.micro_batch % self.micro_batches
-            allocate, free = _messages(stage.beside(number), "forward" if kind == FORWARD else "backward")
+        for number, action in enumerate(own.table[own.device]):
+            kind, stage, place = action.kind, action.chunk, action.micro_batch % self.micro_batches
+            allocate, free = _messages(own.beside(number), "forward" if kind == FORWARD else "backward")
             if kind == FORWARD:
-                yield Visit((allocate, *stage.parts[piece].forward, free), False, False, ends=False)
+                yield Visit((allocate, *own.parts[stage].forward, free), False, False, ends=False)
                 continue
-            last, completes = place == self.micro_batches - 1, kind == WEIGHTS or not stage.parts[piece].weights
-            later = place > 0 if stage.continuous else (kind, piece) in seen
-            passages = (weights if kind == WEIGHTS else backward)[piece][int(later)]
+            last, completes = place == self.micro_batches - 1, kind == WEIGHTS or not own.parts[stage].weights
+            later = place > 0 if own.continuous else (kind, stage) in seen
+            passages = (weights if kind == WEIGHTS else backward)[stage][int(later)]
             sends = sent is not None and (sent.always or last) and completes
-            updates = last and completes and stage.continuous
+            updates = last and completes and own.continuous
             yield Visit((allocate, *passages, free), sends, later, ends=completes, updates=updates)
-            seen.add((kind, piece))
+            seen.add((kind, stage))
 
     def passes(self, training: tuple[Passage, ...], micro_batches: int) -> list[tuple[Passage, ...]]:
         """The recorded steps of the first micro-batch and, if there are more, of a later one, as

@@ -186,9 +186,9 @@ def _layout(run: Run, tensors: Tensors, writers: int) -> tuple[list[int], Layout
     seen: set[str] = set()
     mine: list[int] = []
     total = sum(tensors.sizes.values())
-    pieces = _stages(run, (laid_out(tensors.sizes, file_bytes(total, writers)), total))
-    here = run.mesh.rank("pp") if run.mesh is not None and len(pieces) > 1 else 0
-    for place, (layout, _) in enumerate(pieces):
+    by_stage = _stages(run, (laid_out(tensors.sizes, file_bytes(total, writers)), total))
+    here = run.mesh.rank("pp") if run.mesh is not None and len(by_stage) > 1 else 0
+    for place, (layout, _) in enumerate(by_stage):
         left = [[name for name in names if name not in seen] for names in layout]
         for names in filter(None, left):
             seen.update(names)
@@ -196,7 +196,7 @@ def _layout(run: Run, tensors: Tensors, writers: int) -> tuple[list[int], Layout
             found.append(names)
     if not found:  # an optimizer without states
         found, mine = [[]], [0] if here == 0 else []
-    return mine, found, sum(size for _, size in pieces)
+    return mine, found, sum(size for _, size in by_stage)
 
 
 def _describe(run: Run, folder: Path) -> None:
@@ -236,7 +236,7 @@ def newest(folder: str | Path) -> Path:
 
 def _state(run: Run, step: int, states: Tensors) -> dict[str, Any]:
     """The content of state.json: all that is no tensor."""
-    counts = {name: value for piece in _stages(run, states.counts) for name, value in piece.items()}
+    counts = {name: value for one in _stages(run, states.counts) for name, value in one.items()}
     return {
         "step": step,
         "job": json.loads(run.job.to_json()),

@@ -185,7 +185,7 @@ def _load_model(run: Run, saved: Reader) -> None:
 def _parts(run: Run, saved: Reader, counts: dict[str, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """The saved states in the form of the optimizer's state_dict, by number; this device's shards
     of sharded states."""
-    divided, names = is_divided(run), names_of(run)
+    sharded, names = is_divided(run), names_of(run)
     shapes = {name: whole_shape(run, name, p) for name, p in run.model.named_parameters()}
     found: dict[str, dict[str, Any]] = {owner: dict(counts.get(owner, {})) for owner, _ in names}
     for key in sorted(saved.names):
@@ -197,12 +197,12 @@ def _parts(run: Run, saved: Reader, counts: dict[str, dict[str, Any]]) -> dict[i
             found[owner][name] = saved.get(key)
 
     def taken(owner: str, weight: Tensor, name: str, value: Any) -> Any:
-        if isinstance(value, dict) and not divided:
+        if isinstance(value, dict) and not sharded:
             return {what: tensor.clone() for what, tensor in value.items()}
         if isinstance(value, dict):
             packed = {what: tensor.to(run.device) for what, tensor in value.items()}
             value = unpack(name, packed, torch.empty(shapes[owner], device=run.device))
-        if divided and lies_as(name, value, shapes[owner]):
+        if sharded and lies_as(name, value, shapes[owner]):
             value = part(run, weight, value)
         return value.clone() if isinstance(value, Tensor) else value  # the file is mapped
 

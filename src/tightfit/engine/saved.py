@@ -61,7 +61,7 @@ def states_of(run: Run) -> Tensors:
     States that are stored packed, in 8 or 4 bits, are saved as their parts, such as
     "exp_avg.codes:layers.0.weight". If they are sharded they are saved in fp32.
     """
-    states, divided = run.optimizer.state_dict()["state"], is_divided(run)
+    states, sharded = run.optimizer.state_dict()["state"], is_divided(run)
     shapes = {name: whole_shape(run, name, p) for name, p in run.model.named_parameters()}
     sizes: dict[str, int] = {}
     makers: dict[str, Callable[[], Tensor]] = {}
@@ -69,14 +69,14 @@ def states_of(run: Run) -> Tensors:
     for number, (owner, weight) in enumerate(names_of(run)):
         for name, value in states.get(number, {}).items():
             key = f"{name}:{owner}"
-            if isinstance(value, dict) and not divided:
+            if isinstance(value, dict) and not sharded:
                 for what, tensor in value.items():
                     key = f"{name}.{what}:{owner}"
                     sizes[key], makers[key] = tensor.nbytes, partial(_same, tensor)
-            elif isinstance(value, dict) or (divided and lies_as(name, value, weight.shape)):
+            elif isinstance(value, dict) or (sharded and lies_as(name, value, weight.shape)):
                 width = 4 if isinstance(value, dict) else value.dtype.itemsize
                 sizes[key] = shapes[owner].numel() * width
-                makers[key] = partial(_brought_together, run, weight, name, value)
+                makers[key] = partial(_unsharded, run, weight, name, value)
             elif isinstance(value, Tensor):
                 sizes[key], makers[key] = value.nbytes, partial(_same, value)
             else:
@@ -88,7 +88,7 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _brought_together(run: Run, weight: Tensor, name: str, value: Tensor | dict[str, Tensor]) -> Tensor:
+def _unsharded(run: Run, weight: Tensor, name: str, value: Tensor | dict[str, Tensor]) -> Tensor:
     value = unpack(name, value, weight) if isinstance(value, dict) else value
     return whole(run, weight, value.to(weight.device))
 

@@ -376,10 +376,10 @@ def gradient_norm(run: Run, mesh: Mesh) -> torch.Tensor:
             real, dtype=torch.promote_types(real.dtype, torch.float32)
         ).square()
     squares[1] /= mesh.size("tp")
-    divided = run.reduction.parts if run.reduction is not None else ()
+    sharded_over = run.reduction.parts if run.reduction is not None else ()
     if run.plan.servers:  # the server has all gradients, the workers none
-        divided = (*divided, "dp_replicate")
-    return mesh.sum(squares, (*divided, "tp", "pp")).sum().sqrt()
+        sharded_over = (*sharded_over, "dp_replicate")
+    return mesh.sum(squares, (*sharded_over, "tp", "pp")).sum().sqrt()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -72,9 +72,9 @@ def _amd(half: int, clock: float, bandwidth: float) -> Generation:
     return Generation({"fp32": 256, "fp16": half, "bf16": half}, clock * 1e9, bandwidth * 1e9)
 
 
-# Of NVIDIA's whitepapers on Volta, Turing, Ampere (GA100, GA102), Ada, Hopper and Blackwell, and
-# AMD's on CDNA 1 to 4: processors
-# x clock x these is the peak that the table has, within 10 % for each device that it names.
+# From NVIDIA's whitepapers on Volta, Turing, Ampere (GA100, GA102), Ada, Hopper and Blackwell, and
+# AMD's on CDNA 1 to 4. Processors x clock x these FLOPs gives the device table's peak, within 10 %
+# for each device that the table names.
 GENERATIONS = {
     "sm_70": _nvidia(128, 1024, 1.53, 900, narrow=False),
     "sm_72": _nvidia(128, 1024, 1.4, 137, narrow=False),

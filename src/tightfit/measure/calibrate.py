@@ -117,8 +117,7 @@ def _links(machine: Machine, sums_s: dict[int, float] | None, now: float) -> dic
 
 
 def _all_reduces_here_s(machine: Machine, say: Callable[[str], None]) -> dict[int, float] | None:
-    """`_all_reduces_s` on this machine's devices; None if there is only one GPU, or if the processes
-    fail."""
+    """`_all_reduces_s` on this machine's devices; None with only one GPU, or if they fail."""
     if machine.device == "cuda" and machine.devices_per_node < 2:
         say("no links between GPUs, because there is one GPU: published figures of links are kept")
         return None

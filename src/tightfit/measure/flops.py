@@ -37,7 +37,7 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
     gives None.
     """
 
-    divided = (
+    sharded = (
         run.plan.tp > 1
         or run.plan.pp > 1
         or any(isinstance(parameter, DTensor) for parameter in run.model.parameters())
@@ -46,10 +46,10 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
     class Total(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = model_factory(run.job.model)() if divided else run.model  # the full one
+            self.model = model_factory(run.job.model)() if sharded else run.model  # the full one
 
         def forward(self, inputs: Batch) -> Tensor:
-            if divided:
+            if sharded:
                 loss = run.job.loss
                 loss = load_python(loss.python) if isinstance(loss, LossSpec) else loss
                 return objective_of(loss, task_of(run.job.model)).total(self.model, inputs)
@@ -58,10 +58,10 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     counter = FlopCounterMode(display=False, custom_mapping={GROUPED_PRODUCT: grouped_flops})
     try:
-        with tensors_kept_out(), fake if divided else nullcontext():
+        with tensors_kept_out(), fake if sharded else nullcontext():
             total = Total()
         state: dict[str, Tensor] = {
-            name: tensor if divided else fake.from_tensor(tensor.detach())
+            name: tensor if sharded else fake.from_tensor(tensor.detach())
             for name, tensor in [*total.named_parameters(), *total.named_buffers()]
         }
         inputs = map_tensors(lambda tensor: fake.from_tensor(tensor.to(run.device)), batch)

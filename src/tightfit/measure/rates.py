@@ -156,7 +156,7 @@ def _batched(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         yield size, 2.0 * 64 * 64 * length**2, _in_turn(torch.bmm, inputs)
 
 
-CHANNELS = ((4, 16), (16, 16), (16, 32), (16, 64), (16, 128))  # (samples, channels) of images of 32 x 32
+CHANNELS = ((4, 16), (16, 16), (16, 32), (16, 64), (16, 128))  # (samples, channels), 32 x 32 pixels
 LARGE_CHANNELS = ((64, 128), (64, 256), (128, 512))  # of a GPU
 
 
@@ -441,7 +441,8 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "tanh": _of_bytes(torch.tanh, 2),
     "random": _of_bytes(lambda values: values.bernoulli_(0.9), 2),
     "cast": _cast,
-    "copy": _of_bytes(lambda values: values.view(-1, 8, 8, 64).transpose(1, 2).contiguous(), 2),  # heads of attention
+    # attention's heads, transposed
+    "copy": _of_bytes(lambda values: values.view(-1, 8, 8, 64).transpose(1, 2).contiguous(), 2),
     "reduction": _of_bytes(lambda values: functional.layer_norm(values, (512,)), 2),
     "softmax": _softmax,
     "gather": _gather,

@@ -89,7 +89,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        return all(error <= allowed for error, allowed in self.compared().values())  # False for NaN, too
+        return all(error <= allowed for error, allowed in self.compared().values())  # NaN: False
 
     @property
     def tolerance(self) -> float:

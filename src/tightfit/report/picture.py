@@ -96,9 +96,9 @@ def draw_timeline(slots: Sequence[Slot], title: str, file: Path) -> None:
         length = slot.end - slot.start
         bar: dict[str, Any] = {"color": fill, "edgecolor": line, "linewidth": 0.6, "height": 0.8}
         axes.barh(slot.device, length, left=slot.start, **bar)
-        piece = slot.action.chunk // devices
-        if piece:
-            shade = _SHADES[min(piece, len(_SHADES) - 1)]
+        virtual_stage = slot.action.chunk // devices
+        if virtual_stage:
+            shade = _SHADES[min(virtual_stage, len(_SHADES) - 1)]
             axes.barh(slot.device, length, left=slot.start, height=0.8, color="black", alpha=shade, linewidth=0)
         if length > 0.014 * end:
             axes.text(slot.start + length / 2, slot.device, str(slot.action.micro_batch), ha="center", va="center")

@@ -27,6 +27,6 @@ def timeline_text(slots: Sequence[Slot], width: int = 100) -> list[str]:
             first, last = round(slot.start / end * width), round(slot.end / end * width)
             cells[first : max(last, first + 1)] = mark * (max(last, first + 1) - first)
         busy = sum(slot.end - slot.start for slot in own) / end
-        lines.append(f"device {device:<3} {''.join(cells[:width])} {busy:4.0%} at work")
+        lines.append(f"device {device:<3} {''.join(cells[:width])} {busy:4.0%} busy")
     note = "digits: forward of that micro-batch, letters: backward, +: weights' gradients, dots: waiting"
     return [*lines, f"{'':10} {format_seconds(end)} from end to end; {note}"]
