@@ -80,7 +80,7 @@ class ModelSpec(Value):
     task: Task | None = None
     blocks: str | None = Field(None, description="name of the list of repeated blocks, where it is not found by itself")
     tensor_parallel: dict[str, str] | None = Field(
-        None, description="which modules tp divides how: {blocks.*.up: colwise, blocks.*.down: rowwise}"
+        None, description="how tp shards which modules: {blocks.*.up: colwise, blocks.*.down: rowwise}"
     )
     config: dict[str, Any] = Field(default_factory=dict, description="transformers config keys")
 
@@ -203,8 +203,8 @@ class Train(Value):
     base_batch: int | None = Field(None, gt=0, description="the batch the learning rate was chosen for")
     checkpoint_every: Annotated[int, Field(gt=0)] | Literal["end", "never"] | None = Field(
         None,
-        description="save after every so many steps and at the end; end: at the end only, as where it is left out; never: not even "
-        "where a signal ends the training",
+        description="save after every so many steps and at the end; end (the default): only at the end; never: not even "
+        "if a signal ends the training",
     )
     keep_checkpoints: int = Field(2, gt=0)
     evaluate_every: int | None = Field(None, gt=0)
@@ -237,7 +237,7 @@ class Train(Value):
         if self.norm_clamp is not None and not 0 <= self.norm_clamp[0] <= self.norm_clamp[1]:
             raise InputError(
                 "job: train.norm_clamp",
-                f"{list(self.norm_clamp)} are no norms, the smaller one first",
+                f"{list(self.norm_clamp)} are not two norms, the smaller one first",
                 "use two numbers such as [0, 10]",
             )
         if any(not 0 <= beta < 1 for beta in self.betas):

@@ -6,11 +6,11 @@ ledger holds for every micro-batch size. The profiler makes the first ledger fro
 method's `cost` returns an edited one. `peak` replays the whole step and finds the instant with the
 most memory.
 
-Example: Llama-like blocks, fp32, one device, 1,000 MiB of trainable parameters, AdamW. The rows
-that live through a step are parameters 1,000 and optimizer 2,000 MiB. Forward adds saved
-activations, and backward frees them while gradients grow to 1,000 MiB. The peak is where the sum is
-largest: with large micro-batches at the begin of backward, with small ones at its end or in the
-update.
+Example: one device, fp32, AdamW, 1,000 MiB of parameters. Parameters (1,000) and optimizer states
+(2,000) live through the whole step. Forward adds the saved activations. Backward frees them while
+the gradients grow to 1,000. With 4,000 MiB of saved activations the peak is about 7,000 MiB, at the
+begin of backward. With 500 MiB it is about 4,000 MiB, at the end of backward or in the update.
+Temporaries come on top.
 """
 
 from __future__ import annotations

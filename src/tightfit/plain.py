@@ -58,7 +58,7 @@ def _check(content: Any, where: str, path: tuple[str, ...], depth: int) -> None:
 
     if isinstance(content, str):
         if "\0" in content or any("\ud800" <= letter <= "\udfff" for letter in content):
-            refuse("holds a zero byte or half a surrogate pair, which no name or path has", "write it without")
+            refuse("contains a zero byte or half a surrogate pair, which no name or path has", "write it without")
     elif isinstance(content, int):
         if content.bit_length() > MOST_BITS:
             refuse("is a number beyond 64 bits", f"write one of at most {2**MOST_BITS - 1}")
@@ -109,7 +109,7 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._depth -= 1
         if is_alias and id(node) not in self._sizes:
-            refuse("an alias of what it stands in")
+            refuse("an alias of a value that contains the alias")
         self._nodes += self._sizes[id(node)] if is_alias else 1
         if self._nodes > MOST_NODES:
             refuse(f"more than {MOST_NODES} values")
@@ -134,7 +134,9 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key, yaml.ScalarNode) and key.tag != f"{_TAG}merge":
                 if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"{key.value!r} is written twice", key.start_mark
+                    )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 

@@ -228,7 +228,7 @@ def place_of(thread: int | None) -> str:
 def _said(who: str, seconds: float, mine: Note, rank: int, why: str) -> str:
     return (
         f"{who} for {_minutes(seconds)}: {why}; rank {rank} waits in {_step(mine)}, {mine.operation}{mine.where}\n"
-        "  fix: see what holds it up there; --resume goes on from the newest checkpoint, --timeout MINUTES waits longer"
+        "  fix: look there for the cause; --resume continues from the newest checkpoint, --timeout MINUTES waits longer"
     )
 
 
