@@ -41,7 +41,7 @@ def says_nothing(rank: int, folder: str, backend: str, sender: Any) -> None:
     ("sums", "limit_s", "said"),
     [
         (dies, 60.0, "a process ended with code 7"),
-        (hangs, 0.2, "did not send each other anything within 0.2 s"),
+        (hangs, 0.2, "did not finish their all-reduces within 0.2 s"),
         (says_nothing, 60.0, "ended without an answer"),
     ],
 )
@@ -67,7 +67,7 @@ def test_figures_stay_where_nothing_could_be_measured(monkeypatch: pytest.Monkey
         raise TightfitError("a process ended with code 7")
 
     monkeypatch.setattr(calibrate, "_all_reduces_s", fails)
-    with pytest.warns(TightfitWarning, match=r"stays as it was: a process ended with code 7"):
+    with pytest.warns(TightfitWarning, match=r"its figures are unchanged: a process ended with code 7"):
         found = calibrate._all_reduces_here_s(H100, print)
     assert calibrate._links(H100, found, 1.0) == {}
 
