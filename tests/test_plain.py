@@ -57,10 +57,10 @@ WRONG: list[tuple[str, str, str]] = [
         ":3: not valid YAML .nested more than 32",
     ),
     ("an alias bomb", BOMB, "not valid YAML .more than 50000 values"),
-    ("an alias of itself", "model: &a {config: *a}\n", "an alias of what it stands in"),
+    ("an alias of itself", "model: &a {config: *a}\n", "an alias of a value that contains the alias"),
     ("a tag of Python's", "model: !!python/name:os.system\n", "not valid YAML"),
     ("a tag that does not suit", "model: !!int abc\n", "'abc' is no int"),
-    ("a zero byte", f'model: {{from: "a\\0b"}}\n{REST}', "model.from: holds a zero byte"),
+    ("a zero byte", f'model: {{from: "a\\0b"}}\n{REST}', "model.from: contains a zero byte"),
     ("half a pair", f'model: {{from: "\\ud800"}}\n{REST}', "half a surrogate"),
     (
         "base 60",

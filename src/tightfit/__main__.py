@@ -1,6 +1,7 @@
-"""The entry of `tightfit` and `python -m tightfit`: runs a command and turns what goes wrong into an exit code.
+"""The entry point of `tightfit` and `python -m tightfit`: runs a command and turns errors into exit
+codes.
 
-0 done, 1 the run failed, 2 the input is wrong, 3 it does not fit; 128 and the signal's number where a signal ended it.
+0 done, 1 the run failed, 2 the input is wrong, 3 it does not fit, 128 + n if signal n ended it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import NoReturn
 
 
 def main() -> None:
-    """Run the command line. Errors end in a message and an exit code; --traceback before the command shows where."""
+    """Run the command line. Errors print a message and set the exit code; --traceback shows the
+    traceback."""
     from tightfit.errors import TightfitError
 
     show = "--traceback" in sys.argv
@@ -42,8 +44,8 @@ def main() -> None:
 
 
 def _end(code: str | int | None) -> NoReturn:
-    """Exit. A process that leaves others behind in the middle of something does so at once: what its threads still wait for would
-    keep it, or end it in another way."""
+    """Exit. A failing process of a distributed training exits at once, because threads that wait in
+    collectives would block it or change its exit code."""
     group = sys.modules.get("torch.distributed.distributed_c10d")
     if code and isinstance(code, int) and group is not None and group.is_initialized() and group.get_world_size() > 1:
         sys.stdout.flush()

@@ -1,6 +1,7 @@
-"""What a machine can do beside its rates: which precisions are fast on it, and whether torch.compile has what it needs.
+"""Capabilities of a machine: which precisions are fast on it, and whether torch.compile has what it
+needs.
 
-Imports no torch: a command asks this before it decides how the process starts.
+It imports no torch, because a command asks this before it decides how the process starts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tightfit.machine import FLOAT8, Machine
 from tightfit.machines.gpus import GENERATIONS, multiplies_float8
 
 LARGE = 4096  # rows, columns and depth of a large product
-WORTH = 1.2  # a precision is fast where it multiplies this many times as fast as fp32
+WORTH = 1.2  # a precision is fast if its matrix products are this many times as fast as fp32's
 
 
 def has_fast_fp16(machine: Machine) -> bool:
@@ -26,16 +27,17 @@ def has_fast_fp16(machine: Machine) -> bool:
 
 
 def has_fast_tf32(machine: Machine) -> bool:
-    """Whether fp32 products are faster with factors in tf32, as the table has it, or a calibration."""
+    """Whether products are faster in tf32 than in fp32, by the device table or a calibration."""
     known = machine.matrix_flops_per_s
     return "tf32" in known and "fp32" in known and known["tf32"].value > WORTH * known["fp32"].value
 
 
 def has_fast_bf16(machine: Machine) -> bool:
-    """Whether bf16 products are faster than fp32 here: as measured, else by the processor's instructions or the GPU's age."""
+    """Whether bf16 products are faster than fp32: as measured, else by the CPU's instructions or
+    the GPU's generation."""
     measured = machine.matrix_flops_per_s
     glanced = any(figure.source == "glance" for figure in measured.values())
-    if "fp32" in measured and not glanced:  # the table, or a calibration, has every type that the device multiplies
+    if "fp32" in measured and not glanced:  # both sources have every dtype of the device
         return "bf16" in measured and measured["bf16"].value > WORTH * measured["fp32"].value
     if machine.device == "cuda":
         generation = GENERATIONS.get(machine.architecture)
@@ -59,9 +61,11 @@ def can_compile(machine: Machine) -> bool:
 
 
 def lacking_to_compile(machine: Machine) -> str:
-    """What torch.compile needs and does not find here, in words; empty for a machine of the table, which is taken to have it.
+    """What torch.compile needs and does not find on this machine, in words; empty if nothing is
+    missing.
 
-    For processors it writes C++. For CUDA devices it brings Triton, which compiles a stub in C for each kernel.
+    A machine of the device table is assumed to have everything. For CPUs torch.compile generates
+    C++. For CUDA devices it uses Triton, which compiles a C stub for each kernel.
     """
     if machine.device == "cuda" and not machine.is_here:
         return ""

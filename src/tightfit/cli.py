@@ -1,4 +1,7 @@
-"""The command line: one verb a command, each a few lines that call the library. Heavy imports wait until they are needed."""
+"""The command line: one verb for each command, each a few lines that call `report/`.
+
+Heavy imports are inside the commands, so that `tightfit --help` is fast.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,7 @@ Changes = Annotated[
 ]
 Timeout = Annotated[
     float,
-    typer.Option(
-        "--timeout", min=0.01, metavar="MINUTES", help="wait so long for a process that does not answer, then end all"
-    ),
+    typer.Option("--timeout", min=0.01, metavar="MINUTES", help="how long to wait for a process that does not answer"),
 ]
 Interface = Annotated[
     str | None,
@@ -45,10 +46,10 @@ def train(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="where the run's files go; left out, runs/<job name>")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint in --out")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint in --out")] = False,
     nproc: Annotated[
         int,
-        typer.Option("--nproc", min=1, metavar="N", help="processes of this host that train together, a device each"),
+        typer.Option("--nproc", min=1, metavar="N", help="processes on this host that train together, a device each"),
     ] = 1,
     timeout: Timeout = 10.0,
     interface: Interface = None,
@@ -59,12 +60,12 @@ def train(
             min=1,
             max=255,
             metavar="CODE",
-            help="exit code once SIGTERM or SIGUSR1 has ended the run, which is saved; left out, 143 or 138",
+            help="exit code after SIGTERM or SIGUSR1 has ended the run and it was saved; left out, 143 or 138",
         ),
     ] = None,
     changes: Changes = None,
 ) -> None:
-    """Train a job: plan what was left open, train, checkpoint, and leave a record."""
+    """Train a job: choose what its plan leaves open, train, checkpoint, and write a record."""
     from tightfit.report.commands import train_command
     from tightfit.report.together import Surroundings
 
@@ -79,7 +80,7 @@ def launch(
     skypilot: Annotated[bool, typer.Option("--skypilot", help="a task for sky launch")] = False,
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="hosts")] = 1,
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="devices of each host")] = 8,
-    accelerator: Annotated[str, typer.Option("--accelerator", help="of SkyPilot's hosts")] = "H100",
+    accelerator: Annotated[str, typer.Option("--accelerator", help="the GPUs of SkyPilot's hosts")] = "H100",
     changes: Changes = None,
 ) -> None:
     """Write the script that starts a training on several hosts."""
@@ -110,13 +111,14 @@ def explain(
     timeline: Annotated[
         Path | None,
         typer.Option(
-            "--timeline", metavar="FILE", help="draw which device of a pipeline does what when: FILE.svg, .png or .pdf"
+            "--timeline", metavar="FILE", help="draw the pipeline's schedule over time: FILE.svg, .png or .pdf"
         ),
     ] = None,
     changes: Changes = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict where each byte and millisecond of a step will go, and choose the fastest plan that fits."""
+    """Predict where each byte and millisecond of a step will go, and choose the fastest plan that
+    fits."""
     from tightfit.report.commands import explain_command
 
     explain_command(job, plan, machine, memory, top, analyze, picture, changes or [], as_json, timeline)
@@ -128,7 +130,7 @@ def verify(
     plan: PlanFile = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="optimizer steps to compare")] = 3,
     nproc: Annotated[
-        int, typer.Option("--nproc", min=1, metavar="N", help="processes of this host, a device each, for such a plan")
+        int, typer.Option("--nproc", min=1, metavar="N", help="processes on this host, for a plan of several devices")
     ] = 1,
     timeout: Timeout = 10.0,
     interface: Interface = None,
@@ -145,17 +147,17 @@ def verify(
 @app.command()
 def machine(
     name: Annotated[str | None, typer.Argument(metavar="[NAME[:COUNT[xNODES]]]", help="left out: this machine")] = None,
-    known: Annotated[bool, typer.Option("--list", help="the machines that are known by name")] = False,
+    known: Annotated[bool, typer.Option("--list", help="list the machines that are known by name")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="measure this machine (about a minute)")] = False,
     records: Annotated[
         list[Path] | None,
         typer.Option(
-            "--record", metavar="FILE", help="record.json of a run here: times are predicted by what it reached"
+            "--record", metavar="FILE", help="record.json of a run on this machine, to fit predicted times to"
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Show what this machine is and what it was measured to do, or what is known of another."""
+    """Show this machine's figures and their sources, or those of a known machine."""
     from tightfit.report.machine import machine_command
 
     machine_command(name, known, calibrate, records or [], as_json)

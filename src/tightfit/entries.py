@@ -1,4 +1,15 @@
-"""Entries: what a ledger is made of beside programs: parameters and their updates, and what travels between devices."""
+"""A ledger's entries beside its recorded steps: parameters, updates, communication, pipeline
+stages.
+
+`Ledger` holds them, and the methods' `cost` functions write them. All figures are those of one
+device.
+
+Example of `BucketedReduction`: 100 MiB of gradients, buckets of 25 MiB, and backward has completed
+60 MiB of gradients. The third bucket has begun, so buckets take 75 MiB. Without ZeRO (shards = 1)
+the buckets become the gradients: 75 MiB of gradients. With ZeRO-2 over 4 ranks (shards = 4) the
+reduce-scattered shards take 60 / 4 = 15 MiB of gradients, and two buckets are in memory at most,
+the one that is filled and the one that is reduced: 50 MiB of communication.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +20,19 @@ from tightfit.program import Linear, Operation, Passage
 from tightfit.timetable import FORWARD, WEIGHTS, Action, Timetable, taken_by
 
 NOTHING = Linear()
-EVERYWHERE = (-1, 10**9)  # of a buffer: before the blocks and after them, and it is small
+# places of a (small) buffer that belongs to no block: before the blocks and after them
+EVERYWHERE = (-1, 10**9)
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter or buffer of the model, in the type it is kept in.
+    """One parameter or buffer of the model, in the dtype that it is stored in.
 
-    places  where it is used: the numbers of blocks, -1 before them, their count after (see models/blocks.py)
+    shape      the unsharded shape's sizes
+    bytes      bytes of its storage
+    trainable  whether it gets a gradient; buffers and frozen parameters do not
+    places     where it is used: the numbers of blocks; -1 before the blocks, and the number of
+               blocks after them (see models/blocks.py)
     """
 
     name: str
@@ -27,6 +43,7 @@ class Parameter:
 
     @property
     def count(self) -> int:
+        """Its number of elements."""
         total = 1
         for size in self.shape:
             total *= size
@@ -35,20 +52,31 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What the optimizer does to one parameter: state it keeps, bytes it needs meanwhile, operations.
+    """What the optimizer does to one parameter.
 
-    unpacked_bytes  of state that is packed in blocks: what it takes where a device's part is not a whole number of them
-    elements  of a parameter that is updated in one batch with others: how many it has; dtype: its type. Of a batch, the first
-              update has the bytes and the operations of all
-    comes     bytes that are brought to the device for it while the update before it runs, of states and what else is offloaded;
-              leaves: bytes that go back while the one after it runs
+    state_bytes      optimizer states, which live from step to step
+    transient_bytes  temporary bytes during the update
+    operations       the update's kernels
+    foreach_bytes    the part of transient_bytes that a multi-tensor (foreach) kernel holds for all
+                     parameters at once
+    left_bytes       the part of transient_bytes that is still allocated while the next parameter of
+                     the same group is updated
+    group            index of the optimizer's parameter group
+    elements, dtype  for a parameter that is updated in one batch with others: how many elements it
+                     has, and its dtype. The first update of a batch carries the transient bytes and
+                     the operations of the whole batch
+    unpacked_bytes   of quantized states: their bytes where a rank's shard is not a whole number of
+                     quantization blocks, which stays in fp32
+    comes            bytes of offloaded tensors that are copied to the device for this update, while
+                     the update before it runs
+    leaves           bytes that are copied back while the update after it runs
     """
 
     state_bytes: int
     transient_bytes: int
     operations: tuple[Operation, ...] = ()
-    foreach_bytes: int = 0  # of the transient bytes, what a kernel over all parameters holds for each of them at once
-    left_bytes: int = 0  # of the transient bytes, what is still there while the next parameter of its group is updated
+    foreach_bytes: int = 0
+    left_bytes: int = 0
     group: int = 0
     elements: int = 0
     dtype: str = ""
@@ -59,7 +87,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The largest instant of a step: its bytes, by row, and the phase and part it falls in."""
+    """The instant of a step with the most memory: its bytes, in all and by row, phase and part."""
 
     total: float = 0.0
     rows: dict[str, float] = field(default_factory=dict)
@@ -69,13 +97,15 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """How gradients leave a device in buckets while backward goes on.
+    """Gradients that are reduced over the data-parallel ranks in buckets, while backward runs.
 
-    devices  among which each gradient is divided; 1: every device gets all of it
+    shards   ranks that each gradient is sharded over (reduce-scatter); 1: every rank gets the full
+             gradient (all-reduce)
     bucket   bytes of one bucket
-    always   whether each micro-batch's are sent, or only the sums of the last one
-    coming   bytes in which updated weights come back from those who divide them; stays: whether they are there until the next
-             forward begins
+    always   whether the gradients of each micro-batch are reduced, or only their sums, in the last
+             micro-batch
+    coming   bytes of buffers in which updated weights are gathered
+    stays    whether those buffers live until the next forward begins
     """
 
     devices: int
@@ -85,10 +115,12 @@ class Sent:
     stays: bool = False
 
     def opened(self, done: float, whole: float) -> float:
-        """Bytes of the buckets that are begun when `done` of the `whole` bytes of gradients are made."""
+        """Bytes of the buckets that have begun when `done` of the `whole` bytes of gradients are
+        complete."""
         return min(math.ceil(done / self.bucket) * self.bucket, whole)
 
     def during(self, done: float, whole: float) -> dict[str, float]:
+        """Bytes by row of the shards and buckets when `done` of the `whole` bytes are complete."""
         if self.devices == 1:
             return {"gradients": self.opened(done, whole)}
         return {"gradients": done / self.devices, "communication": min(2 * self.bucket, self.opened(done, whole))}
@@ -96,13 +128,15 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Parameters that are there whole only while their block is at work.
+    """Parameters that are unsharded only while their block computes (ZeRO-3, FSDP).
 
-    devices  among which they are divided; of gradients that leave for another memory none is kept, as among infinitely many
-    block    bytes of the largest block's, in the type that they are gathered in; rest: of what belongs to no block, which
-             stays from forward to backward
-    reduced  bytes of the largest block's gradients, as they are summed
-    coming   bytes of a next block that is brought together meanwhile, in backward; ahead: in forward too
+    shards   ranks that parameters and gradients are sharded over. Infinity if gradients leave for
+             other memory, because this device then keeps none of them
+    block    bytes of the largest block's parameters, in the dtype that they are gathered in
+    rest     bytes of the parameters outside the blocks, unsharded from forward to backward
+    reduced  bytes of the largest block's gradients, in the dtype that they are reduced in
+    prefetched  bytes of the next block's parameters, which are gathered during a block's backward
+    ahead    whether they are gathered ahead in forward, too
     """
 
     devices: float
@@ -114,21 +148,24 @@ class Gathered:
 
     @property
     def widened(self) -> float:
-        """How much larger gradients are summed than made."""
+        """Bytes of a gradient as it is reduced, over its bytes as backward computes it: 2 if bf16
+        gradients are reduced in fp32."""
         return self.reduced / self.block if self.block else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a device sends in a step.
+    """What one device sends in a step by one kind of communication.
 
-    bytes_per_s  of the slowest link on its way
-    hides        whether the device works on meanwhile
-    at_start     of what passes beside a step's first forward alone, the share that has to be there when it begins; 0 of what
-                 does not
-    latency_s    what all its calls take however little is sent
-    during       between a device and its host: the work that it passes beside (forward, backward, update), of all micro-batches;
-                 way: in or out, which pass at the same time. Both are empty between devices
+    bytes        bytes that the device sends
+    bytes_per_s  bandwidth of the slowest link on the way
+    overlaps     whether the communication overlaps with computation
+    latency_s    seconds that all its calls take even if nothing is sent
+    at_start     of weights that are gathered during the next forward: the share that the forward needs
+                 before it begins; 0 for other messages
+    during       of copies between a device and its host: the work that they overlap with (forward,
+                 backward or update), in all micro-batches; empty between devices
+    way          in or out; copies in both directions overlap; empty between devices
     """
 
     name: str
@@ -141,15 +178,17 @@ class Message:
     at_start: float = 0.0
 
     def times(self, share: float) -> Message:
-        """A part of it: of the bytes, and of the calls."""
+        """A share of the message: of its bytes and of its calls' latency."""
         return replace(self, bytes=self.bytes * share, latency_s=self.latency_s * share)
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a device does with a micro-batch in one piece of the model.
+    """What a device does with one micro-batch in one pipeline stage of the model.
 
-    weights   the gradients of linear layers' weights, where they have an action of their own
+    forward, backward  the stage's recorded step
+    weights   the gradients of linear layers' weights, if the schedule gives them an action of their
+              own (zero bubble); else empty
     """
 
     forward: tuple[Passage, ...]
@@ -163,10 +202,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What one piece of the model hands to the next, and gets back.
+    """What one pipeline stage sends to the next for a micro-batch, and gets back.
 
-    forward   bytes of each tensor that is sent for a micro-batch; backward: of their gradients, those that there are
-    kept      of the forward's, bytes of what the sender's backward needs, which stay with it anyway
+    forward   bytes of each tensor that the stage sends
+    backward  bytes of each gradient that comes back; not every tensor has one
+    saved     bytes of the sent tensors that the sender has saved for its own backward. They stay in
+              its memory anyway, so they are not counted twice
     """
 
     forward: tuple[Linear, ...] = ()
@@ -174,21 +215,24 @@ class Crossing:
     kept: Linear = NOTHING
 
     def sent(self, kind: str) -> tuple[Linear, ...]:
+        """Bytes of each tensor that crosses the boundary in an action of this kind."""
         return self.forward if kind == FORWARD else self.backward
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """What a device of a pipeline does.
+    """What one pipeline rank does in a step.
 
-    parts        by piece of the model that it has: the program of one micro-batch
-    table        every device's actions; device: which of them this is
-    crossings    by piece of the model but the first, what it is given by the one before
-    bytes_per_s  of the link to the next device; latency_s: of one message
-    messages     for each of its actions, the messages that lie in memory beside it: (sent, coming), by the actions that take them
-    late         actions whose message is asked for only when they begin
-    versions     of the weights that are kept beside the newest
-    continuous   whether steps follow each other without waiting for the last backward
+    stage_programs  by the number of each stage that the rank holds: its recorded step
+    schedule     the actions of every rank; pipeline_rank: which rank this is
+    boundaries   by the number of each stage but the first: what it receives from the stage before
+    bytes_per_s  bandwidth of the link to the next rank
+    messages     for each action of this rank: (sent, coming), the messages in its memory beside the
+                 action's own input, each named by the action that consumes it
+    late         the actions whose message is requested only when they begin
+    latency_s    latency of one message, in seconds
+    versions     versions of the weights that are kept beside the newest one (pipedream)
+    continuous   whether the next step begins without waiting for the last backward (pipedream)
     """
 
     parts: dict[int, Part]
@@ -203,17 +247,17 @@ class Stage:
     continuous: bool = False
 
     def message(self, taken: Action) -> tuple[Linear, ...]:
-        """Bytes of each tensor that an action begins with."""
+        """Bytes of each tensor that an action receives from its neighbour."""
         crossing = self.crossings.get(taken.chunk if taken.kind == FORWARD else taken.chunk + 1, Crossing())
         return crossing.sent(taken.kind)
 
     def sent_bytes(self, samples: int) -> float:
-        """What this device sends to its neighbours in the step of the table."""
+        """Bytes that this rank sends to its neighbours in one step of the schedule."""
         own = (taken_by(action) for action in self.table[self.device] if action.kind != WEIGHTS)
         return sum(size.at(samples) for taken in own if taken.chunk >= 0 for size in self.message(taken))
 
     def beside(self, place: int) -> Linear:
-        """Bytes of the messages that lie in memory beside the action at `place`."""
+        """Bytes of the messages in memory beside the action at index `place` of this rank."""
         sent, coming = self.messages[place]
         total = Linear()
         for taken in (*sent, *coming):
@@ -226,10 +270,13 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A stretch of a step: one micro-batch's passages.
+    """Segments of one micro-batch that run without a break: the whole forward and backward, or in a
+    pipeline one action.
 
-    sends     whether the gradients that it completes are sent; later: whether those of earlier micro-batches are there
-    ends      whether it ends a micro-batch's backward; updates: and an update follows while others are under way
+    reduces   whether the gradients that it completes are reduced over the data-parallel ranks
+    later     whether gradients of earlier micro-batches exist already
+    ends      whether it ends the backward of the micro-batch
+    updates   whether an update follows it while other micro-batches are in flight (pipedream)
     """
 
     passages: tuple[Passage, ...]

@@ -1,6 +1,6 @@
-"""What can go wrong, each with the exit code the command line ends with; and what is only warned of.
+"""The package's errors, each with its exit code, and its warning.
 
-An error says what was asked, what was found, and the smallest change that works.
+An InputError says what was asked, what was found, and the smallest change that works.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _LONGEST = 1500  # characters of a part of a message
 
 
 def _shown(text: str) -> str:
-    """A text as a terminal may show it: without control characters, and the middle of a long one left out."""
+    """The text without control characters, and without the middle if it is long, for a terminal."""
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
     if text.isascii() and text.isprintable():
@@ -42,13 +42,15 @@ class InputError(TightfitError, ValueError):
 
 
 class Untraceable(InputError):
-    """A model that cannot be followed on tensors without values: it trains, but what it takes cannot be foreseen."""
+    """A model that cannot be traced on fake tensors. It trains, but its memory and time cannot be
+    predicted."""
 
 
 class DoesNotFit(TightfitError):
     """The job does not fit the machine's memory with this plan. Exit code 3.
 
-    content: what `tightfit explain --json` prints of it; None where no search came to it.
+    content: what `tightfit explain --json` prints of it; None if the error does not come from a
+    search.
     """
 
     exit_code = 3
@@ -59,4 +61,4 @@ class DoesNotFit(TightfitError):
 
 
 class TightfitWarning(UserWarning):
-    """What works as it was asked for, and may not be what was meant."""
+    """Something that works as it was asked for, but may not be what was meant."""

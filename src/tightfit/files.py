@@ -1,8 +1,9 @@
-"""Files: named tensors in safetensors files of bounded size, which many processes write at once, and of which each reads its part.
+"""Named tensors in safetensors files of bounded size, written by many processes at once.
 
-One file is called `model.safetensors`; several are numbered, `model-00001-of-00003.safetensors`, with an index beside them that
-says which tensor is where, as transformers has them. No process ever holds more than two files: the one that it writes, and the
-next, which it fills.
+`engine/checkpoint.py` and `engine/resume.py` use it. The layout is transformers': a single file is
+`model.safetensors`; several are numbered, `model-00001-of-00003.safetensors`, with an index beside
+them that maps each tensor to its file. A process has at most two files in memory: the one that is
+written, and the next one, which it fills.
 """
 
 from __future__ import annotations
@@ -21,21 +22,25 @@ from torch import Tensor
 
 from tightfit.errors import InputError
 
-FILE_BYTES = 2 * 2**30  # at most; and at least, of a checkpoint that several write, but for the last:
-SMALLEST_BYTES = 2**26
+FILE_BYTES = 2 * 2**30  # largest file
+SMALLEST_BYTES = 2**26  # smallest limit of a file, if several processes write a checkpoint
 CHECKSUMS = "checksums.json"
-HELD = 2  # files that a process holds at most
+HELD = 2  # files that a process has in memory at most
 
-Layout = list[list[str]]  # of each file, the names of its tensors
+Layout = list[list[str]]  # for each file, the names of its tensors
 
 
 def file_bytes(total: float, writers: int) -> float:
-    """How large the files of so many bytes are at most, so that each of those who write them has its share to do and to hold."""
+    """The size limit of one file, so that each of `writers` processes has its share of `total`
+    bytes."""
     return min(FILE_BYTES, max(total / writers, SMALLEST_BYTES))
 
 
 def laid_out(sizes: Mapping[str, int], limit: float) -> Layout:
-    """Names with their tensors' bytes, in their order, in files of at most `limit`; a tensor that is larger has its own."""
+    """Distribute tensors, in their order, over files of at most `limit` bytes.
+
+    sizes  by name: the tensor's bytes. A tensor larger than the limit has a file of its own
+    """
     found: Layout = []
     filled = 0
     for name, size in sizes.items():
@@ -48,7 +53,7 @@ def laid_out(sizes: Mapping[str, int], limit: float) -> Layout:
 
 
 def file_name(kind: str, number: int, count: int) -> str:
-    """Of one of `count` files, from 0."""
+    """Name of file `number` (from 0) of `count` files."""
     return f"{kind}.safetensors" if count == 1 else f"{kind}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
@@ -57,7 +62,8 @@ def index_name(kind: str) -> str:
 
 
 def write_index(folder: Path, kind: str, layout: Layout, total: int) -> None:
-    """Which file each tensor is in, where there are several; total: bytes of all."""
+    """Write the index that maps each tensor to its file, if there are several; total: bytes of
+    all."""
     if len(layout) > 1:
         where = {name: file_name(kind, number, len(layout)) for number, names in enumerate(layout) for name in names}
         content = {"metadata": {"total_size": total}, "weight_map": where}
@@ -65,8 +71,12 @@ def write_index(folder: Path, kind: str, layout: Layout, total: int) -> None:
 
 
 class Writer:
-    """Writes files one after the other, while its caller fills the next. What went wrong is in `errors`: a caller whom others wait
-    for goes on to the end first. `checksums` are those of the files that are written, by name."""
+    """Writes files one after another in a thread, while the caller fills the next one.
+
+    errors     failed writes. They are not raised at once, because other processes wait for the
+               caller's part in the collectives that follow
+    checksums  by name: SHA-256 of the written files
+    """
 
     def __init__(self) -> None:
         self.errors: list[Exception] = []
@@ -97,10 +107,12 @@ class Writer:
     def fill(
         self, folder: Path, names: Mapping[str, list[str]], fetch: Callable[[str], Tensor], mine: Collection[str]
     ) -> None:
-        """Fetch the tensors of these files in their order, and write the files that are this process's.
+        """Fetch the tensors of these files in their order, and write the files that are this
+        process's.
 
-        names  of each file's tensors
-        fetch  name -> its tensor; all processes that have a part of it take part
+        names  by file: the names of its tensors
+        fetch  name -> the full tensor. A collective: all ranks with a shard of it call it
+        mine   the files that this process writes
         """
         for file, inside in names.items():
             kept: dict[str, Tensor] = {}
@@ -109,7 +121,7 @@ class Writer:
                 value = fetch(name)
                 if file in mine:
                     value = value.to("cpu").contiguous()
-                    if value.data_ptr() in pointers:  # one memory under two names
+                    if value.data_ptr() in pointers:  # tied: one storage under two names
                         value = value.clone()
                     pointers.add(value.data_ptr())
                     kept[name] = value
@@ -122,7 +134,7 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> tuple[str, str]:
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     finally:
-        tensors.clear()  # before anybody who waits goes on
+        tensors.clear()  # free them before wait() returns
     return path.name, checksum(path)
 
 
@@ -132,15 +144,16 @@ def checksum(path: Path) -> str:
 
 
 def write_checksums(folder: Path, known: Mapping[str, str]) -> None:
-    """Leave the checksums of all files of a folder beside them; `known` ones are not taken again."""
+    """Write the checksums of all files of a folder into it; those in `known` are not computed
+    again."""
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     found = {name: known[name] if name in known else checksum(folder / name) for name in names}
     (folder / CHECKSUMS).write_text(json.dumps({"sha256": found}, indent=1) + "\n")
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """By name, the checksums that were left in a folder. Raises OSError where they are not there, ValueError or LookupError where
-    they are damaged."""
+    """The checksums in a folder, by file name. Raises OSError if their file is missing, ValueError
+    or LookupError if it is damaged."""
     found = json.loads((folder / CHECKSUMS).read_text())["sha256"]
     if not isinstance(found, dict):
         raise ValueError("no table of checksums")
@@ -148,7 +161,8 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 
 class Reader:
-    """The tensors that were written as `kind` into a folder: mapped, so that only what is taken of them is read."""
+    """Reads the tensors of one kind (model or optimizer) in a folder. Files are memory-mapped, so
+    that only the tensors that are used are read."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self._folder, self._files, self._open = folder, ExitStack(), {}  # type: ignore[var-annotated]
@@ -183,7 +197,7 @@ class Reader:
         return {self._where[name] for name in names if name in self._where}
 
     def get(self, name: str) -> Tensor:
-        """A tensor on the host, to be read from only."""
+        """A tensor in host memory. It is read-only: its memory is the mapped file's."""
         try:
             value: Tensor = self._file(self._where[name]).get_tensor(name)
         except SafetensorError as error:
@@ -192,7 +206,7 @@ class Reader:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """By name of a tensor, the file in the same folder that it is in."""
+    """By name of a tensor: its file in the same folder."""
     try:
         where = json.loads(path.read_text())["weight_map"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -205,7 +219,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _damaged(path: Path, error: Exception) -> InputError:
-    return InputError(str(path), f"is damaged ({error})", "take another copy of it, or another checkpoint")
+    return InputError(str(path), f"is damaged ({error})", "use another copy of it, or another checkpoint")
 
 
 __all__ = [

@@ -1,4 +1,5 @@
-"""Job: what is trained. It fixes the mathematics, and nothing about how it is fitted to a machine."""
+"""Job: what is trained. It fixes the mathematics, and nothing about how the job is fitted to a
+machine."""
 
 from __future__ import annotations
 
@@ -37,10 +38,11 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
 def _where_defined(thing: Any) -> dict[str, str] | None:
-    """How a Python object given in place of a file's section is written down.
+    """The mapping by which a Python object, given instead of a section, is written to a job file.
 
-    A function or class at the top of a module or script as a job file would name it; anything else as a description,
-    which no job file can be read back from, and which says so when it is tried.
+    A top-level function or class of a module or script is written as a job file names it. Anything
+    else is written as a description, which cannot be read back; reading it raises an error that
+    says so.
     """
     if thing is None or isinstance(thing, Value):
         return None if thing is None else thing.content()
@@ -58,12 +60,16 @@ PythonObject = Annotated[
 
 
 class ModelSpec(Value):
-    """Which model: one of preset, architecture, from, python. Other keys are the transformers config's own.
+    """The model: exactly one of preset, architecture, from, python. Other keys are transformers
+    config keys.
 
-    preset        a name of `tightfit.models.presets`, its dimensions from the paper or the published config
-    architecture  a transformers model type (llama, gpt2, bert, vit, t5, ...) with its config keys beside it
-    from          a local folder with config.json and safetensors
-    python        "file.py:function" or "package.module:function" that returns an nn.Module
+    preset        a name in `tightfit.models.presets`; its sizes are the paper's or the published
+                  config's
+    architecture  a transformers model type (llama, gpt2, bert, vit, t5, ...), with its config keys
+                  beside it
+    from          a local folder with config.json and safetensors files
+    python        "file.py:function" or "package.module:function", which returns an nn.Module
+    task          what is trained; left out, it follows from the model
     """
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
@@ -75,7 +81,7 @@ class ModelSpec(Value):
     task: Task | None = None
     blocks: str | None = Field(None, description="name of the list of repeated blocks, where it is not found by itself")
     tensor_parallel: dict[str, str] | None = Field(
-        None, description="which modules tp divides how: {blocks.*.up: colwise, blocks.*.down: rowwise}"
+        None, description="how tp shards which modules: {blocks.*.up: colwise, blocks.*.down: rowwise}"
     )
     config: dict[str, Any] = Field(default_factory=dict, description="transformers config keys")
 
@@ -121,7 +127,8 @@ class ModelSpec(Value):
 
 
 class DataSpec(Value):
-    """Which data: one of text, jsonl, parquet, dataset, images, synthetic, python; and how samples are cut from it."""
+    """The data: exactly one of text, jsonl, parquet, dataset, images, synthetic, python; and how
+    samples are made from it."""
 
     text: str | list[str] | None = Field(None, description="a file, a folder, a glob, or python-stdlib")
     jsonl: str | list[str] | None = None
@@ -167,7 +174,10 @@ class DataSpec(Value):
 
 
 class Train(Value):
-    """How it is trained: the optimizer, its schedule and the batch. `batch` is samples (sequences) per optimizer step."""
+    """How it is trained: optimizer, learning-rate schedule, batch and length.
+
+    `batch` is the number of samples (sequences) per optimizer step, on all devices together.
+    """
 
     optimizer: OptimizerName = "adamw"
     learning_rate: float = Field(3e-4, gt=0)
@@ -194,8 +204,8 @@ class Train(Value):
     base_batch: int | None = Field(None, gt=0, description="the batch the learning rate was chosen for")
     checkpoint_every: Annotated[int, Field(gt=0)] | Literal["end", "never"] | None = Field(
         None,
-        description="save after every so many steps and at the end; end: at the end only, as where it is left out; never: not even "
-        "where a signal ends the training",
+        description="save after every so many steps and at the end; end (the default): only at the end; never: not even "
+        "if a signal ends the training",
     )
     keep_checkpoints: int = Field(2, gt=0)
     evaluate_every: int | None = Field(None, gt=0)
@@ -228,7 +238,7 @@ class Train(Value):
         if self.norm_clamp is not None and not 0 <= self.norm_clamp[0] <= self.norm_clamp[1]:
             raise InputError(
                 "job: train.norm_clamp",
-                f"{list(self.norm_clamp)} are no norms, the smaller one first",
+                f"{list(self.norm_clamp)} are not two norms, the smaller one first",
                 "use two numbers such as [0, 10]",
             )
         if any(not 0 <= beta < 1 for beta in self.betas):
@@ -239,19 +249,22 @@ class Train(Value):
 
     @property
     def scaled_learning_rate(self) -> float:
-        """The learning rate after `scale_learning_rate`: linear (Goyal et al. 2017) or square root (Krizhevsky 2014)."""
+        """The learning rate after `scale_learning_rate`: linear in batch / base_batch (Goyal et al.
+        2017) or in its square root (Krizhevsky 2014)."""
         ratio = self.batch / (self.base_batch or self.batch)
         return self.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.scale_learning_rate]
 
 
 class LossSpec(Value):
-    """The job's own loss: "file.py:function" or "package.module:function", as `Job.loss` in Python."""
+    """The job's own loss: "file.py:function" or "package.module:function", as `Job.loss` in
+    Python."""
 
     python: str
 
 
 class Limits(Value):
-    """What a run may use at most, in bytes; '24GiB' is understood."""
+    """The most that a run may use: device memory, host memory, disk; in bytes or as text such as
+    '24GiB'."""
 
     memory: Bytes | None = None
     host_memory: Bytes | None = None
@@ -259,25 +272,31 @@ class Limits(Value):
 
 
 class Job(Value):
-    """What is trained: model, data, loss, optimizer and schedule, batch, steps, seed, and what `allow` permits.
+    """What is trained: model, data, loss, optimizer and schedule, batch, steps, seed, and what
+    `allow` permits.
 
-    model  a ModelSpec (or its mapping), or any callable that returns an nn.Module
+    model  a ModelSpec (or its mapping), or a callable that returns an nn.Module
     data   a DataSpec (or its mapping), or a map-style or iterable dataset of samples
-    loss   left out, it follows from the model's task; else a callable `loss(output, batch)` that returns the
-           mean over the batch's samples, a `tightfit.Objective`, or in a file {python: "file.py:function"}. A mean
-           over anything but samples (tokens that count, say) is another one under micro_batch: give an Objective
-    allow  what may change numerics; left out it is [bf16], and [] keeps fp32:
-           tf32, bf16, fp16                          what the arithmetic runs in; either 16-bit type allows tf32 too
-           float8                                    products of linear layers in 8 bits, beside bf16, which it needs
-           bf16-states, 8-bit-states, 4-bit-states   how wide optimizer states are kept
-           compressed-gradients                      what devices send each other loses digits
-           asynchronous                              gradients are of weights that are some updates old
-           offload                                   no numerics: host memory or disk is used as well
-           stochastic-rounding                       updates of bf16 weights, rounded at random
-           nearest-rounding                          search may keep weights in bf16 alone and round each update to
-                                                     the nearest, which loses small ones; a plan that pins
-                                                     precision: bf16-true with rounding: nearest needs only bf16
-           another-optimizer                         one with smaller states than the job's; no plan asks for it yet
+    loss   left out, it follows from the model's task; else a callable `loss(output, batch)` that
+           returns the mean over the batch's samples, a `tightfit.Objective`, or in a file {python:
+           "file.py:function"}. A mean over anything but samples, such as tokens that count, depends
+           on micro_batch: give an Objective instead
+    allow  what may change the numerics. Left out it is [bf16]; [] keeps fp32
+           tf32, bf16, fp16      precision of the arithmetic; either 16-bit type allows tf32, too
+           float8                matrix products of linear layers in 8 bits; needs bf16, too
+           bf16-states, 8-bit-states, 4-bit-states
+                                 storage of the optimizer states
+           compressed-gradients  gradients are compressed with loss for the all-reduce
+           asynchronous          gradients may be some updates stale
+           offload               no numerics: host memory or disk may be used, too
+           stochastic-rounding   updates of bf16 weights may be rounded at random
+           nearest-rounding      search may store weights only in bf16 and round each update to
+                                 nearest, which loses small updates; a plan that pins precision:
+                                 bf16-true with rounding: nearest needs only bf16
+           another-optimizer     one with smaller states than the job's; no plan uses it yet
+    train  optimizer, schedule, batch, steps, seed
+    limits the most memory and disk that a run may use
+    plan   fields of the plan that the job pins, or the word reference
     """
 
     model: ModelSpec | PythonObject
@@ -291,7 +310,7 @@ class Job(Value):
     @model_validator(mode="before")
     @classmethod
     def _sections(cls, content: Any) -> Any:
-        """Turn mappings into specs here, so that a mistake in one is reported as that section's."""
+        """Parse the sections here, so that an error names its section."""
         if not isinstance(content, dict):
             return content
         content = dict(content)
@@ -314,7 +333,8 @@ class Job(Value):
 
     @classmethod
     def load(cls, path: str | Path, changes: list[str] | None = None) -> Job:
-        """Read a job file; `changes` are KEY=VALUE texts such as train.steps=20. Relative paths start at the file's folder."""
+        """Read a job file; `changes` are KEY=VALUE texts such as train.steps=20. Relative paths
+        start at the file's folder."""
         content = read_yaml(path)
         for change in changes or []:
             apply_change(content, change)
@@ -324,10 +344,10 @@ class Job(Value):
 
     @property
     def allowed(self) -> frozenset[str]:
-        """What may change numerics: `allow`, or bf16 where it was left out.
+        """What may change the numerics: `allow`, or bf16 if it was left out.
 
-        Whoever allows a 16-bit type allows tf32: it keeps fp32 storage, sums and range, and rounds the factors of
-        products to 10 bits, as fp16 does, where bf16 keeps 7.
+        A 16-bit type allows tf32, too: tf32 keeps fp32's storage, sums and range, and rounds the
+        factors of products to 10 bits of mantissa, as fp16 does, while bf16 keeps 7.
         """
         said = frozenset(["bf16"] if self.allow is None else self.allow)
         return said | {"tf32"} if said & {"bf16", "fp16"} else said
@@ -364,7 +384,7 @@ _SECTIONS: dict[str, type[Value]] = {
 
 
 def _refuse_plain(content: dict[str, Any], name: str, example: str) -> None:
-    """Refuse a word or number where a section, or in Python an object, should stand."""
+    """Raise InputError for a word or number instead of a section or, in Python, of an object."""
     section = content.get(name)
     if isinstance(section, str | int | float) or (isinstance(section, list) and name != "data"):
         raise InputError(f"job: {name}", f"expected a mapping, found {section!r}", f"write it like {name}: {example}")
@@ -396,7 +416,8 @@ def _exactly_one(section: str, sources: dict[str, Any]) -> None:
 
 
 def _flat(model: dict[str, Any]) -> dict[str, Any]:
-    """A model section with its config keys beside the others, as people write it, where they are read back so."""
+    """A model section with its config keys beside the other keys, as files write it, if it can be
+    read back that way."""
     config = model.get("config", {})
     if not (model.get("architecture") or model.get("preset")) or {"from_", *ModelSpec.field_names()} & set(config):
         return model
@@ -404,7 +425,8 @@ def _flat(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def apply_change(content: dict[str, Any], change: str) -> None:
-    """Apply one KEY=VALUE text to a mapping of sections. Raises InputError."""
+    """Apply one KEY=VALUE text, such as train.steps=20, to a mapping of sections. Raises
+    InputError."""
     key, equals, value = change.partition("=")
     if not equals or not all(part.strip() for part in key.split(".")):
         raise InputError(f"--set {change}", "is not KEY=VALUE", "write it like --set train.steps=20")
@@ -432,7 +454,8 @@ def apply_change(content: dict[str, Any], change: str) -> None:
 
 
 def expanded(text: str) -> Path:
-    """A path with ~ as the home folder. Raises InputError for the home of somebody who is not there, and for what no path can be."""
+    """A path with ~ replaced by the home folder. Raises InputError for an unknown user's home and
+    for text that cannot be a path."""
     try:
         path = Path(text).expanduser()
         path.exists()
@@ -443,7 +466,8 @@ def expanded(text: str) -> Path:
 
 
 def _absolute(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The job's relative paths, made absolute from the folder of its file."""
+    """The job's relative paths, made absolute: they are relative to the folder of the job's
+    file."""
 
     def path(text: Any) -> Any:
         if isinstance(text, list):

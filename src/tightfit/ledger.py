@@ -1,8 +1,16 @@
-"""Ledger: what a step costs, as rows of buffers (bytes) and operations (FLOPs, bytes moved), in the order they happen.
+"""The ledger: what one optimizer step costs one device, in bytes by row and in operations.
 
-A ledger is a program: passages through parts of the model, forward and backward, each with the buffers that come and
-go in it and the operations that it runs. Sizes are linear in the samples of a micro-batch, so one ledger stands for
-any of them. Each method's `cost` edits it; the peak is found by playing it through.
+It holds the recorded step of one micro-batch (see the module of `Segment`), the parameters and
+their updates, and the communication. Sizes are linear in the samples of a micro-batch, so one
+ledger holds for every micro-batch size. The profiler makes the first ledger from a trace; each
+method's `cost` returns an edited one. `peak` replays the whole step and finds the instant with the
+most memory.
+
+Example: one device, fp32, AdamW, 1,000 MiB of parameters. Parameters (1,000) and optimizer states
+(2,000) live through the whole step. Forward adds the saved activations. Backward frees them while
+the gradients grow to 1,000. With 4,000 MiB of saved activations the peak is about 7,000 MiB, at the
+begin of backward. With 500 MiB it is about 4,000 MiB, at the end of backward or in the update.
+Temporaries come on top.
 """
 
 from __future__ import annotations
@@ -34,33 +42,49 @@ ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "c
 
 @dataclass(frozen=True)
 class Ledger:
-    """What one device holds and does in one optimizer step.
+    """What one device holds and does in one optimizer step. Sizes are bytes unless said otherwise.
 
-    micro_batch     samples of one micro-batch; micro_batches: how many make a step
-    training        the program of one micro-batch: forward, then backward
-    inference       gives the program of an evaluation's micro-batch: it is traced when it is first asked for
-    parameters      the model's, by name; updates: by name, what the optimizer does to each
-    dataflow        gives what a forward computes from what (`models/dataflow.py`), for what cuts the model
-    try_segments    raises InputError for a model whose blocks cannot be computed again in segments
-    batch_bytes     of one sample, as it lies in device memory (or in the host's, on a CPU)
-    batches_ahead   micro-batches that lie in device memory beside the one at work
-    keeps_memory    whether freed memory is kept by the process and used again; mapped_from: else, bytes from which a block is
-                    mapped by itself, and fetched anew each time; None where the allocator learns that (see `planner/heap.py`)
-    keeps_step      whether what forward and backward need is kept from step to step, for them alone, as CUDA graphs do
-    fixed           bytes that live through the whole step beside the model: by row
-    phases          bytes at the largest instant of what comes before the first step, by name, without the fixed rows
-    whole_step      operations once for each step that are of no passage and no update, such as clipping
-    seconds         once for each step, by what they are for; ahead: those of them that pass beside the step's work
-    sample_s        seconds that it takes to prepare one sample, as far as it was tried
-    host            bytes in the host's memory that are not this device's, by what they are for; passing: what is there
-                    before the first step, or between steps
-    disk            bytes of files, by what they are for
-    saving          bytes of a checkpoint's files that each process holds in host memory while it writes them
-    takes_gradients  whether each gradient leaves for other memory when it is complete
-    device          of a pipeline, which one this is the ledger of; stage: what it does
-    summed_bytes    that it takes to bring gradients together when backward has ended
-    sent            how gradients leave for other devices; gathered: how parameters come from them; messages: all of it,
-                    in a step
+    micro_batch     samples of one micro-batch
+    micro_batches   micro-batches in one step
+    training        recorded step of one micro-batch: forward, then backward
+    inference       returns the recorded step of one micro-batch of an evaluation; the model is
+                    traced for it at the first call
+    parameters      the model's parameters and buffers
+    blocks          number of repeated blocks
+    dataflow        returns which tensors a forward computes from which (`models/dataflow.py`), for
+                    the methods that cut the model
+    check_segments  raises InputError for a model whose blocks cannot be recomputed in segments
+    updates         by parameter name: what the optimizer does to it
+    whole_step      operations that run once in a step and belong to no segment and no update, such
+                    as clipping
+    batch_bytes     one sample's data, in device memory (on a CPU: in host memory)
+    batches_ahead   micro-batches of data in device memory beside the current one
+    update_in_backward  whether each parameter is updated as soon as its gradient is complete
+    foreach         whether the optimizer updates all parameters with multi-tensor kernels
+    host_batch      whether the device is the CPU, so that the whole step's data is in its memory
+    caches_memory   whether the process keeps freed memory and uses it again
+    mmap_threshold  otherwise: bytes from which an allocation is mapped by itself, and its pages are
+                    faulted in anew each time; None where the allocator adapts the threshold
+                    (see `planner/heap.py`)
+    keeps_step      whether the memory of forward and backward is kept from step to step, for them
+                    alone, as the pool of CUDA graphs is
+    fixed           by row: bytes that live through the whole step beside the model
+    phases          by name: the peak of each phase before the first step, without the fixed rows
+    seconds         by purpose: seconds once in a step
+    ahead           the purposes among them that overlap with the step's computation
+    sample_s        measured seconds to prepare one sample
+    host            by purpose: host memory that is not this device's memory
+    passing         the same, for memory that is used only before the first step or between steps
+    disk            by purpose: bytes of files
+    saving          a checkpoint's files that each process holds in host memory while it writes them
+    compile_s       seconds of compilation before the first step
+    summed_bytes    temporaries of the reduction of gradients after backward has ended
+    bucketed_reduction  how gradients are reduced over data-parallel ranks; None if they are not
+    sharded_parameters  how parameters are gathered and resharded; None if they are not sharded
+    messages        all communication of a step
+    takes_gradients  whether each gradient is offloaded to other memory when it is complete
+    device          which rank of a pipeline this ledger describes
+    rank_program    what that rank does; None without a pipeline
     """
 
     micro_batch: int
@@ -100,7 +124,7 @@ class Ledger:
     stage: Stage | None = None
 
     def row_bytes(self) -> dict[str, float]:
-        """What lives from step to step, by row."""
+        """Bytes that live from step to step, by row."""
         rows = dict.fromkeys(ROWS, 0.0)
         rows["parameters"] = sum(parameter.bytes for parameter in self.parameters)
         if self.stage is not None:
@@ -111,13 +135,15 @@ class Ledger:
         return rows
 
     def gradient_bytes(self) -> float:
-        """Of the gradients that this device keeps."""
+        """Bytes of all gradients that this device keeps, in their parameters' dtypes."""
         return sum(parameter.bytes for parameter in self.parameters if parameter.trainable)
 
     def instants(self) -> Iterator[tuple[str, str, dict[str, float]]]:
-        """(phase, part, bytes by row) at the largest instant of each passage of a step, in order, and between them.
+        """(phase, part, bytes by row) at the peak of each segment of a step, in order, and between
+        segments.
 
-        The first micro-batch finds no gradients; in later ones a gradient is added to the one that is there.
+        In the first micro-batch there are no gradients yet. In later ones each gradient is added to
+        the existing one.
         """
         if not self.keeps_step:
             yield from self._instants()
@@ -129,7 +155,8 @@ class Ledger:
             yield phase, part, beside
 
     def _pool_bytes(self) -> float:
-        """What CUDA graphs keep from step to step: as much as forward and backward ever need beside parameters and states."""
+        """Size of the CUDA graphs' pool, which is kept from step to step: the most that forward and
+        backward need beside parameters and optimizer states."""
         steps = (rows for phase, _, rows in self._instants() if phase in _IN_A_GRAPH)
         return max(sum(rows[row] for row in _OF_A_GRAPH) for rows in steps)
 
@@ -150,22 +177,22 @@ class Ledger:
                 if passage.timeline not in known:
                     known[passage.timeline] = play(passage.timeline, self.micro_batch)
                 played = known[passage.timeline]
-                travelling: dict[str, float] = {"gradients": arrived}
+                reduced_rows: dict[str, float] = {"gradients": arrived}
                 then, made = played.made
                 if sends and self.sent is not None:
-                    travelling = self._travelling(done + then, whole, arrived)
+                    reduced_rows = self._bucket_rows(done + then, whole, arrived)
                 if self.gathered is not None:
                     parts = max(arrived, done * self.gathered.widened / self.gathered.devices)
-                    travelling = self._gathered(passage, parts, reducing=done > 0 or self.stage is not None)
-                yield passage.phase, passage.part, _sum(_sum(rows, played.largest), travelling)
+                    reduced_rows = self._unsharded_rows(passage, parts, reducing=done > 0 or self.stage is not None)
+                yield passage.phase, passage.part, _sum(_sum(rows, played.largest), reduced_rows)
                 rows = _sum(rows, played.net)
                 if sends and self.sent is not None and made:
-                    if visit.later and not self.sent.always:  # the sums of earlier micro-batches move into the buckets
+                    if visit.later and not self.sent.always:  # the sums move to the buckets
                         rows = _sum(rows, {"gradients": -made})
                     done += made
                     last = {"temporaries": played.gradient}
-                    yield passage.phase, passage.part, _sum(_sum(rows, self._travelling(done, whole, arrived)), last)
-                if self.gathered is not None and passage.block is not None:  # of a block this device's part is left
+                    yield passage.phase, passage.part, _sum(_sum(rows, self._bucket_rows(done, whole, arrived)), last)
+                if self.gathered is not None and passage.block is not None:  # leaves a shard
                     if made:
                         summed = self.gathered.reduced * (1 + 1 / self.gathered.devices)
                         yield passage.phase, "reduce", _sum_all(rows, {"communication": summed, "gradients": parts})
@@ -201,17 +228,22 @@ class Ledger:
             without = {**rows, "gradients": 0.0}
             yield "optimizer", "gather", _sum_all(without, {"communication": self.sent.coming})
 
-    def _travelling(self, done: float, whole: float, arrived: float) -> dict[str, float]:
-        """What is on its way when `done` bytes of gradients are made, beside what earlier micro-batches left."""
+    def _bucket_rows(self, done: float, whole: float, arrived: float) -> dict[str, float]:
+        """Bytes by row of shards and buckets when `done` bytes of gradients are complete, and
+        `arrived` bytes of earlier micro-batches' gradients exist."""
         assert self.sent is not None
         found = self.sent.during(done, whole)
-        if arrived and self.sent.devices > 1:  # a part is there beside the sum that it is added to
+        if arrived and self.sent.devices > 1:  # a new shard, beside the sum
             found["communication"] += 2 * self.sent.bucket / self.sent.devices
         return {**found, "gradients": max(found["gradients"], arrived)}
 
-    def _gathered(self, passage: Passage, arrived: float, reducing: bool) -> dict[str, float]:
-        """What is there beside a passage's own buffers: its parameters, and in backward those that come next, the gradients
-        on their way, where an earlier block has made some, and the parts that arrived."""
+    def _unsharded_rows(self, passage: Passage, arrived: float, reducing: bool) -> dict[str, float]:
+        """Bytes by row beside a segment's own buffers under ZeRO-3.
+
+        The unsharded parameters of its block; the next block's, which are prefetched in backward;
+        in backward the gradients that are being reduced, if an earlier block has computed some; and
+        the gradient shards that have arrived.
+        """
         assert self.gathered is not None
         there = 0.0
         if passage.block is not None:
@@ -223,9 +255,12 @@ class Ledger:
         return {"communication": there, "gradients": arrived}
 
     def model_flops(self) -> float:
-        """FLOPs of a step as throughput is compared by (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): a forward of all
-        samples, attention counted over all pairs even under a causal mask, and twice as much for its gradients;
-        recomputation is not counted."""
+        """Model FLOPs of a step, as MFU counts them (Chowdhery et al. 2022, arXiv:2204.02311,
+        appendix B).
+
+        A forward of all samples, with attention over all pairs even under a causal mask, and twice
+        as much for backward. Recomputation does not count. In a pipeline: the mean over its ranks.
+        """
         forward = sum(
             operation.flops.at(self.micro_batch) * operation.count.at(self.micro_batch)
             for passage in self.inference()
@@ -235,35 +270,40 @@ class Ledger:
         return 3 * forward * self.micro_batches / devices
 
     def visits(self) -> Iterator[Visit]:
-        """The stretches of a step, in order: of equal micro-batches the first two, or all that a pipeline has under way."""
+        """What the micro-batches of a step run, in order.
+
+        Without a pipeline the first two micro-batches, because all later ones equal the second. In
+        a pipeline every action of this rank.
+        """
         sent = self.sent
         if self.stage is None:
             programs = self.passes(self.training, self.micro_batches)
             for number, program in enumerate(programs):
                 yield Visit(program, sent is not None and (sent.always or number == len(programs) - 1), number > 0)
             return
-        stage = self.stage
-        backward = {piece: self.passes(part.backward, 2) for piece, part in stage.parts.items()}
-        weights = {piece: self.passes(part.weights, 2) for piece, part in stage.parts.items()}
+        own = self.stage
+        backward = {stage: self.passes(part.backward, 2) for stage, part in own.parts.items()}
+        weights = {stage: self.passes(part.weights, 2) for stage, part in own.parts.items()}
         seen: set[tuple[str, int]] = set()
-        for number, action in enumerate(stage.table[stage.device]):
-            kind, piece, place = action.kind, action.chunk, action.micro_batch % self.micro_batches
-            come, go = _messages(stage.beside(number), "forward" if kind == FORWARD else "backward")
+        for number, action in enumerate(own.table[own.device]):
+            kind, stage, place = action.kind, action.chunk, action.micro_batch % self.micro_batches
+            allocate, free = _messages(own.beside(number), "forward" if kind == FORWARD else "backward")
             if kind == FORWARD:
-                yield Visit((come, *stage.parts[piece].forward, go), False, False, ends=False)
+                yield Visit((allocate, *own.parts[stage].forward, free), False, False, ends=False)
                 continue
-            last, completes = place == self.micro_batches - 1, kind == WEIGHTS or not stage.parts[piece].weights
-            later = place > 0 if stage.continuous else (kind, piece) in seen
-            passages = (weights if kind == WEIGHTS else backward)[piece][int(later)]
+            last, completes = place == self.micro_batches - 1, kind == WEIGHTS or not own.parts[stage].weights
+            later = place > 0 if own.continuous else (kind, stage) in seen
+            passages = (weights if kind == WEIGHTS else backward)[stage][int(later)]
             sends = sent is not None and (sent.always or last) and completes
-            updates = last and completes and stage.continuous
-            yield Visit((come, *passages, go), sends, later, ends=completes, updates=updates)
-            seen.add((kind, piece))
+            updates = last and completes and own.continuous
+            yield Visit((allocate, *passages, free), sends, later, ends=completes, updates=updates)
+            seen.add((kind, stage))
 
     def passes(self, training: tuple[Passage, ...], micro_batches: int) -> list[tuple[Passage, ...]]:
-        """The programs of a step's first micro-batch and, where there are more, of a later one, as this plan runs them.
+        """The recorded steps of the first micro-batch and, if there are more, of a later one, as
+        this plan runs them.
 
-        Passages that share a timeline share what becomes of it.
+        Segments that share a timeline still share it afterwards.
         """
         edits: list[Callable[[Timeline], Timeline]] = []
         if self.update_in_backward:
@@ -282,7 +322,7 @@ class Ledger:
         return [first] if micro_batches == 1 else [first, edited(first, [accumulated])]
 
     def evaluation(self) -> Iterator[tuple[str, str, dict[str, float]]]:
-        """As `instants`, of one micro-batch of an evaluation."""
+        """Like `instants`, for one micro-batch of an evaluation."""
         rows = self.row_bytes()
         rows["activations"] += self.batch_bytes * self.micro_batch * (1 + self.batches_ahead)
         if self.keeps_step:
@@ -293,25 +333,30 @@ class Ledger:
             rows = _sum(rows, played.net)
 
     def peak(self) -> Peak:
-        """The largest instant of a step; of an evaluation, where it needs its memory beside what CUDA graphs keep."""
+        """The peak of a step. With CUDA graphs, evaluations count too, because they need memory
+        beside the graphs' pool."""
         return _largest((*self.instants(), *self.evaluation()) if self.keeps_step else self.instants())
 
     def peaks(self) -> dict[str, float]:
-        """Device bytes at the largest instant of each phase, in the order in which the phases come."""
+        """Device bytes at the peak of each phase, in the order in which the phases run."""
         found: dict[str, float] = {}
         for phase, _, rows in (*self.instants(), *self.evaluation()):
             found[phase] = max(found.get(phase, 0.0), sum(rows.values()))
         return {**found, **self.outside()}
 
     def outside(self) -> dict[str, float]:
-        """Device bytes at the largest instant of each phase outside the steps: before the first, and of a checkpoint, for
-        which what devices divide is brought together in host memory, a few files of it at a time."""
+        """Device bytes at the peak of each phase outside the steps: those before the first step,
+        and the checkpoint.
+
+        A checkpoint gathers sharded tensors in host memory, a few files at a time.
+        """
         rows = self.row_bytes()
         fixed = sum(self.fixed.values())
         checkpoint = sum(rows.values()) + (self.saving if self.host_batch else 0.0)
         return {**{name: size + fixed for name, size in self.phases.items()}, "checkpoint": checkpoint}
 
     def _update_bytes(self) -> float:
+        """Temporary bytes of the update at its peak."""
         if self.update_in_backward or not self.updates:
             return 0.0
         largest, left, leaving = 0, dict[int, int](), 0
@@ -325,7 +370,8 @@ class Ledger:
         return max(largest, together) if self.foreach else largest
 
     def operations(self) -> Iterator[tuple[str, str, Operation, float]]:
-        """(phase, part, operation, how often) of a whole step; sizes at this ledger's micro-batch."""
+        """(phase, part, operation, how often it runs) for a whole step; sizes at this
+        micro-batch."""
         for passage in self.training:
             for operation in passage.timeline.operations:
                 yield passage.phase, passage.part, operation, operation.count.at(self.micro_batch) * self.micro_batches
@@ -337,14 +383,15 @@ class Ledger:
 
 
 _IN_A_GRAPH = ("forward", "backward")
-_OF_A_GRAPH = ("activations", "temporaries", "gradients")  # rows that a graph allocates from its own pool
+_OF_A_GRAPH = ("activations", "temporaries", "gradients")  # rows in a CUDA graph's pool
 
 
 def _messages(size: Linear, phase: str) -> tuple[Passage, Passage]:
-    """Messages of such bytes together, which come before an action and go after it."""
+    """Two segments: one allocates messages of `size` bytes before an action, one frees them after
+    it."""
     buffer = Buffer(size, "temporaries", "message")
-    come, go = (Timeline(((buffer, sign),)) for sign in (1, -1))
-    return Passage("messages", phase, come), Passage("messages", phase, go)
+    allocate, free = (Timeline(((buffer, sign),)) for sign in (1, -1))
+    return Passage("messages", phase, allocate), Passage("messages", phase, free)
 
 
 def _sum(rows: dict[str, float], more: dict[str, float]) -> dict[str, float]:
@@ -365,5 +412,6 @@ def _largest(instants: Iterable[tuple[str, str, dict[str, float]]]) -> Peak:
 
 
 def traced(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """The cost of a room that the profile applies before it traces: what it changes is in the ledger already."""
+    """The `cost` of a method that is applied before the trace: the ledger contains its changes
+    already."""
     return ledger

@@ -1,4 +1,8 @@
-"""Machine: what a job runs on, each number with its source. Imports no torch until a device is asked for."""
+"""Machine: what a job runs on, each number with its source.
+
+`Machine.detect()` is this machine, with the figures of its last calibration; `Machine.named` is one
+of the device table. It imports no torch until a GPU is asked for.
+"""
 
 from __future__ import annotations
 
@@ -23,39 +27,58 @@ from tightfit.values import Value, nearest
 
 
 class Figure(Value):
-    """One number of a machine and where it comes from: measured here, in a minute or at a glance of seconds, published by the
-    maker, read from the system, or estimated from what the system says of the device."""
+    """One number of a machine and its source.
+
+    measured   by a calibration on this machine (about a minute)
+    glance     by a quick calibration on this machine (seconds)
+    published  by the maker
+    system     read from the operating system
+    estimated  from the GPU's number of processors and its clocks
+    """
 
     value: float
     source: Literal["measured", "glance", "published", "system", "estimated"]
     detail: str = ""
 
 
-FLOAT8 = "float8"  # the types of 8 bits, of which products are equally fast
-NVLINK = 100  # GB/s of a link, from which on it is no PCIe
-LATENCIES = {  # of a hop within a node and between nodes, and of a call; by the protocol that NCCL takes there
+FLOAT8 = "float8"  # the 8-bit types, whose products are equally fast
+NVLINK = 100  # GB/s; a faster link is NVLink, a slower one PCIe
+# seconds of a hop within a node, of a hop between nodes, and of a call, for NCCL's protocol there
+LATENCIES = {
     "NVLink": (1.9e-6, 4.0e-6, 14.0e-6, "NCCL's own model of a ring, LL128 (src/graph/tuning.cc)"),
     "PCIe": (5.7e-6, 9.6e-6, 8.4e-6, "NCCL's own model of a ring, Simple (src/graph/tuning.cc)"),
 }
 
 
 class Machine(Value):
-    """What a job runs on: device kind, count and memory, and the rates it was measured or published to reach.
+    """What a job runs on: kind, number and memory of its devices, and the rates that they reach.
 
-    architecture     of a GPU: sm_90 for compute capability 9.0, gfx942 and the like for AMD's
-    matrix_peak_flops_per_s   what the maker prints, dense, by dtype; nothing is predicted from it, and MFU is a share of it
+    architecture         GPUs: sm_90 for compute capability 9.0; gfx942 and the like for AMD
+    devices_per_node, nodes  numbers of devices and of hosts
+    cores                CPU cores
+    memory_bytes         memory of one device that a process can use
+    host_memory_bytes    memory of one host
+    matrix_peak_flops_per_s  the maker's dense peak by dtype, FLOP/s per device. MFU is a share of
+                         it; nothing is predicted from it
     matrix_flops_per_s   achieved rate of square matrix products by dtype, FLOP/s per device
+    matrix_flops_per_s_by_size  the same, by dtype and width of the matrices
     memory_bytes_per_s   achieved bandwidth of device memory
-    launch_s             time to start one operation
-    host_to_device_bytes_per_s, process_bytes_per_s, network_bytes_per_s   copies to the device, between two processes of
-                         a node (one way), and between nodes, for each device
-    process_latency_s, network_latency_s   of one hop of a collective from process to process, however little is sent; call_s: of
-                         starting it
-    rates                what each kind of operation achieves, measured here: "kind/dtype" -> size -> FLOP/s of products
-                         and attention (size: the cube root of rows x columns x depth of one of its products), else bytes moved/s;
-                         of causal attention the FLOPs of pairs that the mask leaves
-    control_s            seconds of a fixed piece of work at the pace that all figures measured here are of: `measure.pace`
-    efficiency           share of these rates that whole training steps reach, from their records: compute, memory, launch, link
+    launch_s             seconds to start one operation
+    host_to_device_bytes_per_s  bandwidth of copies from the host to one device
+    process_bytes_per_s  bandwidth between two processes of a node, one way
+    network_bytes_per_s  bandwidth between nodes, for each device
+    process_latency_s, network_latency_s  seconds of one hop of a collective within a node and
+                         between nodes, even if nothing is sent
+    call_s               seconds to start a collective
+    rates                measured rate of each kind of operation: "kind/dtype" -> size -> rate. For
+                         matrix products and attention FLOP/s, where size is the cube root of rows x
+                         columns x depth of one product; for all others bytes accessed per second,
+                         where size is these bytes. Causal attention counts only the pairs that the
+                         mask leaves
+    control_s            seconds of a fixed control workload, at the machine's usual speed (see
+                         `measure.pace`)
+    efficiency           share of these rates that whole training steps reach, from their records:
+                         compute, memory, launch, link
     """
 
     name: str
@@ -83,15 +106,16 @@ class Machine(Value):
 
     @classmethod
     def detect(cls) -> Machine:
-        """This machine: its devices and memory, with the figures of the last calibration if there was one.
+        """This machine: its devices and memory, with the figures of its last calibration.
 
-        GPUs are those that torch can use in this process (CUDA_VISIBLE_DEVICES); torch is asked, and imported, only where the
-        system shows a GPU. Of GPUs that differ all figures are those of the one with the least memory.
+        GPUs are those that torch can use in this process (CUDA_VISIBLE_DEVICES). torch is imported
+        only if the system shows a GPU. If the GPUs differ, all figures are those of the GPU with
+        the least memory.
         """
         found = _detect_cuda() or _detect_cpu()
         try:
             measured = cls.model_validate_json(calibration_path(found.name).read_text())
-        except (OSError, ValueError):  # none, or one that another version wrote: as if it had not been measured
+        except (OSError, ValueError):  # no calibration, or another version's
             return found
         if (measured.name, measured.memory_bytes.value) != (found.name, found.memory_bytes.value):
             return found
@@ -99,7 +123,11 @@ class Machine(Value):
 
     @classmethod
     def named(cls, text: str) -> Machine:
-        """A known machine: NAME, NAME:COUNT, or NAME:COUNTxNODES, as h100-sxm:8x4 is 4 nodes of 8. Raises InputError."""
+        """A machine of the device table: NAME, NAME:COUNT, or NAME:COUNTxNODES.
+
+        h100-sxm:8x4 is 4 nodes of 8 devices. Raises InputError for an unknown name or a wrong
+        count.
+        """
         name, _, size = text.partition(":")
         known = devices()
         if name not in known:
@@ -112,8 +140,10 @@ class Machine(Value):
         return _of_table(name, known[name], int(match.group(1)), int(match.group(2) or 1))
 
     def of_processes(self, per_node: int, nodes: int = 1) -> Machine:
-        """This machine as that many processes on each of so many nodes have it: a GPU each, or each an equal part of the
-        processor, whose memory, cores and rates they share."""
+        """This machine for `per_node` processes on each of `nodes` hosts.
+
+        Each process has a GPU, or an equal share of the CPU's memory, cores and rates.
+        """
         if self.device != "cpu" or per_node == 1:
             return self.replace(devices_per_node=per_node, nodes=nodes)
 
@@ -133,41 +163,53 @@ class Machine(Value):
         )
 
     def keep(self) -> None:
-        """Keep this machine's figures for the next `detect`."""
+        """Write this machine's figures to the user's cache, for the next `detect`."""
         path = calibration_path(self.name)
         private_folder(path.parent)
         path.write_text(self.to_json())
 
     @property
     def speed_is(self) -> str:
-        """What is to be said of predicted times; empty where somebody has printed or measured how fast the machine is."""
+        """A caveat about predicted times; empty if the machine's speed is published or measured."""
         if not self.matrix_flops_per_s:
             return "a guess until this machine is measured: tightfit machine --calibrate"
         sources = {figure.source for figure in self.matrix_flops_per_s.values()}
         if "estimated" in sources:
             return "an estimate from the GPU's processors and clock; tightfit machine --calibrate measures it"
         glanced = "glance" in sources
-        return "after a glance of seconds at this machine; tightfit machine --calibrate looks closer" if glanced else ""
+        return (
+            "from a quick calibration of seconds; tightfit machine --calibrate measures it closely" if glanced else ""
+        )
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the machine that the process runs on, rather than one of the table."""
+        """Whether this is the machine that this process runs on, and not one of the device
+        table."""
         return self.memory_bytes.source == "system"
 
     def rate(self, precision: str) -> float | None:
-        """Achieved matrix rate (FLOP/s of a device) of the type a plan's precision multiplies in; None if not known."""
+        """Achieved rate of matrix products (FLOP/s per device) in a plan's precision; None if
+        unknown."""
         figure = self.matrix_flops_per_s.get(precision.split("-")[0])
         return figure.value if figure else None
 
     def peak(self, precision: str) -> float | None:
-        """The maker's dense peak (FLOP/s of a device) of the type a plan's precision multiplies in; None where none is known."""
+        """The maker's dense peak (FLOP/s per device) in a plan's precision; None if unknown."""
         figure = self.matrix_peak_flops_per_s.get(precision.split("-")[0])
         return figure.value if figure else None
 
     def achieved(self, kind: str, dtype: str, size: float) -> float:
-        """FLOP/s (of products and attention) or bytes/s that a kind of operation achieves at a size: as measured, else
-        as the nearest kind that was, else from the device's figures. What generated kernels compute takes no time where that
-        was not measured: a GPU's wait for memory."""
+        """The rate that a kind of operation achieves at a size: FLOP/s for matrix products and
+        attention, else bytes/s.
+
+        From this kind's measurement, else from the nearest measured kind's, else from the device's
+        figures. The arithmetic inside compiled kernels is free (infinite rate) if it was not
+        measured, because a GPU's kernels wait for memory.
+
+        kind   a name in `measure/rates.py`, such as "product" or "causal attention backward"
+        dtype  torch's name, such as bfloat16, or tf32
+        size   as in `rates`
+        """
         if dtype.startswith(FLOAT8) and f"{kind}/{dtype}" not in self.rates:
             return self._in_float8(kind, size)
         dtype = {"bool": "float32", "int64": "float32", "float64": "float32"}.get(dtype, dtype)
@@ -187,18 +229,20 @@ class Machine(Value):
         return self.bandwidth(size)
 
     def _share_of_products(self, kind: str) -> float:
-        """What share of the rate of large products a kind of arithmetic reaches where nobody measured it."""
+        """The share of large matrix products' rate that a kind of arithmetic is assumed to
+        reach."""
         causal = kind.startswith("causal ")
         plain = kind.removeprefix("causal ")
         share = _FUSED_ATTENTION.get(self.architecture, {}).get(plain) or _SHARE_OF_PRODUCTS.get(plain, 1.0)
         return share * (_CAUSAL if causal else 1.0)
 
     def _in_fp16(self, kind: str, size: float) -> float:
-        """As in bf16, which is as wide; products by what the two types' were measured or printed to reach."""
+        """The rate in fp16: that in bf16, which is as wide, times the ratio of the two dtypes'
+        known matrix rates."""
         known = self.matrix_flops_per_s
         if kind not in _ARITHMETIC or "fp16" not in known:
             return self.achieved(kind, "bfloat16", size)
-        if "bf16" not in known:  # on a device without units for bf16
+        if "bf16" not in known:  # no bf16 units
             return known["fp16"].value * self._share_of_products(kind)
         return self.achieved(kind, "bfloat16", size) * known["fp16"].value / known["bf16"].value
 
@@ -214,7 +258,7 @@ class Machine(Value):
         return bf16
 
     def bandwidth(self, moved: float) -> float:
-        """Bytes/s at which memory is read and written by an operation that moves so many."""
+        """Bytes/s of device memory for an operation that accesses so many bytes."""
         for key in ("elementwise/float32",):
             if key in self.rates:
                 return _interpolated(self.rates[key], moved)
@@ -223,7 +267,7 @@ class Machine(Value):
     def _matrix_rate(self, dtype: str) -> float:
         name = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "tf32": "tf32"}.get(dtype, "fp32")
         figure = self.matrix_flops_per_s.get(name)
-        if figure is None and name in ("bf16", "tf32"):  # which devices without units for them multiply as fp32
+        if figure is None and name in ("bf16", "tf32"):  # without such units: fp32
             figure = self.matrix_flops_per_s.get("fp32")
         if figure is not None:
             return figure.value
@@ -240,7 +284,7 @@ class Machine(Value):
 
 
 def _of_table(name: str, row: dict[str, Any], count: int, nodes: int) -> Machine:
-    """The machine of one row of the table: rates are the share of the peak that is achieved."""
+    """The machine of one row of the device table: its rates are the assumed share of the peak."""
     share, source = row.get("achieved", ACHIEVED), row["source"]
 
     def figure(value: float, detail: str) -> Figure:
@@ -291,7 +335,9 @@ _NEAREST = {
     "convolution backward": "convolution",
     "batch norm": "reduction",
 }
-_COMPUTED = {  # within generated kernels, beside what they move: and what is nearest of what a processor does without them
+# arithmetic inside compiled kernels, beside their memory access -> the nearest eager operation on a
+# CPU
+_COMPUTED = {
     "compiled random": "random",
     "compiled exp": "transcendental",
     "compiled tanh": "tanh",
@@ -306,10 +352,12 @@ _SHARE_OF_PRODUCTS = {
     "convolution": 0.6,
     "convolution backward": 0.6,
 }
-# Shares of the rate of large products, for the pairs that are computed; by architecture.
-# sm_80  FlashAttention-2 (Dao 2023, arXiv:2307.08691) reaches 70 to 73 % of an A100's peak forward and
-#        50 to 63 % backward, where large products reach 83 %. Its kernels are tuned for that generation,
-#        and its successors are taken to do as well.
+# Shares of large matrix products' rate that fused attention reaches, for the computed pairs, by
+# architecture.
+# sm_80 FlashAttention-2 (Dao 2023, arXiv:2307.08691) reaches 70 to 73 % of an A100's peak forward
+# and
+# 50 to 63 % backward, where large products reach 83 %. Its kernels are tuned for that generation,
+#        and the next ones (sm_86, sm_89) are assumed to do as well.
 # sm_90  torch runs the same kernels on an H100. They reach 35 % of the peak (Shah et al. 2024,
 #        arXiv:2407.08608), and 335 of 989 TFLOP/s forward and backward together (arXiv:2307.08691,
 #        section 4), where large products reach 72 %.
@@ -318,19 +366,21 @@ _FUSED_ATTENTION = {
     **dict.fromkeys(("sm_80", "sm_86", "sm_89"), _TUNED),
     "sm_90": {"attention": 0.35 / 0.724, "attention backward": 0.335 / 0.724},
 }
-# With a causal mask a kernel is 1.7 to 1.8 times as fast (arXiv:2307.08691, section 3.1), for half of the pairs.
+# With a causal mask a kernel is 1.7 to 1.8 times as fast (arXiv:2307.08691, section 3.1), for half
+# the pairs.
 _CAUSAL = 0.875
-_SEEN = (  # what a machine has now, whatever it had when it was measured
+_SEEN = (  # fields that are detected anew, whatever the calibration's file says
     "architecture", "devices_per_node", "cores", "memory_bytes", "host_memory_bytes", "matrix_peak_flops_per_s",
 )  # fmt: skip
-MEASURED_AS = 2  # how rates are counted and measured: what an earlier way left behind is not read
+MEASURED_AS = 2  # version of the calibration's files: those of earlier versions are not read
 PRIVATE = 0o700  # mode of the cache's folders
-_UNKNOWN_FLOPS = {"cpu": 5e10, "cuda": 1e13}  # fp32, of a core, or of a whole GPU, until somebody calibrates
+_UNKNOWN_FLOPS = {"cpu": 5e10, "cuda": 1e13}  # fp32, of a core or of a GPU, before a calibration
 _UNKNOWN_BANDWIDTH = {"cpu": 1e10, "cuda": 5e11}
 
 
 def _interpolated(table: Mapping[int, float], size: float) -> float:
-    """The rate at `size`: between measured sizes on a logarithmic scale, beyond them that of the nearest."""
+    """The rate at `size`: interpolated on logarithmic scales; beyond the measured sizes, the
+    nearest one's."""
     sizes = sorted(table)
     place = bisect.bisect_left(sizes, size)
     if place in (0, len(sizes)):
@@ -341,14 +391,17 @@ def _interpolated(table: Mapping[int, float], size: float) -> float:
 
 
 def cache_folder() -> Path:
-    """Where tightfit keeps what it can make again: calibrations, tokenizers, token files."""
+    """The folder for data that can be made again: calibrations, profiles, tokenizers, token
+    files."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "tightfit"
 
 
 def private_folder(folder: Path) -> None:
-    """Make a folder of the cache, where it is not there, that only this user can enter. Raises OSError where it cannot be, or is
-    another user's."""
+    """Create a folder in the cache, if it does not exist, that only this user can enter.
+
+    Raises OSError if it cannot be created or belongs to another user.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for part in (cache_folder(), folder):
         found = part.stat()
@@ -359,7 +412,7 @@ def private_folder(folder: Path) -> None:
 
 
 def calibration_path(name: str) -> Path:
-    """The file that a machine's measured figures are kept in."""
+    """The file with a machine's measured figures."""
     plain = "".join(c if c.isalnum() else "-" for c in name.lower())
     return cache_folder() / "machines" / f"{plain}.{MEASURED_AS}.json"
 
@@ -396,8 +449,9 @@ def _detect_cuda() -> Machine | None:
 
 
 def _with_estimates(machine: Machine, gpu: Gpu) -> Machine:
-    """A GPU that the table does not name: rates from its number of processors, its clock and its memory's, as far as known.
-    That gives no published peak, so no MFU."""
+    """A GPU that is not in the device table: rates estimated from its number of processors and the
+    clocks of processors and memory, as far as known. It has no published peak, so there is no
+    MFU."""
 
     def figure(value: float, detail: str) -> Figure:
         return Figure(value=value, source="estimated", detail=detail)
@@ -412,7 +466,7 @@ def _with_estimates(machine: Machine, gpu: Gpu) -> Machine:
 
 
 def _host_memory() -> int:
-    """Physical memory in bytes, or the control group's limit where that is less."""
+    """Physical memory in bytes, or the control group's limit if that is smaller."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

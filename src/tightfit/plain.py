@@ -1,7 +1,9 @@
-"""Plain data: YAML text read as mappings, lists, text and numbers, and nothing else. What is too large or too deep is refused.
+"""Plain data: reads YAML as mappings, lists, text and numbers only, and refuses what is too large
+or too deep.
 
-YAML 1.1 reads 1:30 as 90 (base 60), 010 as 8, 2024-01-01 as a date and 1e-4 as text. Here, as in YAML 1.2, these are a text, a
-decimal number, a text and a number. Raises InputError, or yaml.YAMLError with a line for what is wrong with the text itself.
+YAML 1.1 reads 1:30 as 90 (base 60), 010 as 8, 2024-01-01 as a date and 1e-4 as text. Here, as in
+YAML 1.2, these are a text, a decimal number, a text and a number. Raises InputError, or
+yaml.YAMLError with the line of an error in the text itself.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import yaml
 from tightfit.errors import InputError
 
 MOST_BYTES = 2**19  # of a file of settings
-MOST_NODES = 50_000  # values in it, each alias counted as all that it stands for
+MOST_NODES = 50_000  # values in it; an alias counts as all values of its anchor
 MOST_DEPTH = 32
 MOST_BITS = 63
 
@@ -25,24 +27,28 @@ _FLOAT = re.compile(
     r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$"
     r"|\.(?:nan|NaN|NAN)$"
 )
-_DECIMAL = re.compile(r"[-+]?0[0-9_]+$")  # with zeros before it: a text, which a field of numbers reads as decimal
+_DECIMAL = re.compile(r"[-+]?0[0-9_]+$")  # leading zeros: a text; number fields read it as decimal
 
 
 def parse_yaml(text: str) -> Any:
-    """The value that a YAML text holds. Raises yaml.YAMLError with the place of what is wrong, InputError for its size."""
+    """The value of a YAML text. Raises yaml.YAMLError, with the place of the error, or for its
+    size."""
     if len(text) > MOST_BYTES:
         raise yaml.YAMLError(f"{len(text)} characters are more than the {MOST_BYTES} that a file of settings may have")
     return yaml.load(text, _Loader)
 
 
 def write_yaml(content: Any) -> str:
-    """As YAML that both 1.1 and `parse_yaml` read as it was."""
+    """YAML that both a YAML 1.1 reader and `parse_yaml` read back as `content`."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def check_plain(content: Any, where: str) -> None:
-    """Refuse settings that no field can take: numbers beyond 64 bits, infinite ones, text with zero bytes or broken characters,
-    and what is nested too deep. Looks into mappings and lists. Raises InputError that names the field."""
+    """Refuse settings that no field can take, also within mappings and lists.
+
+    Raises InputError, which names the field, for integers beyond 64 bits, infinite numbers, text
+    with zero bytes or unpaired surrogates, and content that is nested too deep.
+    """
     _check(content, where, (), MOST_DEPTH)
 
 
@@ -52,7 +58,7 @@ def _check(content: Any, where: str, path: tuple[str, ...], depth: int) -> None:
 
     if isinstance(content, str):
         if "\0" in content or any("\ud800" <= letter <= "\udfff" for letter in content):
-            refuse("holds a zero byte or half a surrogate pair, which no name or path has", "write it without")
+            refuse("contains a zero byte or half a surrogate pair, which no name or path has", "write it without")
     elif isinstance(content, int):
         if content.bit_length() > MOST_BITS:
             refuse("is a number beyond 64 bits", f"write one of at most {2**MOST_BITS - 1}")
@@ -72,7 +78,8 @@ def _check(content: Any, where: str, path: tuple[str, ...], depth: int) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain types only. Refuses a field that is written twice, of which plain YAML keeps the last and says nothing."""
+    """Plain types only. Refuses a field that is written twice; plain YAML would silently keep the
+    last."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {  # type: ignore[misc]
         first: [(tag, pattern) for tag, pattern in known if tag[len(_TAG) :] in ("bool", "null", "merge")]
@@ -87,7 +94,7 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._depth = self._nodes = 0
-        self._sizes: dict[int, int] = {}  # of each node that is complete, by its identity
+        self._sizes: dict[int, int] = {}  # by id of each complete node: its number of values
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
@@ -102,7 +109,7 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._depth -= 1
         if is_alias and id(node) not in self._sizes:
-            refuse("an alias of what it stands in")
+            refuse("an alias of a value that contains the alias")
         self._nodes += self._sizes[id(node)] if is_alias else 1
         if self._nodes > MOST_NODES:
             refuse(f"more than {MOST_NODES} values")
@@ -117,7 +124,7 @@ class _Loader(yaml.SafeLoader):
             KeyError,
             TypeError,
             AttributeError,
-        ) as error:  # of a tag that does not suit what follows it
+        ) as error:  # a tag that does not fit its value
             raise yaml.constructor.ConstructorError(
                 None, None, f"{str(getattr(node, 'value', ''))[:40]!r} is no {node.tag[len(_TAG) :]}", node.start_mark
             ) from error
@@ -127,7 +134,9 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key, yaml.ScalarNode) and key.tag != f"{_TAG}merge":
                 if key.value in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"{key.value!r} is written twice", key.start_mark
+                    )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -140,7 +149,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the texts that either version of YAML would read as something else."""
+    """Quotes texts that a reader of YAML 1.1 or 1.2 would take for something else."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: list(known) for first, known in yaml.SafeDumper.yaml_implicit_resolvers.items()

@@ -1,6 +1,8 @@
-"""Plan: how a job is fitted to a machine. `Plan()` is the reference: fp32, one device, the whole batch at once, no method.
+"""Plan: how a job is fitted to a machine. It changes no mathematics beyond what the job's `allow`
+permits.
 
-What cannot work together says `rules`.
+`Plan()` is the reference: fp32, one device, the whole batch at once, no method. `rules.py` lists
+the combinations that cannot work.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ Offloaded = Literal["states", "gradients", "parameters", "activations"]
 
 
 def _in_order(value: Any) -> Any:
-    """One word or several, each once, in the order of the list; none for nothing."""
+    """One word or several, each once, in the order of `Offloaded`; the word none is no word."""
     words = [value] if isinstance(value, str) else value
     if words == ["none"] or words is None:
         return ()
@@ -55,50 +57,72 @@ def _in_order(value: Any) -> Any:
 
 
 class Plan(Value):
-    """How the job is fitted. Every field's default is the reference; a method is absent until its field leaves it.
+    """How the job is fitted. Each field's default is the reference's; a method is off until its
+    field differs.
 
-    precision           what the arithmetic runs in; -mixed keeps fp32 weights, -true has one type for everything
+    Example: 64 GPUs with dp_replicate = 2, dp_shard = 4, tp = 4, pp = 2 and zero = 3 train
+    2 x 4 = 8 shares of each batch. Each share goes through 2 pipeline stages of 4 tp ranks, and
+    parameters, gradients and optimizer states are sharded over the 4 dp_shard ranks.
+
+    precision           dtype of the arithmetic; -mixed keeps fp32 weights, -true uses one dtype for
+                        all
     loss_scale          fp16 only: dynamic, or a fixed number
-    rounding            bf16-true: how a weight update is rounded: nearest loses small ones, kahan carries what was
-                        lost, stochastic keeps it in expectation
-    float8              the scales of products of linear layers in 8 bits: none (no such products), tensorwise (one scale
-                        for each tensor) or rowwise (one for each row)
+    rounding            bf16-true: how a weight update is rounded. nearest loses small updates,
+                        kahan carries what was lost, stochastic keeps it in expectation
+    float8              the scales of linear layers' products in 8 bits: none (no such products),
+                        tensorwise (one scale per tensor) or rowwise (one per row)
     micro_batch         samples per forward; None is the whole batch at once
-    recompute           which blocks are computed again in backward instead of kept
-    attention           sdpa (torch's fused kernel) or blocked (plain products, faster on processors)
-    chunked_loss        tokens whose logits live at once; None keeps all logits, true chooses: 1,024, or by device
-    states              width in which optimizer states are stored
-    fused_optimizer     torch's fused kernel in place of its default one
-    update_in_backward  each weight is updated as soon as its gradient is there, and the gradient freed
-    compile             torch.compile of nothing, each block, or the model with its loss
-    compile_mode        how: torch's default; max-autotune-no-cudagraphs tries several kernels for each product, and takes
-                        the fastest; reduce-overhead replays the whole model as a CUDA graph, without a launch for each kernel
-    materialize         where the model is created: host (then moved and cast) or device (there, in its precision)
-    allocator           default; tuned: freed memory is kept and reused, huge pages, expandable segments; lean, on a
-                        processor: freed memory goes back to the system at once
-    dp_replicate        groups of devices that each hold the whole model; their gradients are summed (data parallelism)
-    dp_shard            devices of such a group that divide the samples, and by `zero` the model's states
-    cp                  devices that divide each sample's sequence (context parallelism); they share the model as replicas, or
-                        with `zero` divide its states with the dp_shard devices
-    zero                what the dp_shard x cp devices divide: 1 optimizer states, 2 gradients too, 3 parameters too
-    tp                  devices that divide attention, MLP and vocabulary by columns and rows
-    sequence_parallel   whether the tp devices also divide what lies between those, norms and dropout, by positions
-    pp                  devices in a row, each with some of the blocks (pipeline)
-    schedule            in which order those run forwards and backwards of micro-batches; pipedream does not wait for a step's
-                        last backward before the next step's first forward, so weights are updated late
-    virtual_stages      interleaved: how many pieces of the model each pp device has
-    split               blocks of each piece of the model, first to last; None makes them as equal as can be
-    vertical_sync       pipedream: a micro-batch uses the same version of the weights on all devices
-    parameter_server    none; sync or async: the dp_replicate workers send gradients to one more process, which updates
+    recompute           the blocks whose activations are recomputed in backward instead of saved
+    attention           sdpa (torch's fused kernel) or blocked (plain matrix products, faster on
+                        CPUs)
+    chunked_loss        tokens whose logits are in memory at once. None keeps all logits; true
+                        chooses 1,024, or by device
+    states              how optimizer states are stored: fp32, bf16, 8-bit or 4-bit
+    fused_optimizer     whether to use torch's fused kernel instead of its default one
+    update_in_backward  whether each weight is updated as soon as its gradient is complete, which is
+                        then freed
+    compile             torch.compile of nothing, of each block, or of the model with its loss
+    compile_mode        default; max-autotune-no-cudagraphs tries several kernels for each matrix
+                        product and takes the fastest; reduce-overhead replays the whole model as a
+                        CUDA graph, without a launch for each kernel
+    materialize         where the model is created: host (then moved and cast) or device (in its
+                        precision)
+    allocator           default; tuned: freed memory is cached and reused, huge pages, expandable
+                        segments; lean, on a CPU: freed memory returns to the system at once
+    dp_replicate        replicas of the model; their gradients are all-reduced (data parallelism)
+    dp_shard            ranks in a replica that share its samples and, by `zero`, shard the model's
+                        states
+    cp                  ranks that each sample's sequence is sharded over (context parallelism).
+                        They replicate the model, or with `zero` shard its states with the dp_shard
+                        ranks
+    zero                what is sharded over the dp_shard x cp ranks: 1 optimizer states, 2
+                        gradients too, 3 parameters too
+    tp                  ranks that attention, MLP and vocabulary are sharded over, by columns and
+                        rows
+    sequence_parallel   whether the tp ranks also shard the norms and dropout between those, by
+                        positions
+    pp                  ranks of the pipeline, each with some of the blocks
+    schedule            the order of the micro-batches' forwards and backwards. pipedream does not
+                        wait for a step's last backward before the next step's first forward, so
+                        weights are updated late
+    virtual_stages      interleaved: stages of the model on each pipeline rank
+    split               blocks of each stage, first to last; None makes them as equal as possible
+    vertical_sync       pipedream: whether a micro-batch uses the same weight version on all ranks
+    parameter_server    none; sync or async: the dp_replicate workers send gradients to one more
+                        process, which updates the weights
     staleness           async: how many steps a worker may be ahead of the slowest; None for any
-    compressed_gradients  what replicas send each other: none, bf16, or powersgd (products of rank `powersgd_rank`)
-    offload             what lies outside the device's memory: states, gradients, parameters, activations
-    offload_to          host (page-locked memory beside a GPU) or disk (mapped files in `offload_folder`, left out the
-                        system's folder for temporary files)
+                        number
+    compressed_gradients  how replicas send gradients: none (as they are), bf16, or powersgd
+                        (products of rank `powersgd_rank`)
+    powersgd_rank       rank of powersgd's products
+    offload             what is stored outside device memory: states, gradients, parameters,
+                        activations
+    offload_to          host (page-locked memory beside a GPU) or disk (memory-mapped files)
+    offload_folder      folder of those files; None is the system's folder for temporary files
     loader_workers      processes that prepare data; 0 prepares it in the training process
-    prefetch            batches prepared ahead by each worker
-    pin_memory          page-locked host buffers
-    non_blocking        copies to the device that overlap its work
+    prefetch            batches that each worker prepares ahead
+    pin_memory          whether host buffers are page-locked
+    non_blocking        whether copies to the device overlap with its computation
     """
 
     precision: Precision = "fp32"
@@ -156,54 +180,65 @@ class Plan(Value):
 
     @property
     def is_half(self) -> bool:
+        """Whether the arithmetic runs in 16 bits."""
         return self.precision.startswith(("bf16", "fp16"))
 
     @property
     def is_true(self) -> bool:
-        """Weights, gradients and arithmetic all in 16 bits."""
+        """Whether weights, gradients and arithmetic are all in 16 bits."""
         return self.precision.endswith("-true")
 
     @property
     def data_parallel(self) -> int:
-        """How many devices, or groups of them, divide a step's samples."""
+        """Data-parallel degree: how many ranks, or groups of tp, cp and pp ranks, share a step's
+        samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def replicas(self) -> int:
-        """How many times all devices together hold the model's states."""
+        """How many copies of the model's states all devices hold together."""
         return self.dp_replicate * (1 if self.zero else self.cp)
 
     @property
     def shards(self) -> int:
-        """How many devices divide what `zero` says."""
+        """How many ranks the states named by `zero` are sharded over."""
         return self.dp_shard * (self.cp if self.zero else 1)
 
     @property
     def devices(self) -> int:
+        """All processes of the plan, one device each."""
         return self.data_parallel * self.cp * self.tp * self.pp + self.servers
 
     @property
     def servers(self) -> int:
-        """Processes beside the workers."""
+        """Parameter servers: processes beside the workers."""
         return 0 if self.parameter_server == "none" else 1
 
     @property
     def stages(self) -> int:
-        """Pieces that a pipeline cuts the model into."""
+        """Pipeline stages of the model."""
         return self.pp * self.virtual_stages
 
     def share_of(self, batch: int) -> int:
-        """The most samples of a step that one device is given."""
+        """The most samples of a step of `batch` samples that one device gets."""
         return math.ceil(batch / self.data_parallel)
 
     def micro_batch_of(self, batch: int) -> int:
-        """Samples of one forward on one device, in a step of `batch` samples on all of them."""
+        """Samples of one forward on one device, if a step has `batch` samples on all devices.
+
+        Example: batch = 30 on 4 data-parallel ranks is at most 8 samples on each. micro_batch = 3
+        gives 3, micro_batch = 16 or None gives 8.
+        """
         share = self.share_of(batch)
         return min(self.micro_batch or share, share)
 
 
 def read_pins(source: str | Path | Mapping[str, Any] | Literal["reference"] | None) -> dict[str, Any]:
-    """The fields that a plan file, a mapping or the word `reference` pins. A plan may be partial. Raises InputError."""
+    """The fields that a plan file, a mapping or the word `reference` pins.
+
+    A plan may be partial: search decides the fields that it leaves out. Raises InputError for a
+    file or mapping that is no plan.
+    """
     if source is None:
         return {}
     if source == "reference":

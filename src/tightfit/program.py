@@ -1,7 +1,24 @@
-"""Program: what a micro-batch does, as passages through parts of a model: buffers that come and go, and operations.
+"""The recorded step: the buffers that one micro-batch allocates and frees, and its operations.
 
-Sizes are linear in the samples, so one program stands for any number of them. It is traced from the model (planner/trace.py);
-the largest instant is found by playing it through.
+planner/trace.py records it on fake tensors, planner code and each method's `cost` edit it, and
+`Ledger` replays it to find the peak. A recorded step is a tuple of segments, in the order in which
+they run: the forward of each part of the model, then the backwards in reverse order. Every size
+is linear in the samples of a micro-batch, so one recorded step holds for every micro-batch size.
+
+Example: two equal blocks, sizes in MiB for one sample. A block's forward allocates an activation
+h of 4, which is saved for backward, and a temporary t of 2, which is freed at once. Its backward
+allocates the gradient dh of h (a temporary of 4) and the weights' gradient g of 3, which does not
+grow with the samples, and then frees h and dh.
+
+    segment            events of its timeline               before   peak   after
+    forward, block 0   h0 +1, t0 +1, t0 -1                       0      6       4
+    forward, block 1   h1 +1, t1 +1, t1 -1                       4     10       8
+    backward, block 1  dh1 +1, g1 +1, g1 0, h1 -1, dh1 -1        8     15       7
+    backward, block 0  dh0 +1, g0 +1, g0 0, h0 -1, dh0 -1        7     14       6
+
+The peak is 15 MiB, in the backward of block 1: activations 8, temporaries 4, gradients 3. With two
+samples it is 27 MiB: 16, 8 and 3. In a later micro-batch (`accumulate_gradients`) g1 is a temporary
+that is added to the gradients that exist already, 6 MiB, so the peak for one sample is 21 MiB.
 """
 
 from __future__ import annotations
@@ -10,14 +27,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-TRACED = ("activations", "temporaries", "gradients", "optimizer", "parameters")  # rows that events may be of
+# the rows that a buffer may count under
+TRACED = ("activations", "temporaries", "gradients", "optimizer", "parameters")
 
-LINEAR = ("aten.mm", "aten.addmm")  # products with the weights of a layer
+LINEAR = ("aten.mm", "aten.addmm")  # matrix products with a layer's weight
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A number that grows with the samples of a micro-batch: fixed + per_sample x samples."""
+    """A number that is linear in the samples of a micro-batch: fixed + per_sample x samples."""
 
     fixed: float = 0.0
     per_sample: float = 0.0
@@ -34,11 +52,16 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """One storage: its bytes, the row it counts under, the operation that made it.
+    """One storage of a tensor. Two buffers are equal only if they are the same object.
 
-    parameter  of a gradient, of the product that it is cast from, and of a weight's copy in another type: whose
-    operands   of a gradient that is a matrix product: the buffers that are multiplied
-    terms      of the gradient of a parameter that is used several times: the gradients of its uses, which it is the sum of
+    size       bytes
+    row        the ledger's row that it counts under, one of TRACED_ROWS
+    maker      the operation that allocates it
+    parameter  name of the parameter that it belongs to. Set for a gradient, for the product that a
+               gradient is cast from, and for a weight's copy in another dtype; else empty
+    operands   for a gradient that is a matrix product: the two buffers that are multiplied
+    terms      for the gradient of a parameter that is used several times: the gradients of the
+               single uses, whose sum it is
     """
 
     size: Linear
@@ -51,13 +74,15 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One kernel, or `count` equal ones: FLOPs, bytes read and written, each, and of a product its sizes.
+    """One kernel, or `count` equal kernels. `flops` and `bytes_accessed` are those of one kernel.
 
-    name   the operation's, such as aten.mm
-    dtype  of what it computes in
-    flops  as model FLOPs count them: of attention over all pairs of queries and keys
-    sizes  of a product: (batches, rows, columns, depth)
-    computed  share of `flops` that is computed: attention skips the pairs that a causal mask hides
+    name      the operation's name, such as aten.mm
+    dtype     the dtype that it computes in
+    flops     model FLOPs: attention counts all pairs of queries and keys, also under a causal mask
+    bytes_accessed  bytes read and written
+    sizes     for a matrix product: (batches, rows, columns, depth); else empty
+    computed_share  share of `flops` that the kernel computes: attention skips the pairs that a
+              causal mask hides
     """
 
     name: str
@@ -73,10 +98,10 @@ class Operation:
 class Given:
     """A tensor that a block is called with.
 
-    path          where it lies in the block's arguments
-    size          bytes of the tensor, which may be a part of its storage
-    buffer        its storage, where the step made it
-    has_gradient  whether backward makes a gradient of it
+    path          its path within the block's arguments
+    size          bytes of the tensor, which may be a view of a part of its storage
+    buffer        its storage; None if the step did not allocate it
+    has_gradient  whether backward computes a gradient of it
     """
 
     path: str
@@ -87,14 +112,16 @@ class Given:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Buffers in the order in which they come (+1) and go (-1), and the operations of the same stretch.
+    """What one segment does: its buffers' events in order, and its operations.
 
-    A gradient has a third event, 0: it is complete, and its parameter's.
+    An event is (buffer, +1) when the buffer is allocated and (buffer, -1) when it is freed. A
+    parameter's gradient has one event more, (buffer, 0): it is complete.
 
-    needed  how many of the events, and of the operations, come before the last tensor that backward needs: where a
-            recomputation stops
-    inputs  of a block: the buffers that it was called with; given: all tensors that it was
-    kept    of a forward: the buffers, its own or others', that it keeps for backward
+    recompute_end  (events, operations): how many of each come before the last tensor that backward
+                   needs. A recomputation of this forward stops there
+    inputs         for a block: the buffers that it was called with
+    block_inputs   for a block: all tensors that it was called with
+    saved          for a forward: the buffers, its own or earlier ones, that are saved for backward
     """
 
     events: tuple[tuple[Buffer, int], ...] = ()
@@ -105,6 +132,7 @@ class Timeline:
     given: tuple[Given, ...] = ()
 
     def then(self, other: Timeline) -> Timeline:
+        """This timeline followed by `other`."""
         events, operations = other.needed
         needed = (len(self.events) + events, len(self.operations) + operations) if events else self.needed
         return Timeline(
@@ -127,12 +155,12 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """One passage of a micro-batch through a part of the model.
+    """What one micro-batch does in one part of the model in one phase.
 
-    part      "block" for one of the repeated blocks, else where it lies between them
-    block     its position among the model's blocks, None for what is no block
-    phase     forward, backward, inference (a forward that keeps nothing) or optimizer
-    call      of a block that a forward calls more than once: which time
+    part      "block" for a repeated block, else a name for the code before, between or after them
+    phase     forward, backward, inference (a forward that saves nothing for backward) or optimizer
+    block     the block's number, from 0; None if the part is no block
+    call      for a block that a forward calls more than once: the number of the call, from 0
     """
 
     part: str
@@ -143,15 +171,18 @@ class Passage:
 
     @property
     def place(self) -> tuple[str, str, int | None, int]:
-        """What a passage is told by."""
+        """Identifies the segment within a recorded step: (part, phase, block, call)."""
         return self.part, self.phase, self.block, self.call
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A timeline played through: bytes by row that it adds at its largest instant, and at its end.
+    """What replaying a timeline found, in bytes and relative to the bytes at its begin.
 
-    made  bytes of the gradients that are complete at either; gradient: of the largest one
+    at_peak              bytes by row that it adds at its peak
+    at_end               bytes by row that it adds at its end
+    completed_gradients  bytes of the gradients that are complete (at the peak, at the end)
+    largest_gradient     bytes of the largest complete gradient
     """
 
     largest: dict[str, float]
@@ -161,6 +192,7 @@ class Played:
 
 
 def play(timeline: Timeline, samples: float) -> Played:
+    """Add up a timeline's events for a micro-batch of `samples`, and note the peak of their sum."""
     rows = dict.fromkeys(TRACED, 0.0)
     total, best, largest = 0.0, 0.0, dict(rows)
     made, made_then, gradient = 0.0, 0.0, 0.0
@@ -177,7 +209,10 @@ def play(timeline: Timeline, samples: float) -> Played:
 
 
 def edited(program: tuple[Passage, ...], edits: list[Callable[[Timeline], Timeline]]) -> tuple[Passage, ...]:
-    """The program with the timelines of its backward edited, each once."""
+    """The recorded step with every timeline of its backwards edited by all `edits`, in order.
+
+    Equal blocks share one timeline. It is edited once, so that they share the result, too.
+    """
     known: dict[Timeline, Timeline] = {}
 
     def changed(passage: Passage) -> Passage:
@@ -194,7 +229,8 @@ def edited(program: tuple[Passage, ...], edits: list[Callable[[Timeline], Timeli
 
 
 def handed_over(timeline: Timeline) -> Timeline:
-    """Each gradient leaves for its bucket as soon as it is complete."""
+    """Backward's timeline if each gradient is copied to a bucket, or to other memory, and freed as
+    soon as it is complete. The caller accounts for the bucket."""
     events: list[tuple[Buffer, int]] = []
     for buffer, sign in timeline.events:
         if buffer.row != "gradients" or sign > 0:
@@ -205,7 +241,8 @@ def handed_over(timeline: Timeline) -> Timeline:
 
 
 def accumulated(timeline: Timeline) -> Timeline:
-    """Of a later micro-batch: each new gradient is added to the one that is there, and freed."""
+    """Backward's timeline of a later micro-batch: each new gradient is a temporary, which is added
+    to the gradients of earlier micro-batches and freed."""
     events: list[tuple[Buffer, int]] = []
     passing: dict[Buffer, Buffer] = {}
     for buffer, sign in timeline.events:
@@ -220,7 +257,11 @@ def accumulated(timeline: Timeline) -> Timeline:
 
 
 def updated_at_once(timeline: Timeline, needed: Mapping[str, float]) -> Timeline:
-    """Each gradient is used up by its own update as soon as it is complete. needed: bytes that one needs meanwhile, by parameter."""
+    """Backward's timeline if each parameter is updated as soon as its gradient is complete, which
+    is then freed.
+
+    needed  temporary bytes of each parameter's update, by the parameter's name
+    """
     events: list[tuple[Buffer, int]] = []
     for buffer, sign in timeline.events:
         if buffer.row != "gradients" or sign > 0:

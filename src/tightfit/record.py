@@ -1,4 +1,7 @@
-"""Record: what was seen when a plan ran, one JSON line each. A measurement is plan + machine + code + every timed step."""
+"""Record: what was measured when a plan ran, one JSON line each.
+
+A measurement is plan, machine, code versions and every timed step.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,13 @@ from tightfit.values import Value
 
 
 class PeakBytes(Value):
-    """Peak bytes of one device: predicted and measured. On CPU `measured` is of live tensors and `process` the RSS beside it,
-    which is predicted, too."""
+    """Peak bytes of one device, predicted and measured.
+
+    predicted, measured  live tensors; on CUDA, allocated bytes
+    reserved             CUDA: bytes that torch's allocator has reserved
+    process, predicted_process  the process's resident set (RSS); predicted only on a CPU
+    rows                 measured bytes by row of the ledger
+    """
 
     predicted: int | None = None
     measured: int | None = None
@@ -30,16 +38,23 @@ class PeakBytes(Value):
 
 
 class Record(Value):
-    """What was seen when a plan ran.
+    """What was measured when a plan ran.
 
-    step_s  seconds of every timed step; the first steps, which compile and are looked into, are not timed
-    mfu     model FLOPs (of PaLM: attention counts all pairs, recomputation nothing) in a second, over the devices' published
-            dense peak; None where none is published. matrix_utilization: the same, over the rate that their large
-            matrix products achieve
-    loss    pairs of step (from 1) and value, None where it was no number; of the whole training, also of what a resumed
-            run found done. The other figures are of the last stretch.
-    attention  the kernel of the model's attention: flash, efficient, cudnn or math, as torch chooses them on CUDA, cpu-flash,
-               blocked, or the name of an implementation that is not torch's (eager); None where it is not known
+    code                versions of tightfit, torch, transformers, Python and the system
+    step_s              seconds of every timed step; the first steps, which compile and are sampled
+                        for memory, are not timed
+    tokens_per_s, samples_per_s  medians over the timed steps; tokens only for language models
+    mfu                 model FLOP/s (as in PaLM: attention over all pairs, recomputation not
+                        counted), over the devices' published dense peak; None if no peak is
+                        published
+    matrix_utilization  the same, over the rate that the devices' large matrix products achieve
+    compile_s           seconds of the first step beyond the median; None without compilation
+    loss                (step from 1, value) of the whole training, including the steps before a
+                        resume; None for a value that is no finite number. The other figures are
+                        those since the last start
+    attention           the model's attention kernel: flash, efficient, cudnn or math, as torch
+                        chooses on CUDA; cpu-flash; blocked; or the name of an implementation that
+                        is not torch's (eager); None if it is not known
     """
 
     job: dict[str, Any]
@@ -65,7 +80,7 @@ class Record(Value):
         return statistics.median(self.step_s) if self.step_s else None
 
     def content(self) -> dict[str, Any]:
-        """As `model_dump`, with nothing left out: outsiders read these keys."""
+        """All fields as JSON types, also those that are None: other programs read these keys."""
         return self.model_dump(mode="json", by_alias=True)
 
     def append_to(self, path: str | Path) -> None:

@@ -1,4 +1,9 @@
-"""RULES, the one table of combinations that cannot work; and what a plan changes in the mathematics, which a job must allow."""
+"""The rules of a plan: combinations that cannot work, and changes of the mathematics that a job
+must allow.
+
+RULES is the one table of them, each with its remedy. `check` refuses a plan with it before anything
+is built, search prunes its candidates with it, and the docs print it.
+"""
 
 from __future__ import annotations
 
@@ -12,48 +17,54 @@ from tightfit.plan import Plan
 
 @dataclass(frozen=True)
 class Rule:
-    """A combination that cannot work: what must hold, why, and the smallest change that makes it hold."""
+    """A condition that a plan must meet.
+
+    text   the condition and its reason, as the error prints it
+    holds  (plan, job, device kind: cpu or cuda) -> whether the plan meets it
+    fix    the smallest change that makes it hold; {plan.x}, {job.x} and {train.x} are filled in
+    """
 
     text: str
     holds: Callable[[Plan, Job, str], bool]
     fix: str
 
     def remedy(self, plan: Plan, job: Job) -> str:
+        """`fix` with this plan's and job's values."""
         return self.fix.format(plan=plan, job=job, train=job.train)
 
 
 _NARROW = ("adamw", "sgd", "lion", "lamb", "lars")
-BY_MATRIX = ("adafactor", "muon")  # look at rows and columns, or at a whole matrix
+BY_MATRIX = ("adafactor", "muon")  # need a matrix's rows and columns, or the full matrix
 
 
 def _brings(plan: Plan, device: str) -> bool:
-    """Whether weights or gradients are brought to a device to update them."""
+    """Whether offloaded weights or gradients are copied to the device for their update."""
     return device == "cuda" and bool({"parameters", "gradients"} & set(plan.offload))
 
 
 def _gathers(plan: Plan, device: str) -> bool:
-    """Whether parameters are on a device only while their block is at work."""
+    """Whether parameters are on the device only while their block computes."""
     return plan.zero == 3 or (device == "cuda" and "parameters" in plan.offload)
 
 
 RULES = (
     Rule(
-        "tf32 is arithmetic of CUDA devices (Ampere and later)",
+        "tf32 exists only on CUDA devices (Ampere and later)",
         lambda plan, job, device: plan.precision != "tf32" or device == "cuda",
         "use precision: fp32 or bf16-mixed",
     ),
     Rule(
-        "a micro-batch is at most the batch",
+        "a micro-batch cannot be larger than the batch",
         lambda plan, job, device: plan.micro_batch is None or plan.micro_batch <= job.train.batch,
         "use a micro_batch of at most {train.batch}",
     ),
     Rule(
-        "kahan and stochastic rounding are for weights held in bf16",
+        "kahan and stochastic rounding apply only to weights stored in bf16",
         lambda plan, job, device: plan.rounding == "nearest" or plan.precision == "bf16-true",
         "use precision: bf16-true, or rounding: nearest",
     ),
     Rule(
-        "torch's fused SGD on a processor does not update weights in bf16",
+        "torch's fused SGD does not update bf16 weights on a CPU",
         lambda plan, job, device: (
             device != "cpu"
             or not plan.fused_optimizer
@@ -63,7 +74,7 @@ RULES = (
         "use fused_optimizer: false, or rounding: kahan",
     ),
     Rule(
-        "float8 products are of CUDA devices (compute capability 8.9 and later, MI300)",
+        "float8 products need a CUDA device of compute capability 8.9 or later, or MI300",
         lambda plan, job, device: plan.float8 == "none" or device == "cuda",
         "use float8: none",
     ),
@@ -73,39 +84,39 @@ RULES = (
         "use precision: bf16-mixed or bf16-true, or float8: none",
     ),
     Rule(
-        "float8 scales whole layers, and tensor parallelism cuts them",
+        "float8 scales whole layers, and tensor parallelism shards them",
         lambda plan, job, device: plan.float8 == "none" or plan.tp == 1,
         "use tp: 1, or float8: none",
     ),
     Rule(
-        "zero-bubble leaves weights' gradients for later, and float8 layers make them at once",
+        "zero-bubble delays the gradients of weights, and float8 layers compute them at once",
         lambda plan, job, device: plan.float8 == "none" or plan.schedule != "zero-bubble",
         "use schedule: 1f1b, or float8: none",
     ),
     Rule(
-        "an update in backward sees each gradient once, so the whole batch is one micro-batch",
+        "an update in backward applies each gradient once, so the whole batch must be one micro-batch",
         lambda plan, job, device: (
             not plan.update_in_backward or plan.micro_batch_of(job.train.batch) == plan.share_of(job.train.batch)
         ),
         "use micro_batch: {train.batch}, or update_in_backward: false",
     ),
     Rule(
-        "an update in backward uses up a gradient before other devices' are added to it",
+        "an update in backward frees a gradient before it is all-reduced over the devices",
         lambda plan, job, device: not plan.update_in_backward or plan.devices == 1,
-        "use update_in_backward: false; zero: 2 or 3 divide the gradients instead",
+        "use update_in_backward: false; zero: 2 or 3 shard the gradients instead",
     ),
     Rule(
-        "zero says what the dp_shard devices (and cp's) divide: one does not go without the other",
+        "zero says what is sharded over the dp_shard and cp devices: it needs more than one of them, and dp_shard needs zero",
         lambda plan, job, device: (plan.zero > 0) == (plan.shards > 1),
         "use dp_shard: 2 (or more) with zero: 1, 2 or 3; dp_shard: 1 with zero: 0",
     ),
     Rule(
-        "each device needs a sample of every step",
+        "each device needs a sample in every step",
         lambda plan, job, device: plan.data_parallel <= job.train.batch,
         "use at most {train.batch} devices for data parallelism, or a larger train.batch",
     ),
     Rule(
-        "a divided parameter is brought together for Adafactor and Muon in the type it is kept in",
+        "for Adafactor and Muon a sharded parameter is gathered in the dtype that it is stored in",
         lambda plan, job, device: (
             not (
                 (plan.zero or plan.tp > 1)
@@ -116,59 +127,59 @@ RULES = (
         "use rounding: nearest and not fp16-true with {train.optimizer}, or zero: 0",
     ),
     Rule(
-        "a sequence that is divided goes through attention in a ring, which is one kernel of its own",
+        "context parallelism uses ring attention, which has its own kernel",
         lambda plan, job, device: plan.cp == 1 or plan.attention == "sdpa",
         "use attention: sdpa",
     ),
     Rule(
-        "what travels around a ring is no part of one compiled region",
+        "ring attention's communication cannot be part of one compiled region",
         lambda plan, job, device: plan.cp == 1 or plan.compile != "model",
         "use compile: block",
     ),
     Rule(
-        "a loss of the job's own cannot be divided along a sequence",
+        "a loss of the job's own cannot be computed on parts of a sequence",
         lambda plan, job, device: plan.cp == 1 or job.loss is None,
         "use cp: 1, or leave the job's loss to its task",
     ),
     Rule(
-        "sequence_parallel divides what tensor parallelism leaves whole",
+        "sequence_parallel shards what tensor parallelism leaves replicated, so it needs tensor parallelism",
         lambda plan, job, device: not plan.sequence_parallel or plan.tp > 1,
         "use tp: 2 (or more), or sequence_parallel: false",
     ),
     Rule(
-        "a model cut among devices runs with its collectives, which one compiled region does not hold",
+        "tensor parallelism's collectives cannot be part of one compiled region",
         lambda plan, job, device: plan.tp == 1 or plan.compile != "model",
         "use compile: block",
     ),
     Rule(
-        "compressed gradients are what replicas send each other",
+        "only the gradients that replicas all-reduce can be compressed",
         lambda plan, job, device: plan.compressed_gradients == "none" or (plan.replicas > 1 and plan.zero == 0),
         "use dp_replicate: 2 (or more) with zero: 0, or compressed_gradients: none",
     ),
     Rule(
-        "a segment of several blocks is recomputed as one, and zero: 3 gathers parameters block by block, as a GPU does with "
-        "offloaded ones",
+        "recompute: sqrt recomputes several blocks as one segment, but zero: 3, and a GPU with offloaded parameters, have only "
+        "one block's parameters at a time",
         lambda plan, job, device: not (_gathers(plan, device) and plan.recompute == "sqrt"),
         "use recompute: full or every-2, or zero: 2 and no parameters in offload",
     ),
     Rule(
-        "parameters that come and go cannot be compiled into one region",
+        "parameters that are gathered and resharded, or offloaded, cannot be compiled into one region",
         lambda plan, job, device: not (_gathers(plan, device) and plan.compile == "model"),
         "use compile: block, or zero: 2 and no parameters in offload",
     ),
     Rule(
-        "a compile_mode is how regions are compiled",
+        "compile_mode has no effect without compile",
         lambda plan, job, device: plan.compile_mode == "default" or plan.compile != "none",
         "use compile: block or model, or compile_mode: default",
     ),
     Rule(
-        "CUDA graphs, and kernels that are tried for the fastest, are of CUDA devices",
+        "CUDA graphs and kernel autotuning need a CUDA device",
         lambda plan, job, device: plan.compile_mode == "default" or device == "cuda",
         "use compile_mode: default",
     ),
     Rule(
-        "a CUDA graph of a step holds the whole model on one device, and its gradients until the update: another micro-batch would "
-        "overwrite them, an update in backward would free them, and offloaded tensors change their addresses",
+        "a CUDA graph needs the whole model on one device, and keeps its gradients until the update: another micro-batch would "
+        "overwrite them, an update in backward would free them, and offloading would change their addresses",
         lambda plan, job, device: (
             plan.compile_mode != "reduce-overhead"
             or (
@@ -183,7 +194,7 @@ RULES = (
         "or compile_mode: default",
     ),
     Rule(
-        "a parameter server has workers that are whole replicas",
+        "a parameter server's workers are replicas of the full model, and it does not compress gradients",
         lambda plan, job, device: (
             plan.parameter_server == "none"
             or (plan.dp_replicate > 1 and plan.devices == plan.dp_replicate + 1 and plan.compressed_gradients == "none")
@@ -191,39 +202,40 @@ RULES = (
         "use dp_replicate: 2 (or more) with zero: 0, tp: 1, pp: 1 and compressed_gradients: none",
     ),
     Rule(
-        "a gradient that is applied when it arrives is not clipped with others, nor skipped with them in fp16",
+        "an asynchronous server applies each gradient when it arrives, so it can neither clip the norm of all gradients nor skip "
+        "an fp16 step that overflows",
         lambda plan, job, device: (
             plan.parameter_server != "async" or (job.train.clip is None and not plan.precision.startswith("fp16"))
         ),
         "leave out train.clip and fp16, or use parameter_server: sync",
     ),
     Rule(
-        "staleness is what an asynchronous server bounds",
+        "staleness is a setting of the asynchronous parameter server",
         lambda plan, job, device: plan.staleness is None or plan.parameter_server == "async",
         "use parameter_server: async, or leave out staleness",
     ),
     Rule(
-        "a lean allocator is glibc's, of a processor's memory",
+        "the lean allocator is a setting of glibc, which allocates only CPU memory",
         lambda plan, job, device: plan.allocator != "lean" or device == "cpu",
         "use allocator: tuned",
     ),
     Rule(
-        "beside a processor there is no other memory: its host memory is the device's",
+        "a CPU cannot offload to host memory, which is its device memory",
         lambda plan, job, device: not plan.offload or plan.offload_to == "disk" or device == "cuda",
         "use offload_to: disk",
     ),
     Rule(
-        "what is offloaded, and where to, go together",
+        "offload_to and offload_folder have no effect without offload",
         lambda plan, job, device: bool(plan.offload) or (plan.offload_to == "host" and plan.offload_folder is None),
         "use offload: [states] (or gradients, parameters, activations), or leave out offload_to and offload_folder",
     ),
     Rule(
-        "parameters that come to a GPU when they are needed leave their gradients where they came from",
+        "on a GPU, offloading parameters requires offloading gradients",
         lambda plan, job, device: device != "cuda" or "parameters" not in plan.offload or "gradients" in plan.offload,
         "add gradients to offload",
     ),
     Rule(
-        "of parameters and gradients that devices share, each offloads its own part, of both",
+        "on several devices, parameters and gradients can be offloaded only together, as the shards of zero: 3",
         lambda plan, job, device: (
             plan.devices == 1
             or not {"parameters", "gradients"} & set(plan.offload)
@@ -232,12 +244,12 @@ RULES = (
         "use zero: 3 with both parameters and gradients in offload, or neither of them",
     ),
     Rule(
-        "an update in backward uses a gradient up at once, so there is none to offload",
+        "an update in backward frees each gradient at once, so there is none to offload",
         lambda plan, job, device: not (plan.update_in_backward and "gradients" in plan.offload),
         "leave gradients out of offload, or use update_in_backward: false",
     ),
     Rule(
-        "whole parameters are brought together for Adafactor and Muon with states where they are",
+        "Adafactor and Muon update full parameters, with optimizer states on the device",
         lambda plan, job, device: (
             not ("states" in plan.offload and job.train.optimizer == "muon")
             and not (_brings(plan, device) and job.train.optimizer in (BY_MATRIX if plan.zero else ("muon",)))
@@ -245,76 +257,77 @@ RULES = (
         "leave states, and on a GPU gradients and parameters, out of offload with {train.optimizer}",
     ),
     Rule(
-        "a schedule, virtual stages and a split are a pipeline's",
+        "schedule, virtual_stages and split have no effect without a pipeline",
         lambda plan, job, device: (
             plan.pp > 1 or (plan.schedule == "1f1b" and plan.virtual_stages == 1 and plan.split is None)
         ),
         "use pp: 2 (or more), or leave out schedule, virtual_stages and split",
     ),
     Rule(
-        "interleaved is the schedule of several virtual stages on each device: one does not go without the other",
+        "schedule: interleaved needs several virtual stages on each device, and several virtual stages need it",
         lambda plan, job, device: (plan.schedule == "interleaved") == (plan.virtual_stages > 1),
         "use schedule: interleaved with virtual_stages: 2 (or more)",
     ),
     Rule(
-        "a split says how many blocks each piece of the model has, one at least",
+        "split gives the number of blocks of each stage of the model, each at least 1",
         lambda plan, job, device: plan.split is None or (len(plan.split) == plan.stages and min(plan.split) > 0),
         "give {plan.stages} numbers of 1 or more, or leave out split",
     ),
     Rule(
-        "a pipeline cuts the model, which one compiled region does not allow",
+        "a pipeline cuts the model into stages, so it cannot be one compiled region",
         lambda plan, job, device: plan.pp == 1 or plan.compile != "model",
         "use compile: block",
     ),
     Rule(
-        "a segment of several blocks is recomputed as one, and a pipeline may cut it",
+        "recompute: sqrt recomputes several blocks as one segment, which a pipeline may cut",
         lambda plan, job, device: plan.pp == 1 or plan.recompute != "sqrt",
         "use recompute: full or every-2",
     ),
     Rule(
-        "zero-bubble leaves weights' gradients for later, and zero: 2 and 3 send them at once; compiled blocks make them at once",
+        "zero-bubble computes the weights' gradients later, but zero: 2 and 3 reduce them during backward, and compiled blocks "
+        "compute them there",
         lambda plan, job, device: plan.schedule != "zero-bubble" or (plan.zero < 2 and plan.compile == "none"),
         "use schedule: 1f1b, or zero: 1 and compile: none",
     ),
     Rule(
-        "pipedream updates each device's weights by itself, without a norm of all gradients",
+        "with pipedream each device updates its weights on its own, so the norm of all gradients is not known",
         lambda plan, job, device: plan.schedule != "pipedream" or job.train.clip is None,
         "leave out train.clip, or use schedule: 1f1b",
     ),
     Rule(
-        "pipedream keeps whole weights of several versions, and has no step to skip",
+        "pipedream keeps several versions of the full weights, and cannot skip a step that overflows in fp16",
         lambda plan, job, device: (
             plan.schedule != "pipedream" or (plan.zero == 0 and not plan.precision.startswith("fp16"))
         ),
         "use zero: 0 and bf16-mixed, or schedule: 1f1b",
     ),
     Rule(
-        "vertical sync is about pipedream's versions of the weights",
+        "vertical_sync selects among pipedream's versions of the weights",
         lambda plan, job, device: not plan.vertical_sync or plan.schedule == "pipedream",
         "use schedule: pipedream, or vertical_sync: false",
     ),
     Rule(
-        "clipping needs the norm of all gradients before the first update, which an update in backward does not have",
+        "clipping needs the norm of all gradients before the first update, which an update in backward does not know",
         lambda plan, job, device: not plan.update_in_backward or job.train.clip is None,
         "leave out train.clip, or use update_in_backward: false",
     ),
     Rule(
-        "a step that overflows in fp16 must be skipped whole, and an update in backward is already under way",
+        "a step that overflows in fp16 must be skipped as a whole, but an update in backward has already begun",
         lambda plan, job, device: not plan.update_in_backward or not plan.precision.startswith("fp16"),
         "use precision: bf16-mixed, or update_in_backward: false",
     ),
     Rule(
-        "narrow states are for optimizers whose states are element by element",
+        "optimizer states in fewer bits need an optimizer that works element by element",
         lambda plan, job, device: plan.states == "fp32" or job.train.optimizer in _NARROW,
         "use states: fp32 with {train.optimizer}, or one of the optimizers " + ", ".join(_NARROW),
     ),
     Rule(
-        "torch has a fused kernel for AdamW and SGD only",
+        "torch has fused kernels only for AdamW and SGD",
         lambda plan, job, device: not plan.fused_optimizer or job.train.optimizer in ("adamw", "sgd"),
         "use fused_optimizer: false with {train.optimizer}",
     ),
     Rule(
-        "pinned memory and copies that do not block need a CUDA device",
+        "pinned memory and non-blocking copies need a CUDA device",
         lambda plan, job, device: not (plan.pin_memory or plan.non_blocking) or device == "cuda",
         "use pin_memory: false and non_blocking: false",
     ),
@@ -327,7 +340,7 @@ RULES = (
 
 
 def needed_permissions(plan: Plan) -> set[str]:
-    """What the plan changes in the numerics, in the words of the job's `allow`."""
+    """The words of the job's `allow` that this plan needs, because it changes the numerics so."""
     needed = set()
     for word in ("tf32", "bf16", "fp16"):
         if plan.precision.startswith(word):
@@ -350,7 +363,10 @@ def needed_permissions(plan: Plan) -> set[str]:
 
 
 def check(plan: Plan, job: Job, device: str) -> None:
-    """Refuse a plan that the job does not allow or that cannot work on `device` (cpu, cuda). Raises InputError."""
+    """Raise InputError for a plan that the job does not allow, or that cannot work on `device`.
+
+    device  cpu or cuda
+    """
     refused = sorted(needed_permissions(plan) - job.allowed)
     if refused:
         said = ["bf16"] if job.allow is None else job.allow

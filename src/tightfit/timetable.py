@@ -1,12 +1,32 @@
-"""Timetables: which device of a pipeline does what in which order. One table, read by the engine, which runs it, and by the
-planner, which plays it through.
+"""Pipeline schedules: what each pipeline rank does, in which order.
 
-A model of `devices x chunks` chunks lies on `devices` devices: chunk c on device c mod devices. Each device has a list of
-actions: the forward of a micro-batch through a chunk, its backward, or where backward is split, the weights' part of it.
+One schedule serves both sides: the engine runs it, and the planner simulates it. A pipeline of P
+ranks with V virtual stages each cuts the model into P x V stages, and stage s is on rank s mod P.
+Each rank has a list of actions: the forward (F) of one micro-batch through one stage, its backward
+(B), or, where backward is split, the part of it that computes the weights' gradients (W).
 
-Source  GPipe: Huang et al. 2019, arXiv:1811.06965; 1F1B: Narayanan et al. 2019 (PipeDream), arXiv:1806.03377, and 2021,
-        arXiv:2006.09503 (flush); interleaved: Narayanan et al. 2021, arXiv:2104.04473; zero bubble (ZB-H1): Qi et al. 2023,
-        arXiv:2401.10241.
+Example: 1f1b with 4 ranks and 8 micro-batches.
+
+    rank 0   F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7     4 micro-batches in flight
+    rank 1   F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7     3
+    rank 2   F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7     2
+    rank 3   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7     1
+
+The same pipeline under every schedule, if a forward through all of a rank's layers takes 1 s and
+its backward 2 s. Each rank computes for 24 s; the rest of the step is the bubble. `in flight`
+counts the micro-batches whose activations each rank holds at most, per stage. With two virtual
+stages a stage has half of the layers.
+
+    schedule                         step     in flight on ranks 0 to 3
+    naive                            96 s      1  1  1  1
+    gpipe                            33 s      8  8  8  8
+    1f1b                             33 s      4  3  2  1
+    interleaved, 2 virtual stages    28.5 s   11  9  7  5
+    zero-bubble, B and W 1 s each    29 s      4  4  4  4
+
+Source  GPipe: Huang et al. 2019, arXiv:1811.06965; 1F1B: Narayanan et al. 2019 (PipeDream),
+        arXiv:1806.03377, and 2021, arXiv:2006.09503 (flush); interleaved: Narayanan et al. 2021,
+        arXiv:2104.04473; zero bubble (ZB-H1): Qi et al. 2023, arXiv:2401.10241.
 """
 
 from __future__ import annotations
@@ -21,7 +41,12 @@ FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """kind: F, B or W; chunk: of the model, from 0; micro_batch: of the step, from 0."""
+    """One entry of a rank's list.
+
+    kind         F (forward), B (backward) or W (gradients of the weights)
+    stage        number of the model's stage, from 0
+    micro_batch  number of the micro-batch in the step, from 0
+    """
 
     kind: str
     chunk: int
@@ -31,12 +56,20 @@ class Action:
         return f"{self.kind}{self.micro_batch}"
 
 
-Timetable = tuple[tuple[Action, ...], ...]  # by device
+Timetable = tuple[tuple[Action, ...], ...]  # a list of actions for each rank
 
 
 @cache
 def timetable(schedule: str, devices: int, chunks: int, micro_batches: int) -> Timetable:
-    """Every device's actions in one step (of pipedream, in several), in order. chunks: on each device."""
+    """The actions of every rank in one step, in order; for pipedream, in several steps.
+
+    schedule        a plan's `schedule`: naive, gpipe, 1f1b, interleaved, zero-bubble or pipedream
+    ranks           ranks of the pipeline
+    virtual_stages  stages on each rank; more than one only for interleaved
+    micro_batches   micro-batches in one step
+
+    Raises KeyError for an unknown schedule.
+    """
     if schedule == "interleaved":
         padded = -(-micro_batches // devices) * devices
         whole = tuple(_interleaved(device, devices, chunks, padded) for device in range(devices))
@@ -49,71 +82,88 @@ def timetable(schedule: str, devices: int, chunks: int, micro_batches: int) -> T
     return tuple(make(device, devices, micro_batches) for device in range(devices))
 
 
-def _naive(device: int, devices: int, count: int) -> tuple[Action, ...]:
-    """One micro-batch after another, each through all devices and back: one of them works at a time."""
-    return tuple(Action(kind, device, number) for number in range(count) for kind in (FORWARD, BACKWARD))
+def _naive(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
+    """One micro-batch after another, each through all ranks and back: one rank computes at a
+    time."""
+    return tuple(Action(kind, rank, number) for number in range(count) for kind in (FORWARD, BACKWARD))
 
 
-def _gpipe(device: int, devices: int, count: int) -> tuple[Action, ...]:
-    return tuple(Action(kind, device, number) for kind in (FORWARD, BACKWARD) for number in range(count))
+def _gpipe(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
+    return tuple(Action(kind, rank, number) for kind in (FORWARD, BACKWARD) for number in range(count))
 
 
-def _one_forward_one_backward(device: int, devices: int, count: int) -> tuple[Action, ...]:
-    """As many forwards as devices come after this one, then backwards and forwards in turn: at most as many activations."""
-    ahead = min(devices - device - 1, count)
-    forwards = [Action(FORWARD, device, number) for number in range(count)]
-    backwards = [Action(BACKWARD, device, number) for number in range(count)]
+def _one_forward_one_backward(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
+    """As many forwards as there are ranks after this one, then one forward and one backward in
+    turn.
+
+    So rank r of P holds the activations of at most P - r micro-batches.
+    """
+    ahead = min(ranks - rank - 1, count)
+    forwards = [Action(FORWARD, rank, number) for number in range(count)]
+    backwards = [Action(BACKWARD, rank, number) for number in range(count)]
     return _in_turn(forwards, backwards, ahead)
 
 
-def _steps_of(device: int, devices: int, count: int) -> tuple[Action, ...]:
-    """PipeDream: 1F1B of whole steps, `count` micro-batches each; as many steps as show how it goes on."""
+def _steps_of(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
+    """PipeDream: 1F1B over whole steps of `count` micro-batches each, without a flush between
+    steps.
+
+    Twice as many steps as ranks, so that the steady state is among them.
+    """
     return tuple(
-        Action(action.kind, device, action.micro_batch * count + number)
-        for action in _one_forward_one_backward(device, devices, 2 * devices)
+        Action(action.kind, rank, action.micro_batch * count + number)
+        for action in _one_forward_one_backward(rank, ranks, 2 * ranks)
         for number in range(count)
     )
 
 
 def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
+    """The first `ahead` forwards, then a forward and a backward in turn, then the other
+    backwards."""
     found = forwards[:ahead]
     for number, forward in enumerate(forwards[ahead:]):
         found += [forward, backwards[number]]
     return (*found, *backwards[len(forwards) - ahead :])
 
 
-def _interleaved(device: int, devices: int, chunks: int, count: int) -> tuple[Action, ...]:
-    """Groups of as many micro-batches as devices go through a device's chunks in turn. `count`: a multiple of devices."""
-    total = count * chunks
-    ahead = min((devices - device - 1) * 2 + (chunks - 1) * devices, total)
+def _interleaved(rank: int, ranks: int, virtual_stages: int, count: int) -> tuple[Action, ...]:
+    """Groups of as many micro-batches as there are ranks go through the rank's stages in turn.
+
+    count  micro-batches, a multiple of the ranks
+    """
+    total = count * virtual_stages
+    ahead = min((ranks - rank - 1) * 2 + (virtual_stages - 1) * ranks, total)
 
     def action(kind: str, place: int) -> Action:
-        group, inside = divmod(place, devices * chunks)
-        turn = inside // devices
-        own = turn if kind == FORWARD else chunks - 1 - turn
-        return Action(kind, own * devices + device, group * devices + inside % devices)
+        group, inside = divmod(place, ranks * virtual_stages)
+        turn = inside // ranks
+        own = turn if kind == FORWARD else virtual_stages - 1 - turn
+        return Action(kind, own * ranks + rank, group * ranks + inside % ranks)
 
     forwards = [action(FORWARD, place) for place in range(total)]
     backwards = [action(BACKWARD, place) for place in range(total)]
     return _in_turn(forwards, backwards, ahead)
 
 
-def _zero_bubble(devices: int, count: int) -> Timetable:
-    """1F1B whose waiting is filled with weights' gradients that earlier backwards left: who is free does a backward that can
-    be done, else a forward (of no more micro-batches at once than 1F1B's first device), else weights."""
+def _zero_bubble(ranks: int, count: int) -> Timetable:
+    """1F1B whose bubbles are filled with the weights' gradients of earlier backwards (ZB-H1).
+
+    In each time slot a rank runs a backward if one is ready, else a forward, else a W. It runs a
+    forward only while fewer micro-batches are in flight than on the first rank of 1F1B.
+    """
     done: dict[Action, int] = {}
-    tables: list[list[Action]] = [[] for _ in range(devices)]
-    counts = [dict.fromkeys((FORWARD, BACKWARD, WEIGHTS), 0) for _ in range(devices)]
+    tables: list[list[Action]] = [[] for _ in range(ranks)]
+    counts = [dict.fromkeys((FORWARD, BACKWARD, WEIGHTS), 0) for _ in range(ranks)]
     moment = 0
     while any(counted[WEIGHTS] < count for counted in counts):
-        for device, counted in enumerate(counts):
+        for rank, counted in enumerate(counts):
             for kind in (BACKWARD, FORWARD, WEIGHTS):
-                action = Action(kind, device, counted[kind])
-                waits = needs(action, devices)
-                if kind == FORWARD and counted[FORWARD] - counted[WEIGHTS] >= devices:
+                action = Action(kind, rank, counted[kind])
+                waits = needs(action, ranks)
+                if kind == FORWARD and counted[FORWARD] - counted[WEIGHTS] >= ranks:
                     continue
                 if counted[kind] < count and all(done.get(other, moment) < moment for other in waits):
-                    tables[device].append(action)
+                    tables[rank].append(action)
                     done[action] = moment
                     counted[kind] += 1
                     break
@@ -122,7 +172,7 @@ def _zero_bubble(devices: int, count: int) -> Timetable:
 
 
 def needs(action: Action, chunks: int) -> list[Action]:
-    """What has to be done before an action. chunks: of the whole model."""
+    """The actions that must end before this one begins. stages: of the whole model."""
     kind, chunk, number = action.kind, action.chunk, action.micro_batch
     if kind == FORWARD:
         return [Action(FORWARD, chunk - 1, number)] if chunk else []
@@ -133,12 +183,16 @@ def needs(action: Action, chunks: int) -> list[Action]:
 
 
 def taken_by(action: Action) -> Action:
-    """The action that begins with what this one hands on; a backward that is the first of its row hands on nothing."""
+    """The action that consumes this one's output.
+
+    The last stage's forward and the first stage's backward send nothing: their result names a stage
+    that does not exist.
+    """
     return Action(action.kind, action.chunk + (1 if action.kind == FORWARD else -1), action.micro_batch)
 
 
 def given_by(action: Action) -> Action:
-    """The action that hands on what this one begins with."""
+    """The action whose output this one consumes."""
     return Action(action.kind, action.chunk - (1 if action.kind == FORWARD else -1), action.micro_batch)
 
 
@@ -211,7 +265,7 @@ def _places(schedule: str, devices: int, chunks: int, micro_batches: int) -> dic
                 ready.append(actions[at[device]])
             sending[device] = [one for one in sending[device] if at[one.chunk % devices] < own[one]]
         free = [action for action in ready if not sending[action.chunk % devices]] or ready
-        assert free, "the devices of this timetable wait for each other"
+        assert free, "the ranks of this schedule wait for each other"
         for action in sorted(free, key=_along):
             done[action] = len(done)
             at[action.chunk % devices] += 1
@@ -239,7 +293,7 @@ def _in_order(table: Timetable) -> Iterator[Action]:
                 yield actions[places[device]]
                 places[device] += 1
         if len(done) == before:
-            raise ValueError("the devices of this timetable wait for each other")
+            raise ValueError("the ranks of this schedule wait for each other")
 
 
 def sent(table: Timetable, device: int) -> tuple[tuple[Action, ...], ...]:
@@ -264,7 +318,7 @@ def sent(table: Timetable, device: int) -> tuple[tuple[Action, ...], ...]:
 
 
 def in_flight(actions: Iterable[Action]) -> int:
-    """The most micro-batches, counted by chunk, whose activations a device holds at once."""
+    """The most micro-batches whose activations a rank holds at once; each of its stages counts."""
     there, most = 0, 0
     actions = list(actions)
     last = WEIGHTS if any(action.kind == WEIGHTS for action in actions) else BACKWARD
@@ -276,7 +330,7 @@ def in_flight(actions: Iterable[Action]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """An action of a device, from its start to its end, in seconds from the step's begin."""
+    """An action of a rank with its start and its end, in seconds from the begin of the step."""
 
     device: int
     action: Action
@@ -290,12 +344,14 @@ def play(
     between: Callable[[Action], float] = lambda action: 0.0,
     late: Collection[Action] = (),
 ) -> list[Slot]:
-    """When each action runs.
+    """When each action runs: an action starts when its rank is free and its inputs have arrived.
 
-    seconds  of an action; between: of what it hands to the next device, which is on its way once it is made and was asked for:
-             when the action began that comes before the one that takes it (see `coming`)
-    late     actions whose message is asked for when they could begin themselves
-    Raises ValueError for a table in which devices wait for each other.
+    seconds   seconds of an action
+    between   seconds to send an action's output to the next stage. A transfer starts when the output is
+              complete and its receiver has requested it: when the action before the receiving one began
+    late      actions whose message is requested only when they could begin themselves
+
+    Raises ValueError for a schedule in which ranks wait for each other (a deadlock).
     """
     chunks = 1 + max(action.chunk for actions in table for action in actions)
     ends: dict[Action, float] = {}
@@ -314,17 +370,25 @@ def play(
 
 
 def split_evenly(blocks: int, chunks: int) -> tuple[int, ...]:
-    """How many blocks each chunk has, as equal as can be; the first and the last, which have more to do, the fewer."""
+    """How many blocks each stage has, as equal as possible: 10 blocks in 4 stages are (2, 3, 3, 2).
+
+    The first and the last stage, which also hold the embedding and the head, get the fewer blocks.
+    """
     each, more = divmod(blocks, chunks)
     inner = sorted(range(chunks), key=lambda chunk: (chunk in (0, chunks - 1), chunk))
     return tuple(each + (chunk in inner[:more]) for chunk in range(chunks))
 
 
 def split_balanced(blocks: list[float], first: float, last: float, chunks: int) -> tuple[int, ...]:
-    """How many blocks each chunk has, so that the slowest chunk is as fast as can be.
+    """How many blocks each stage has, so that the slowest stage is as fast as possible.
 
-    blocks  seconds of each block; first, last: of what comes before them, and after, on the first and the last chunk
-    Each chunk has a block at least. Source: the linear partition problem, by dynamic programming.
+    blocks  seconds of each block
+    first   seconds of the code before the blocks, on the first stage
+    last    seconds of the code after the blocks, on the last stage
+
+    Every stage has at least one block. Example: 10 blocks of 1 s with first = 0.5 and last = 3 are
+    split into 4 stages as (3, 3, 3, 1). Source: the linear partition problem, by dynamic
+    programming.
     """
     count = len(blocks)
     sums = [0.0]

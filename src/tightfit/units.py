@@ -1,4 +1,4 @@
-"""Sizes and durations, read and written the way people say them: GiB for memory, s and ms for time."""
+"""Parses and formats sizes, counts, rates and durations: GiB for memory, s and ms for time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes as people read memory: '13.7 GiB', '512 MiB', '96 B'."""
+    """A number of bytes in binary units: '13.7 GiB', '512 MiB', '96 B'."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= size:
             value = count / size
@@ -47,7 +47,7 @@ def format_bytes(count: float) -> str:
 def format_count(count: float) -> str:
     """A number of parameters, tokens or FLOPs: '13.8M', '6.74B', '96'."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(count) >= 0.9995 * size:  # what three digits would round up to the unit has it
+        if abs(count) >= 0.9995 * size:  # three digits would round it up to this unit
             return f"{_three_digits(count / size)}{unit}"
     return f"{count:.0f}"
 
@@ -61,7 +61,7 @@ def format_flops(rate: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration: '2 h 05 min', '3 min 20 s', '1.25 s', '830 ms', '12 us'; '?' where it is not known (inf or nan)."""
+    """A duration: '2 h 05 min', '3 min 20 s', '1.25 s', '830 ms', '12 us'; '?' if not finite."""
     if not math.isfinite(seconds):
         return "?"
     whole = round(seconds)
@@ -75,5 +75,5 @@ def format_seconds(seconds: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Three significant digits, or all before the point, never as a power of ten."""
+    """Three significant digits, or all digits before the point, never with an exponent."""
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"

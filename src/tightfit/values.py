@@ -1,6 +1,7 @@
-"""The base of every noun: a frozen, validated value that reads and writes YAML and JSON.
+"""Value, the base of Job, Machine, Plan and Record: a frozen, validated value that reads and writes
+YAML and JSON.
 
-What a person typed wrong comes back as an InputError that names the field and the nearest thing that works.
+Wrong input raises an InputError that names the field and the nearest valid input.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from tightfit.plain import MOST_BYTES, check_plain, parse_yaml, write_yaml
 
 
 class Value(BaseModel):
-    """Frozen; unknown fields are errors. Made by its constructor or by `parse`; both raise InputError."""
+    """A frozen pydantic model. Unknown fields are errors. Constructor and `parse` raise
+    InputError."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", arbitrary_types_allowed=True, populate_by_name=True, allow_inf_nan=False
@@ -31,7 +33,7 @@ class Value(BaseModel):
         self._fill(fields, type(self).__name__.lower())
 
     def _fill(self, fields: dict[str, Any], where: str) -> None:
-        for name, value in fields.items():  # Python counts True as 1, and so would pydantic
+        for name, value in fields.items():  # Python and pydantic take True for 1
             if isinstance(value, bool) and _is_number(type(self), name):
                 raise InputError(f"{where}: {name}", f"{value} is not a number", "write a number, not true or false")
         try:
@@ -41,7 +43,11 @@ class Value(BaseModel):
 
     @classmethod
     def parse(cls, content: Any, where: str = "") -> Self:
-        """Validate a mapping: the boundary where outside input comes in. Raises InputError naming `where` and the field."""
+        """Validate a mapping that comes from outside. Raises InputError, which names `where` and
+        the field.
+
+        where  the file or section, for the error; the class's name if left out
+        """
         where = where or cls.__name__.lower()
         if not isinstance(content, dict):
             raise InputError(
@@ -67,6 +73,7 @@ class Value(BaseModel):
 
     @classmethod
     def field_names(cls) -> list[str]:
+        """The fields' names as files write them."""
         return [field.alias or name for name, field in cls.model_fields.items()]
 
     def content(self) -> dict[str, Any]:
@@ -80,7 +87,7 @@ class Value(BaseModel):
         return json.dumps(self.content())
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with these fields changed, validated again. What is not changed is shared, not copied."""
+        """A validated copy with these fields changed. Unchanged values are shared, not copied."""
         kept = {
             name: getattr(self, name)
             for name, field in type(self).model_fields.items()
@@ -89,7 +96,8 @@ class Value(BaseModel):
         return type(self)._made({**kept, **changes}, type(self).__name__.lower())
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Only what differs from the default, so that a value is one short line."""
+        """Only the fields that differ from their default, so that a value prints as one short
+        line."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if field.is_required() or value != field.get_default(call_default_factory=True):
@@ -129,7 +137,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise InputError(
             place,
             f"not valid YAML ({getattr(error, 'problem', None) or 'unreadable'})",
-            "mend the line; values with ': ' or a leading '%' or '@' need quotes",
+            "correct the line; values with ': ' or a leading '%' or '@' need quotes",
         ) from None
     if not isinstance(content, dict):
         raise InputError(
@@ -142,7 +150,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """' Did you mean X?' material: those that begin so, the closest known word, or the whole list."""
+    """A remedy for an unknown word: the known words that begin with it, the closest one, or all of
+    them."""
     longer = [one for one in known if word and one.startswith(word.lower())]
     if 0 < len(longer) <= 4:
         return "did you mean " + " or ".join(map(repr, longer)) + "?"
@@ -151,7 +160,7 @@ def nearest(word: str, known: list[str]) -> str:
 
 
 def explain_validation(cls: type[BaseModel], error: ValidationError, where: str) -> InputError:
-    """The first complaint of pydantic in the three parts of an InputError."""
+    """Turn pydantic's first error into an InputError; unknown fields come first."""
     details = error.errors()
     unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
     first = (unknown or details)[0]
@@ -162,19 +171,20 @@ def explain_validation(cls: type[BaseModel], error: ValidationError, where: str)
     if isinstance(inner, InputError):
         named = not path or str(path[-1]) in inner.asked
         return inner if named else InputError(f"{place}: {inner.asked}", inner.found, inner.fix)
-    branches = [detail for detail in details if _path(detail) == path]  # of a union, each with what it would take
+    branches = [detail for detail in details if _path(detail) == path]  # a union's types
     fixes = dict.fromkeys(_fix(cls, path, detail) for detail in branches)
     return InputError(place, _found(first), ", or ".join(fixes))
 
 
 def _is_sequence(value: Any) -> bool:
-    """Of Python's own: as a file's it was looked into when it was read, else it may be a whole dataset."""
+    """Whether it is a list or tuple. One from a file was checked when the file was read; one from
+    Python may be a dataset, which is not checked element by element."""
     return isinstance(value, list | tuple)
 
 
 @cache
 def _is_number(cls: type[BaseModel], name: str) -> bool:
-    """Whether a field takes numbers, and neither booleans nor what it reads in a way of its own."""
+    """Whether a field takes numbers, no booleans, and has no validator of its own."""
     field = cls.model_fields.get(name)
     if field is None or any(isinstance(one, BeforeValidator) for one in field.metadata):
         return False
@@ -183,15 +193,16 @@ def _is_number(cls: type[BaseModel], name: str) -> bool:
 
 
 def _path(detail: ErrorDetails) -> list[int | str]:
-    """Where the complaint is: field names and list positions, without pydantic's names for the branches of unions."""
+    """Path of an error: field names and list positions, without pydantic's names for a union's
+    types."""
     *outer, last = detail["loc"] or ("",)
     kept = [part for part in outer if not _is_branch(part)]
-    own = detail["type"] == "extra_forbidden" or (last != "" and not _is_branch(last))  # an unknown field has any name
+    own = detail["type"] == "extra_forbidden" or (last != "" and not _is_branch(last))  # any name
     return [*kept, last] if own else kept
 
 
 def _is_branch(part: Any) -> bool:
-    """Whether a location part names a branch of a union rather than a field."""
+    """Whether a part of the location names a type of a union rather than a field."""
     kinds = {"int", "str", "bool", "float", "callable"}
     return isinstance(part, str) and (not part.isidentifier() or part[0].isupper() or part in kinds)
 

@@ -105,7 +105,7 @@ def test_a_run_of_one_host_listens_on_loopback_saves_on_sigterm_and_is_finished_
         run.process.send_signal(signal.SIGTERM)
         code, said = run.end()
     assert code == 143, said
-    assert "by SIGTERM; go on with --resume" in run.shown
+    assert "by SIGTERM; continue with --resume" in run.shown
     assert said == ""
     done = run.steps
     assert run.saved == [done]

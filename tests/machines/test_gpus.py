@@ -144,9 +144,9 @@ def test_every_device_of_the_table_is_of_a_known_architecture() -> None:
 @pytest.mark.parametrize(
     ("cuda", "variables", "said"),
     [
-        (None, {}, "a build for processors alone"),
+        (None, {}, "it is a CPU build"),
         ("13.0", {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES= hides every GPU"),
-        ("13.0", {}, "its driver gives it none"),
+        ("13.0", {}, "the driver reports none"),
     ],
 )
 def test_a_gpu_that_is_not_used_is_spoken_of(

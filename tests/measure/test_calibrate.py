@@ -31,7 +31,7 @@ def test_a_glance_finds_what_steps_are_predicted_from_and_is_kept(
     load[0] = 0.0
     assert "guess" in before.speed_is
     seen = calibrate.glance(before)
-    assert "glance" in seen.speed_is
+    assert "quick calibration" in seen.speed_is
     assert Machine.detect() == seen
     assert all(figure.source == "glance" for figure in seen.matrix_flops_per_s.values())
     assert {"product/float32", "product/bfloat16", "elementwise/float32", "update/float32"} <= seen.rates.keys()
@@ -58,10 +58,10 @@ def test_commands_glance_once_at_a_machine_that_was_never_measured(
     assert command(monkeypatch, "train", job, "--plan", "reference", "--out", str(tmp_path / "out")) == 0
     said = capsys.readouterr().out
     assert said.startswith("a glance at this machine")
-    assert "--calibrate looks closer" in said
+    assert "--calibrate measures it closely" in said
     assert command(monkeypatch, "explain", job, "--plan", "reference") == 0
     said = capsys.readouterr().out
-    assert "a glance at this machine, " not in said
-    assert "--calibrate looks closer" in said
+    assert "a glance at this machine (" not in said
+    assert "--calibrate measures it closely" in said
     assert command(monkeypatch, "machine") == 0
     assert "glance (square matrices" in " ".join(capsys.readouterr().out.split())

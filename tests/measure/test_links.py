@@ -41,23 +41,23 @@ def says_nothing(rank: int, folder: str, backend: str, sender: Any) -> None:
     ("sums", "limit_s", "said"),
     [
         (dies, 60.0, "a process ended with code 7"),
-        (hangs, 0.2, "did not send each other anything within 0.2 s"),
+        (hangs, 0.2, "did not finish their all-reduces within 0.2 s"),
         (says_nothing, 60.0, "ended without an answer"),
     ],
 )
 def test_processes_that_come_to_no_end_are_given_up(sums: Callable[..., None], limit_s: float, said: str) -> None:
     began = time.monotonic()
     with pytest.raises(TightfitError, match=said):
-        calibrate._sums_s("gloo", sums, limit_s)
+        calibrate._all_reduces_s("gloo", sums, limit_s)
     assert time.monotonic() - began < 300
 
 
 def test_what_the_first_process_answers_is_taken_though_the_other_has_ended() -> None:
-    assert calibrate._sums_s("gloo", answers) == {calibrate.LARGE: 0.5, calibrate.SMALL: 0.25}
+    assert calibrate._all_reduces_s("gloo", answers) == {calibrate.LARGE: 0.5, calibrate.SMALL: 0.25}
 
 
 def test_two_processes_of_a_processor_are_timed() -> None:
-    found = calibrate._sums_s()
+    found = calibrate._all_reduces_s()
     assert found.keys() == {calibrate.LARGE, calibrate.SMALL}
     assert 0 < found[calibrate.SMALL] < found[calibrate.LARGE]
 
@@ -66,24 +66,24 @@ def test_figures_stay_where_nothing_could_be_measured(monkeypatch: pytest.Monkey
     def fails(*_: object) -> dict[int, float]:
         raise TightfitError("a process ended with code 7")
 
-    monkeypatch.setattr(calibrate, "_sums_s", fails)
-    with pytest.warns(TightfitWarning, match=r"stays as it was: a process ended with code 7"):
-        found = calibrate._sums_of_two_s(H100, print)
+    monkeypatch.setattr(calibrate, "_all_reduces_s", fails)
+    with pytest.warns(TightfitWarning, match=r"its figures are unchanged: a process ended with code 7"):
+        found = calibrate._all_reduces_here_s(H100, print)
     assert calibrate._links(H100, found, 1.0) == {}
 
 
 def test_one_gpu_keeps_what_is_published_of_its_links(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(calibrate, "_sums_s", lambda *_: pytest.fail("two processes were started"))
-    assert calibrate._sums_of_two_s(H100.replace(devices_per_node=1), said.append) is None
-    assert "what is published" in said[0]
+    monkeypatch.setattr(calibrate, "_all_reduces_s", lambda *_: pytest.fail("two processes were started"))
+    assert calibrate._all_reduces_here_s(H100.replace(devices_per_node=1), said.append) is None
+    assert "published figures" in said[0]
 
 
 def test_two_gpus_are_timed_by_nccl_and_keep_nccl_s_latencies(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
     sums = {calibrate.LARGE: 1e-3, calibrate.SMALL: 4e-5}
-    monkeypatch.setattr(calibrate, "_sums_s", lambda *given: asked.append(given) or sums)
-    found = calibrate._links(H100, calibrate._sums_of_two_s(H100, print), 1.0)
+    monkeypatch.setattr(calibrate, "_all_reduces_s", lambda *given: asked.append(given) or sums)
+    found = calibrate._links(H100, calibrate._all_reduces_here_s(H100, print), 1.0)
     assert asked == [("nccl",)]
     assert found.keys() == {"process_bytes_per_s"}
     assert found["process_bytes_per_s"].value == pytest.approx(calibrate.LARGE / 1e-3)

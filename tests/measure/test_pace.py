@@ -71,7 +71,7 @@ def test_rates_of_a_slow_moment_are_brought_to_the_usual_pace(tmp_path: Path, mo
     monkeypatch.setattr(calibration, "_launch_s", lambda device: 1e-6 / machine.speed)
     monkeypatch.setattr(
         calibration,
-        "_sums_s",
+        "_all_reduces_s",
         lambda: dict.fromkeys((calibration.LARGE, calibration.SMALL), 1.0 / machine.next()),
     )
     found = calibration.calibrate(Machine.detect())

@@ -407,5 +407,5 @@ def test_a_block_that_is_another_when_it_is_computed_again_is_refused() -> None:
     samples = [(torch.randn(4), number % 4) for number in range(8)]
     job = tightfit.Job(model=Forgetful, data=samples, train=tightfit.Train(batch=4, steps=1))
     run = tightfit.build(job, tightfit.Plan(recompute="full"))
-    with pytest.raises(InputError, match=r"plan: recompute=full: a block computes something else the second time"):
+    with pytest.raises(InputError, match=r"plan: recompute=full: a block's recomputation differs from its forward"):
         next(tightfit.train(run))

@@ -343,7 +343,7 @@ def test_explain_of_a_whole_plan_that_does_not_fit_says_so(job_file: Path, capsy
 def test_a_picture_has_a_picture_s_name_and_analysis_happens_here(job_file: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"mem\.svg"):
         explain_command(job_file, None, None, None, 1, False, tmp_path / "mem.gif", [], False)
-    with pytest.raises(InputError, match="runs here"):
+    with pytest.raises(InputError, match="runs on this machine"):
         explain_command(job_file, None, "t4", None, 1, True, None, [], False)
 
 

@@ -298,12 +298,12 @@ def test_going_on_from_a_run_that_was_told_to_save_nothing_says_so(
     capsys.readouterr()
     assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out), "--resume") == 2
     said = capsys.readouterr().err
-    assert "told to save none (train.checkpoint_every: never)" in said
+    assert "the run saved none (train.checkpoint_every: never)" in said
     assert "leave out --resume" in said
 
 
 def test_a_signal_saves_unless_the_job_says_never(tmp_path: Path) -> None:
-    for every, words in (("end", "go on with --resume"), ("never", "nothing was saved")):
+    for every, words in (("end", "continue with --resume"), ("never", "nothing was saved")):
         job, out = tiny.write(tmp_path, steps=100_000, checkpoint_every=every), tmp_path / f"out-{every}"
         process = start("train", str(job), "--plan", "reference", "--out", str(out))
         assert process.stdout is not None
@@ -383,9 +383,9 @@ def test_a_process_that_the_system_ends_is_said(tmp_path: Path) -> None:
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     assert said.splitlines()[-2:] == [
-        "tightfit: TightfitError: process 1 was ended by SIGKILL, as a system does when memory runs out: "
-        "a smaller plan.micro_batch, plan.recompute, or fewer processes take less",
-        "  what was saved is kept: --resume goes on from there",
+        "tightfit: TightfitError: process 1 was ended by SIGKILL, as the system does when memory runs out: "
+        "a smaller plan.micro_batch, plan.recompute or fewer processes need less",
+        "  the saved checkpoints are kept: --resume continues from the newest",
     ]
     assert "Traceback" not in said
     assert list((out / "checkpoints").glob("step-*"))

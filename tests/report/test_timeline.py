@@ -23,8 +23,8 @@ train: {batch: 8, steps: 10}
 def test_each_device_has_a_line_of_what_it_does() -> None:
     slots = play(timetable("1f1b", 2, 1, 2), lambda action: SECONDS[action.kind])
     first, second, note = timeline_text(slots, width=18)
-    assert first.split() == ["device", "0", "0011....aaaa..bbbb", "67%", "at", "work"]
-    assert second.split() == ["device", "1", "..00aaaa11bbbb....", "67%", "at", "work"]
+    assert first.split() == ["device", "0", "0011....aaaa..bbbb", "67%", "busy"]
+    assert second.split() == ["device", "1", "..00aaaa11bbbb....", "67%", "busy"]
     assert "9 s from end to end" in note
 
 
@@ -50,4 +50,4 @@ def test_explain_draws_the_pipeline_and_refuses_where_there_is_none(tmp_path: Pa
     alone = [*command[:3], "a100-80gb", *command[4:], "--set", "plan.compile=none"]
     refused = CliRunner().invoke(app, alone)
     assert isinstance(refused.exception, InputError)
-    assert "the plan is no pipeline" in str(refused.exception)
+    assert "the plan has no pipeline" in str(refused.exception)

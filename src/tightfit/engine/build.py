@@ -1,4 +1,8 @@
-"""build: the fold of every method's `apply` over one Run. Refuses a plan that cannot work before it allocates anything."""
+"""build: applies every enabled method of METHODS, in their order, to one Run.
+
+It refuses a plan that cannot work before it allocates anything. `tightfit.build`, the command line
+and the dry run call it.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +29,25 @@ from tightfit.target_device import TARGET
 def build(
     job: Job, plan: Plan | None = None, machine: Machine | None = None, data: Data | None = None, alone: bool = False
 ) -> Run:
-    """A Run of `job` fitted by `plan` (the reference plan if left out) to this machine's device.
+    """Build the Run that trains `job` as `plan` says, on this process's device.
 
-    data   in place of the job's own, where that need not be opened
-    alone  for one device, in one of several processes that train together
+    plan     the reference plan if left out
+    machine  only its kind of device is used; detected if left out
+    data     used instead of the job's own data, which is then not opened
+    alone    build for one device, although this process is one of several that train together
 
-    Raises InputError for a plan that the job does not allow or that cannot work, with its remedy.
+    Raises InputError, with its remedy, for a plan that the job does not allow or that cannot work.
     """
     plan = plan or Plan()
     kind = (machine or Machine.detect()).device
-    check(plan, job, TARGET.get() or kind)  # a dry run keeps the rules of the device that it stands for
+    check(plan, job, TARGET.get() or kind)  # a dry run has its target's rules
     device = local_device(kind)
-    if kind == "cuda":  # before anything is allocated, or it would lie on the first device of the host, too
+    if kind == "cuda":  # first: else memory is allocated on the host's first device, too
         torch.cuda.set_device(device)
     mesh = None if alone else make_mesh(plan, device)
     seed_all(job.train.seed)
     loss = load_python(job.loss.python) if isinstance(job.loss, LossSpec) else job.loss
-    unset = cast(Any, None)  # set by the rooms below
+    unset = cast(Any, None)  # set by the methods below
     run = Run(
         job=job,
         plan=plan,
@@ -58,9 +64,9 @@ def build(
     for method in METHODS:
         if method.wanted(plan) and not (method is loader and data is not None):
             run = method.apply(run, plan)
-        if method is loader and plan.pp > 1:  # while the model is as it was written
+        if method is loader and plan.pp > 1:  # before any method changes the model
             run = boundaries.look(run, plan)
-    if kind == "cuda" and plan.compile != "model":  # a compiled model does not look
+    if kind == "cuda" and plan.compile != "model":  # a compiled model does not check
         run = replace(run, loss_sum=masks_unread(run.loss_sum, run.model, bool(run.maskless)))
     microbatch.warn_of_dropped_tokens(run)
     run.model.train()

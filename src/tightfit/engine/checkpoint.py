@@ -1,10 +1,18 @@
-"""Checkpoints: everything that a run needs to go on as if it had not stopped.
+"""Checkpoints: everything that a run needs to continue as if it had not stopped.
 
-A checkpoint is a folder `step-00000120` with `model.safetensors` (and `config.json` and the tokenizer's files where the model
-and data have them, so that transformers can load it), `optimizer.safetensors`, `state.json`: loss scale, random states,
-position, and `checksums.json`: those of all other files. Large ones have several files of each kind, which the devices write
-together: see `files`. It is written beside and renamed, so what has a name is whole. It has tensors and JSON, and nothing that
-is run when it is read.
+`report/session.py` calls `save`; `engine/resume.py` reads what it wrote. A checkpoint is a folder
+such as `step-00000120` with
+
+    model.safetensors      parameters and persistent buffers; with config.json and the tokenizer's
+                           files where model and data have them, so that transformers can load it
+    optimizer.safetensors  optimizer states
+    state.json             step, loss scale, states of the random number generators
+    checksums.json         the SHA-256 of every other file
+
+A large checkpoint has several files of each kind, which the devices write together: see `files`.
+Tensors are saved unsharded, so any number of devices, sharded in any way, can resume from it. The
+folder is written under another name and renamed at the end, so a folder with this name is complete.
+It contains tensors and JSON, and nothing that is executed when it is read.
 """
 
 from __future__ import annotations
@@ -34,16 +42,18 @@ from tightfit.methods.run import Run
 from tightfit.models import is_transformers_model
 
 STATE = "state.json"
-EARLIER = "state.pt"  # of versions that kept it in a pickle
+EARLIER = "state.pt"  # the state's file in earlier versions, which pickled it
 
 
 def save(run: Run, folder: str | Path, step: int) -> Path:
-    """Write the checkpoint of a run that has done `step` steps under `folder`, and delete the oldest beyond the job's limit.
+    """Write the checkpoint of a run that has done `step` steps under `folder`; returns its folder.
 
-    On several devices all of them call it. What they divide is brought together tensor by tensor, and each writes some of the
-    files, so that any number of devices, divided in any way, can go on from it. An asynchronous pipeline is drained first, and
-    the steps that it has taken beyond `step` count.
-    Raises TightfitError where it cannot be written; the checkpoints that are there stay.
+    Then deletes the oldest checkpoints beyond the job's `keep_checkpoints`. On several devices all
+    of them call it: sharded tensors are gathered one by one, and each device writes some of the
+    files. An asynchronous pipeline is drained first, and the steps that it took beyond `step`
+    count.
+
+    Raises TightfitError if it cannot be written; earlier checkpoints are kept.
     """
     drain(run)
     step += len(run.stages.losses) if run.stages is not None else 0
@@ -106,7 +116,8 @@ def _raise_first(errors: list[Exception]) -> None:
 
 
 def _together(run: Run, act: Callable[[], None], step: int, folder: Path, unfinished: Path | None = None) -> None:
-    """Do something that files may forbid, and wait until all devices have. Where one cannot, all raise TightfitError."""
+    """Call `act`, which may fail on files, and wait for all devices. If it fails on one of them,
+    all raise TightfitError."""
     said = ""
     try:
         act()
@@ -123,7 +134,7 @@ def _together(run: Run, act: Callable[[], None], step: int, folder: Path, unfini
 
 
 def everyones(run: Run, value: Any) -> list[Any]:
-    """A small value of every device's, on all of them."""
+    """All-gather a small Python object: the values of all devices, by global rank."""
     if run.mesh is None:
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
@@ -132,7 +143,7 @@ def everyones(run: Run, value: Any) -> list[Any]:
 
 
 def _stages(run: Run, value: Any) -> list[Any]:
-    """A value of each piece of a pipeline's, in their order, on all devices."""
+    """All-gather a Python object over the pipeline: the values of its ranks, in order."""
     if run.stages is None or run.mesh is None or run.mesh.size("pp") == 1:
         return [value]
     found: list[Any] = [None] * run.mesh.size("pp")
@@ -141,7 +152,8 @@ def _stages(run: Run, value: Any) -> list[Any]:
 
 
 def _writers(run: Run, folder: Path) -> list[int]:
-    """The devices that can write what this one's piece of the model has: those that have the same and see the folder."""
+    """Global ranks that can write this device's stages: those with the same stages that see the
+    folder."""
     if run.mesh is None or run.mesh.servers:
         return [0]
     sees, each = everyones(run, folder.is_dir()), dist.get_world_size() // run.mesh.size("pp")
@@ -150,7 +162,10 @@ def _writers(run: Run, folder: Path) -> list[int]:
 
 
 def check_folder(run: Run, folder: Path) -> None:
-    """Refuse a folder in which some piece of the model would find nobody to write it. Raises InputError; all devices call it."""
+    """Raise InputError for a folder that no device with some stage of the model can see.
+
+    All devices call it.
+    """
     if run.mesh is None:
         return
     dist.barrier()
@@ -163,45 +178,47 @@ def check_folder(run: Run, folder: Path) -> None:
 
 
 def _layout(run: Run, tensors: Tensors, writers: int) -> tuple[list[int], Layout, int]:
-    """Numbers of the files of this device's piece of the model, all files, and their bytes. What two pieces have is in the first
-    one's."""
+    """(numbers of this device's stages' files, all files, bytes of all files).
+
+    A tensor that two pipeline ranks have is in the first one's files.
+    """
     found: Layout = []
     seen: set[str] = set()
     mine: list[int] = []
     total = sum(tensors.sizes.values())
-    pieces = _stages(run, (laid_out(tensors.sizes, file_bytes(total, writers)), total))
-    here = run.mesh.rank("pp") if run.mesh is not None and len(pieces) > 1 else 0
-    for place, (layout, _) in enumerate(pieces):
+    by_stage = _stages(run, (laid_out(tensors.sizes, file_bytes(total, writers)), total))
+    here = run.mesh.rank("pp") if run.mesh is not None and len(by_stage) > 1 else 0
+    for place, (layout, _) in enumerate(by_stage):
         left = [[name for name in names if name not in seen] for names in layout]
         for names in filter(None, left):
             seen.update(names)
             mine += [len(found)] if place == here else []
             found.append(names)
-    if not found:  # states that nothing has
+    if not found:  # an optimizer without states
         found, mine = [[]], [0] if here == 0 else []
-    return mine, found, sum(size for _, size in pieces)
+    return mine, found, sum(size for _, size in by_stage)
 
 
 def _describe(run: Run, folder: Path) -> None:
-    """What transformers needs to load the model."""
+    """Write what transformers needs to load the model."""
     if is_transformers_model(run.model):
         config: Any = copy.deepcopy(run.model.config)
         config.architectures = [_plain_name(run.model)]
         if getattr(config, "use_cache", None) is False:
-            config.use_cache = True  # training has no use for it, generating has
+            config.use_cache = True  # generation needs it, training does not
         config.save_pretrained(folder)
     if run.data.tokenizer is not None:
         run.data.tokenizer.save_pretrained(folder)
 
 
 def _plain_name(model: nn.Module) -> str:
-    """The name of the model's class: fully_shard puts one of its own in front."""
+    """The name of the model's class: fully_shard derives a class of its own from it."""
     return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """The whole checkpoints under `folder`, oldest first."""
-    files = (STATE, CHECKSUMS, EARLIER)  # one that has lost a file is one that has lost a file
+    """The complete checkpoints under `folder`, oldest first."""
+    files = (STATE, CHECKSUMS, EARLIER)  # one is enough: resume reports those that are missing
     return sorted(path for path in Path(folder).glob("step-*") if any((path / name).exists() for name in files))
 
 
@@ -218,8 +235,8 @@ def newest(folder: str | Path) -> Path:
 
 
 def _state(run: Run, step: int, states: Tensors) -> dict[str, Any]:
-    """All but tensors."""
-    counts = {name: value for piece in _stages(run, states.counts) for name, value in piece.items()}
+    """The content of state.json: all that is no tensor."""
+    counts = {name: value for one in _stages(run, states.counts) for name, value in one.items()}
     return {
         "step": step,
         "job": json.loads(run.job.to_json()),

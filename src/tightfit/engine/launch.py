@@ -1,6 +1,6 @@
-"""Launch: what a training process needs to find when it starts, and the processes of one host.
+"""Launch: the environment of a training process, and the start of several processes on one host.
 
-Imports no torch before processes are started, so that starting again is cheap.
+It imports no torch before processes are started, so that a restart is cheap.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from tightfit.plan import Plan
 KEEP_MEMORY = ":".join(
     (
         "glibc.malloc.hugetlb=1",  # madvise huge pages
-        "glibc.malloc.trim_threshold=1099511627776",  # give nothing back
-        "glibc.malloc.mmap_threshold=1099511627776",  # map nothing on its own
+        "glibc.malloc.trim_threshold=1099511627776",  # return nothing to the system
+        "glibc.malloc.mmap_threshold=1099511627776",  # mmap no single allocation
         "glibc.malloc.top_pad=67108864",
-        "glibc.malloc.tcache_count=0",  # free small blocks are one with what they touch: large ones fit where such were
+        # free small blocks are coalesced with their neighbours, so that large ones fit there
+        "glibc.malloc.tcache_count=0",
         "glibc.malloc.mxfast=0",
     )
 )
 
 PASSED_ON = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
-GRACE_S = 30.0  # for processes to end by themselves once one has failed
+GRACE_S = 30.0  # how long processes may take to end by themselves after one has failed
 POLL_S = 0.1
 
 
 def environment(plan: Plan, device: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The variables to add for `plan` on `device`. What the user has set stays as it is."""
+    """The environment variables to add for `plan` on `device`. Variables that the user has set are
+    kept."""
     added: dict[str, str] = {}
     if plan.allocator == "tuned" and device == "cpu" and sys.platform.startswith("linux"):
         added["GLIBC_TUNABLES"] = KEEP_MEMORY
@@ -48,9 +50,10 @@ def environment(plan: Plan, device: str, inherited: Mapping[str, str]) -> dict[s
 
 
 def enter_environment(plan: Plan, device: str) -> None:
-    """Start this very command again with the environment the plan wants, if it is not there yet.
+    """Restart this command with the environment that the plan needs, unless it has it already.
 
-    Only a process that is the tightfit command is started again; one that merely calls it goes on as it is.
+    Only a process that is the tightfit command is restarted. One that calls the library goes on
+    unchanged.
     """
     added = environment(plan, device, os.environ)
     command = {Path(part).name for part in sys.orig_argv[:3]}
@@ -59,10 +62,12 @@ def enter_environment(plan: Plan, device: str) -> None:
 
 
 def take_surroundings(environ: MutableMapping[str, str] = os.environ) -> tuple[int, int]:
-    """(processes on this host, processes in all) that train together, as the launcher says: torchrun, `train --nproc` or
-    Kubernetes' training operator by the variables that torch reads, Slurm's srun by its own, which are turned into those.
+    """(processes on this host, processes in all) that train together, from the launcher's
+    variables.
 
-    An operator that starts one process in each pod says nothing of a process' place on its host: it is alone there.
+    torchrun, `train --nproc` and Kubernetes' training operator set the variables that torch reads.
+    Slurm's srun sets its own, which are translated. An operator that starts one process in each pod
+    sets no local rank: that process is alone on its host.
     """
     if "RANK" not in environ and int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environ:
         hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "127.0.0.1")
@@ -79,7 +84,7 @@ def take_surroundings(environ: MutableMapping[str, str] = os.environ) -> tuple[i
 
 
 def first_host(hosts: str) -> str:
-    """The first of Slurm's list of hosts: node[03-07,12],other is node03."""
+    """The first host of a Slurm list: node[03-07,12],other gives node03."""
     match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)", hosts)
     assert match is not None
     stem, numbers, rest = match.groups()
@@ -87,10 +92,12 @@ def first_host(hosts: str) -> str:
 
 
 def start_processes(count: int) -> int:
-    """Run this very command in `count` processes of this host that train together; the exit code of the first that failed.
+    """Run this command in `count` processes on this host, which train together.
 
-    This process keeps the store in which they find each other, passes signals on to them, and when one fails ends the others:
-    those that do not end by themselves within GRACE_S, and at once those that are stopped.
+    Returns the exit code of the first process that failed. This process hosts the store for their
+    rendezvous and forwards signals to them. If one fails, it ends the others: those that do not end
+    by themselves within GRACE_S, and stopped ones at once. Raises TightfitError if a process was
+    killed from outside.
     """
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -101,9 +108,9 @@ def start_processes(count: int) -> int:
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(listening.getsockname()[1]),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # as torch says it: the launcher keeps the store
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher hosts the store
     }
-    shown = ["--traceback"] if "--traceback" in sys.orig_argv else []  # which this process has taken out
+    shown = ["--traceback"] if "--traceback" in sys.orig_argv else []  # main() removed it
     command = [sys.executable, "-m", "tightfit", *shown, *_without_nproc(sys.argv[1:])]
     children: list[subprocess.Popen[bytes]] = []
     asked: set[int] = set()
@@ -118,7 +125,7 @@ def start_processes(count: int) -> int:
     try:
         for rank in range(count):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            if not asked:  # a session of its own: a terminal's Ctrl-C comes once, from here
+            if not asked:  # own session: a terminal's Ctrl-C is forwarded once, from here
                 children.append(subprocess.Popen(command, env={**environ, **place}, start_new_session=True))
         return _wait_for(children, asked, listening) if len(children) == count else 128 + min(asked)
     finally:
@@ -127,7 +134,7 @@ def start_processes(count: int) -> int:
 
 
 def _wait_for(children: list[subprocess.Popen[bytes]], asked: set[int], listening: socket.socket) -> int:
-    from tightfit.methods.rendezvous import keep_store, within  # with torch, while the processes import it too
+    from tightfit.methods.rendezvous import keep_store, within  # imports torch, as the processes do
 
     store = within(keep_store("127.0.0.1", listening=listening))
     first: int | None = None
@@ -136,7 +143,7 @@ def _wait_for(children: list[subprocess.Popen[bytes]], asked: set[int], listenin
         failed = next((rank for rank, child in enumerate(children) if child.returncode), None)
         if first is None and failed is not None:
             first, until = failed, time.monotonic() + GRACE_S
-            if children[failed].returncode < 0:  # it could not say so itself
+            if children[failed].returncode < 0:  # killed, so it could not report it itself
                 store.compare_set("failed", "", f"{failed}:1")
         for child in running if first is not None else ():
             if time.monotonic() > until or _is_stopped(child):
@@ -161,7 +168,7 @@ def _is_stopped(child: subprocess.Popen[bytes]) -> bool:
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """End a process, and those that it has started, if it still runs."""
+    """Kill a process and those that it has started, if it still runs."""
     if child.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
@@ -169,12 +176,12 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 
 def _killed(process: int, number: int) -> TightfitError:
-    """What is said where a process was ended from outside, which could not say anything itself."""
+    """The error for a process that a signal killed, which could not report anything itself."""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     said = f"process {process} was ended by {name}"
     if number == signal.SIGKILL:
-        said += ", as a system does when memory runs out: a smaller plan.micro_batch, plan.recompute, or fewer processes take less"
-    return TightfitError(f"{said}\n  what was saved is kept: --resume goes on from there")
+        said += ", as the system does when memory runs out: a smaller plan.micro_batch, plan.recompute or fewer processes need less"
+    return TightfitError(f"{said}\n  the saved checkpoints are kept: --resume continues from the newest")
 
 
 def _without_nproc(arguments: list[str]) -> list[str]:

@@ -1,4 +1,5 @@
-"""The loop: a generator that yields each step's result. What is done with it is the caller's `for`."""
+"""The training loop: a generator that yields each step's result. Logging, checkpoints and
+evaluation are up to the caller's `for`."""
 
 from __future__ import annotations
 
@@ -23,25 +24,32 @@ TakeStep = Callable[[Run, list[Batch], int], Step]
 
 
 def total_steps(run: Run) -> int:
-    """How many optimizer steps the job has. Raises InputError for endless data without train.steps."""
+    """The number of the job's optimizer steps. Raises InputError for endless data without
+    train.steps."""
     steps = schedule.total_steps(run.job.train, run.data.samples)
     if steps is None:
-        raise InputError("job: train.steps", "is not said, and the data has no end", "add train.steps")
+        raise InputError("job: train.steps", "is not set, and the data has no end", "add train.steps")
     return steps
 
 
 def train(run: Run, start: int = 0, take: TakeStep = take_step, weights_at_yield: bool = True) -> Iterator[Step]:
-    """Train from step `start` to the job's end, yielding a Step for each. Stop by leaving the loop.
+    """Train from step `start` to the job's last step, and yield a Step for each. Leave the loop to
+    stop.
 
-    take              takes a step: one that also observes it may stand in for the engine's own
-    weights_at_yield  whether all weights are up to date when a step is yielded. False lets ZeRO 1 and 2 gather updated
-                      weights while the next forward runs. Then a forward of the model, its `state_dict`, `evaluate` and `save`
-                      wait for them, and so does the end of the loop, however it is left; whoever reads a parameter
-                      directly calls `run.model.state_dict()` first. `tightfit train` passes False.
+    take              runs one step: the engine's own, or a function that also measures it
+    weights_at_yield  whether all weights are up to date when a step is yielded. False lets ZeRO 1 and 2
+                      gather updated weights while the next forward runs. Then a forward of the model,
+                      its `state_dict`, `evaluate`, `save` and the end of the loop wait for the weights.
+                      Code that reads a parameter directly must call `run.model.state_dict()`
+                      first. `tightfit train` passes False
 
-    A step whose loss is known some steps later (pipedream) is yielded then. On CUDA a step is yielded when the device has all of
-    it to do, and has done the step before: whoever reads its loss then waits, and the device waits for Python after that.
-    `tightfit train` reads a step's figures after the next step has begun.
+    With pipedream a step's loss is known some steps later, and the step is yielded then. On CUDA a
+    step is yielded when all of its work is queued and the step before has ended. Reading its loss
+    at once makes the host wait for the device, and then the device for Python. `tightfit train`
+    therefore reads a step's figures after the next step has begun.
+
+    Raises InputError for endless data without train.steps, and, where the job checks the split of a
+    pipeline, for stages that compute something else than the undivided model.
     """
     batch = run.job.train.batch
     until = None
@@ -49,7 +57,8 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step, weights_at_yield
         until = math.ceil((run.job.train.epochs or 1) * run.data.samples)
     if start == 0:
         place = run.mesh.draws if run.mesh is not None else 0
-        seed_all(run.job.train.seed + 1 + 7919 * place)  # dropout draws the same numbers however the model was created
+        # again, so that dropout does not depend on how the model was created
+        seed_all(run.job.train.seed + 1 + 7919 * place)
     if wants_check(run, total_steps(run) - start):
         check_split(run)
     waiting: deque[Step] = deque()
@@ -63,7 +72,7 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step, weights_at_yield
             doing("the end of the step before")
         waiting.append(changed(result, seconds=clock.end()))
         if before is not None and run.device.type == "cuda":
-            settle(before)  # it has ended; a caller that keeps all steps and reads none would keep page-locked memory
+            settle(before)  # it has ended; unread figures would keep page-locked memory
         before = waiting[-1]
         if run.stages is None or len(waiting) > run.stages.delay:
             if weights_at_yield:
@@ -89,10 +98,12 @@ def _with_loss(run: Run, step: Step) -> Step:
 
 @torch.no_grad()
 def evaluate(run: Run, samples: int | None = None) -> float:
-    """Mean loss over held-out samples, one micro-batch at a time: nothing but the running sum is kept.
+    """Mean loss over held-out samples, one micro-batch at a time; only the running sum is kept.
 
-    Leaves the training as it was: modes, running statistics and random numbers. Raises InputError where no samples
-    are held out.
+    samples  how many; the job's `evaluate_samples` if left out
+
+    The model's modes, running statistics and random number generators are left unchanged. Raises
+    InputError if no samples are held out.
     """
     drain(run)
     total, items = torch.zeros((), dtype=torch.float64, device=run.device), 0
@@ -103,7 +114,7 @@ def evaluate(run: Run, samples: int | None = None) -> float:
                 items += 0 if isinstance(batch, Filler) else run.objective.count(batch)
                 total += run.stages.evaluate(run, batch)
                 continue
-            if isinstance(batch, Filler):  # parameters that are divided come only where all devices ask for them
+            if isinstance(batch, Filler):  # gathering sharded parameters needs all ranks
                 run.loss_sum(to_device(batch.batch, run))
                 continue
             items += run.objective.count(batch)
@@ -113,7 +124,7 @@ def evaluate(run: Run, samples: int | None = None) -> float:
         run.mesh.sum(total, DATA)
         items = int(run.mesh.sum(torch.tensor(items, device=run.device), DATA))
     if not items:
-        raise InputError("evaluate", "the data holds out nothing that counts", "set data.held_out: 0.01")
+        raise InputError("evaluate", "the data has no held-out items that count in the loss", "set data.held_out: 0.01")
     return float(total) / items
 
 

@@ -1,5 +1,7 @@
-"""The random generators that a training draws from: seeded, saved, put back, and lent to what must not disturb them; and a
-model's mode, lent likewise."""
+"""Random number generators: seed, save and restore them, and run code that must not advance them.
+
+`evaluating` does the same for a model's training mode.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def seed_all(seed: int) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """Where the generators of this process and of its CUDA device stand, in types that JSON has."""
+    """The states of this process's generators and of its CUDA device's, in JSON types."""
     name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     return {
         "torch": _as_text(torch.get_rng_state()),
@@ -40,12 +42,13 @@ def _from_text(state: str) -> torch.Tensor:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Put the generators where `random_states` saw them, whatever number this process's CUDA device has now."""
+    """Restore the states that `random_states` returned, whatever index this process's CUDA device
+    has now."""
     torch.set_rng_state(_from_text(states["torch"]))
     saved = states["cuda"]
     if saved and torch.cuda.is_available():
         number = torch.cuda.current_device()
-        # older checkpoints have the states of all devices that the process saw
+        # older checkpoints have the states of all devices that were visible to the process
         torch.cuda.set_rng_state(_from_text(saved[number] if number < len(saved) else saved[0]))
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -55,7 +58,8 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 @contextmanager
 def randomness_kept() -> Iterator[None]:
-    """What is drawn inside is as if it had not been drawn."""
+    """Within, random numbers may be drawn; afterwards the generators are in the states of
+    before."""
     before = random_states()
     try:
         yield

@@ -1,8 +1,9 @@
-"""Readings: numbers that a device is computing, brought to the host beside its work, and waited for when somebody asks.
+"""Readings: scalars that a device computes are copied to the host asynchronously, and waited for
+when they are read.
 
-A CUDA device works through what it was given while Python prepares more. Whoever reads one of its numbers waits until it has
-done everything, and it then waits for Python in turn. So a step reads nothing: it starts copies to page-locked memory, and
-whoever asks for a figure waits for its copy only.
+A CUDA device runs queued work while Python queues more. Reading a number with `.item()` makes
+Python wait for all of it, and afterwards the device waits for Python. So a step reads nothing: it
+starts copies to page-locked memory, and whoever reads a figure waits only for its copy.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ Kind = TypeVar("Kind", bound=type)
 
 
 class Reading:
-    """Scalars by name, on their way from the device to the host; called, it waits for them, and gives the same ones each time.
+    """Scalars by name that are being copied to the host. Calling it waits for them and returns
+    them; every call returns the same values.
 
-    Whole numbers up to 2^53 stay exact. Nobody may change tensors on the host in place until they are read. Of those on the
-    device only their copies are kept, and these until they are read.
+    Integers up to 2^53 stay exact. Tensors on the host must not be changed in place before they are
+    read. Tensors on the device are not kept, only their copies, until they are read.
     """
 
     def __init__(self, numbers: Mapping[str, float | Tensor]) -> None:
@@ -53,18 +55,21 @@ class Reading:
 
 
 def begin_reading(numbers: Mapping[str, float | Tensor]) -> Reading:
-    """Start to read scalars; what it returns waits for them."""
+    """Start to copy scalars to the host; returns a callable that waits for them."""
     return Reading(numbers)
 
 
 def settle(owner: Any) -> None:
-    """Read all late fields, and so let go of what they come from: of a step whose end was waited for, nobody waits."""
+    """Read all late fields, so that the page-locked copies behind them are freed.
+
+    It does not wait if the step that computed them has ended.
+    """
     for name in list(vars(owner)):
         getattr(owner, name)
 
 
 class _Late:
-    """A field of a frozen dataclass that may be given as a function: it is called when the field is first read."""
+    """A field of a frozen dataclass that may hold a function, which is called at the first read."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -86,8 +91,10 @@ def _values(owner: Any) -> dict[str, Any]:
 
 
 def read_late(*names: str) -> Callable[[Kind], Kind]:
-    """A decorator of frozen dataclasses: these fields may be given as functions that wait for the value, and are values to
-    whoever reads, compares, prints, copies or pickles them."""
+    """A decorator of frozen dataclasses: these fields may hold functions that wait for the value.
+
+    Reading, comparing, printing, copying or pickling them gives the value.
+    """
 
     def decorate(kind: Kind) -> Kind:
         for name in names:
@@ -99,11 +106,11 @@ def read_late(*names: str) -> Callable[[Kind], Kind]:
 
 
 class Clock:
-    """Seconds of one step after another, as its device sees them.
+    """Measures the seconds of one step after another on their device.
 
-    On CPU: from `begin` to `end`. On CUDA: from when the device has done what was asked of it before `begin`, to when it has
-    done what was asked of it before `end`. It waits for data in between like everybody else, so that is counted; what the
-    caller asks of it between an `end` and the next `begin`, such as an evaluation, is not.
+    On CPU: from `begin` to `end`. On CUDA: from the end of the work that was queued before `begin`
+    to the end of the work that was queued before `end`. The wait for data in between counts. What
+    the caller queues between an `end` and the next `begin`, such as an evaluation, does not.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -115,8 +122,11 @@ class Clock:
         self._began = self._now()
 
     def end(self) -> float | Callable[[], float]:
-        """The step's seconds; on CUDA a function that waits for them. There it waits until the step before this one has ended,
-        so that Python is never more than a step ahead."""
+        """The step's seconds; on CUDA a function that waits for them.
+
+        On CUDA this call itself waits for the end of the step before, so that Python is never more
+        than one step ahead of the device.
+        """
         began, ended, before = self._began, self._now(), self._ended
         self._ended = ended
         if self.device.type != "cuda":

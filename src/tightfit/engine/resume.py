@@ -1,4 +1,5 @@
-"""Resume: a checkpoint's tensors, of which this device takes its parts, and where the run stood."""
+"""Resume: load the newest checkpoint into a run. Each device takes its own shards of the
+tensors."""
 
 from __future__ import annotations
 
@@ -31,10 +32,11 @@ SHARED = "name a folder that all hosts share with --out"
 
 
 def resume(run: Run, folder: str | Path) -> int:
-    """Put the newest checkpoint under `folder` into `run`; returns the step to go on from. Raises InputError.
+    """Load the newest checkpoint under `folder` into `run`; returns the step to continue from.
 
-    Every file is held to its checksum before anything is taken of it. On several devices all of them call it, and all raise the
-    error of one.
+    Every file is verified against its checksum before it is used. On several devices all of them
+    call it. Raises InputError, on all devices, if there is no checkpoint, if it is damaged, or if
+    it is another job's.
     """
     doing("reading a checkpoint")
     wait_for_weights(run)  # which would overwrite what is read
@@ -55,7 +57,8 @@ def resume(run: Run, folder: str | Path) -> int:
 
 
 def _agreed(run: Run, act: Callable[[], Any]) -> Any:
-    """What `act` returns on this device; where it raises InputError on one, the same on all."""
+    """What `act` returns on this device. If it raises InputError on one device, all raise that
+    error."""
     found, said = None, None
     try:
         found = act()
@@ -74,7 +77,7 @@ def _begin(run: Run, folder: str | Path) -> tuple[Path, dict[str, Any], list[str
         raise InputError(
             f"resume from {path}",
             "was written by an earlier version of tightfit, whose checkpoints have no checksums",
-            "go on with that version, or start afresh with another --out",
+            "resume with that version, or start afresh with another --out",
         )
     known = _known(path)
     _hold(path, {STATE: known.get(STATE, ""), **{name: sum for name, sum in known.items() if name.endswith(INDEX)}})
@@ -88,7 +91,7 @@ def _begin(run: Run, folder: str | Path) -> tuple[Path, dict[str, Any], list[str
                 needed |= saved.files_of([key for key in saved.names if key.partition(":")[2] in names or key in names])
         else:
             needed.add(file_name(kind, 0, 1))
-    if leads():  # what nobody reads here, but others will
+    if leads():  # files that no rank reads here, such as config.json, are verified, too
         needed |= {name for name in known if not name.endswith(".safetensors")}
     return path, state, sorted(needed)
 
@@ -103,7 +106,8 @@ def _known(path: Path) -> dict[str, str]:
 
 
 def _share(run: Run, needed: list[str]) -> list[str]:
-    """Of the files that the devices of this host need, those that this one holds to their checksums: each is read once."""
+    """The files that this device verifies. Each file that a device of this host needs is verified
+    once per host."""
     here = socket.gethostname()
     others = [(number, files) for number, (host, files) in enumerate(everyones(run, (here, needed))) if host == here]
     share = []
@@ -115,7 +119,7 @@ def _share(run: Run, needed: list[str]) -> list[str]:
 
 
 def _hold(path: Path, names: Iterable[str]) -> None:
-    """Raise InputError for a file that is missing, or is not as its checksum says."""
+    """Raise InputError for a file that is missing or whose checksum differs."""
     known = _known(path)
     for name in names:
         doing(f"reading a checkpoint, {name}")
@@ -131,7 +135,7 @@ def _hold(path: Path, names: Iterable[str]) -> None:
 def _altered(path: Path, found: str) -> InputError:
     before = [one for one in checkpoints(path.parent) if one < path]
     if before:
-        return InputError(f"resume from {path}", found, f"delete {path}: the run goes on from {before[-1]} then")
+        return InputError(f"resume from {path}", found, f"delete {path}: the run then continues from {before[-1]}")
     return InputError(
         f"resume from {path}", found, "start afresh with another --out: there is no checkpoint before this one"
     )
@@ -158,7 +162,7 @@ def _load(run: Run, path: Path, state: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def _load_model(run: Run, saved: Reader) -> None:
-    """Put the saved tensors, or this device's parts of them, into the model's."""
+    """Copy the saved tensors, or this device's shards of them, into the model's."""
     parameters = dict(run.model.named_parameters())
     tensors = {**parameters, **dict(run.model.named_buffers())}
     missing = sorted(parameters.keys() - saved.names)
@@ -171,7 +175,7 @@ def _load_model(run: Run, saved: Reader) -> None:
         tensor, value = tensors[name].detach(), saved.get(name)
         shape = whole_shape(run, name, tensor)
         if value.shape != shape:
-            raise RuntimeError(f"{name} is {tuple(value.shape)} there and {tuple(shape)} here")
+            raise RuntimeError(f"{name} has shape {tuple(value.shape)} there and {tuple(shape)} here")
         value = run.slices[name].part(value) if name in run.slices else value
         if isinstance(tensor, DTensor):
             assert run.reduction is not None
@@ -180,8 +184,9 @@ def _load_model(run: Run, saved: Reader) -> None:
 
 
 def _parts(run: Run, saved: Reader, counts: dict[str, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Saved states as the optimizer's own, by number; of what is divided this device takes its parts."""
-    divided, names = is_divided(run), names_of(run)
+    """The saved states in the form of the optimizer's state_dict, by number; this device's shards
+    of sharded states."""
+    sharded, names = is_divided(run), names_of(run)
     shapes = {name: whole_shape(run, name, p) for name, p in run.model.named_parameters()}
     found: dict[str, dict[str, Any]] = {owner: dict(counts.get(owner, {})) for owner, _ in names}
     for key in sorted(saved.names):
@@ -193,14 +198,14 @@ def _parts(run: Run, saved: Reader, counts: dict[str, dict[str, Any]]) -> dict[i
             found[owner][name] = saved.get(key)
 
     def taken(owner: str, weight: Tensor, name: str, value: Any) -> Any:
-        if isinstance(value, dict) and not divided:
+        if isinstance(value, dict) and not sharded:
             return {what: tensor.clone() for what, tensor in value.items()}
         if isinstance(value, dict):
             packed = {what: tensor.to(run.device) for what, tensor in value.items()}
             value = unpack(name, packed, torch.empty(shapes[owner], device=run.device))
-        if divided and lies_as(name, value, shapes[owner]):
+        if sharded and lies_as(name, value, shapes[owner]):
             value = part(run, weight, value)
-        return value.clone() if isinstance(value, Tensor) else value  # what is mapped is the file's
+        return value.clone() if isinstance(value, Tensor) else value  # the file is mapped
 
     return {
         number: {name: taken(owner, weight, name, value) for name, value in found[owner].items()}
@@ -210,7 +215,8 @@ def _parts(run: Run, saved: Reader, counts: dict[str, dict[str, Any]]) -> dict[i
 
 
 def _set_random_states(run: Run, state: dict[str, Any]) -> None:
-    """Where all generators stood; on other devices than before, a function of the seed, the step and the device."""
+    """Restore the random generators. With another number of devices than before, seed them by the
+    job's seed, the step and the rank."""
     states, number = state["random"], rank()
     if len(states) == (dist.get_world_size() if run.mesh is not None else 1):
         set_random_states(states[number])
@@ -230,7 +236,8 @@ _MAY_CHANGE = {
 
 
 def _same_job(saved: dict[str, Any], job: Job, where: Path) -> None:
-    """The mathematics may not change on the way; how long it trains, and how it is fitted, may."""
+    """Raise InputError if the mathematics differs from the checkpoint's job. The training's length
+    and the plan may differ."""
     asked = json.loads(job.to_json())
     for section in ("model", "data", "loss", "train"):
         before, now = saved.get(section) or {}, asked.get(section) or {}

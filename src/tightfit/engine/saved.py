@@ -1,4 +1,5 @@
-"""Saved: what of a run goes into a checkpoint's files, tensor by tensor, under names that do not depend on how devices divide it."""
+"""The tensors of a run that a checkpoint saves, under names that do not depend on how they are
+sharded."""
 
 from __future__ import annotations
 
@@ -19,8 +20,12 @@ from tightfit.optim.whole import lies_as
 
 @dataclass(frozen=True)
 class Tensors:
-    """What is saved as one kind of file, of this device's piece of the model. fetch: name -> the whole tensor; all devices that
-    have a part of it take part. counts: states that are no tensors, by parameter."""
+    """The tensors of one kind of file (model or optimizer) of this device's stages.
+
+    sizes   by name: bytes of the full tensor
+    fetch   name -> the full tensor. A collective: all ranks with a shard of it call it
+    counts  by parameter: optimizer states that are no tensors, such as step counts
+    """
 
     sizes: dict[str, int]
     fetch: Callable[[str], Tensor]
@@ -28,7 +33,7 @@ class Tensors:
 
 
 def model_of(run: Run) -> Tensors:
-    """The model's parameters and persistent buffers; what is tied once."""
+    """The model's parameters and persistent buffers; tied ones once."""
     persistent = run.model.state_dict().keys()
     named = {name: tensor.detach() for name, tensor in (*run.model.named_parameters(), *run.model.named_buffers())}
     stale = run.stages.stale if run.stages is not None else frozenset()
@@ -46,13 +51,17 @@ def model_of(run: Run) -> Tensors:
 
 
 def whole_shape(run: Run, name: str, tensor: Tensor) -> torch.Size:
+    """The parameter's shape before tensor parallelism sharded it."""
     return run.slices[name].shape if name in run.slices else tensor.shape
 
 
 def states_of(run: Run) -> Tensors:
-    """The optimizer's states, as "exp_avg:layers.0.weight"; those that are kept packed in parts, "exp_avg.codes:layers.0.weight",
-    or where devices divide them in fp32."""
-    states, divided = run.optimizer.state_dict()["state"], is_divided(run)
+    """The optimizer's states, under names such as "exp_avg:layers.0.weight".
+
+    States that are stored packed, in 8 or 4 bits, are saved as their parts, such as
+    "exp_avg.codes:layers.0.weight". If they are sharded they are saved in fp32.
+    """
+    states, sharded = run.optimizer.state_dict()["state"], is_divided(run)
     shapes = {name: whole_shape(run, name, p) for name, p in run.model.named_parameters()}
     sizes: dict[str, int] = {}
     makers: dict[str, Callable[[], Tensor]] = {}
@@ -60,14 +69,14 @@ def states_of(run: Run) -> Tensors:
     for number, (owner, weight) in enumerate(names_of(run)):
         for name, value in states.get(number, {}).items():
             key = f"{name}:{owner}"
-            if isinstance(value, dict) and not divided:
+            if isinstance(value, dict) and not sharded:
                 for what, tensor in value.items():
                     key = f"{name}.{what}:{owner}"
                     sizes[key], makers[key] = tensor.nbytes, partial(_same, tensor)
-            elif isinstance(value, dict) or (divided and lies_as(name, value, weight.shape)):
+            elif isinstance(value, dict) or (sharded and lies_as(name, value, weight.shape)):
                 width = 4 if isinstance(value, dict) else value.dtype.itemsize
                 sizes[key] = shapes[owner].numel() * width
-                makers[key] = partial(_brought_together, run, weight, name, value)
+                makers[key] = partial(_unsharded, run, weight, name, value)
             elif isinstance(value, Tensor):
                 sizes[key], makers[key] = value.nbytes, partial(_same, value)
             else:
@@ -79,20 +88,20 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _brought_together(run: Run, weight: Tensor, name: str, value: Tensor | dict[str, Tensor]) -> Tensor:
+def _unsharded(run: Run, weight: Tensor, name: str, value: Tensor | dict[str, Tensor]) -> Tensor:
     value = unpack(name, value, weight) if isinstance(value, dict) else value
     return whole(run, weight, value.to(weight.device))
 
 
 def names_of(run: Run) -> list[tuple[str, Tensor]]:
-    """Of each of the optimizer's weights, in its order, the name of its parameter."""
+    """(parameter's name, weight) for each weight of the optimizer, in the optimizer's order."""
     names = {id(run.weights.get(parameter, parameter)): name for name, parameter in run.model.named_parameters()}
     weights = [weight for group in run.optimizer.param_groups for weight in group["params"]]
     return [(names[id(weight)], weight) for weight in weights]
 
 
 def is_divided(run: Run) -> bool:
-    """Whether this device's optimizer holds parts of parameters."""
+    """Whether this device's optimizer holds shards of parameters."""
     return bool(run.slices) or (run.reduction is not None and bool(run.reduction.parts))
 
 

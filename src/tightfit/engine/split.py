@@ -1,7 +1,9 @@
-"""Split check: a pipeline's stages together against the undivided model, on one micro-batch: loss and gradient norm.
+"""The split check: do a pipeline's stages compute what the undivided model computes?
 
-What crosses the stages is found before by following the model on tensors without values (`methods/boundaries.py`). This looks at
-numbers, and so also sees what that cannot: state outside of tensors, code that decides by the data.
+It compares loss and gradient norm on one micro-batch, before the first step. What crosses the stage
+boundaries was found by tracing the model on fake tensors (`methods/boundaries.py`). This check
+looks at numbers, so it also finds what tracing cannot: state outside of tensors, and code that
+depends on the data.
 """
 
 from __future__ import annotations
@@ -31,14 +33,17 @@ from tightfit.methods.sequence_chunks import SequenceChunks
 from tightfit.models import load_python, task_of
 from tightfit.models.objective import objective_of
 
-SHARE = 0.02  # of a run's time, and of a device's memory, up to which the check is made unasked
+SHARE = 0.02  # the check runs unasked up to this share of the run's time and of a device's memory
 TOLERANCES = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
 
 
 @dataclass(frozen=True)
 class Split:
-    """One micro-batch's loss and gradient norm on the stages, and those of the undivided model. The norm is None where gradients
-    are compressed: taking them leaves its mark on the next ones."""
+    """Loss and gradient norm of one micro-batch on the stages, and those of the undivided model.
+
+    The norm is None if gradients are compressed, because compressing changes the error feedback of
+    later gradients. `tolerance` is relative.
+    """
 
     loss: float
     expected_loss: float
@@ -55,8 +60,10 @@ class Split:
 
 
 def wants_check(run: Run, steps: int) -> bool:
-    """Whether the stages are held against the undivided model before the first of `steps` steps: where the job says so, or says
-    nothing and it costs less than a fiftieth of the run's time and of a device's memory."""
+    """Whether to compare the stages with the undivided model before the first of `steps` steps.
+
+    With check_split: auto, if it takes less than 2 % of the run's time and of a device's memory.
+    """
     asked = run.job.train.check_split
     if run.dataflow is None or asked == "never":
         return False
@@ -67,28 +74,33 @@ def wants_check(run: Run, steps: int) -> bool:
     whole = run.dataflow.parameter_count
     cuda = run.device.type == "cuda"
     memory = torch.cuda.get_device_properties(run.device).total_memory if cuda else psutil.virtual_memory().total
-    # the undivided micro-batch takes as long as all stages one after another, and so does that on the stages
+    # the undivided model takes as long as all stages one after another, and so does the pipeline
     return 2 * plan.stages <= SHARE * steps * micro_batches and 3 * 4 * whole <= SHARE * memory
 
 
 def check_split(run: Run) -> Split | None:
-    """Compare, and raise InputError on all devices where they differ. All devices call it. The run is left as it was."""
+    """Compare, and raise InputError on all devices if they differ.
+
+    All devices call it. The run is left unchanged. Returns None if the loss is random.
+    """
     found = compare_split(run)
     if found is not None and not found.agrees:
         norm = "" if found.norm is None else f", gradient norm {found.norm:.6g} and not {found.expected_norm:.6g}"
         raise InputError(
             f"plan: pp={run.plan.pp}",
-            f"the stages compute something else than the undivided model: of one micro-batch the loss is {found.loss:.6g} and "
+            f"the stages compute something else than the undivided model: the loss of one micro-batch is {found.loss:.6g} and "
             f"not {found.expected_loss:.6g}{norm}",
-            "use pp: 1; zero: 3 or tp divide a model too. What the model keeps outside of tensors, or decides by the data, "
-            "does not cross from stage to stage",
+            "use pp: 1; zero: 3 and tp shard a model, too. State that the model keeps outside of tensors, and decisions that "
+            "depend on the data, do not cross from stage to stage",
         )
     return found
 
 
 def compare_split(run: Run) -> Split | None:
-    """One micro-batch through the stages and through the undivided model with the same weights; None where the model's loss is
-    another one each time."""
+    """Run one micro-batch through the stages and through the undivided model with the same weights.
+
+    Returns None if the model's loss is random.
+    """
     assert run.mesh is not None
     assert isinstance(run.stages, Pipeline)
     whole = run.data.example()
@@ -114,7 +126,8 @@ def compare_split(run: Run) -> Split | None:
 
 
 def _over_pieces(run: Run, count: int) -> int:
-    """Of what each device of a ring counts in its piece of the sequences, all of it."""
+    """All-reduce a count over the context-parallel ranks, each of which has a shard of the
+    sequences."""
     assert run.mesh is not None
     values = torch.tensor(count, device=run.device)
     dist.all_reduce(values, group=run.mesh.lines["context"])
@@ -122,8 +135,8 @@ def _over_pieces(run: Run, count: int) -> int:
 
 
 def _undivided(run: Run, batch: Any, with_gradients: bool) -> tuple[float, float] | None:
-    """Loss and gradient norm of the whole model with the weights that the stages have; None where it has another loss each
-    time."""
+    """Loss and gradient norm of the undivided model with the stages' weights; None if the loss is
+    random."""
     with randomness_kept():
         seed_all(run.job.train.seed)
         model = create_on_host(run.job.model, run.device, weights_dtype(run.plan))
@@ -156,7 +169,7 @@ def _undivided(run: Run, batch: Any, with_gradients: bool) -> tuple[float, float
 
 @torch.no_grad()
 def _differs(run: Run, batch: Any) -> bool:
-    """Whether random numbers change the loss, evaluated or not."""
+    """Whether the loss depends on random numbers."""
     losses = []
     for seed in range(2):
         seed_all(seed)
@@ -166,7 +179,7 @@ def _differs(run: Run, batch: Any) -> bool:
 
 @torch.no_grad()
 def _gather_weights(run: Run, model: nn.Module) -> None:
-    """Put all stages' parameters and buffers into the undivided `model`, tensor by tensor."""
+    """Broadcast all stages' parameters and buffers into the undivided `model`, tensor by tensor."""
     assert run.mesh is not None
     saved = model_of(run)
     names: list[Any] = [None] * run.mesh.size("pp")
@@ -188,7 +201,8 @@ def _gather_weights(run: Run, model: nn.Module) -> None:
 
 @contextmanager
 def _mode_of(run: Run) -> Iterator[None]:
-    """Training, or evaluation where the model draws random numbers, of which the stages draw others."""
+    """Training mode, or evaluation mode if the model draws random numbers, because the stages would
+    draw others."""
     assert run.dataflow is not None
     if run.dataflow.is_random:
         with evaluating(run.model):

@@ -1,4 +1,14 @@
-"""One optimizer step: forward and backward of every micro-batch, then one update. The same for every plan."""
+"""One optimizer step: forward and backward of every micro-batch, then one update.
+
+`engine/loop.py` calls `take_step`. It is the same for every plan: what a method changes is in the
+Run (its executor for pipelines and parameter servers, its reduction for data parallelism, its loss
+scale, its store for offloading).
+
+Example: a batch of 32 samples on 2 data-parallel ranks with micro_batch = 4 gives each rank 16
+samples in 4 micro-batches. Each loss is a sum over its items. Before backward it is divided by the
+items of the whole step on all ranks, so that neither the number of micro-batches nor of ranks
+changes the gradient of the mean loss.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +39,22 @@ from tightfit.target_device import kind_of
 @read_late("loss", "gradient_norm", "samples", "items", "processed", "skipped", "seconds")
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step did. On CUDA whoever first reads a figure waits until the device has it.
+    """What one optimizer step did. On CUDA, the first read of a figure waits until the device has
+    it.
 
+    step           number of the step, from 0
     loss           mean over the step's items that count
-    gradient_norm  norm of the whole gradient before clipping; None where the job does not clip
-    items          how many items counted in the loss (tokens or samples); samples: how many samples
-    processed      token positions (or samples) that went through the model: what throughput counts
-    skipped        whether fp16 overflowed and the update was left out
-    seconds        wall-clock time, waiting for data included: on CUDA that of the device, from the end of what it was asked to do
-                   before (the step before this one, or what the caller asked for in between) to the end of this step
-    staleness      the most updates that came between a gradient's weights and its own (an asynchronous server's)
+    learning_rate  learning rate of this step's update
+    gradient_norm  norm of the full gradient before clipping; None if the job does not clip
+    samples        samples in the step, on all devices
+    items          items that count in the loss (tokens or samples), on all devices
+    processed      token positions (or samples) that went through the model, which throughput counts
+    skipped        whether fp16 overflowed, so that the update was skipped
+    seconds        wall-clock time, including the wait for data. On CUDA it is the device's time:
+                   from the end of its earlier work (the step before, or what the caller launched in
+                   between) to the end of this step
+    staleness      asynchronous parameter server: the largest number of updates between the weights
+                   that a gradient was computed with and the weights that it updates
     """
 
     step: int
@@ -54,7 +70,11 @@ class Step:
 
 
 def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
-    """Accumulate the gradients of `micro_batches` (on the host; this device's part) and update the weights once."""
+    """Accumulate the gradients of `micro_batches`, and update the weights once.
+
+    micro_batches  this device's samples of the step, in host memory
+    step           number of the step, from 0
+    """
     doing("forward and backward", step)
     real = [batch for batch in micro_batches if not isinstance(batch, Filler)]
     counts = [sum(map(count, real)) for count in (run.objective.count, sample_count, processed_count)]
@@ -82,7 +102,7 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
         loss=late(lambda figures: figures["loss"] / max(figures["items"], 1)),
         learning_rate=learning_rate,
         gradient_norm=None if norm is None else late(lambda figures: figures["norm"]),
-        samples=late(lambda figures: int(figures["samples"]) // cp),  # of whose sequences cp devices have a piece each
+        samples=late(lambda figures: int(figures["samples"]) // cp),  # each cp rank counts it
         items=late(lambda figures: int(figures["items"])),
         processed=late(lambda figures: int(figures["processed"])),
         skipped=late(lambda figures: not figures["finite"]),
@@ -91,17 +111,24 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
 
 
 def changed(step: Step, **fields: Any) -> Step:
-    """The step with other fields, which may be functions, and without waiting for those that are. `replace` would wait."""
+    """The step with other values of `fields`, which may be functions that wait for the value.
+
+    Unlike `dataclasses.replace` it does not wait for the figures that are not known yet.
+    """
     return Step(**{**vars(step), **fields})
 
 
 def over_data(run: Run, counts: list[int]) -> Callable[[], list[int] | list[torch.Tensor]]:
-    """Whole numbers, summed over the devices that divide the samples: under way from now on, and waited for when asked. On CUDA
-    they stay on the device: to read one here, the host would wait until the device has done all it was given."""
+    """Start to all-reduce integers over the data-parallel ranks; returns a callable that waits for
+    the sums.
+
+    On CUDA the sums stay on the device, because reading one would make the host wait for all work
+    that the device was given.
+    """
     if run.mesh is None or is_free(run) or all(run.mesh.size(axis) == 1 for axis in DATA):
         return lambda: counts
     numbers = torch.tensor(counts)
-    if run.device.type == "cuda":  # from pageable memory the copy would be waited for
+    if run.device.type == "cuda":  # a copy from pageable memory would block
         numbers = numbers.pin_memory().to(run.device, non_blocking=True)
         sums = run.mesh.begin_sum(numbers, DATA)
         return cache(lambda: list(sums().unbind()))
@@ -110,30 +137,34 @@ def over_data(run: Run, counts: list[int]) -> Callable[[], list[int] | list[torc
 
 
 def _begin_sum(run: Run, loss: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """The losses of all devices, summed: under way from now on, and waited for when asked."""
+    """Start to all-reduce the loss over all devices; returns a callable that waits for the sum."""
     if run.mesh is None or (run.stages is not None and run.stages.free):
         return lambda: loss
     return run.mesh.begin_sum(loss, (*DATA, "pp"))
 
 
 def is_free(run: Run) -> bool:
-    """Whether each device trains on its own samples without waiting for the others at each step."""
+    """Whether each device trains on its own samples without waiting for the others in every step,
+    as the workers of an asynchronous parameter server do."""
     return run.stages is not None and run.stages.free and not run.stages.delay
 
 
 def accumulate(
     run: Run, micro_batches: list[Batch], items: Callable[[], int | torch.Tensor]
 ) -> Callable[[], torch.Tensor]:
-    """Gradients of the mean loss over all items of the step, summed into .grad; returns what waits for the sum of all devices'
-    losses, which is under way from the last forward on.
+    """Accumulate into .grad the gradients of the mean loss over all items of the step.
 
-    items   how many there are, over all devices: asked for when the first forward is done. A loss scale multiplies the mean
-            before backward, so that 16-bit gradients of a long step do not vanish.
+    Returns a callable that waits for the all-reduced loss. The all-reduce starts after the last
+    forward. A loss scale multiplies the mean before backward, so that 16-bit gradients of a step
+    with many items do not vanish.
+
+    items  returns the number of items of the step on all devices; it is called after the first
+           forward, so that its all-reduce overlaps with that forward
     """
 
     def scale() -> float | torch.Tensor:
         whole, count = run.loss_scale.factor if run.loss_scale else 1.0, items()
-        if isinstance(count, torch.Tensor):  # in fp64, as the host divides: the product's gradient is rounded once
+        if isinstance(count, torch.Tensor):  # fp64, as on the host: the gradient is rounded once
             return whole / count.clamp(min=1).double()
         return whole / max(count, 1)
 
@@ -149,7 +180,7 @@ def accumulate(
             run.reduction.begin(last)
         with _compiled_indices_named(run):
             loss = run.loss_sum(next(coming))
-        share = scale()  # asked for by all devices at the same point, also where nothing counts
+        share = scale()  # a collective: dummy micro-batches call it, too
         if counts:
             total += loss.detach()
         if last:
@@ -163,7 +194,10 @@ def accumulate(
 
 @contextmanager
 def _compiled_indices_named(run: Run) -> Iterator[None]:
-    """Turn the bare index that a compiled model says is out of bounds into what it is; uncompiled, the loss says it itself."""
+    """Turn a compiled model's bare "index out of bounds" into an InputError about the data.
+
+    Without compilation, the loss reports it itself.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -171,27 +205,32 @@ def _compiled_indices_named(run: Run) -> Iterator[None]:
             raise
         raise InputError(
             "data",
-            "has a label that is none of the model's classes, or an id that it has no embedding for",
-            "number labels and ids from 0 and below what the model has; --set plan.compile=none says which it is",
+            "contains a label that is not one of the model's classes, or a token id without an embedding",
+            "number labels and ids from 0 to below the model's sizes; --set plan.compile=none reports which one it is",
         ) from error
 
 
 @contextmanager
 def _recomputation_named(run: Run) -> Iterator[None]:
-    """Turn what torch says of a block that is not the same when it is computed again into what is wrong with the plan."""
+    """Turn torch's CheckpointError, for a block whose recomputation differs from its forward, into
+    an InputError about the plan or the model."""
     try:
         yield
     except CheckpointError as error:
         raise InputError(
             f"plan: recompute={run.plan.recompute}" if run.plan.recompute != "none" else "job: model",
-            "a block computes something else the second time: it keeps something of its first forward, or changes what it is given",
-            "use recompute: none" if run.plan.recompute != "none" else "leave the model's own recomputation out",
+            "a block's recomputation differs from its forward: the block keeps state from its first forward, or changes its inputs",
+            "use recompute: none" if run.plan.recompute != "none" else "turn the model's own recomputation off",
         ) from error
 
 
 def update(run: Run) -> tuple[torch.Tensor | None, bool | torch.Tensor]:
-    """Unscale, clip, step. Returns the gradient norm (where the job clips) and whether the gradients were finite: a scalar tensor
-    where the device alone knows it, and leaves out the update by itself."""
+    """Unscale and clip the gradients, and update the weights.
+
+    Returns the gradient norm (None if the job does not clip) and whether the gradients were finite.
+    The latter is a scalar tensor if the optimizer's kernels read it on the device and skip the
+    update themselves, so that the host does not wait.
+    """
     finite: bool | torch.Tensor = True
     norm = None
     doing("update")
@@ -230,10 +269,12 @@ def _say_what_to_leave_out(optimizer: torch.optim.Optimizer, finite: torch.Tenso
 
 
 def leaves_out_updates(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer can leave out an update without a host that waits for the number that says so: torch's fused kernels
-    look at `found_inf`, and change nothing where it is 1; what updates parameters one by one or in batches puts back what it
-    has changed. Of SGD with momentum not the first, which would take memory as it finds it for momenta. Others are asked to
-    update or not by the host: on CUDA those whose rows or slices devices share, without a fused kernel."""
+    """Whether an optimizer can skip an update without making the host wait for the number that decides.
+
+    torch's fused kernels read `found_inf` and change nothing if it is 1. Optimizers that update
+    parameters one by one or in batches restore what they changed. Not the first update of SGD with
+    momentum, which would take uninitialized memory for momenta. For all others the host decides.
+    """
     if isinstance(optimizer, PerParameter):
         return optimizer.can_leave_out()
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.SGD):
@@ -251,7 +292,8 @@ def leaves_out_updates(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def sum_shared(run: Run) -> None:
-    """Gradients that each tp device has of its part of the sequences, summed over them."""
+    """All-reduce over tp the gradients of replicated weights, such as norms under sequence
+    parallelism: each tp rank has computed them from its shard of the positions only."""
     weights = [weight for weight in weights_named(run, run.shared) if weight.requires_grad]
     if not weights:
         return
@@ -270,8 +312,8 @@ def _weights(run: Run) -> list[torch.Tensor]:
 
 
 def drain(run: Run) -> None:
-    """Bring what is still under way to its end: weights that come from other devices, and of an asynchronous pipeline the steps,
-    updates included."""
+    """Finish what is in flight: weights that are being gathered, and the steps and updates of an
+    asynchronous pipeline."""
     wait_for_weights(run)
     if run.stages is not None:
         with torch.enable_grad():
@@ -280,7 +322,8 @@ def drain(run: Run) -> None:
 
 
 def everywhere(run: Run, holds: bool | torch.Tensor) -> bool | torch.Tensor:
-    """Whether something holds on every device; a scalar tensor, and nobody waits, where it is one."""
+    """Whether something holds on every device. A scalar tensor gives a scalar tensor, without a
+    wait."""
     if run.mesh is None:
         return holds
     if isinstance(holds, torch.Tensor):
@@ -289,20 +332,23 @@ def everywhere(run: Run, holds: bool | torch.Tensor) -> bool | torch.Tensor:
 
 
 def greatest(run: Run, number: int) -> int:
-    """The greatest of all devices' numbers."""
+    """The largest of all devices' numbers. Waits for it."""
     return int(_begin_greatest(run, number)()["greatest"])
 
 
 def _begin_greatest(run: Run, number: int) -> Callable[[], dict[str, float]]:
     if run.mesh is None:
         return begin_reading({"greatest": number})
-    there = torch.full((), number, device=run.device)  # not copied from the host, which would wait
+    there = torch.full((), number, device=run.device)  # a copy from the host would block
     return begin_reading({"greatest": run.mesh.sum(there, AXES, dist.ReduceOp.MAX)})
 
 
 def asker(run: Run) -> Callable[[int], int]:
-    """What asks each step for the greatest of all devices' numbers, and gives all of them the same answer: of the step before on
-    several CUDA devices, of this step elsewhere."""
+    """Returns a function that is called once a step with this device's number and returns the
+    largest number of all devices, the same on each of them.
+
+    On several CUDA devices it returns the answer of the step before, so that no device waits.
+    """
     if run.mesh is None or run.device.type != "cuda":
         return partial(greatest, run)
     asked: list[Callable[[], dict[str, float]]] = [begin_reading({"greatest": 0})]
@@ -315,8 +361,11 @@ def asker(run: Run) -> Callable[[int], int]:
 
 
 def clip(run: Run, limit: float) -> torch.Tensor:
-    """Scale the gradients so that the norm of all of them together, on all devices, is at most `limit`; returns it. Those that
-    are brought to the device for their updates are scaled there."""
+    """Scale the gradients so that their norm over all parameters and devices is at most `limit`.
+
+    Returns the norm before scaling. Offloaded gradients are scaled when they are copied to the
+    device for their updates.
+    """
     weights = [weight for weight in _weights(run) if weight.grad is not None]
     comes = run.store is not None and optimizer_states.brings(run.plan, kind_of(run.device))
     if run.mesh is None and not comes:
@@ -333,9 +382,9 @@ def clip(run: Run, limit: float) -> torch.Tensor:
 
 
 def gradient_norm(run: Run, mesh: Mesh) -> torch.Tensor:
-    """Of all gradients together, on all devices."""
+    """Norm of the full gradient, over all parameters and devices."""
     elsewhere = set(weights_named(run, run.stages.copies)) if run.stages is not None else set()
-    squares = torch.zeros(2, device=run.device)  # of what is cut among the tp devices, and of what each of them has
+    squares = torch.zeros(2, device=run.device)  # weights sharded, and replicated, over tp
     cut = slices_of(run)
     for weight in _weights(run):
         if weight.grad is None or weight in elsewhere:
@@ -346,12 +395,12 @@ def gradient_norm(run: Run, mesh: Mesh) -> torch.Tensor:
             real, dtype=torch.promote_types(real.dtype, torch.float32)
         ).square()
     squares[1] /= mesh.size("tp")
-    divided = run.reduction.parts if run.reduction is not None else ()
-    if run.plan.servers:  # which have all gradients, and the workers none
-        divided = (*divided, "dp_replicate")
-    return mesh.sum(squares, (*divided, "tp", "pp")).sum().sqrt()
+    sharded_over = run.reduction.parts if run.reduction is not None else ()
+    if run.plan.servers:  # the server has all gradients, the workers none
+        sharded_over = (*sharded_over, "dp_replicate")
+    return mesh.sum(squares, (*sharded_over, "tp", "pp")).sum().sqrt()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This device's part of a tensor that several hold."""
+    """This device's shard of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,10 +1,13 @@
-"""Watch: a process that trains with others tells them that it goes on, and ends when one of them does not.
+"""Watch: detects ranks that hang or fail, so that a distributed training ends instead of waiting
+for ever.
 
-Two threads beside the training, which itself may wait inside a collective for ever. One keeps this process's note in the store
-that all of them share up to date, and reads whether another process has failed. The other looks at the clock: when the training
-has been in one operation for too long, it reads everybody's notes, says who did not answer, and ends this process.
+The training itself may be blocked inside a collective, so two threads run beside it. One writes
+this process's heartbeat to the store that all ranks share, and reads whether another process has
+failed. The other checks the time: if the training has been in one operation for too long, it reads
+all heartbeats, reports which rank does not answer, and ends this process.
 
-The first process to fail says why; the others, whose connections to it break, end without a word and with its exit code.
+The first process that fails prints the reason. The others, whose connections to it break, exit
+silently with its exit code.
 """
 
 from __future__ import annotations
@@ -28,17 +31,18 @@ from tightfit.methods.rendezvous import keeps_store
 
 TIMEOUT_S = 600.0
 FIRST_TIMEOUT_S = 3600.0  # until the first step is done: planning, loading and compiling
-NORMAL = 5  # an operation may take so many times as long as the longest one so far
-BEAT_S = 5.0
-GRACE_S = 20.0  # for a process to end by itself once another has failed
-LOST_S = 10.0  # to learn why a connection broke
-LINGER_S = 3.0
+NORMAL = 5  # an operation may take this many times as long as the longest one so far
+BEAT_S = 5.0  # between two heartbeats
+GRACE_S = 20.0  # how long a process may take to end by itself after another has failed
+LOST_S = 10.0  # how long to wait for the reason of a broken connection
+LINGER_S = 3.0  # how long the host of the store stays alive after it has failed
 FAILED = "failed"
 
 
 @dataclass(frozen=True)
 class Note:
-    """What a process says of itself: how often it has said so, what it does, for how long, and where in the code."""
+    """A process's heartbeat: its number, the step and operation under way, the seconds since that
+    operation began, and the place in the code."""
 
     beat: int
     step: int | None
@@ -48,7 +52,10 @@ class Note:
 
 
 class Watch:
-    """What this process knows of the others, through the store that they share. timeout_s: after the first step."""
+    """Watches the other ranks through the store that all of them share.
+
+    timeout_s  how long one operation may take after the first step, in seconds
+    """
 
     def __init__(
         self, store: dist.Store, rank: int, world: int, progress: Progress, timeout_s: float = TIMEOUT_S
@@ -71,12 +78,13 @@ class Watch:
             thread.join(2 * self.beat_s)
 
     def fail(self, code: int, wait_s: float = 0.0) -> int | None:
-        """Say that this process fails. None if it is the first to; else the exit code of the one that was.
+        """Report that this process fails. Returns None if it is the first, else the first one's
+        exit code.
 
-        wait_s  how long to wait for another to say so before
+        wait_s  how long to wait first for another process's report
         """
         store = _ask(lambda: _another(self.store))
-        if store is None:  # the process that keeps it is gone, so nobody can be told
+        if store is None:  # the process that hosts it is gone, so there is nowhere to report
             return None
         until = time.monotonic() + wait_s
         while time.monotonic() < until and _failed(store) is None:
@@ -86,8 +94,8 @@ class Watch:
         return None if first is None or first.decode() == mine else _code(first)
 
     def _tell(self) -> None:
-        """Say that this process goes on, and end it where another has failed and it does not end by itself, or where the process
-        that started it is gone."""
+        """Write heartbeats. End this process if another has failed and this one does not end by
+        itself, or if its parent process is gone."""
         store = None
         while not self.ended.wait(self.beat_s):
             store = store or _ask(lambda: _another(self.store))
@@ -101,12 +109,13 @@ class Watch:
                 end(1, "tightfit: the process that started this one is gone")
 
     def _look(self) -> None:
+        """End this process if the training has been in one operation for too long."""
         while not self.ended.wait(self.beat_s):
             seconds = time.monotonic() - self.progress.since
             if seconds > self._limit_s():
                 message = self._verdict(seconds)
                 if self.ended.is_set() or time.monotonic() - self.progress.since < seconds:
-                    continue  # it has gone on meanwhile
+                    continue  # it has made progress meanwhile
                 code = self.fail(1)
                 if code is None:
                     end(1, f"tightfit: {TightfitError.__name__}: {message}")
@@ -123,13 +132,14 @@ class Watch:
         return Note(self.beats, progress.step, progress.operation, round(seconds, 1), place_of(self.main))
 
     def _verdict(self, seconds: float) -> str:
-        """Who did not answer, and where this process waits for it."""
+        """The message: which rank does not answer or is behind, and where this process waits for
+        it."""
         before = _ask(lambda: self._notes(_another(self.store)), 30.0)
         time.sleep(max(3 * self.beat_s, BEAT_S))
         after = _ask(lambda: self._notes(_another(self.store)), 30.0)
         if after is None or before is None:
             return _said(
-                f"the process that keeps the notes of all ({os.environ.get('MASTER_ADDR')}) has not answered",
+                f"the process that hosts the store of all ranks ({os.environ.get('MASTER_ADDR')}) has not answered",
                 seconds,
                 self._note(),
                 self.rank,
@@ -149,7 +159,7 @@ class Watch:
         return _said("no rank goes on", seconds, mine, self.rank, "each of them waits for another")
 
     def _notes(self, store: dist.Store) -> dict[int, Note | None]:
-        """The last note of each process."""
+        """The last heartbeat of each rank; None for a rank without one."""
         there = [rank for rank in range(self.world) if store.check([_key(rank)])]
         found = [json.loads(text) for text in store.multi_get([_key(rank) for rank in there])]
         notes = {rank: Note(**note) for rank, note in zip(there, found, strict=True)}
@@ -157,13 +167,15 @@ class Watch:
 
 
 def _another(store: Any) -> dist.Store:
-    """The same store over a connection of its own: one that waits for an answer lets nobody else ask."""
+    """The same store over its own connection: a connection that waits for an answer blocks all
+    others."""
     clone: dist.Store = store.clone()
     return clone
 
 
 def _ask(what: Callable[[], Any], within_s: float = 5.0) -> Any:
-    """An answer of the store; None where it does not give one, as the process that keeps it may be the one that has failed."""
+    """An answer of the store; None if there is none in time: the process that hosts it may have
+    failed."""
     found: list[Any] = []
 
     def ask() -> None:
@@ -177,7 +189,7 @@ def _ask(what: Callable[[], Any], within_s: float = 5.0) -> Any:
 
 
 def _failed(store: dist.Store) -> int | None:
-    """The exit code of the process that failed first; None while all go on."""
+    """The exit code of the process that failed first; None if none has failed."""
     found = _ask(lambda: store.get(FAILED) if store.check([FAILED]) else None)
     return None if found is None else _code(found)
 
@@ -187,7 +199,8 @@ def _code(said: bytes) -> int:
 
 
 def behind(notes: dict[int, Note]) -> list[int]:
-    """Of processes that all answer, those that the others wait for: in an earlier step, else in another operation than most."""
+    """The ranks that the others wait for, if all answer: those in an earlier step, else those in
+    another operation than most."""
     steps = {rank: -1 if note.step is None else note.step for rank, note in notes.items()}
     late = [rank for rank, step in steps.items() if step < max(steps.values())]
     if late:
@@ -199,7 +212,7 @@ def behind(notes: dict[int, Note]) -> list[int]:
 
 
 def place_of(thread: int | None) -> str:
-    """Where in tightfit a thread is, and what it called: " (all_reduce, step.py:180)"."""
+    """Where in tightfit a thread is, and what it has called there: " (all_reduce, step.py:180)"."""
     frame = sys._current_frames().get(thread or 0)
     called = ""
     while frame is not None:
@@ -215,7 +228,7 @@ def place_of(thread: int | None) -> str:
 def _said(who: str, seconds: float, mine: Note, rank: int, why: str) -> str:
     return (
         f"{who} for {_minutes(seconds)}: {why}; rank {rank} waits in {_step(mine)}, {mine.operation}{mine.where}\n"
-        "  fix: see what holds it up there; --resume goes on from the newest checkpoint, --timeout MINUTES waits longer"
+        "  fix: look there for the cause; --resume continues from the newest checkpoint, --timeout MINUTES waits longer"
     )
 
 
@@ -245,7 +258,8 @@ def _key(rank: int) -> str:
 
 
 def end(code: int, message: str = "") -> None:
-    """End this process now, whatever its other threads wait for, also where nobody reads the message any more."""
+    """Exit at once, whatever other threads wait for, even if the message cannot be printed any
+    more."""
     with suppress(OSError):
         if message:
             print(message, file=sys.stderr)
@@ -256,8 +270,11 @@ def end(code: int, message: str = "") -> None:
 
 @contextmanager
 def watched(store: dist.Store, rank: int, world: int, timeout_s: float) -> Iterator[Watch]:
-    """Within, this process watches the others and they watch it. An error goes on only from the first process that fails; the
-    others end with its exit code."""
+    """Within, this process watches the other ranks and they watch it.
+
+    An error is raised only in the first process that fails; the others exit with its exit code.
+    Raises TightfitError if a connection broke and no process has reported why.
+    """
     with noted() as progress:
         watch = Watch(store, rank, world, progress, timeout_s)
         watch.start()
@@ -268,12 +285,12 @@ def watched(store: dist.Store, rank: int, world: int, timeout_s: float) -> Itera
             if code is not None:
                 raise SystemExit(code) from None
             if keeps_store():
-                time.sleep(LINGER_S)  # the others learn there that this one has failed
+                time.sleep(LINGER_S)  # the others read there that this one has failed
             if is_lost_connection(error):
                 mine = watch._note()
                 raise TightfitError(
                     f"rank {rank} lost its connection to another, which ended without a word, in {_step(mine)}, {mine.operation} "
-                    f"({' '.join(str(error).split())[-200:]})\n  what was saved is kept: --resume goes on from there"
+                    f"({' '.join(str(error).split())[-200:]})\n  the saved checkpoints are kept: --resume continues from the newest"
                 ) from error
             raise
         finally:
@@ -281,7 +298,7 @@ def watched(store: dist.Store, rank: int, world: int, timeout_s: float) -> Itera
 
 
 def is_lost_connection(error: Exception) -> bool:
-    """Whether an error says no more than that another process is gone."""
+    """Whether an error only says that another process is gone."""
     if isinstance(error, TightfitError) or not isinstance(error, RuntimeError):
         return False
     said = str(error).lower()

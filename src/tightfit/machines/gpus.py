@@ -1,6 +1,7 @@
-"""The GPUs that torch sees on this host, why it sees none, and how fast one that the table does not name may be.
+"""Detects the GPUs that torch can use, says why it uses none, and estimates rates of GPUs outside
+the table.
 
-Imports torch only where the system shows signs of a GPU.
+It imports torch only if the system shows signs of a GPU.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 
 DRIVER = Path("/proc/driver/nvidia")
 DEVICES = Path("/dev")
-SIGNS = (  # names in /dev of what leads to a GPU
-    "nvidia[0-9]*",  # of NVIDIA's driver; a container may show any of them, and not the first
+SIGNS = (  # names in /dev that show a GPU
+    "nvidia[0-9]*",  # NVIDIA's driver; a container may have any of them, not only the first
     "dxg",  # WSL2
     "kfd",  # ROCm
     "nvhost-gpu",  # Jetson
@@ -27,10 +28,10 @@ SIGNS = (  # names in /dev of what leads to a GPU
 class Gpu:
     """A GPU as torch describes it.
 
-    architecture  sm_90 for compute capability 9.0; of AMD's the LLVM name, such as gfx942
+    architecture  sm_90 for compute capability 9.0; for AMD the LLVM name, such as gfx942
     memory        bytes
     processors    streaming multiprocessors, or AMD's compute units
-    clock_hz, memory_clock_hz, bus_bits   None where this version of torch does not say
+    clock_hz, memory_clock_hz, bus_bits  None if this version of torch does not report them
     """
 
     name: str
@@ -46,10 +47,12 @@ class Gpu:
 class Generation:
     """What the GPUs of one architecture have in common.
 
-    flops            FLOPs of one processor in one clock, dense, by type
-    clock_hz         a usual boost clock, where torch does not say the device's own
-    bytes_per_s      memory bandwidth of a smaller device, where torch does not say clock and width
-    geforce_share    of the 16-bit and tf32 rates, what is left to GeForce cards, which add up in fp32 at half the rate
+    flops          FLOPs of one processor in one clock cycle, dense, by dtype
+    clock_hz       a typical boost clock, used if torch does not report the device's own
+    bytes_per_s    memory bandwidth of a smaller device, used if torch does not report clock and
+                   width
+    geforce_share  share of the 16-bit and tf32 rates that GeForce cards reach: they accumulate in
+                   fp32 at half the rate
     """
 
     flops: dict[str, int]
@@ -76,8 +79,9 @@ def _amd(half: int, clock: float, bandwidth: float, float8: bool = False) -> Gen
     return Generation(types, clock * 1e9, bandwidth * 1e9)
 
 
-# Of NVIDIA's whitepapers on Volta, Turing, Ampere (GA100, GA102), Ada, Hopper and Blackwell, and AMD's on CDNA 1 to 4: processors
-# x clock x these is the peak that the table has, within 10 % for each device that it names.
+# From NVIDIA's whitepapers on Volta, Turing, Ampere (GA100, GA102), Ada, Hopper and Blackwell, and
+# AMD's on CDNA 1 to 4. Processors x clock x these FLOPs gives the device table's peak, within 10 %
+# for each device that the table names.
 GENERATIONS = {
     "sm_70": _nvidia(128, 1024, 1.53, 900, narrow=False),
     "sm_72": _nvidia(128, 1024, 1.4, 137, narrow=False),
@@ -104,13 +108,14 @@ def shows_signs() -> bool:
 
 
 def visible() -> list[Gpu]:
-    """The GPUs that torch can use in this process, in its order; none where the system shows no sign of one."""
+    """The GPUs that torch can use in this process, in its order; none if the system shows no sign
+    of one."""
     if not shows_signs():
         return []
     import torch
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is wrong is said by `unused`
+        warnings.simplefilter("ignore")  # `unused` reports what is wrong
         if not torch.cuda.is_available():
             return []
     return [_described(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())]
@@ -134,7 +139,8 @@ def multiplies_float8(architecture: str, rowwise: bool = False) -> bool:
 
 
 def _described(properties: object) -> Gpu:
-    """From torch's properties; those that a version of torch or a device does not have are None."""
+    """A Gpu from torch's properties; those that this version of torch or the device lacks are
+    None."""
     has: dict[str, Any] = {name: getattr(properties, name, None) for name in _ASKED}
     khz = {name: has[name] * 1e3 if has[name] else None for name in ("clock_rate", "memory_clock_rate")}
     return Gpu(
@@ -155,7 +161,8 @@ _ASKED = (
 
 
 def unused() -> str:
-    """Why torch uses no GPU although the system shows one; empty where it uses one, or there is none."""
+    """Why torch uses no GPU although the system shows one; empty if it uses one or there is
+    none."""
     if not shows_signs():
         return ""
     import torch
@@ -170,15 +177,16 @@ def unused() -> str:
 def _reason(torch: object, said: Iterable[warnings.WarningMessage]) -> str:
     version = torch.version  # type: ignore[attr-defined]
     if version.cuda is None and version.hip is None:
-        return "it is a build for processors alone; install one for CUDA or ROCm (pytorch.org says how)"
+        return "it is a CPU build; install one for CUDA or ROCm (see pytorch.org)"
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if os.environ.get(name) in ("", "-1", "NoDevFiles"):
             return f"{name}={os.environ[name]} hides every GPU"
-    return next((str(one.message).splitlines()[0] for one in said), "its driver gives it none")
+    return next((str(one.message).splitlines()[0] for one in said), "the driver reports none")
 
 
 def estimated_flops_per_s(gpu: Gpu) -> dict[str, float]:
-    """Dense peak by type, from the number of processors and the clock; empty for an architecture that is not known."""
+    """Dense peak by dtype, FLOP/s, from the number of processors and the clock; empty for an
+    unknown architecture."""
     generation = GENERATIONS.get(gpu.architecture)
     if generation is None or not gpu.processors:
         return {}
@@ -188,8 +196,11 @@ def estimated_flops_per_s(gpu: Gpu) -> dict[str, float]:
 
 
 def estimated_bytes_per_s(gpu: Gpu) -> tuple[float | None, str]:
-    """Peak bandwidth of memory, which sends twice in a clock, and what it is known by; of a smaller device of the architecture
-    where torch does not say."""
+    """(peak bandwidth of the memory in bytes/s, where it comes from).
+
+    Memory transfers twice in a clock cycle. If torch does not report clock and width, it is the
+    bandwidth of a smaller device of the architecture, or None for an unknown one.
+    """
     if gpu.memory_clock_hz and gpu.bus_bits:
         return 2 * gpu.memory_clock_hz * gpu.bus_bits / 8, "what the memory's clock and width give"
     generation = GENERATIONS.get(gpu.architecture)

@@ -1,1 +1,1 @@
-"""What is observed when a run runs: memory by row, throughput, the machine itself."""
+"""Measurements: a run's memory by row and its throughput, and the machine's rates."""

@@ -1,4 +1,5 @@
-"""Analyze: a few steps of a plan, run and measured, to hold against what was predicted."""
+"""`explain --analyze`: runs a few steps of a plan and measures them, to compare them with the
+prediction."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tightfit.record import Record
 
 
 def analyze(job: Job, plan: Plan, machine: Machine, steps: int = 5) -> Record:
-    """Run `steps` timed steps of the job, after those that compile and are looked into, and record them."""
+    """Run and record `steps` timed steps of the job, after the steps that compile or are sampled
+    for memory."""
     sampled = 1 + 2 * (plan.pp - 1) * (plan.schedule == "pipedream")
     short = job.replace(train=job.train.replace(steps=steps + SAMPLED + sampled, epochs=None, warmup=0))
     run = build(short, plan, machine)

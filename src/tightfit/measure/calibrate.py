@@ -1,4 +1,9 @@
-"""What this machine was measured to do: matrix rate by type and size, bandwidths, the cost of a launch."""
+"""Calibration: measures what this machine can do. Matrix rates by dtype and size, bandwidths,
+launch time.
+
+`calibrate` (`tightfit machine --calibrate`) takes about a minute; `glance`, the quick calibration
+of a CPU that has none, takes seconds. The time model predicts step times from the figures.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +33,25 @@ from tightfit.measure.timing import Pick, timed, timed_by_clock
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GLANCE_SIZES = (512,)
-PATIENCE_S = 1.0  # a size that would take longer than this is not measured, nor are larger ones
-BUSY = 0.5  # load of a core, from which on a glance is not kept
-LARGE, SMALL = 2**26, 2**12  # bytes of the sums that two processes are timed by
-LIMIT_S = 120.0  # that two processes may take for them, starting included
-COPIED = {
+PATIENCE_S = 1.0  # a size that would take longer is not measured, nor are larger ones
+BUSY = 0.5  # load per core above which a quick calibration is not cached
+LARGE, SMALL = 2**26, 2**12  # bytes of the all-reduces that are timed between two processes
+LIMIT_S = 120.0  # that two processes may take for them, including their start
+COPIED = {  # bytes of a timed copy in memory: on a GPU many times its L2 cache
     "cpu": 2**28,
     "cuda": 2**30,
-}  # bytes of a copy in memory: of a GPU many times what its second-level cache holds
+}
 
 
 def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) -> Machine:
-    """The machine with measured figures, kept in the user's cache for `Machine.detect`. Takes about a minute.
+    """The machine with measured figures. Takes about a minute.
 
-    What is measured while the machine is slower or faster than for the most part is brought to its usual pace.
+    The figures are written to the user's cache, for `Machine.detect`. What was measured while the
+    machine was slower or faster than usual is scaled to its usual speed, by a control workload that
+    is timed before and after. Example: a product reached 90 GFLOP/s while the control took 12 ms,
+    and the median of all controls is 10 ms: its figure is 90 x 12 / 10 = 108 GFLOP/s.
+
+    say  receives a line about each measurement
     """
     device = device_of(machine)
     pace = Pace(device)
@@ -56,15 +66,15 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
     bandwidth, launch_s = _memory_bandwidth(device), _launch_s(device)
     copies = _copy_bandwidth(device) if device.type == "cuda" else None
     ended_s = pace.stretch()
-    sums_s = _sums_of_two_s(machine, say)
+    sums_s = _all_reduces_here_s(machine, say)
     sums_ended_s, usual_s = pace.stretch(), pace.usual
-    now, sums_now = usual_s / ended_s, usual_s / sums_ended_s  # seconds then are so many seconds at the usual pace
+    now, sums_now = usual_s / ended_s, usual_s / sums_ended_s  # to the usual speed
     by_size = {kind: {size: amount / usual_s for size, amount in table.items()} for kind, table in by_size.items()}
     measured = machine.replace(
         matrix_flops_per_s=_best(by_size),
         matrix_flops_per_s_by_size=by_size,
         rates={kind: {size: amount / usual_s for size, amount in table.items()} for kind, table in kinds.items()},
-        efficiency={},  # that of runs was of other rates
+        efficiency={},  # runs have measured it relative to the old rates
         memory_bytes_per_s=_figure(bandwidth / now, _copied(device)),
         launch_s=_figure(launch_s * now, "a chain of products of single numbers, forward and backward"),
         host_to_device_bytes_per_s=None if copies is None else _figure(copies, "pinned copy of 256 MiB"),
@@ -78,7 +88,8 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
 
 
 def device_of(machine: Machine) -> torch.device:
-    """Of a machine's devices the one whose figures it has: of GPUs that differ not always the first."""
+    """The device whose figures the machine has: if its GPUs differ, that is not always the
+    first."""
     if machine.device == "cpu":
         return torch.device("cpu")
     names = [torch.cuda.get_device_properties(index).name for index in range(torch.cuda.device_count())]
@@ -86,8 +97,11 @@ def device_of(machine: Machine) -> torch.device:
 
 
 def _links(machine: Machine, sums_s: dict[int, float] | None, now: float) -> dict[str, Figure]:
-    """Figures of what two processes send each other; none where that was not measured. Of GPUs a latency only where no table
-    has one, for NCCL's own model tells the hops from the call."""
+    """Bandwidth and latency between two processes; no figures if they were not measured.
+
+    For GPUs a latency only if the table has none, because the table's, from NCCL's own model,
+    separates hops from calls.
+    """
     if sums_s is None:
         return {}
     said = "two gloo processes" if machine.device == "cpu" else "two GPUs, by NCCL"
@@ -103,16 +117,16 @@ def _links(machine: Machine, sums_s: dict[int, float] | None, now: float) -> dic
     return found
 
 
-def _sums_of_two_s(machine: Machine, say: Callable[[str], None]) -> dict[int, float] | None:
-    """As `_sums_s`, of the devices that are here; None where there are no two, or where they do not come to an end."""
+def _all_reduces_here_s(machine: Machine, say: Callable[[str], None]) -> dict[int, float] | None:
+    """`_all_reduces_s` on this machine's devices; None with only one GPU, or if they fail."""
     if machine.device == "cuda" and machine.devices_per_node < 2:
-        say("nothing between GPUs, of which there is one: figures of links stay what is published")
+        say("no links between GPUs, because there is one GPU: published figures of links are kept")
         return None
     try:
-        return _sums_s() if machine.device == "cpu" else _sums_s("nccl")
+        return _all_reduces_s() if machine.device == "cpu" else _all_reduces_s("nccl")
     except TightfitError as error:
         warnings.warn(
-            f"what processes send each other is not measured, and stays as it was: {error}",
+            f"communication between processes was not measured, its figures are unchanged: {error}",
             TightfitWarning,
             stacklevel=3,
         )
@@ -120,15 +134,19 @@ def _sums_of_two_s(machine: Machine, say: Callable[[str], None]) -> dict[int, fl
 
 
 def glance(machine: Machine) -> Machine:
-    """This machine with figures that take seconds: the fastest of a few runs of operations of small sizes, none compiled. Kept
-    like those of `calibrate`, unless the machine is busy with something else or the cache cannot be written. A process of its own
-    looks, for what is measured leaves its trace in a heap."""
+    """The quick calibration: this machine with figures that take seconds to measure.
+
+    The figures are those of the fastest of a few runs of small operations, without compiled ones.
+    They are cached like those of `calibrate`, unless the machine is busy or the cache cannot be
+    written. A process of its own measures, because measuring changes the state of the process's
+    heap.
+    """
     busy = os.getloadavg()[0] > BUSY * machine.cores
     code = "import sys; from tightfit.measure.calibrate import glanced; sys.stdout.write(glanced(sys.stdin.read()))"
     done = subprocess.run(
         [sys.executable, "-c", code], input=machine.to_json(), capture_output=True, text=True, check=False
     )
-    if done.returncode != 0:  # memory that is short, for one: then its speed stays a guess, and is said to be
+    if done.returncode != 0:  # out of memory, say: its speed stays a guess
         return machine
     seen = Machine.model_validate_json(done.stdout.splitlines()[-1])
     with contextlib.suppress(OSError):
@@ -138,7 +156,8 @@ def glance(machine: Machine) -> Machine:
 
 
 def glanced(text: str) -> str:
-    """What `glance` finds of a machine, on the machine itself; from JSON to JSON, of one line."""
+    """The measurements of `glance`, in its own process: a machine as one line of JSON, in and
+    out."""
     machine = Machine.model_validate_json(text)
     device = device_of(machine)
     by_size = {kind: _matrix_rates(kind, device, GLANCE_SIZES, min) for kind in _types(device)}
@@ -164,7 +183,7 @@ def _types(device: torch.device) -> list[str]:
 def _best(
     by_size: dict[str, dict[int, float]], source: Literal["measured", "glance"] = "measured"
 ) -> dict[str, Figure]:
-    """The rate of each type at the size that is fastest."""
+    """For each dtype the rate at its fastest size."""
     best = {kind: max(table.items(), key=lambda item: item[1]) for kind, table in by_size.items() if table}
     return {kind: _figure(rate, f"square matrices of {size}", source) for kind, (size, rate) in best.items()}
 
@@ -176,7 +195,8 @@ def _figure(value: float, detail: str, source: Literal["measured", "glance"] = "
 def _matrix_rates(
     kind: str, device: torch.device, sizes: Iterable[int], pick: Pick = statistics.median
 ) -> dict[int, float]:
-    """FLOP/s of square products by size; stops where the next size would outlast PATIENCE_S."""
+    """FLOP/s of square matrix products, by size; stops before a size that would take longer than
+    PATIENCE_S."""
     rates: dict[int, float] = {}
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
@@ -216,7 +236,8 @@ def _copied(device: torch.device) -> str:
 
 
 def _launch_s(device: torch.device, pick: Pick = statistics.median) -> float:
-    """Seconds to start one operation from Python and, in backward, from autograd: of a chain of tiny ones."""
+    """Seconds to start one operation, from Python in forward and from autograd in backward: the
+    mean over a chain of tiny ones."""
     number = torch.zeros(1, device=device, requires_grad=True)
 
     def many() -> None:
@@ -234,13 +255,15 @@ def _copy_bandwidth(device: torch.device) -> float:
     return 2**28 / timed(lambda: target.copy_(source, non_blocking=True), device)
 
 
-def _sums_s(
+def _all_reduces_s(
     backend: str = "gloo", sums: Callable[..., None] | None = None, limit_s: float = LIMIT_S
 ) -> dict[int, float]:
-    """Seconds of all-reduces of two processes, by bytes (a ring of two sends each byte once): of the processor by gloo, or with
-    a GPU each by NCCL. Raises TightfitError where one of them dies, or they take longer than `limit_s`.
+    """Seconds of all-reduces between two processes, by bytes. A ring of two sends each byte once.
 
-    sums  what each process does; left out, the all-reduces
+    backend  gloo for CPUs, nccl for a GPU each
+    sums     what each process runs; the all-reduces if left out
+
+    Raises TightfitError if a process dies, or if they take longer than `limit_s`.
     """
     context = torch.multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -263,7 +286,8 @@ def _sums_s(
 
 
 def _answer(receiver: Any, workers: list[Any], limit_s: float) -> dict[int, float]:
-    """What the first process sends, while none of them fails."""
+    """The first process's answer. Raises TightfitError if one of the processes fails, or after
+    `limit_s`."""
     until = time.monotonic() + limit_s
     running = list(workers)
     while running:
@@ -274,7 +298,7 @@ def _answer(receiver: Any, workers: list[Any], limit_s: float) -> dict[int, floa
             answer: dict[int, float] = receiver.recv()
             return answer
         if not ended:
-            raise TightfitError(f"two processes did not send each other anything within {limit_s:.3g} s")
+            raise TightfitError(f"two processes did not finish their all-reduces within {limit_s:.3g} s")
         for worker in [worker for worker in running if worker.sentinel in ended]:
             worker.join()
             if worker.exitcode:

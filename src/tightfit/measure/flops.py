@@ -1,4 +1,4 @@
-"""Model FLOPs of a step, counted from the model's own operations, and the shares of the machine's rates they reach."""
+"""Model FLOPs of a step, counted from the model's own operations, and MFU."""
 
 from __future__ import annotations
 
@@ -22,18 +22,22 @@ from tightfit.models.objective import Batch, map_tensors, objective_of
 
 
 def forward_flops(run: Run, batch: Batch) -> int | None:
-    """FLOPs of one forward of `batch`, a multiplication and its addition counted as two; None where it cannot be known.
+    """FLOPs of one forward of `batch`; a multiplication and its addition count as two. None if
+    unknown.
 
-    Products, convolutions and attention count, and nothing else; attention as if no pair were masked, although kernels
-    skip what a causal mask hides, and times are predicted of what is left. So three times
-    this is 6 P + 12 L h s for each token of a language model of P parameters, L layers of width h, and length s: the
-    model FLOPs of Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B. What a plan computes twice counts once.
+    Only matrix products, convolutions and attention count. Attention counts all pairs, although
+    kernels skip the pairs that a causal mask hides (predicted times count only the computed pairs).
+    So three times this is 6 P + 12 L h s for each token of a language model with P parameters, L
+    layers of width h and sequence length s: the model FLOPs of Chowdhery et al. 2022 (PaLM),
+    arXiv:2204.02311, appendix B. Example: P = 124 million, L = 12, h = 768, s = 1,024 gives 6 P =
+    744 and 12 L h s = 113, together 857 MFLOPs for each token. Recomputation does not count.
 
-    The run's own forward is taken on fake tensors, which hold no values: it costs no arithmetic and leaves the model
-    and the random numbers alone. A model whose operations depend on values refuses them.
+    The run's own forward runs on fake tensors, so it computes nothing and leaves the model and the
+    random numbers unchanged. A model whose operations depend on values cannot run on them, which
+    gives None.
     """
 
-    divided = (
+    sharded = (
         run.plan.tp > 1
         or run.plan.pp > 1
         or any(isinstance(parameter, DTensor) for parameter in run.model.parameters())
@@ -42,10 +46,10 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
     class Total(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = model_factory(run.job.model)() if divided else run.model  # of one device, where several share
+            self.model = model_factory(run.job.model)() if sharded else run.model  # the full one
 
         def forward(self, inputs: Batch) -> Tensor:
-            if divided:
+            if sharded:
                 loss = run.job.loss
                 loss = load_python(loss.python) if isinstance(loss, LossSpec) else loss
                 return objective_of(loss, task_of(run.job.model)).total(self.model, inputs)
@@ -54,10 +58,10 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     counter = FlopCounterMode(display=False, custom_mapping={GROUPED_PRODUCT: grouped_flops})
     try:
-        with tensors_kept_out(), fake if divided else nullcontext():
+        with tensors_kept_out(), fake if sharded else nullcontext():
             total = Total()
         state: dict[str, Tensor] = {
-            name: tensor if divided else fake.from_tensor(tensor.detach())
+            name: tensor if sharded else fake.from_tensor(tensor.detach())
             for name, tensor in [*total.named_parameters(), *total.named_buffers()]
         }
         inputs = map_tensors(lambda tensor: fake.from_tensor(tensor.to(run.device)), batch)
@@ -72,7 +76,7 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
             counter,
         ):
             functional_call(total, state, (inputs,))
-    except Exception:  # whatever a model makes of tensors without values, the training that is observed goes on
+    except Exception:  # a model may fail on fake tensors in any way; the observed training must not
         return None
     return counter.get_total_flops()
 
@@ -80,15 +84,18 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
 def mfu(
     flops_per_step: float | None, step_s: float | None, machine: Machine, precision: str, devices: int = 1
 ) -> float | None:
-    """Model FLOP/s over the published dense peak of all devices for the plan's type; None where either is unknown, as the
-    peak of a processor is. Chowdhery et al. 2022, arXiv:2204.02311, appendix B."""
+    """Model FLOP/s over the published dense peak of all devices in the plan's precision.
+
+    None if either is unknown; a CPU has no published peak. Source: Chowdhery et al. 2022,
+    arXiv:2204.02311, appendix B.
+    """
     return _share(flops_per_step, step_s, machine.peak(precision), devices)
 
 
 def matrix_utilization(
     flops_per_step: float | None, step_s: float | None, machine: Machine, precision: str, devices: int = 1
 ) -> float | None:
-    """As `mfu`, over the rate that large matrix products achieve rather than over the peak."""
+    """Like `mfu`, over the rate that large matrix products achieve instead of the peak."""
     return _share(flops_per_step, step_s, machine.rate(precision), devices)
 
 

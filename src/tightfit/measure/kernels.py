@@ -1,4 +1,5 @@
-"""Which attention kernel a run uses: torch chooses one for each call, by shapes, types and device."""
+"""Which attention kernel a run uses: torch chooses one for each call, by shapes, dtypes and
+device."""
 
 from __future__ import annotations
 
@@ -11,12 +12,15 @@ from torch.overrides import TorchFunctionMode
 
 from tightfit.methods.run import Run
 
-# by the number of torch.nn.attention.SDPBackend; on a processor the fused kernel is one of its own
+# by the number of torch.nn.attention.SDPBackend; the CPU has a fused kernel of its own
 _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
 
 
 class AttentionCalls(TorchFunctionMode):
-    """Within, remembers the first call of torch's attention. The tensors may be fake: only what they look like is kept."""
+    """Within, remembers the arguments of the first call of torch's attention.
+
+    The tensors may be fake, because only their shapes, strides and dtypes are used.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,8 +41,11 @@ class AttentionCalls(TorchFunctionMode):
         self._first = [query, key, value, attn_mask], options, dtype
 
     def kernel(self, run: Run) -> str | None:
-        """Torch's choice for the first call, in training, on the run's device; the name of another implementation where
-        there was none; None where it is not known."""
+        """torch's choice for the first call, in training, on the run's device.
+
+        The name of the model's implementation if it did not call torch's attention; None if
+        unknown.
+        """
         if run.plan.attention == "blocked":
             return "blocked"
         if self._first is None:
@@ -46,7 +53,7 @@ class AttentionCalls(TorchFunctionMode):
             return None if found == "sdpa" else found
         try:
             chosen = self._chosen(run)
-        except RuntimeError:  # no room, or arguments that the question does not take: the training goes on
+        except RuntimeError:  # out of memory, or unsupported arguments: the training must not fail
             return None
         return f"{run.device.type}-flash" if chosen == "flash" and run.device.type != "cuda" else chosen
 
@@ -62,7 +69,7 @@ class AttentionCalls(TorchFunctionMode):
 
 
 def _like(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of one sample that is laid out like that one, without its values."""
+    """An uninitialized tensor with this one's layout, for one sample."""
     narrow = dtype if tensor.is_floating_point() else tensor.dtype
     shape = (1, *tensor.shape[1:]) if tensor.dim() == 4 else tuple(tensor.shape)
     order = sorted(range(tensor.dim()), key=lambda dim: tensor.stride(dim), reverse=True)

@@ -1,9 +1,10 @@
-"""Peak memory of one step by row: parameters, gradients, optimizer, activations, temporaries.
+"""Measures the peak memory of one step by row: parameters, gradients, optimizer, activations,
+temporaries.
 
-On CPU the bytes are those of the storages of live tensors; on CUDA the allocator counts, and the storages say how its
-total divides. Inside a compiled region storages are not seen: the total is then that of the allocator's own events.
-Either way one step is sampled (of a pipeline that never drains a few) and the others run untouched; the process's resident set
-stands beside.
+On CPU it adds up the storages of live tensors. On CUDA the allocator gives the total, and the
+storages give its rows. Inside a compiled region storages are not visible, so the total is that of
+the allocator's events. Only one step is sampled (a few in a pipeline that never drains); the others
+run unobserved.
 """
 
 from __future__ import annotations
@@ -30,25 +31,30 @@ from tightfit.planner.storages import Peak, Tracking, state_tensors, tensor_byte
 Result = TypeVar("Result")
 Take = Callable[[Run], Result]
 
-_FORWARD = "tightfit: forward"  # what marks a forward among the profiler's events
+_FORWARD = "tightfit: forward"  # marks a forward among the profiler's events
 
 
 class Sample:
-    """Looks into the memory of steps in a row: of one, or of a pipeline that never drains of as many as it takes until all that
-    is under way, and the weights that this began with, were seen to begin.
+    """Samples the memory of one step, or of several consecutive steps of a pipeline that never
+    drains.
 
-    steps   how many; peak: of them, once they were taken
+    There it takes as many steps as are needed to see the allocation of everything that is in
+    flight, including the weight versions that it began with.
+
+    steps  number of sampled steps
+    peak   their peak; None before they have run
     """
 
     def __init__(self, run: Run) -> None:
         self.steps = 1 + 2 * (run.stages.delay if run.stages is not None else 0)
         self.peak: Peak | None = None
         self._taken = 0
-        self._beside = 0  # bytes that are under way when a step begins
+        self._beside = 0  # bytes in flight when a step begins
         self._tracking = Tracking(run) if run.plan.compile == "none" else None
 
     def take(self, run: Run, micro_batches: list[Batch], step: int) -> Step:
-        """Take a step (a real one), and see its memory. Take the first of them when the optimizer's states exist."""
+        """Run a real step and sample its memory. The optimizer's states must exist before the first
+        one."""
         on_cuda = run.device.type == "cuda"
 
         def take(watched: Run) -> Step:
@@ -77,7 +83,8 @@ class Sample:
 
 
 def sample_step(run: Run, micro_batches: list[Batch], step: int) -> tuple[Step, Peak]:
-    """Take one step and see the peak of its memory: see `Sample`, for a pipeline that never drains."""
+    """Run one step and sample the peak of its memory. For a pipeline that never drains use
+    `Sample`."""
     sample = Sample(run)
     sample.steps = 1
     result = sample.take(run, micro_batches, step)
@@ -86,7 +93,8 @@ def sample_step(run: Run, micro_batches: list[Batch], step: int) -> tuple[Step, 
 
 
 def _with_total(peak: Peak, total: int) -> Peak:
-    """The peak with the allocator's total: what it holds beyond storages (rounding, workspaces) is temporary."""
+    """The peak with the allocator's total. Its excess over the storages (rounding, workspaces)
+    counts as temporaries."""
     beyond = max(total - peak.total, 0)
     return replace(
         peak, total=peak.total + beyond, rows={**peak.rows, "temporaries": peak.rows["temporaries"] + beyond}
@@ -94,19 +102,23 @@ def _with_total(peak: Peak, total: int) -> Peak:
 
 
 def _begins_with(run: Run, micro_batches: list[Batch]) -> int:
-    """Bytes alive when a step begins, but for what an earlier one left under way."""
+    """Bytes that are alive when a step begins, without those in flight from earlier steps."""
     return sum(_model_states(run).values()) + tensor_bytes(tensors_in(micro_batches))
 
 
 def profiled(run: Run, micro_batches: list[Batch], take: Take[Result], beside: int = 0) -> tuple[Result, Peak]:
-    """On CPU: the allocator's events of a step, added to the bytes alive when it began. beside: those of earlier steps."""
+    """On CPU: the peak from the allocator's events, added to the bytes that were alive at the
+    step's begin.
+
+    beside  bytes in flight from earlier steps
+    """
 
     def forward(batch: Batch) -> Tensor:
         with record_function(_FORWARD):
             return run.loss_sum(batch)
 
     total = _begins_with(run, micro_batches) + beside
-    # acc_events, or torch 2.11 warns of cycles, of which there is one
+    # without acc_events torch 2.11 warns about cycles, although there is only one
     watching = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     with _silent_profiler(), watching as profiler:
         result = take(replace(run, loss_sum=forward))
@@ -124,7 +136,8 @@ def profiled(run: Run, micro_batches: list[Batch], take: Take[Result], beside: i
 
 
 def _phase_changes(events: list[Any], optimizer: str) -> list[tuple[int, str]]:
-    """(when, the phase that began) among the profiler's events; torch itself marks the optimizer's step."""
+    """(time in ns, the phase that begins) from the profiler's events; torch marks the optimizer's
+    step."""
     changes = []
     for event in events:
         if event.name() == _FORWARD:
@@ -137,7 +150,7 @@ def _phase_changes(events: list[Any], optimizer: str) -> list[tuple[int, str]]:
 
 @contextmanager
 def _silent_profiler() -> Iterator[None]:
-    """The profiler's own switch against the lines that it writes to the terminal when it starts and stops."""
+    """Within, the profiler does not print lines when it starts and stops."""
     switch = "KINETO_LOG_LEVEL"
     before = os.environ.get(switch)
     os.environ.setdefault(switch, "6")
@@ -153,7 +166,7 @@ def by_phase(run: Run, take: Take[Result]) -> tuple[Result, Peak]:
     timeline: list[tuple[str, int]] = []
 
     def mark(phase: str) -> None:
-        """What ends here was of `phase`."""
+        """Here `phase` ends."""
         timeline.append((phase, torch.cuda.max_memory_allocated(run.device)))
         torch.cuda.reset_peak_memory_stats(run.device)
 
@@ -175,10 +188,11 @@ def by_phase(run: Run, take: Take[Result]) -> tuple[Result, Peak]:
 
 
 def _divided(run: Run, timeline: list[tuple[str, int]]) -> Peak:
-    """The peak of a timeline of totals, by row as far as is known: model states are counted, activations are the rest.
+    """The peak of a timeline of totals, by row as far as known: model states are counted, the rest
+    is activations.
 
-    While the first backward runs, gradients come and activations go, and nobody sees which: they are counted among
-    the activations until all are there.
+    During the first backward gradients grow while activations shrink, and the totals do not show
+    which is which. Gradients count as activations until all are complete.
     """
     position = max(range(len(timeline)), key=lambda index: timeline[index][1])
     phase, total = timeline[position]
@@ -191,13 +205,14 @@ def _divided(run: Run, timeline: list[tuple[str, int]]) -> Peak:
 
 
 def _model_states(run: Run) -> dict[str, int]:
-    """Bytes of what lives from step to step, by row."""
+    """Bytes that live from step to step, by row."""
     own = [*run.model.parameters(), *run.model.buffers()]
     return {"parameters": tensor_bytes(own), "gradients": 0, "optimizer": tensor_bytes(state_tensors(run.optimizer))}
 
 
 def process_peak_bytes() -> int:
-    """The largest resident set this process has had, in bytes (Linux: VmHWM), else the present one."""
+    """This process's largest resident set so far, in bytes (Linux: VmHWM); elsewhere the current
+    one."""
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Observer: looks at the steps of a training as they pass and makes the Record of it."""
+"""Observer: measures the steps of a training and makes its Record."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ from tightfit.models.objective import Batch, sample_count
 from tightfit.planner.storages import Peak
 from tightfit.record import PeakBytes, Record, code_version
 
-SAMPLED = 2  # the step, counted from the start, whose memory is looked at; the steps after it are timed
+SAMPLED = 2  # number of the step, from the start, whose memory is sampled; later steps are timed
 
 
 class Observer:
-    """What was seen of a training so far. The first step may compile, the second meets new memory, the third is sampled.
+    """Measurements of a training so far.
 
-    Timing begins after them, so the timed steps carry none of the observation's cost.
+    The first step may compile, the second allocates optimizer states, the third is sampled for
+    memory. Timing begins after them, so that the timed steps do not include the cost of sampling.
     """
 
     def __init__(self, run: Run, start: int) -> None:
         self.run, self.start = run, start
         self.steps: list[Step] = []
-        self._speeds: list[float] = []  # of the timed steps, in order, so that their median costs nothing
+        self._speeds: list[float] = []  # of the timed steps, sorted, so that the median is cheap
         self._seconds: list[float] = []
         self.sample: Sample | None = None
         self.flops_per_step: float | None = None
         self.attention: str | None = None
 
     def take(self, run: Run, micro_batches: list[Batch], step: int) -> Step:
-        """Take a step, and look into it if it is the one that is sampled."""
+        """Run a step, and sample its memory, FLOPs and attention kernel if it is the sampled
+        one."""
         if self.sample is None and step - self.start == SAMPLED and micro_batches:
             self.sample = Sample(run)
         if self.sample is None or self.sample.ended:
@@ -57,11 +59,11 @@ class Observer:
         return result
 
     def see(self, step: Step) -> None:
-        """Note a step, whose figures need not be there yet."""
+        """Add a finished step; its figures are not read yet."""
         self.steps.append(step)
 
     def _order(self) -> None:
-        """Put the timed steps that have come since the last call among those before."""
+        """Sort the timed steps since the last call into the lists."""
         for step in self.steps[self.timed_from + len(self._seconds) :]:
             insort(self._speeds, self.items(step) / step.seconds)
             insort(self._seconds, step.seconds)
@@ -72,7 +74,7 @@ class Observer:
 
     @property
     def timed_from(self) -> int:
-        """How many steps come before those that are timed."""
+        """Number of steps before the timed ones."""
         return SAMPLED + (self.sample.steps if self.sample is not None else 1)
 
     @property
@@ -81,34 +83,36 @@ class Observer:
 
     @property
     def unit(self) -> str:
-        """What the speed counts: tokens of a language model, samples of any other."""
+        """What the speed counts: tokens for a language model, else samples."""
         return self.run.objective.unit
 
     def items(self, step: Step) -> int:
         return step.processed if self.unit == "tokens" else step.samples
 
     def speed(self, latest: Step) -> float:
-        """Items per second: the median of the timed steps so far, before them the latest step's."""
+        """Items per second: the median of the timed steps so far; before the first of them, the
+        latest's."""
         self._order()
         return _middle(self._speeds) if self._speeds else self.items(latest) / latest.seconds
 
     def step_s(self, latest: Step) -> float:
-        """Expected seconds of a step, as `speed`."""
+        """Expected seconds of a step, chosen like `speed`."""
         self._order()
         return _middle(self._seconds) if self._seconds else latest.seconds
 
     def peak_bytes(self) -> int | None:
-        """Peak bytes of tensors so far; on a processor those of the step that is sampled, None until then."""
+        """Peak bytes of tensors so far; on a CPU those of the sampled step, None before it."""
         if self.run.device.type == "cuda":
             counters = torch.cuda.memory_stats_as_nested_dict(
                 self.run.device
-            )  # asked each step: not made into one flat list
+            )  # called each step: flattening it would cost time
             peak: int = counters["allocated_bytes"]["all"]["peak"]
             return peak
         return self.peak.total if self.peak else None
 
     def _largest_peak(self) -> Peak | None:
-        """Of all devices, that of the one that holds the most: what is predicted is that one's. All of them take part."""
+        """The largest of all devices' peaks, because the prediction is that of the largest. A
+        collective."""
         if self.run.mesh is None:
             return self.peak
         everyones: list[Peak | None] = [None] * dist.get_world_size()
@@ -116,7 +120,7 @@ class Observer:
         return max((peak for peak in everyones if peak is not None), key=lambda peak: peak.total, default=None)
 
     def record(self, machine: Machine) -> Record:
-        """What was seen. On several devices all of them call it."""
+        """The Record of the training so far. On several devices all of them call it."""
         run, timed, peak = self.run, self.timed, self._largest_peak()
         seconds = [step.seconds for step in timed]
         median = statistics.median(seconds) if seconds else None
@@ -153,6 +157,6 @@ class Observer:
 
 
 def _middle(ordered: list[float]) -> float:
-    """The median of numbers that are in order."""
+    """The median of a sorted list."""
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

@@ -1,7 +1,7 @@
-"""Pace: how fast a processor is at the moment. One that is shared with others changes its pace within minutes.
+"""Clock drift: how fast the CPU is at the moment. The speed of a shared CPU changes within minutes.
 
-A fixed piece of work, the control, is timed beside what is measured; a ratio to it is what a machine that changes can be
-compared by.
+A fixed workload, the control, is timed before and after each measurement. Ratios to the control's
+time stay comparable while the machine's speed changes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ import torch
 
 from tightfit.measure.timing import timed
 
-ROWS, WIDTH = 1024, 512  # of the control: what a step of a layer does that is four times as wide within
-PASSES = 4  # over the wide activations, as its norms and nonlinearities make them
+ROWS, WIDTH = 1024, 512  # of the control, an MLP whose hidden layer is four times as wide
+PASSES = 4  # elementwise passes over the wide activations, for norms and nonlinearities
 
 
 def control_s(device: torch.device) -> float:
-    """Seconds of the control: the products and passes of a layer's forward, backward and update in fp32, over more than a
-    processor's caches hold. It allocates nothing while it is timed, so that a plan's allocator does not change it."""
+    """Seconds of the control: matrix products and elementwise passes of a layer's forward, backward
+    and update in fp32.
+
+    Its tensors are larger than a CPU's caches. It allocates nothing while it is timed, so a plan's
+    allocator does not change its time.
+    """
     given, out, gradient = (torch.ones(ROWS, WIDTH, device=device) for _ in range(3))
     first, first_gradient = (torch.zeros(WIDTH, 4 * WIDTH, device=device) for _ in range(2))
     second, second_gradient = (torch.zeros(4 * WIDTH, WIDTH, device=device) for _ in range(2))
@@ -42,8 +46,12 @@ def control_s(device: torch.device) -> float:
 
 
 class Pace:
-    """The control before and after each stretch of measurements. A GPU is nobody else's: it is taken to be always as fast.
-    watched: False takes a processor to be so, too."""
+    """Times the control before and after each group of measurements.
+
+    A GPU is not shared, so its speed is assumed to be constant.
+
+    watched  False assumes the same of a CPU
+    """
 
     def __init__(self, device: torch.device, watched: bool = True) -> None:
         self.device = device
@@ -54,11 +62,13 @@ class Pace:
         return control_s(self.device) if self.moves else 1.0
 
     def stretch(self) -> float:
-        """Seconds of the control, on average, before and after what was measured since the last call."""
+        """Seconds of the control, averaged over before and after the measurements since the last
+        call."""
         self.seen.append(self._now())
         return (self.seen[-2] + self.seen[-1]) / 2
 
     @property
     def usual(self) -> float:
-        """The median of all: what measurements of any stretch are brought to."""
+        """The median of all controls: the machine's usual speed, to which measurements are
+        scaled."""
         return statistics.median(self.seen)

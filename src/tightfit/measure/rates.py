@@ -1,4 +1,5 @@
-"""What each kind of operation achieves on this machine, at a few sizes: what step times are predicted from."""
+"""Measures the rate of each kind of operation on this machine at a few sizes. Step times are
+predicted from it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from tightfit.planner.trace import causal_pairs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PRODUCT_SIZES = (64, 128, 256, 512, 1024, 2048)
-LARGE_PRODUCTS = (  # of a GPU, (rows, depth, columns): what models of 8 billion parameters multiply, the last by their vocabulary
+# on a GPU, (rows, depth, columns): the products of a model of 8 billion parameters, the last by its
+# vocabulary
+LARGE_PRODUCTS = (
     (4096, 4096, 4096),
     (8192, 4096, 4096),
     (8192, 4096, 14336),
@@ -32,33 +35,35 @@ LARGE_PRODUCTS = (  # of a GPU, (rows, depth, columns): what models of 8 billion
     (8192, 4096, 128256),
 )
 BYTES = (2**16, 2**19, 2**22, 2**25, 2**27)
-LARGE_BYTES = (2**29,)  # of a GPU, whose second-level cache holds 2**26 and more
-COLD = {
+LARGE_BYTES = (2**29,)  # on a GPU, whose L2 cache holds 2**26 and more
+COLD = {  # bytes of inputs between two uses of the same memory: about what a model's block accesses
     "cpu": 2**24,
     "cuda": 2**28,
-}  # bytes of inputs between two uses of the same memory: about what a block of a model touches
+}
 MOST_SETS = 256
 PATIENCE_S = 0.25  # that one run of a case may take
-LEAST_S, ALONE_S = 0.02, 0.2  # that a case is timed; one that is the only one of its kind
-GLANCE_S, GLANCE_CASES = (
-    0.003,
-    3,
-)  # of a glance: how long a case is timed at least, and how many of a kind, the small ones
+LEAST_S, ALONE_S = 0.02, 0.2  # that a case is timed; that the only case of a kind is timed
+# quick calibration: least seconds of a case, and cases of each kind, the small ones
+GLANCE_S, GLANCE_CASES = 0.003, 3
 
 Work = Callable[[], object]
-Case = tuple[int, float, Work]  # size, FLOPs or bytes moved, what is timed
+Case = tuple[int, float, Work]  # size, FLOPs or bytes accessed, the function to time
 
 
 def measure_rates(
     device: torch.device, pace: Pace, say: Callable[[str], None], glance: bool = False
 ) -> dict[str, dict[int, float]]:
-    """ "kind/dtype" -> size -> FLOP or bytes in the time of the control. Takes about a minute on two cores; a glance, which
-    leaves out large sizes and what has to be compiled, two seconds."""
+    """Measure all kinds: "kind/dtype" -> size -> FLOPs or bytes in the time of one control.
+
+    It takes about a minute on two cores. A quick calibration (`glance`), without large sizes and
+    compiled kernels, takes two seconds. The caller divides by the control's usual seconds (see
+    `measure/pace.py`).
+    """
     rates: dict[str, dict[int, float]] = {}
     if device.type == "cpu":
         fetched = _fetch_rate(device)
         rates["fetch/float32"] = {2**25: fetched * pace.stretch()}
-        keep_freed_memory()  # what fetching costs is told apart
+        keep_freed_memory()  # page faults are measured apart, by "fetch"
     for name, dtype in DTYPES.items():
         for kind, cases in _KINDS.items():
             if glance and kind in COMPUTED:
@@ -81,11 +86,15 @@ def _table(
     least_s: float = LEAST_S,
     pick: Pick = statistics.median,
 ) -> dict[int, float]:
-    """Rates by size, from small to large; stops where the next size would outlast the patience, as a product does in a type
-    that the processor has no instructions for: what is larger goes on at the rate of the last."""
+    """Rates by size, from small to large.
+
+    It stops before a size that would take longer than `patience_s`, such as a product in a dtype
+    that the CPU has no instructions for. Larger sizes are then assumed to have the last size's
+    rate.
+    """
     rates: dict[int, float] = {}
     rate = math.inf
-    with suppress(torch.OutOfMemoryError):  # of a small GPU: what is larger goes on at the rate of the last, too
+    with suppress(torch.OutOfMemoryError):  # a small GPU: larger sizes have the last rate, too
         for size, amount, work in cases:
             if amount / rate > patience_s:
                 break
@@ -94,13 +103,15 @@ def _table(
 
 
 def _bytes(device: torch.device) -> tuple[int, ...]:
-    """Bytes moved by the operations that are measured by them."""
+    """The sizes, in bytes accessed, of the operations that are limited by memory."""
     return BYTES if device.type == "cpu" else BYTES + LARGE_BYTES
 
 
 def _in_turn(make: Callable[..., object], inputs: Callable[[], tuple[Tensor, ...]]) -> Work:
-    """`make` on one set of inputs after another, its results kept as long: in a step, too, what an operation reads was
-    not touched a moment ago, nor what it writes."""
+    """A function that runs `make` on one set of inputs after another and keeps the results as long.
+
+    So neither inputs nor outputs are in the cache, as in a training step.
+    """
     first = inputs()
     cold = COLD[first[0].device.type] // max(sum(tensor.nbytes for tensor in first), 1)
     sets = [first, *(inputs() for _ in range(min(cold, MOST_SETS)))]
@@ -115,8 +126,11 @@ def _in_turn(make: Callable[..., object], inputs: Callable[[], tuple[Tensor, ...
 
 
 def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """A layer's three products, (4 s, s) x (s, s): forward, the input's gradient, the weight's gradient. On a GPU also those of
-    large layers."""
+    """A layer's three products, (4 s, s) x (s, s): forward, the input's gradient, the weight's
+    gradient.
+
+    On a GPU also those of large layers.
+    """
     square = [(4 * size, size, size) for size in PRODUCT_SIZES]
     for rows, depth, columns in (*square, *(LARGE_PRODUCTS if device.type == "cuda" else ())):
 
@@ -132,7 +146,7 @@ def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _batched(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """The products of attention: 64 of (length, 64) x (64, length)."""
+    """Batched products as in attention: 64 of (length, 64) x (64, length)."""
     for length in (64, 128, 256, 512, *((1024,) if device.type == "cuda" else ())):
 
         def inputs(length: int = length) -> tuple[Tensor, ...]:
@@ -142,7 +156,7 @@ def _batched(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         yield size, 2.0 * 64 * 64 * length**2, _in_turn(torch.bmm, inputs)
 
 
-CHANNELS = ((4, 16), (16, 16), (16, 32), (16, 64), (16, 128))  # (samples, channels) of images of 32 x 32
+CHANNELS = ((4, 16), (16, 16), (16, 32), (16, 64), (16, 128))  # (samples, channels), 32 x 32 pixels
 LARGE_CHANNELS = ((64, 128), (64, 256), (128, 512))  # of a GPU
 
 
@@ -162,7 +176,7 @@ def _convolutions(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _convolution_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Gradients of the image and of the weight."""
+    """Gradients of the image and the weight."""
     for samples, channels in _channels(device):
         flops = 4.0 * samples * 32 * 32 * channels * channels * 9
 
@@ -179,11 +193,11 @@ def _convolution_backward(dtype: torch.dtype, device: torch.device) -> Iterator[
 
 LENGTHS = (64, 128, 256, 1024)
 GPU_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-GPU_TOKENS = 2**14  # of all samples together, as kernels of attention are compared by
+GPU_TOKENS = 2**14  # in all samples together, the usual size for comparing attention kernels
 
 
 def _heads(length: int, device: torch.device) -> tuple[int, int, int, int]:
-    """(samples, heads, length, width) of queries, keys and values."""
+    """Shape (samples, heads, length, width) of queries, keys and values."""
     return (8, 8, length, 64) if device.type == "cpu" else (GPU_TOKENS // length, 16, length, 128)
 
 
@@ -196,18 +210,18 @@ def _attention_inputs(length: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _attention_size(length: int, device: torch.device) -> int:
-    """As of a product: of one head's queries and keys."""
+    """The size of the product of one head's queries and keys."""
     return round((length * length * _heads(length, device)[-1]) ** (1 / 3))
 
 
 def _pair_flops(length: int, device: torch.device, pairs: int) -> float:
-    """FLOPs of one product of attention over so many pairs of queries and keys."""
+    """FLOPs of one of attention's products over so many pairs of queries and keys."""
     samples, heads, _, width = _heads(length, device)
     return 2.0 * samples * heads * width * pairs
 
 
 def _attention(dtype: torch.dtype, device: torch.device, causal: bool = False) -> Iterator[Case]:
-    """Two products of all pairs, or of those that a causal mask leaves."""
+    """Two products over all pairs, or over the pairs that a causal mask leaves."""
     for length in _lengths(device):
         query, key, value = (tensor.detach() for tensor in _attention_inputs(length, dtype, device))
         pairs = causal_pairs(length, length) if causal else length**2
@@ -233,7 +247,7 @@ def _attention_backward(dtype: torch.dtype, device: torch.device, causal: bool =
 
 
 def _blocked(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Two products, of the pairs that blocks under a causal mask compute."""
+    """Two products over the pairs that blocked attention computes under a causal mask."""
     for length in LENGTHS if device.type == "cpu" else ():
         query, key, value = (tensor.detach() for tensor in _attention_inputs(length, dtype, device))
         pairs = probability_count(length, causal=True)
@@ -258,7 +272,7 @@ def _blocked_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case
 
 
 def _of_bytes(make: Callable[[Tensor], Tensor], touched: int) -> Callable[..., Iterator[Case]]:
-    """An operation on one tensor, which touches as many bytes as `touched` such tensors have."""
+    """Cases of an operation on one tensor, which accesses `touched` times the tensor's bytes."""
 
     def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         for moved in _bytes(device):
@@ -316,14 +330,16 @@ def _scatter(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _embeddings(device: torch.device) -> Iterator[tuple[int, int, int]]:
-    """(places of a table, their width, how many are looked up); on a GPU also those of large models."""
+    """(rows of an embedding table, their width, number of lookups); on a GPU also those of large
+    models."""
     yield from ((8192, 256, rows) for rows in (256, 2048, 16384))
     if device.type == "cuda":
         yield from ((32000, 2048, 16384), (128256, 4096, 16384))
 
 
 def _search(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """The code of each value in a table of 256, as narrow states are written: fp32 in, whole numbers out."""
+    """The index of each value in a table of 256, as 8-bit optimizer states are written: fp32 in,
+    int32 out."""
     table = torch.linspace(-1, 1, 256, device=device)
     for moved in _bytes(device)[:-1] if dtype is torch.float32 else ():
         values = torch.rand(moved // 8, device=device)
@@ -335,7 +351,7 @@ def _search(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _pooling(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Its output is a quarter as large, and positions of 8 bytes come with it."""
+    """Max pooling: the output has a quarter of the elements, and an int64 index for each."""
     for moved in _bytes(device)[1:-1]:
         channels = max(moved // (64 * 64) // (dtype.itemsize + 3), 1)
         elements = channels * 64 * 64
@@ -363,8 +379,11 @@ def _batch_norm(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 def _within_kernels(
     make: Callable[[Tensor], Tensor], shape: tuple[int, ...], times: int = 1
 ) -> Callable[..., Iterator[Case]]:
-    """What a generated kernel computes of each element, `times` over, with what it keeps for a backward; 4 bytes are counted for
-    each. Nothing for a GPU's kernels, which wait for memory, nor where no compiler is."""
+    """The arithmetic inside a compiled kernel: `times` function values for each element, and what
+    is saved for backward. Each counts as 4 bytes.
+
+    No cases for a GPU, whose kernels wait for memory, and without a compiler.
+    """
 
     def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         if dtype is not torch.float32 or device.type != "cpu" or not can_compile(Machine.detect()):
@@ -377,7 +396,7 @@ def _within_kernels(
 
 
 def _eight(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Eight of a function in one kernel, so that what is read and written is the lesser part."""
+    """Eight values of a function in one kernel, so that memory access is the smaller part."""
 
     def make(values: Tensor) -> Tensor:
         return cast(Tensor, sum(function(values + shift) for shift in range(8)))
@@ -396,7 +415,8 @@ def _update(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _fetch_rate(device: torch.device) -> float:
-    """Bytes/s at which new pages come, when a large block is mapped anew rather than there already."""
+    """Bytes/s of page faults: how much longer writing a newly mapped block takes than writing an
+    old one."""
     count = 2**26
     kept = torch.empty(count, dtype=torch.uint8)
     there = timed(lambda: kept.fill_(1), device)
@@ -421,7 +441,8 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "tanh": _of_bytes(torch.tanh, 2),
     "random": _of_bytes(lambda values: values.bernoulli_(0.9), 2),
     "cast": _cast,
-    "copy": _of_bytes(lambda values: values.view(-1, 8, 8, 64).transpose(1, 2).contiguous(), 2),  # heads of attention
+    # attention's heads, transposed
+    "copy": _of_bytes(lambda values: values.view(-1, 8, 8, 64).transpose(1, 2).contiguous(), 2),
     "reduction": _of_bytes(lambda values: functional.layer_norm(values, (512,)), 2),
     "softmax": _softmax,
     "gather": _gather,

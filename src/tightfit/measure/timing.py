@@ -1,4 +1,4 @@
-"""Seconds of a piece of work on a device."""
+"""Times a function's work on a device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Callable
 
 import torch
 
-Pick = Callable[[list[float]], float]  # of the seconds of several runs
+Pick = Callable[[list[float]], float]  # seconds of several runs -> the figure, such as their median
 
-WARM_UPS = 3  # calls before a GPU is timed: libraries choose and load their kernels in the first
-BATCH_S = 3e-3  # of a GPU's work between two events, so that what the events take is nothing beside it
-MOST_CALLS = 100  # between two events: their kernels have to fit the queue that a GPU takes them from
-SPIN_HZ = 2e9  # clock that `_sleep` counts in, at most: a slower one waits longer; of AMD's GPUs a clock of its own
+WARM_UPS = 3  # calls before a GPU is timed: libraries select and load their kernels in the first
+BATCH_S = 3e-3  # seconds of GPU work between two events, so that the events' own time is negligible
+MOST_CALLS = 100  # calls between two events: their kernels must fit into the GPU's launch queue
+# fastest clock that `_sleep` counts in; with a slower one it waits longer. AMD's GPUs count another
+# clock
+SPIN_HZ = 2e9
 AMD_SPIN_HZ = 1e8
 
 
@@ -25,8 +27,11 @@ def timed(
     least_runs: int = 3,
     pick: Pick = statistics.median,
 ) -> float:
-    """Seconds of `work` on `device`, once it is warm: the median of its runs, or what else `pick` makes of them. On a GPU
-    those of its kernels alone."""
+    """Seconds of one call of `work` on `device`, after warm-up; on a GPU only those of its kernels.
+
+    least_s, least_runs  it runs at least so many seconds and so often
+    pick                 combines the runs' seconds; the median if left out
+    """
     by = _on_gpu if device.type == "cuda" else timed_by_clock
     return by(work, device, least_s, least_runs, pick)
 
@@ -38,7 +43,8 @@ def timed_by_clock(
     least_runs: int = 3,
     pick: Pick = statistics.median,
 ) -> float:
-    """As `timed`, with what the host does to start `work`, until all of it is done."""
+    """Like `timed`, including the host's time: from the call of `work` until all of its work is
+    done."""
     work()
     _wait(device)
     times: list[float] = []
@@ -51,8 +57,11 @@ def timed_by_clock(
 
 
 def _on_gpu(work: Callable[[], object], device: torch.device, least_s: float, least_runs: int, pick: Pick) -> float:
-    """Batches of calls, each batch between two events of the GPU. What the host takes to start a small kernel is longer than
-    the kernel: so the GPU is kept waiting until the batch is queued."""
+    """Time batches of calls, each between two events of the GPU.
+
+    Launching a small kernel takes longer than the kernel itself, so the GPU sleeps until the whole
+    batch is queued.
+    """
     with torch.cuda.device(device):
         for _ in range(WARM_UPS):
             work()
@@ -68,12 +77,13 @@ def _on_gpu(work: Callable[[], object], device: torch.device, least_s: float, le
 
 
 def calls_in_a_batch(seconds: float) -> int:
-    """How many calls of so many seconds are timed at once."""
+    """How many calls of so many seconds make a batch."""
     return max(min(math.ceil(BATCH_S / max(seconds, 1e-9)), MOST_CALLS), 1)
 
 
 def _batch_s(work: Callable[[], object], calls: int, started_s: float) -> float:
-    """Seconds of one of `calls` calls on the current GPU. started_s: what the host takes to start one."""
+    """Mean seconds of one of `calls` calls on the current GPU. started_s: the host's seconds to
+    launch one."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(int(2 * calls * started_s * (AMD_SPIN_HZ if torch.version.hip else SPIN_HZ)))
     first.record()

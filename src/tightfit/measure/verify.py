@@ -1,6 +1,8 @@
-"""verify: a plan beside the reference plan on the job itself. Losses, gradients and weights must agree.
+"""verify: trains a few steps with a plan and with the reference plan; losses, gradients and weights
+must agree.
 
-The reference is fp32, one device, no method. Both runs start from the same seed and see the same samples.
+The reference is fp32, one device, no method. Both runs start from the same seed and see the same
+samples.
 """
 
 from __future__ import annotations
@@ -28,29 +30,39 @@ from tightfit.methods.run import Reduction, Run, whole
 from tightfit.plan import Plan
 
 ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
-"""Largest relative error u of one rounding, by the type of the arithmetic: half the distance between two numbers."""
+"""Unit roundoff u, the largest relative error of one rounding, by the arithmetic's precision: half
+the distance between two neighbouring numbers."""
 
 FLOAT8 = {"none": 0.0, "tensorwise": 2.0**-3, "rowwise": 2.0**-4}
 """The same of factors in 8 bits: numbers keep 3 bits after the first (e4m3), and under tensorwise those of gradients 2 (e5m2)."""
 
 STATES = {"fp32": 0.0, "bf16": 2e-2, "8-bit": 1e-1, "4-bit": 5e-1}
-"""What share of an update narrow states may change: the distance between two of the values that they keep. Measured as
-shares of the distance travelled in 3 and in 10 steps: up to 0.7 %, 2 % and 28 %."""
+"""The share of an update that optimizer states in fewer bits may change: the distance between two
+values that they can store. Measured, as shares of the distance travelled in 3 and in 10 steps: up
+to 0.7 %, 2 % and 28 %."""
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The largest relative errors that rounding explains, for a plan whose reference travelled a distance.
+    """The largest relative errors that rounding explains.
 
-    gradients       sqrt(u). A gradient is off by a few u where all is smooth, more with depth; of a network with ReLUs a
-                    share of about u of the units is so near zero that rounding turns them on or off, and where errors
-                    are zeros and ones their norm is the root of their share. Measured on transformers of 4 to 16 layers
-                    and convolutional networks with BatchNorm: up to 4 u, and 0.5 sqrt(u); in float8, emulated on tiny Llama
-                    and ViT, up to 0.8 u.
-    loss, weights   that, and 2 u^(1/4) + STATES of the relative distance that the reference's weights travelled. Adam,
-                    and what takes signs, steps as far for a small gradient as for a large one: if the gradient is off by
-                    a share e, the step of about a share e of the weights, those of the smallest gradients, goes
-                    anywhere, and the end is off by the root of e of the way. Measured: up to 1.1 u^(1/4) of the way.
+    They depend on the distance that the reference's weights travelled in the compared steps.
+
+    gradients      sqrt(u). In a smooth network a gradient's error is a few u, more with depth. In a
+                   network with ReLUs a share of about u of the units is so near zero that rounding
+                   switches them. Such errors are 0 or 1, and their norm is the square root of their
+                   share. Measured on transformers of 4 to 16 layers and convolutional networks with
+                   BatchNorm: up to 4 u, and 0.5 sqrt(u); in float8,
+                   emulated on tiny Llama and ViT, up to 0.8 u
+    loss, weights  sqrt(u), plus 2 u^(1/4) + STATES times the relative distance that the reference's
+                   weights travelled. Adam and sign-based optimizers step as far for a small
+                   gradient as for a large one. If a gradient has a relative error e, then for a
+                   share of about e of the weights, those with the smallest gradients, the step's
+                   direction is arbitrary. The final error is the square root of e times the
+                   distance. Measured: up to 1.1 u^(1/4) times it
+
+    Example: bf16 has u = 2^-8, so gradients may differ by 2^-4 = 6.25 %. If the weights travelled 1
+    %, loss and weights may differ by 6.25 % + 2 x 0.25 x 1 % = 6.75 %.
     """
 
     gradients: float
@@ -66,10 +78,12 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class Verification:
-    """Largest relative differences between a plan and the reference over the steps taken, and whether they are allowed.
+    """Largest relative differences between a plan and the reference, and whether they are allowed.
 
-    loss is |a - b| / |b| of the worst step; gradients and weights are norms of the difference over norms of the
-    reference's, whole-model, gradients of the first step and weights after the last.
+    loss       |a - b| / |b| in the worst step
+    gradients  norm of the difference over norm of the reference's gradient, over the whole model,
+               in the first step
+    weights    the same for the weights after the last step
     """
 
     loss: float
@@ -79,15 +93,15 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        return all(error <= allowed for error, allowed in self.compared().values())  # also False where one is no number
+        return all(error <= allowed for error, allowed in self.compared().values())  # NaN: False
 
     @property
     def tolerance(self) -> float:
-        """The widest of the three."""
+        """The largest of the three tolerances."""
         return max(allowed for _, allowed in self.compared().values())
 
     def compared(self) -> dict[str, tuple[float, float]]:
-        """Each error, and what is allowed."""
+        """By name: (the error, its tolerance)."""
         allowed = self.tolerances
         return {
             "loss": (self.loss, allowed.loss),
@@ -105,14 +119,14 @@ class Verification:
 
 
 def verify(job: Job, plan: Plan, machine: Machine | None = None, steps: int = 3) -> Verification:
-    """Run the reference and then `plan` for `steps` optimizer steps of `job` and compare them.
+    """Run the reference and then `plan` for `steps` optimizer steps of `job`, and compare them.
 
-    BatchNorm computes the statistics of each micro-batch by itself, and NLLB-MoE's experts drop tokens of each, so a plan
-    that splits the batch of such a model trains something else, and fails. A dynamic loss scale is compared once it has
-    found its level.
+    BatchNorm computes statistics over each micro-batch, and NLLB-MoE's experts drop tokens in each,
+    so a plan that splits the batch of such a model trains something else, and fails. A plan with a
+    dynamic loss scale is compared after the scale has settled.
 
-    A plan for several devices is run by as many processes, all of which call this and are given the same; the first of them
-    runs the reference.
+    A plan for several devices needs as many processes. All of them call this and get the same
+    result; rank 0 runs the reference. Raises InputError for a plan that updates asynchronously.
     """
     if job.train.steps is None or job.train.steps < steps:
         job = job.replace(train=job.train.replace(steps=steps, epochs=None, warmup=min(job.train.warmup, steps)))
@@ -133,7 +147,8 @@ def compare(plan: Plan, found: Observed, expected: Observed) -> Verification:
 
 
 def _verify_together(job: Job, plan: Plan, machine: Machine | None, steps: int) -> Verification:
-    """Gradients are compared as the optimizer is given them: summed over devices, and clipped where the job clips."""
+    """`verify` on several devices. Gradients are compared as the optimizer gets them: all-reduced,
+    and clipped if the job clips."""
     for late, instead in (
         ("schedule=pipedream", "schedule: 1f1b"),
         ("parameter_server=async", "parameter_server: sync"),
@@ -142,7 +157,7 @@ def _verify_together(job: Job, plan: Plan, machine: Machine | None, steps: int) 
         if getattr(plan, name) == value:
             raise InputError(
                 f"plan: {late}",
-                "updates weights by gradients of earlier ones, as the reference does not",
+                "updates weights with gradients of earlier weights, which the reference does not",
                 f"verify it with {instead}",
             )
     check_world(plan)
@@ -156,7 +171,12 @@ def _verify_together(job: Job, plan: Plan, machine: Machine | None, steps: int) 
 
 @dataclass(frozen=True)
 class Observed:
-    """Losses of each step, gradients of the first, weights before it and after the last; fp32 on the host, by name."""
+    """The loss of each step, the gradients of the first step, and the weights before it and after
+    the last.
+
+    Tensors are full, in fp32 on the host, by parameter name. skipped: whether fp16 overflowed in a
+    step.
+    """
 
     losses: list[float]
     gradients: dict[str, Tensor]
@@ -168,9 +188,10 @@ class Observed:
 def observe_settled(
     job: Job, plan: Plan, machine: Machine | None, steps: int, observing: Callable[[Run, int], Observed] | None = None
 ) -> Observed:
-    """As `observe`; where a dynamic loss scale began too high and steps were skipped, again from where it ended. A pipeline's
-    stages are held against the undivided model first."""
-    job = job.replace(train=job.train.replace(check_split="never"))  # while nobody looks at gradients
+    """Like `observe`. If a dynamic loss scale began too high, so that steps were skipped, it starts
+    again with the scale at the end. A pipeline's stages are compared with the undivided model
+    first."""
+    job = job.replace(train=job.train.replace(check_split="never"))  # hooks would see it
     scale: float | None = None
     while True:
         run = build(job, plan, machine)
@@ -185,7 +206,8 @@ def observe_settled(
 
 
 def observe(run: Run, steps: int) -> Observed:
-    """Train `steps` steps, seeing the gradients of the first as they arrive, whatever the plan does with them."""
+    """Train `steps` steps on one device; hooks record the gradients of the first step, whatever the
+    plan does with them."""
     gradients: dict[str, Tensor] = {}
     trained = {name: parameter for name, parameter in run.model.named_parameters() if parameter.requires_grad}
     if run.reduction is not None and any(isinstance(parameter, DTensor) for parameter in trained.values()):
@@ -204,7 +226,8 @@ def observe(run: Run, steps: int) -> Observed:
 
 
 def observe_whole(run: Run, steps: int) -> Observed:
-    """As `observe`, of a run of which several devices may hold parts; all of them call it and are given the whole."""
+    """Like `observe`, for a run whose parameters may be sharded. All devices call it and get full
+    tensors."""
     gradients: dict[str, Tensor] = {}
     trained = {name: run.weights.get(p, p) for name, p in run.model.named_parameters() if p.requires_grad}
 
@@ -225,7 +248,8 @@ def observe_whole(run: Run, steps: int) -> Observed:
 
 
 def _whole(run: Run, weights: dict[str, nn.Parameter], values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What this device has of tensors like the weights, as whole ones of the whole model, in fp32 on the host."""
+    """Gather this device's shards of weight-like tensors to full tensors of the whole model, in
+    fp32 on the host."""
     found: dict[str, Tensor] = {}
     for name, value in values.items():
         one = whole(run, weights[name], local(value)).detach()
@@ -238,7 +262,7 @@ def _whole(run: Run, weights: dict[str, nn.Parameter], values: dict[str, Tensor]
 
 
 class _Watched:
-    """An optimizer, and what is called before each of its steps."""
+    """An optimizer that calls a function before each of its steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: Callable[[], None]) -> None:
         self.optimizer, self.before = optimizer, before
@@ -252,8 +276,8 @@ class _Watched:
 
 
 class _Seeing:
-    """A `Reduction` whose complete gradients are looked at: parameters that come and go hand theirs over, and no hook of theirs
-    sees them."""
+    """A `Reduction` that records its complete gradients. Parameters that are gathered and resharded
+    pass theirs on to it, so hooks on parameters do not see them."""
 
     def __init__(self, reduction: Reduction, weights: dict[str, nn.Parameter], seen: dict[str, Tensor]) -> None:
         self.reduction, self.weights, self.seen = reduction, weights, seen
@@ -283,7 +307,7 @@ def _adder(gradients: dict[str, Tensor], name: str):  # type: ignore[no-untyped-
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Norm of the difference over the norm of what was expected, over all tensors together."""
+    """Norm of the difference over the norm of `expected`, over all tensors together."""
     distance = torch.stack([(found[name] - value).double().square().sum() for name, value in expected.items()]).sum()
     size = torch.stack([value.double().square().sum() for value in expected.values()]).sum()
     return float((distance / size.clamp_min(1e-30)).sqrt())

@@ -1,4 +1,5 @@
-"""No command is silent for long: while it plans or prepares data, a line every few seconds says what it does."""
+"""Keeps commands from being silent: while they plan or prepare data, a line every few seconds says
+what they do."""
 
 from __future__ import annotations
 
@@ -10,12 +11,13 @@ from contextlib import contextmanager
 
 from tightfit.units import format_seconds
 
-SILENT_S = 8.0  # at most
+SILENT_S = 8.0  # longest silence
 
 
 @contextmanager
 def never_silent(say: Callable[[str], None], what: str, every_s: float = SILENT_S) -> Iterator[None]:
-    """Within, a line every few seconds says what goes on: `what`, or what the package has logged last."""
+    """Within, say a line every few seconds: `what`, or the package's last log message, and the
+    seconds so far."""
     latest, done, began = _Latest(what), threading.Event(), time.monotonic()
     logger = logging.getLogger("tightfit")
 
@@ -37,7 +39,7 @@ def never_silent(say: Callable[[str], None], what: str, every_s: float = SILENT_
 
 
 class _Latest(logging.Handler):
-    """Keeps the last message."""
+    """Keeps the last log message."""
 
     def __init__(self, said: str) -> None:
         super().__init__(logging.INFO)

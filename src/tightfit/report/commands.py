@@ -1,4 +1,5 @@
-"""What each command does, on the library's own functions. Prints what people read, or JSON where it was asked for."""
+"""What each command does, by the library's functions. Prints text, or JSON with --json. `cli.py`
+calls it."""
 
 from __future__ import annotations
 
@@ -32,10 +33,14 @@ from tightfit.units import format_bytes, format_count, format_seconds, parse_byt
 
 
 def quiet_libraries() -> None:
-    """Keep other libraries' notes out of a command's output, and say tightfit's own warnings in a line, once of all processes.
-    Of this process only."""
+    """Silence other libraries' log messages, and print tightfit's warnings as one line, by rank 0
+    only.
+
+    It changes this process's logging and warnings, so only commands call it.
+    """
     warnings.showwarning = _show_in_a_line
-    # the last one warns of what is written in place under selective recomputation, which tightfit looks for itself
+    # the last one warns about in-place writes under selective recomputation, which tightfit checks
+    # itself
     for name in ("torchao", "torch.utils._pytree", "torch.utils.flop_counter", "torch._higher_order_ops.wrap"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -58,7 +63,8 @@ def _show_in_a_line(
 
 
 def quiet_transformers(job: Job) -> None:
-    """As `quiet_libraries`, once transformers would be imported anyway: its notes, and its bars beside ours."""
+    """Silence transformers' log messages and progress bars, if the job imports transformers
+    anyway."""
     if isinstance(job.model, ModelSpec) and job.model.python is None:
         from transformers.utils import logging as notes
 
@@ -67,9 +73,10 @@ def quiet_transformers(job: Job) -> None:
 
 
 def read_job(path: Path, plan: str | None, changes: list[str]) -> tuple[Job, dict[str, Any]]:
-    """The job of a file, and what is pinned of its plan. Raises InputError.
+    """The job of a file, and the plan fields that are pinned. Raises InputError.
 
-    A plan comes from --plan, else from the job's file; --set plan.x changes one field of it, --set plan all.
+    The plan is --plan's, else the job file's. --set plan.x=... changes one field of it, --set
+    plan=... replaces it.
     """
     is_field = {change: change.partition("=")[0].strip().startswith("plan.") for change in changes}
     job = Job.load(path, [change for change in changes if not is_field[change]])
@@ -99,7 +106,7 @@ def train_command(
         job, pins = read_job(path, plan, changes)
         check_start(nproc, world, around)
     if nproc > 1 and world == 1:
-        check_out(out, resume)  # said once, before processes are started
+        check_out(out, resume)  # before processes are started, so that it is printed once
         this_machine(print)
         sys.exit(start_processes(nproc))
     enter_environment(Plan(allocator=pins.get("allocator", ALLOCATOR)), Machine.detect().device)
@@ -150,7 +157,7 @@ def train_command(
 def launch_command(path: Path, kinds: list[str], nodes: int, nproc: int, accelerator: str, changes: list[str]) -> None:
     if len(kinds) != 1:
         raise InputError(
-            "launch", f"{len(kinds)} kinds of script are asked for", "give one of --slurm, --torchrun, --skypilot"
+            "launch", f"{len(kinds)} kinds of script were asked for", "give one of --slurm, --torchrun, --skypilot"
         )
     from tightfit.report.scripts import script
 
@@ -162,9 +169,11 @@ def launch_command(path: Path, kinds: list[str], nodes: int, nproc: int, acceler
 def decide(
     job: Job, machine: Machine, pins: dict[str, Any], say: Callable[[str], None]
 ) -> tuple[dict[str, Any] | None, Plan, dict[str, str]]:
-    """(what the plan will cost, the plan, reasons by field): the fastest plan that fits, of those that keep `pins`.
+    """Choose the fastest plan that fits and keeps the fields of `pins`.
 
-    A model that cannot be traced is trained all the same, and said to be. Raises DoesNotFit, InputError.
+    Returns (its prediction, the plan, the reason for each field that was chosen). A model that
+    cannot be traced is trained anyway, with a message and without a prediction (None). Raises
+    DoesNotFit and InputError.
     """
     start, reasons = complete(job, machine, pins)
     from tightfit.planner.estimate import Estimator
@@ -179,16 +188,16 @@ def decide(
     except InputError as error:
         if isinstance(error, Untraceable):
             say(f"predict  not possible: {error.found}")
-        return None, start, reasons  # what is wrong with the job or the plan is said where they are built, in order
+        return None, start, reasons  # errors of the job or plan are raised by build
     kept = {name: why for name, why in reasons.items() if getattr(found.plan, name) == getattr(start, name)}
     for name in Plan.field_names():
         if name not in pins and getattr(found.plan, name) != getattr(start, name):
-            kept[name] = "predicted to finish soonest, of what fits"
+            kept[name] = "predicted to be the fastest plan that fits"
     return found.content(), found.plan, kept
 
 
 def tensor_bytes_of(predicted: dict[str, Any]) -> float:
-    """Of a prediction, the rows that tensors make up."""
+    """The bytes of a prediction's rows that are tensors."""
     return sum(size for row, size in predicted["memory"].items() if row not in ("peak", "runtime", "allocator"))
 
 
@@ -210,14 +219,14 @@ def explain_command(
     console = Console(stderr=True, soft_wrap=True) if as_json else Console()
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     if analyze and machine_name is not None:
-        raise InputError("--analyze", f"runs here, and --machine asks of {machine_name}", "leave one of them out")
+        raise InputError("--analyze", f"runs on this machine, but --machine is {machine_name}", "leave one of them out")
     for option, file in (("--picture", picture), ("--timeline", timeline)):
         if file is not None:
             from tightfit.report.picture import check_picture
 
             check_picture(option, file)
     machine = this_machine(say) if machine_name is None else Machine.named(machine_name)
-    if analyze:  # which runs in this process, and so on one of the GPUs that are here
+    if analyze:  # it runs in this process, on one device
         machine = machine.of_processes(1)
     quiet_transformers(job)
     from tightfit.planner.estimate import Estimator
@@ -246,7 +255,7 @@ def explain_command(
         draw_memory(estimates[0], picture)
     if timeline is not None:
         if not estimates[0].slots:
-            raise InputError(f"--timeline {timeline}", "the plan is no pipeline", "set plan.pp: --set plan.pp=4")
+            raise InputError(f"--timeline {timeline}", "the plan has no pipeline", "set plan.pp: --set plan.pp=4")
         from tightfit.report.picture import draw_timeline
 
         draw_timeline(estimates[0].slots, str(estimates[0].plan), timeline)
@@ -273,43 +282,45 @@ def _bytes_of(option: str, text: str) -> int:
 
 
 def this_machine(say: Callable[[str], None]) -> Machine:
-    """The machine that this is; a processor that nobody has measured is looked at for a few seconds, once. Says why where a GPU is
-    not used."""
+    """This machine. A CPU without a calibration gets a quick one, of some seconds, once.
+
+    Prints a warning with the reason if the host shows a GPU that is not used.
+    """
     machine = Machine.detect()
     if without := unused():
         say(f"warning  {without}")
     if machine.device != "cpu" or machine.matrix_flops_per_s:
         return machine
-    say("a glance at this machine, some seconds, once, to know how fast it is")
+    say("a glance at this machine (some seconds, only once), to know how fast it is")
     from tightfit.measure.calibrate import glance
 
     return glance(machine)
 
 
 def check_out(out: Path, resume: bool) -> None:
-    """Refuse a folder that a run cannot leave its files in, or that another has left its own in. Raises InputError."""
+    """Raise InputError for a folder that a run cannot write to, or that has another run's
+    checkpoints."""
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out}", "is a file", "name a folder")
     there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not there.is_dir():
         raise InputError(f"--out {out}", f"{there} is a file", "name another folder")
     try:
-        with tempfile.TemporaryFile(
-            dir=there
-        ) as trial:  # what rights say is not all: disks are full, and /proc takes no files
+        # permissions are not enough: a disk may be full, and /proc takes no files
+        with tempfile.TemporaryFile(dir=there) as trial:
             trial.write(bytes(4096))
     except OSError as error:
         raise not_writable(out, error) from error
     if not resume and any((out / "checkpoints").glob("step-*")):
         raise InputError(
             f"--out {out}",
-            "holds the checkpoints of an earlier run, which this one would overwrite",
-            "add --resume to go on with it, or name another folder",
+            "contains the checkpoints of an earlier run, which this one would overwrite",
+            "add --resume to continue it, or name another folder",
         )
 
 
 def announce(say: Callable[[str], None], job: Job, plan: Plan, reasons: dict[str, str]) -> None:
-    """With which plan the job is trained, why, and what that changes."""
+    """Print the plan, the reasons for its fields, and how it changes the numerics."""
     say("plan     " + (", ".join(f"{name}={value}" for name, value in plan.differences().items()) or "reference"))
     for name, reason in reasons.items():
         say(f"           {name}={getattr(plan, name)}: {reason}")
@@ -320,7 +331,7 @@ def announce(say: Callable[[str], None], job: Job, plan: Plan, reasons: dict[str
 
 
 def summary(record: dict[str, Any], out: Path) -> str:
-    """What a run came to, in a few lines."""
+    """A run's result in a few lines: loss, speed, memory, predicted beside measured."""
     peak, loss = record["peak_bytes"], [(step, value) for step, value in record["loss"] if value is not None]
     lines = []
     if loss:

@@ -1,4 +1,5 @@
-"""What `tightfit explain` shows: the plan that was chosen, where its bytes and milliseconds go, and why others lost."""
+"""What `tightfit explain` shows: the chosen plan, where its bytes and milliseconds go, and why
+others lost."""
 
 from __future__ import annotations
 
@@ -28,9 +29,12 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def explain(job: Job, machine: Machine | None = None, plan: Plan | None = None) -> str:
-    """What `tightfit explain` prints: of `plan`, or of the fastest plan that fits a machine (this one if left out).
+    """The text that `tightfit explain` prints.
 
-    Raises DoesNotFit where no plan fits, InputError for a model that cannot be traced.
+    machine  this machine if left out
+    plan     the fastest plan that fits the machine if left out
+
+    Raises DoesNotFit if no plan fits, InputError for a model that cannot be traced.
     """
     estimator = Estimator(job, machine or Machine.detect())
     estimates = (
@@ -45,7 +49,8 @@ def explain(job: Job, machine: Machine | None = None, plan: Plan | None = None) 
 
 
 def explained(estimates: list[Estimate]) -> dict[str, Any]:
-    """What `tightfit explain --json` prints; `chosen` is null where the plan, which is pinned, does not fit."""
+    """The content that `tightfit explain --json` prints; `chosen` is None if the pinned plan does
+    not fit."""
     chosen = estimates[0]
     return {
         "machine": chosen.machine.model_dump(mode="json"),
@@ -60,7 +65,7 @@ def explained(estimates: list[Estimate]) -> dict[str, Any]:
 
 
 def show(console: Console, estimates: list[Estimate], stages: list[Stage]) -> None:
-    """Print the explanation of the first estimate, and the others beside it."""
+    """Print the explanation of the first estimate, and a table of the other estimates."""
     chosen = estimates[0]
     say = _say(console)
     say(f"plan     {_fields(chosen)}")
@@ -94,7 +99,8 @@ def show(console: Console, estimates: list[Estimate], stages: list[Stage]) -> No
 
 
 def _states(estimate: Estimate) -> str:
-    """Bytes of each parameter's states; what is counted differs from text to text, and so is said."""
+    """Bytes of states per parameter, with their parts, because publications count different
+    parts."""
     parts = estimate.bytes_per_parameter
     said = f"{sum(parts.values()):.3g} bytes a parameter: " + ", ".join(
         f"{row} {size:.3g}" for row, size in parts.items()
@@ -103,7 +109,7 @@ def _states(estimate: Estimate) -> str:
 
 
 def _made_up_for(chosen: Estimate, stages: list[Stage]) -> str:
-    """After how many steps compiling has saved what it takes."""
+    """The number of steps after which compilation has saved the time that it takes."""
     for before, stage in itertools.pairwise(stages):
         if stage.method == "+ compile" and stage.step_s < before.step_s:
             return f" (made up for in {math.ceil(chosen.compile_s / (before.step_s - stage.step_s)):,} steps)"
@@ -128,7 +134,7 @@ def _verdict(estimate: Estimate) -> str:
 
 
 def _beside(rows: dict[str, float], limit: float | None) -> str:
-    """What a host holds beside its devices' memory, the largest first."""
+    """Bytes by purpose in host memory or on disk, the largest first, and their limit."""
     said = ", ".join(
         f"{name} {format_bytes(size)}" for name, size in sorted(rows.items(), key=lambda row: -row[1]) if size
     )
@@ -178,7 +184,7 @@ def _signed_bytes(size: float) -> str:
 
 
 def rows_table(estimate: Estimate) -> Table:
-    """The rows at the largest instant, and beside them where the time goes."""
+    """The ledger's rows at the peak, and beside them where the time goes."""
     peak, time = estimate.peak, estimate.time
     table = _table(f"at the peak ({peak.phase}, {peak.part})", "bytes", "in a step", "time")
     bytes_rows = [(row, format_bytes(peak.rows[row])) for row in ROWS if peak.rows.get(row)]
@@ -193,7 +199,7 @@ def rows_table(estimate: Estimate) -> Table:
 
 
 def others_table(others: list[Estimate], chosen: Estimate) -> Table:
-    """What they have in place of the chosen plan's, and why they lost."""
+    """The fields in which other plans differ from the chosen one, and why they lost."""
     table = _table("other plans, instead of this", "peak", "step", "why not")
     ours = chosen.plan.content()
     for one in others:
@@ -214,7 +220,7 @@ def _table(*columns: str) -> Table:
 
 
 def picture(estimate: Estimate) -> list[str]:
-    """Memory over a step as a picture of text: one column for each stretch of it."""
+    """Memory over a step as a bar chart in text; each column is one part of the step."""
     instants = [(phase, sum(rows.values())) for phase, _, rows in estimate.ledger.instants()]
     columns = [instants[place * len(instants) // WIDTH] for place in range(WIDTH)]
     most = max(size for _, size in instants)
@@ -229,7 +235,7 @@ def picture(estimate: Estimate) -> list[str]:
 
 
 def show_analysis(console: Console, estimate: Estimate, record: Record) -> None:
-    """Predicted beside measured, row by row, with the error."""
+    """Print predicted beside measured, row by row, with the error."""
     table = _table("", "predicted", "measured", "error")
     predicted, measured = logical_rows(estimate), record.peak_bytes.rows
     for row in [row for row in ROWS if predicted.get(row) or measured.get(row)]:
@@ -250,18 +256,22 @@ def show_analysis(console: Console, estimate: Estimate, record: Record) -> None:
 
 
 def slow_attention(record: Record) -> str:
-    """What is to be said where a GPU has a fused kernel for attention, and torch does not take it; empty where it does."""
+    """A warning if torch uses no fused attention kernel on a GPU; empty if it does."""
     if record.attention != "math" or record.machine.device != "cuda":
         return ""
     return (
-        "torch takes no fused kernel for this model's attention: it is slower, and keeps length x length scores; "
+        "torch uses no fused kernel for this model's attention: it is slower, and saves length x length scores; "
         "wide heads, or a mask or bias beside causality, are the usual causes"
     )
 
 
 def logical_rows(estimate: Estimate) -> dict[str, float]:
-    """The rows that storages make up: what a process holds beside them, and what lies between, is left out. On CUDA the
-    libraries' workspaces are in torch's allocator, and measured among the temporaries."""
+    """Predicted bytes by row of tensors' storages, without the runtime's and the allocator's own
+    memory.
+
+    On CUDA the libraries' workspaces are allocated by torch and measured among the temporaries, so
+    they are added there.
+    """
     rows = {row: size for row, size in estimate.peak.rows.items() if row not in ("runtime", "allocator")}
     rows["temporaries"] = rows.get("temporaries", 0.0) + estimate.workspace_bytes
     return {row: size for row, size in rows.items() if size}

@@ -1,4 +1,4 @@
-"""What a command says when it failed for a reason outside tightfit: what, where, and how to see more."""
+"""The message for an error that tightfit does not know: what failed, where, and how to see more."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 
 from tightfit.errors import InputError
 
-LINES = 4  # of the message: what torch wraps stands on the second or third
+LINES = 4  # lines of the message: errors that torch wraps are on the second or third
 _HOME = str(Path(__file__).parent.parent)
 _OTHERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def describe_failure(error: Exception) -> str:
-    """The error, the place in the user's or tightfit's code nearest to it, and the way to the whole traceback."""
+    """The error, the nearest place in the user's or tightfit's code, and how to get the whole
+    traceback."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
     where = f"\n  at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
     said = [line.rstrip() for line in str(error).splitlines() if line.strip()] or ["no message"]
@@ -24,7 +25,8 @@ def describe_failure(error: Exception) -> str:
 
 
 def not_writable(out: Path, error: OSError) -> InputError:
-    """What is said of a run's folder that cannot be made or written into: no rights, no such place, no room."""
+    """The error for a run's folder that cannot be created or written to: no permission, no such
+    place, disk full."""
     return InputError(
         f"--out {out}",
         f"cannot be written to ({error.strerror or error})",
@@ -33,5 +35,6 @@ def not_writable(out: Path, error: OSError) -> InputError:
 
 
 def _is_own(filename: str) -> bool:
-    """Whether a file is tightfit's, or anything but a library of Python's or an installed one."""
+    """Whether a file is tightfit's or the user's, and not of the standard library or an installed
+    package."""
     return filename.startswith(_HOME) or not (filename.startswith(("<", *_OTHERS)) or "site-packages" in filename)

@@ -1,4 +1,5 @@
-"""`tightfit machine`: what a machine is known to do, measured here or published, and those that are known by name."""
+"""`tightfit machine`: shows what a machine is known to do, calibrates this one, and lists the known
+devices."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def machine_command(name: str | None, known: bool, calibrate: bool, records: lis
         list_machines(console, as_json)
         return
     if (calibrate or records) and name is not None:
-        raise InputError(f"machine {name}", "only this machine is calibrated", "leave out the name")
+        raise InputError(f"machine {name}", "only this machine can be calibrated", "leave out the name")
     machine = Machine.detect() if name is None else Machine.named(name)
     without = unused() if name is None else ""
     if without:
@@ -57,11 +58,11 @@ def read_record(path: Path) -> Record:
         if isinstance(error, InputError):
             raise
         said = error.strerror if isinstance(error, OSError) else "is no JSON"
-        raise InputError(f"--record {path}", str(said), "name the record.json that a run has left") from error
+        raise InputError(f"--record {path}", str(said), "name the record.json of a run") from error
 
 
 def list_machines(console: Console, as_json: bool) -> None:
-    """The devices that --machine knows, with the figures of one."""
+    """Print the devices of the table, with the figures of one device each."""
     machines = [Machine.named(name) for name in devices()]
     if as_json:
         print(json.dumps([machine.content() for machine in machines]))
@@ -82,8 +83,8 @@ def list_machines(console: Console, as_json: bool) -> None:
         )
     console.print(table)
     console.print(
-        "NAME:8 is 8 of them in a node, NAME:8x4 four such nodes. Arithmetic is the printed peak; tightfit machine NAME\n"
-        "says what is achieved of it, and where the figures are from.",
+        "NAME:8 is 8 of them in a node, NAME:8x4 four such nodes. Arithmetic is the published peak; tightfit machine NAME\n"
+        "shows the achieved rates and the sources of the figures.",
         soft_wrap=True,
     )
 

@@ -1,6 +1,8 @@
-"""The README's table of methods and docs/methods.md, written from METHODS: python -m tightfit.report.method_docs.
+"""Writes the README's table of methods and docs/methods.md from METHODS: python -m
+tightfit.report.method_docs.
 
-A row is the first paragraph of a method's docstring; a section of the page is all of it. A test holds both to METHODS.
+A row of the table is the first paragraph of a method module's docstring; a section of the page is
+the whole docstring. A test checks that both agree with METHODS.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ that order.
 
 
 def table(methods: Iterable[ModuleType] = METHODS) -> str:
-    """A Markdown table: each method, its plan fields, and what it is."""
+    """A Markdown table: each method's name, its plan fields, and its summary."""
     rows = [
         f"| `{name_of(one)}` | {', '.join(f'`{field}`' for field in one.FIELDS)} | {_summary(one)} |" for one in methods
     ]
@@ -33,7 +35,7 @@ def table(methods: Iterable[ModuleType] = METHODS) -> str:
 
 
 def page(methods: Iterable[ModuleType] = METHODS) -> str:
-    """docs/methods.md."""
+    """The text of docs/methods.md."""
     return HEAD + "".join(_section(one) for one in methods)
 
 
@@ -61,7 +63,7 @@ def _joined(text: str) -> str:
 
 
 def with_table(readme: str) -> str:
-    """The README with the table as it is now."""
+    """The README's text with the table replaced by the current one."""
     before, rest = readme.split(BEGIN)
     return before + BEGIN + table() + END + rest.split(END)[1]
 

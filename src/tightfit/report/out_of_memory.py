@@ -1,4 +1,4 @@
-"""When memory ends: the error said as what it is, with the changes of the plan that take less."""
+"""Turns out-of-memory errors into DoesNotFit, with changes of the plan that need less memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from tightfit.plan import Plan
 from tightfit.rules import check
 
 _SAID = ("can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "alloc_failed")
-_SAID_BY_ONEDNN = "could not create a primitive"  # of one that it has no kernel for it says more
+_SAID_BY_ONEDNN = "could not create a primitive"  # nothing follows it
 
 
 @contextmanager
 def memory_errors_named(plan: Plan, job: Job, device: str) -> Iterator[None]:
-    """Turn the device's or the host's out-of-memory errors into DoesNotFit, with what takes less."""
+    """Within, turn out-of-memory errors of the device or the host into DoesNotFit, with smaller
+    changes to try."""
     try:
         yield
     except (MemoryError, OSError, RuntimeError) as error:
@@ -29,12 +30,12 @@ def memory_errors_named(plan: Plan, job: Job, device: str) -> Iterator[None]:
             raise
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise DoesNotFit(
-            f"{plan}: memory ended ({said[0][:160]})\n  smallest changes to try: {lighter(plan, job, device)}"
+            f"{plan}: out of memory ({said[0][:160]})\n  smallest changes to try: {lighter(plan, job, device)}"
         ) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of Python, torch, CUDA or the system says that memory ended."""
+    """Whether an error of Python, torch, CUDA or the system means that memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):
@@ -44,7 +45,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def lighter(plan: Plan, job: Job, device: str) -> str:
-    """Changes of a plan, one by one, that take less memory and that the job allows, the cheapest in time first."""
+    """Single changes of the plan that need less memory and that the job allows, the cheapest in
+    time first."""
     micro_batch = plan.micro_batch_of(job.train.batch)
     language = job.loss is None and task_of(job.model) not in (None, "classification")
     wished: dict[str, Any] = {

@@ -1,4 +1,5 @@
-"""Pictures: memory over a step, and which device of a pipeline does what when. SVG, PNG or PDF, as the file's name says."""
+"""Pictures: memory over a step, and a pipeline schedule over time; SVG, PNG or PDF, by the file's
+suffix."""
 
 from __future__ import annotations
 
@@ -33,18 +34,18 @@ _ACTIONS = {
     BACKWARD: ("backward", "#c6f6d5", "#2f855a"),
     WEIGHTS: ("weights' gradients", "#fefcbf", "#b7791f"),
 }
-_SHADES = (0.0, 0.16, 0.32, 0.48)  # of a device's first, second, ... piece
+_SHADES = (0.0, 0.16, 0.32, 0.48)  # for a rank's first, second, ... stage
 
 
 def check_picture(option: str, file: Path) -> None:
-    """Raises InputError for a file whose name is no picture's."""
+    """Raise InputError for a file whose suffix is not that of a picture."""
     if file.suffix not in FORMATS:
         asked = f"use {option} {file.with_suffix('.svg')} (or {' or '.join(FORMATS[1:])})"
-        raise InputError(f"{option} {file}", "is no picture's name", asked)
+        raise InputError(f"{option} {file}", "does not have a picture's suffix", asked)
 
 
 def draw_memory(estimate: Estimate, file: Path) -> None:
-    """What is in memory through one step, by row, with the limit where it is near."""
+    """Draw the memory over one step, by row, with the limit if it is near."""
     instants = list(estimate.ledger.instants())
     shown = [row for row in _COLOURS if any(rows.get(row) for _, _, rows in instants)]
     bytes_of = [[max(rows.get(row, 0.0), 0.0) for _, _, rows in instants] for row in shown]
@@ -71,7 +72,7 @@ def draw_memory(estimate: Estimate, file: Path) -> None:
 
 
 def _name_phases(axes: Axes, phases: Sequence[str]) -> None:
-    """The names of the phases below the axis, each under its stretch, and a line where one begins."""
+    """Write the phases' names below the axis, with a tick where a phase begins."""
     starts = [place for place, phase in enumerate(phases) if place == 0 or phases[place - 1] != phase]
     ends = [*starts[1:], len(phases) - 1]
     axes.set_xticks(starts, [""] * len(starts))
@@ -86,7 +87,8 @@ def _name_phases(axes: Axes, phases: Sequence[str]) -> None:
 
 
 def draw_timeline(slots: Sequence[Slot], title: str, file: Path) -> None:
-    """Which device of a pipeline does what when: each action with its micro-batch's number, later pieces darker."""
+    """Draw each pipeline rank's actions over time, with their micro-batches' numbers; later stages
+    are darker."""
     end, devices = max(slot.end for slot in slots), 1 + max(slot.device for slot in slots)
     axes = _axes(11.0, 1.2 + 0.34 * devices, title)
     for slot in slots:
@@ -94,9 +96,9 @@ def draw_timeline(slots: Sequence[Slot], title: str, file: Path) -> None:
         length = slot.end - slot.start
         bar: dict[str, Any] = {"color": fill, "edgecolor": line, "linewidth": 0.6, "height": 0.8}
         axes.barh(slot.device, length, left=slot.start, **bar)
-        piece = slot.action.chunk // devices
-        if piece:
-            shade = _SHADES[min(piece, len(_SHADES) - 1)]
+        virtual_stage = slot.action.chunk // devices
+        if virtual_stage:
+            shade = _SHADES[min(virtual_stage, len(_SHADES) - 1)]
             axes.barh(slot.device, length, left=slot.start, height=0.8, color="black", alpha=shade, linewidth=0)
         if length > 0.014 * end:
             axes.text(slot.start + length / 2, slot.device, str(slot.action.micro_batch), ha="center", va="center")

@@ -1,4 +1,5 @@
-"""Progress of a training: a live bar on a terminal, plain lines elsewhere. Both show the same figures."""
+"""Progress of a training: a live bar on a terminal, plain lines in a file or pipe. Both show the
+same figures."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class View(Protocol):
 
 
 def describe(step: Step, items_per_s: float, unit: str, peak_bytes: int | None, left_s: float) -> str:
-    """loss, learning rate, speed, peak memory once it is known, and time left, in one line."""
+    """Loss, learning rate, speed, peak memory (once it is known) and remaining time, in one
+    line."""
     peak = "" if peak_bytes is None else f"peak {format_bytes(peak_bytes)}  "
     return (
         f"loss {step.loss:.4f}  lr {step.learning_rate:.2e}  {format_count(items_per_s)} {unit}/s  "
@@ -32,7 +34,7 @@ def describe(step: Step, items_per_s: float, unit: str, peak_bytes: int | None, 
 
 
 class Lines:
-    """A line for the first step, the last, and one every few seconds between."""
+    """Prints a line for the first step and the last, and one every few seconds in between."""
 
     def __init__(self, total: int, unit: str, console: Console) -> None:
         self.total, self.unit, self.console, self.shown_at = total, unit, console, -math.inf
@@ -56,7 +58,7 @@ class Lines:
 
 
 class Bar:
-    """A bar that is redrawn in place, with what is said scrolling above it."""
+    """A bar that is redrawn in place; lines of `say` scroll above it."""
 
     def __init__(self, total: int, unit: str, console: Console) -> None:
         self.total, self.unit = total, unit
@@ -83,6 +85,6 @@ class Bar:
 
 
 def progress(total: int, unit: str, console: Console | None = None) -> Bar | Lines:
-    """A Bar where somebody is looking, Lines where the output goes to a file or a pipe."""
+    """A Bar on a terminal, Lines if the output goes to a file or a pipe."""
     console = console or Console()
     return Bar(total, unit, console) if console.is_terminal else Lines(total, unit, console)

@@ -1,4 +1,4 @@
-"""A sample of what a language model learned: a short prompt, continued."""
+"""A sample of what a language model has learned: a short prompt with generated text."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ TOP = 40
 
 
 def sample_text(run: Run, prompt: str = PROMPT, tokens: int = TOKENS) -> str | None:
-    """`prompt` and up to `tokens` sampled tokens (temperature 0.8, top 40); the same for the same weights.
+    """`prompt` and up to `tokens` sampled tokens (temperature 0.8, top 40); the same for the same
+    weights.
 
-    On several devices all of them call it: each takes part in every forward, as in training, and appends the token that the
-    first one drew.
+    On several devices all of them call it: each takes part in every forward, as in training, and
+    appends the token that rank 0 has drawn.
 
-    None where the model is not one of transformers' that generates from a prompt alone, the data has no tokenizer, or no device
-    has a whole forward (pipelines and parameter servers).
+    Returns None if the model is not a transformers model that generates from a prompt alone, if the
+    data has no tokenizer, or if no device runs a whole forward (pipelines and parameter servers).
     """
     tokenizer = run.data.tokenizer
     if tokenizer is None or not is_transformers_model(run.model) or run.stages is not None:
@@ -56,7 +57,8 @@ def sample_text(run: Run, prompt: str = PROMPT, tokens: int = TOKENS) -> str | N
 
 @contextmanager
 def _forwards_alone(run: Run) -> Iterator[None]:
-    """Within, a forward of the model needs no loss behind it, and of those that divide sequences each device has all of one."""
+    """Within, the model can run forwards without a loss, in evaluation mode and uncompiled. With
+    context parallelism each device runs the full sequence, without ring attention."""
     with ExitStack() as entered:
         entered.enter_context(evaluating(run.model))
         entered.enter_context(torch.no_grad())
@@ -72,7 +74,7 @@ def _forwards_alone(run: Run) -> Iterator[None]:
 
 
 def _next_logits(run: Run, ids: Tensor) -> Tensor:
-    """(vocabulary) logits of the token that follows; those that are divided by vocabulary are brought together."""
+    """Logits of the next token, shape (vocabulary,); vocabulary shards are gathered."""
     logits_of = TASKS["causal-lm"].logits
     assert logits_of is not None
     logits = logits_of(run.model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})[0, -1].float()
@@ -85,6 +87,6 @@ def _next_logits(run: Run, ids: Tensor) -> Tensor:
 
 
 def _drawn(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """A token of the TOP most likely ones."""
+    """A token, shape (1,), drawn from the TOP most likely ones."""
     values, tokens = (logits.cpu() / TEMPERATURE).topk(min(TOP, len(logits)))
     return tokens[torch.multinomial(values.softmax(-1), 1, generator=generator)]

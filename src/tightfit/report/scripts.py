@@ -1,4 +1,4 @@
-"""Scripts that start a training on several hosts: for Slurm, for torchrun by hand, for SkyPilot."""
+"""Writes scripts that start a training on several hosts: for Slurm, torchrun and SkyPilot."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ run: |
 
 
 def script(kind: str, path: Path, nodes: int, nproc: int, accelerator: str, changes: list[str]) -> tuple[str, str]:
-    """(file name, text) of the script that trains the job of `path` on `nodes` hosts of `nproc` devices each.
+    """(file name, text) of the script that trains the job of `path` on `nodes` hosts of `nproc`
+    devices each.
 
-    Raises InputError for a job that is wrong, before anybody waits in a queue for it.
+    Raises InputError for a wrong job, before it waits in a queue.
     """
     if kind not in KINDS:
         raise InputError(

@@ -1,4 +1,5 @@
-"""A training in a folder: build, train, checkpoint, and leave the files that people and scripts read.
+"""A training in a folder: build, train, checkpoint, and write the files that people and scripts
+read.
 
 job.yaml  plan.yaml  predicted.json  metrics.jsonl  record.json  checkpoints/  tensorboard/
 """
@@ -43,8 +44,8 @@ from tightfit.report.sample import sample_text
 from tightfit.report.trackers import Trackers, check_trackers
 from tightfit.values import read_yaml
 
-ASKED_EVERY = 10  # steps of a pipeline whose devices else do not wait for each other
-OVERFLOWS = 25  # steps in a row: more than a dynamic loss scale needs to come down from 2^16 to 1
+ASKED_EVERY = 10  # steps between agreements to stop, if ranks do not wait for each other
+OVERFLOWS = 25  # steps in a row; a dynamic loss scale needs fewer to come down from 2^16 to 1
 
 
 def train_in_folder(
@@ -55,12 +56,14 @@ def train_in_folder(
     again: bool = False,
     predicted: dict[str, Any] | None = None,
 ) -> tuple[Record, str | None, int | None]:
-    """Train `job` with `plan`, leaving its files in `out`; `again` goes on from the newest checkpoint there.
+    """Train `job` with `plan`, and write the run's files to `out`.
 
-    `predicted` is left there before it begins.
-    Returns the record, a sample of generated text (None where none can be made), and the signal that ended the training before
-    its last step, if one has.
-    Raises DoesNotFit where memory ends, TightfitError where the loss stops being a number.
+    again      resume from the newest checkpoint in `out`
+    predicted  the plan's prediction, which is written there first and compared in the record
+
+    Returns the record, a sample of generated text (None if none can be made), and the signal that
+    ended the training before its last step (None if none has).
+    Raises DoesNotFit if memory runs out, TightfitError if the loss becomes NaN or infinite.
     """
     console = Console(quiet=not leads())
     check_trackers(job)
@@ -73,7 +76,9 @@ def train_in_folder(
             run = build(job, plan, machine)
         start, total = resume(run, out / "checkpoints") if again else 0, total_steps(run)
         if start >= total and (out / "record.json").exists():
-            console.print(f"nothing left to train: {start} of {total} steps are done; raise train.steps to go on")
+            console.print(
+                f"nothing left to train: {start} of {total} steps are done; raise train.steps to train longer"
+            )
             return Record.parse(json.loads((out / "record.json").read_text())), _sample(run), None
         earlier = begin_files(job, plan, predicted, out, start) if leads() else []
         check_folder(run, out)
@@ -95,21 +100,23 @@ def train_in_folder(
 
 
 def _find_checkpoint(out: Path) -> None:
-    """Refuse to go on from a run that saved nothing, before anything is built. Raises InputError."""
+    """Raise InputError, before anything is built, if there is no checkpoint to resume from."""
     described = read_yaml(out / "job.yaml") if (out / "job.yaml").exists() else {}
     told = (described.get("train") or {}).get("checkpoint_every")
     if told == "never" and not checkpoints(out / "checkpoints"):
         raise InputError(
             f"resume from {out}",
-            "no checkpoint there: its run was told to save none (train.checkpoint_every: never)",
-            "leave out --resume to begin again, with train.checkpoint_every: end or a number of steps",
+            "no checkpoint there: the run saved none (train.checkpoint_every: never)",
+            "leave out --resume to start again, with train.checkpoint_every: end or a number of steps",
         )
     newest(out / "checkpoints")
 
 
 def _sample(run: Run) -> str | None:
-    """A sample of generated text, made by all devices together. The training is done and saved: what it shows of itself does not
-    decide how it ended."""
+    """A sample of generated text, made by all devices together.
+
+    The training is done and saved, so an error here becomes text and does not fail the run.
+    """
     try:
         return sample_text(run)
     except Exception as error:
@@ -117,7 +124,8 @@ def _sample(run: Run) -> str | None:
 
 
 def begin_files(job: Job, plan: Plan, predicted: dict[str, Any] | None, out: Path, start: int) -> list[dict[str, Any]]:
-    """The files that a run leaves before it begins; returns the metrics of the `start` steps that are done. Raises InputError."""
+    """Write the files that a run leaves before its first step; returns the metrics of the `start`
+    steps that are done. Raises InputError if they cannot be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "job.yaml").write_text(job.to_yaml(), encoding="utf-8")
@@ -137,10 +145,12 @@ def _train(
     trackers: Trackers | None,
     metrics: TextIO | None,
 ) -> int | None:
-    """The training itself; trackers and metrics of the one process that writes them. Returns the signal that ended it, if any.
+    """The training itself. Returns the signal that ended it, or None.
 
-    On CUDA the figures of a step are read when the next one has begun, so that the device does not wait, but those of a step that
-    is evaluated, saved or the last at once.
+    On CUDA the figures of a step are read when the next step has begun, so that the device does not
+    wait. The figures of the last step, and of a step that is evaluated or saved, are read at once.
+
+    trackers, metrics  None on the ranks that do not write them
     """
     settings, last, done, overflows, stopped = run.job.train, total_steps(run), start, 0, 0
     every = settings.checkpoint_every if isinstance(settings.checkpoint_every, int) else None
@@ -171,7 +181,7 @@ def _train(
             while len(unread) > (0 if at_once else 1):
                 note(unread.popleft())
             asks = run.stages is None or not run.stages.free or done % ASKED_EVERY == 0
-            stopped = ask(stop.signal or 0) if asks else 0  # all stop after the same step
+            stopped = ask(stop.signal or 0) if asks else 0  # all ranks stop after the same step
             if stopped:
                 break
             if saves:
@@ -181,7 +191,7 @@ def _train(
             note(unread.popleft())
         saved = settings.checkpoint_every != "never"
         if stopped:
-            way_on = "go on with --resume" if saved else "nothing was saved: train.checkpoint_every is never"
+            way_on = "continue with --resume" if saved else "nothing was saved: train.checkpoint_every is never"
             view.say(f"stopped after step {done} by {signal.Signals(stopped).name}; {way_on}")
         _check_weights(run, out, done)
         if saved:
@@ -212,17 +222,18 @@ def metrics_line(result: Step, observer: Observer) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity and no NaN: they are written as null."""
+    """None for infinity and NaN, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def keep_metrics(path: Path, start: int) -> list[dict[str, Any]]:
-    """Cut metrics.jsonl to its first `start` steps and return them: a run that was killed wrote beyond its checkpoint."""
+    """Truncate metrics.jsonl to its first `start` steps and return them: a killed run has written
+    lines of steps after its last checkpoint."""
     kept = []
     for text in path.read_text().splitlines() if start and path.exists() else []:
         try:
             line = json.loads(text)
-        except ValueError:  # the line that it was writing
+        except ValueError:  # the line at which it was killed
             break
         if line["step"] <= start:
             kept.append(line)
@@ -231,11 +242,12 @@ def keep_metrics(path: Path, start: int) -> list[dict[str, Any]]:
 
 
 def _check_loss(result: Step, overflows: int, out: Path) -> None:
-    """End a training that cannot recover. Raises TightfitError."""
+    """Raise TightfitError for a training that cannot recover: too many fp16 overflows, or a loss
+    that is NaN or infinite."""
     step = f"step {result.step + 1} (learning rate {result.learning_rate:.3g})"
     if overflows >= OVERFLOWS:
         raise TightfitError(
-            f"fp16 overflowed in {overflows} steps in a row, up to {step}; nothing is learned\n"
+            f"fp16 overflowed in {overflows} steps in a row, up to {step}; the model does not learn\n"
             "  fix: precision: bf16-mixed, loss_scale: dynamic, or a smaller train.learning_rate"
         )
     if not math.isfinite(result.loss) and not result.skipped:
@@ -243,7 +255,10 @@ def _check_loss(result: Step, overflows: int, out: Path) -> None:
 
 
 def _diverged(what: str, out: Path, updated: bool = True) -> TightfitError:
-    """updated: whether there was an update yet, which a learning rate could have made too large."""
+    """The error for a training that diverged.
+
+    updated  whether there was an update already, which a smaller learning rate could make smaller
+    """
     saved = checkpoints(out / "checkpoints")
     before = f"the newest checkpoint, {saved[-1]}, is from before" if saved else "no checkpoint was written before"
     rate = "a smaller train.learning_rate, more train.warmup, or train.clip: 1.0; else "
@@ -253,7 +268,8 @@ def _diverged(what: str, out: Path, updated: bool = True) -> TightfitError:
 
 
 def _check_weights(run: Run, out: Path, done: int) -> None:
-    """End a training whose last update left weights that are no numbers: their checkpoint would drive out a good one."""
+    """Raise TightfitError if weights are NaN or infinite, because their checkpoint would replace a
+    good one."""
     wait_for_weights(run)
     if not everywhere(run, all(bool(local(parameter).isfinite().all()) for parameter in run.model.parameters())):
         raise _diverged(f"weights became infinite or NaN in step {done}", out)
@@ -261,17 +277,17 @@ def _check_weights(run: Run, out: Path, done: int) -> None:
 
 @dataclass
 class Stop:
-    """The signal by which somebody asked the training to end after the step under way, if one has."""
+    """The signal that asked the training to stop after the current step; None if there was none."""
 
     signal: int | None = None
 
 
 @contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Within, the first Ctrl-C, SIGTERM or SIGUSR1 asks for a stop after the step; a second one ends the process at once, also
-    where it waits for others."""
+    """Within, the first Ctrl-C, SIGTERM or SIGUSR1 asks for a stop after the current step. A second
+    one ends the process at once, even if it waits for others."""
     stop = Stop()
-    here = threading.current_thread() is threading.main_thread()  # elsewhere Python lets nobody take signals
+    here = threading.current_thread() is threading.main_thread()  # as handlers need it
 
     def ask(number: int, frame: FrameType | None) -> None:
         stop.signal = number

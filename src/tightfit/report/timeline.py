@@ -1,4 +1,4 @@
-"""Which device of a pipeline does what when, as text; report/picture.py draws it."""
+"""A pipeline schedule over time, as text. report/picture.py draws it as a picture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def timeline_text(slots: Sequence[Slot], width: int = 100) -> list[str]:
-    """A line for each device: digits are forwards by micro-batch, letters backwards, + weights' gradients, . waiting."""
+    """A line for each pipeline rank: digits are forwards, by micro-batch, letters backwards, +
+    weights' gradients, dots the bubble.
+
+    width  characters for the whole step
+    """
     end, devices = max(slot.end for slot in slots), 1 + max(slot.device for slot in slots)
     lines = []
     for device in range(devices):
@@ -23,6 +27,6 @@ def timeline_text(slots: Sequence[Slot], width: int = 100) -> list[str]:
             first, last = round(slot.start / end * width), round(slot.end / end * width)
             cells[first : max(last, first + 1)] = mark * (max(last, first + 1) - first)
         busy = sum(slot.end - slot.start for slot in own) / end
-        lines.append(f"device {device:<3} {''.join(cells[:width])} {busy:4.0%} at work")
+        lines.append(f"device {device:<3} {''.join(cells[:width])} {busy:4.0%} busy")
     note = "digits: forward of that micro-batch, letters: backward, +: weights' gradients, dots: waiting"
     return [*lines, f"{'':10} {format_seconds(end)} from end to end; {note}"]

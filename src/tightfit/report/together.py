@@ -1,4 +1,5 @@
-"""Together: what a training command does because it is one of several processes, and because a scheduler may end it."""
+"""What a training command does as one of several processes, and as a job that a scheduler may
+end."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ from tightfit.errors import InputError, TightfitError
 
 @dataclass(frozen=True)
 class Surroundings:
-    """How a training deals with what is around it; nothing of what is trained.
+    """How a training command deals with its environment; it does not change what is trained.
 
-    timeout_s     how long it waits for a process that does not answer
+    timeout_s     seconds to wait for a process that does not answer
     interface     the network interface that leads to the other hosts
-    requeue_code  its exit code once SIGTERM or SIGUSR1 has ended it and it is saved; left out, 128 and the signal's number
+    requeue_code  exit code after SIGTERM or SIGUSR1 has ended the run and it was saved; None: 128 +
+                  the signal's number
     """
 
     timeout_s: float = 600.0
@@ -31,19 +33,24 @@ class Surroundings:
 
 
 def check_start(nproc: int, world: int, around: Surroundings) -> None:
-    """Refuse what a command that starts processes, or is one of `world`, can not do."""
+    """Raise InputError for options that contradict how the processes were started.
+
+    nproc  processes that --nproc asks for; world: processes that the launcher has started
+    """
     if world > 1 and nproc not in (1, world):
         raise InputError(f"--nproc {nproc}", f"{world} processes have been started already", "leave it out")
     if world == 1 and nproc > 1 and around.interface is not None:
         raise InputError(
-            f"--interface {around.interface}", "--nproc starts processes of one host, which need none", "leave it out"
+            f"--interface {around.interface}", "--nproc starts processes on one host, which need none", "leave it out"
         )
 
 
 @contextmanager
 def among(world: int, around: Surroundings) -> Iterator[Callable[[str], None]]:
-    """Within, this process watches those that it trains with, and they watch it. Yields what joins them, with its kind of
-    device."""
+    """Within, this process and the others of its training watch each other (`engine/watch.py`).
+
+    Yields a function that joins the process group for a kind of device (cpu, cuda).
+    """
     if world == 1:
         yield lambda device: None
         return
@@ -61,7 +68,7 @@ def among(world: int, around: Surroundings) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def said_once(world: int, around: Surroundings) -> Iterator[None]:
-    """Within, what every process refuses by itself is said by one of them."""
+    """Within, an error that every process raises on its own is printed by only one of them."""
     try:
         yield
     except TightfitError as error:
@@ -70,8 +77,11 @@ def said_once(world: int, around: Surroundings) -> Iterator[None]:
 
 
 def by_the_first(make: Callable[[], Any], join: Callable[[], None]) -> Any:
-    """What `make` gives in the first of the processes that train together, in all of them; or its error, said by the
-    first alone."""
+    """Call `make` on rank 0 and broadcast its result to all ranks.
+
+    If it raises TightfitError, rank 0 raises it, and the others exit with its exit code.
+    join  joins the process group; it is called after `make`
+    """
     import torch.distributed as dist
 
     from tightfit.methods.mesh import leads
@@ -95,7 +105,7 @@ def by_the_first(make: Callable[[], Any], join: Callable[[], None]) -> Any:
 
 
 def wait_for_all() -> None:
-    """Wait until all processes that train together, where there are any, are here."""
+    """A barrier over all processes of the training, if there are several."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -103,7 +113,7 @@ def wait_for_all() -> None:
 
 
 def leave() -> None:
-    """Part from the other processes, all of them done, where there are any."""
+    """Destroy the process group, if there is one, after all processes are done."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():

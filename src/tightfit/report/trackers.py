@@ -1,4 +1,4 @@
-"""Trackers: the metrics of a run where people look at them. TensorBoard always works; wandb and mlflow when installed."""
+"""Trackers: log a run's metrics to TensorBoard, and to wandb and mlflow if they are installed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SHOWN = ("loss", "evaluation_loss", "learning_rate", "gradient_norm", "items_pe
 
 
 def check_trackers(job: Job) -> None:
-    """Refuse a tracker that is not installed. Raises InputError."""
+    """Raise InputError for a tracker that is not installed."""
     for name in job.train.trackers:
         if importlib.util.find_spec(name) is None:
             raise InputError(f"job: train.trackers: {name}", "is not installed", f"pip install {name}, or leave it out")
 
 
 class Trackers:
-    """The trackers that the job asks for, of a run that goes on after `start` steps."""
+    """The job's trackers, for a run that continues after `start` steps."""
 
     def __init__(self, job: Job, out: Path, start: int) -> None:
         self.names, self.job, self.out, self.start = job.train.trackers, job, out, start
@@ -45,7 +45,7 @@ class Trackers:
         return self
 
     def log(self, line: dict[str, Any]) -> None:
-        """The figures of one step, under their names in metrics.jsonl."""
+        """Log the figures of one step, under their names in metrics.jsonl."""
         figures = {name: line[name] for name in _SHOWN if line.get(name) is not None}
         if self.writer is not None:
             for name, value in figures.items():
