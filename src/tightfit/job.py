@@ -283,7 +283,7 @@ class Job(Value):
            on micro_batch: give an Objective instead
     allow  what may change the numerics. Left out it is [bf16]; [] keeps fp32
            tf32, bf16, fp16      precision of the arithmetic; either 16-bit type allows tf32, too
-            float8                matrix products of linear layers in 8 bits; needs bf16, too
+           float8                matrix products of linear layers in 8 bits; needs bf16, too
            bf16-states, 8-bit-states, 4-bit-states
                                  storage of the optimizer states
            compressed-gradients  gradients are compressed with loss for the all-reduce
