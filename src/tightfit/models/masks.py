@@ -1,8 +1,8 @@
 """Masks: skip two of transformers' checks, which make the host wait for the device.
 
 `engine/build.py` wraps the loss of a model on a GPU in `masks_unread`, unless the whole model is
-compiled. The answer of each check is known beforehand. transformers reads it on the host in each
-forward, which waits until the device has finished all its work.
+compiled. In each forward, transformers reads the answers on the host, which waits until the device
+has finished all its work. Both answers are known beforehand.
 
 Packed sequences: if a batch has no attention mask, transformers checks in each forward whether the
 position ids restart within a row, as they do if several sequences are packed into one row. If the
