@@ -363,7 +363,7 @@ def test_states_come_and_leave_beside_the_updates_of_others(streams: Streams, on
     weights = [nn.Parameter(torch.ones(3)) for _ in range(3)]
     inner = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
     inner.register_step_post_hook(lambda *_: streams.seen.append("own updates"))
-    optimizer = PerParameter(inner, keep=on_a_gpu)
+    optimizer = PerParameter(inner, state_store=on_a_gpu)
     for _ in range(2):
         streams.since()
         for weight in weights:
@@ -382,7 +382,7 @@ def test_three_updates_states_are_on_the_device_at_a_time(store: Store) -> None:
     """That of the update, of the one after it and of the one before; then none. As in a dry run, where nothing is waited for."""
     weights = [nn.Parameter(torch.ones(ROWS, WIDTH)) for _ in range(5)]
     inner = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
-    optimizer = PerParameter(inner, keep=store)
+    optimizer = PerParameter(inner, state_store=store)
     held: list[int] = []
 
     def look(*_: Any) -> None:

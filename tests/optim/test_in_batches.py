@@ -79,8 +79,8 @@ def test_so_do_fused_kernels(name: str) -> None:
 @pytest.mark.parametrize("width", ["fp32", "8-bit"])
 def test_states_in_a_store(width: str) -> None:
     (model, together), (other, alone) = (
-        both("adamw", torch.bfloat16, states=width, rounding="kahan", keep=Store(Plan(), torch.device("cpu")))[one]
-        for one in (0, 1)
+        both("adamw", torch.bfloat16, states=width, rounding="kahan", state_store=store)[one]
+        for one, store in enumerate(Store(Plan(), torch.device("cpu")) for _ in range(2))
     )
     for one, optimizer in ((model, together), (other, alone)):
         steps(one, optimizer, range(3))
@@ -88,7 +88,7 @@ def test_states_in_a_store(width: str) -> None:
 
 
 def test_wide_updates_of_fp16_weights() -> None:
-    (model, together), (other, alone) = both("adamw", torch.float16, wide=True)
+    (model, together), (other, alone) = both("adamw", torch.float16, fp32_updates=True)
     for one, optimizer in ((model, together), (other, alone)):
         one.float()(torch.zeros(2, 2, dtype=torch.long)).square().mean().backward()
         gradients = {name: parameter.grad for name, parameter in one.named_parameters()}

@@ -214,14 +214,16 @@ def test_kahan_costs_two_bytes_and_nearest_none() -> None:
 
 
 def test_wide_keeps_what_fp16_cannot_hold() -> None:
-    for wide in (False, True):
+    for fp32_updates in (False, True):
         weight = nn.Parameter(torch.ones(4096, dtype=torch.float16))
-        optimizer = PerParameter(torch.optim.AdamW([weight], lr=0.01, weight_decay=0.0, eps=1e-6), wide=wide)
+        optimizer = PerParameter(
+            torch.optim.AdamW([weight], lr=0.01, weight_decay=0.0, eps=1e-6), fp32_updates=fp32_updates
+        )
         weight.grad = torch.full_like(weight, 1e-4)  # its square is 0 in fp16
         optimizer.step()
         assert weight.dtype == torch.float16
-        assert bool(((weight - 0.99).abs() < 1e-3).all()) is wide  # Adam's first step is lr
-        assert bytes_per_element(optimizer, weight) == (8 if wide else 4)
+        assert bool(((weight - 0.99).abs() < 1e-3).all()) is fp32_updates  # Adam's first step is lr
+        assert bytes_per_element(optimizer, weight) == (8 if fp32_updates else 4)
 
 
 def test_kahan_carries_what_an_fp32_weight_would_hold() -> None:
@@ -426,9 +428,9 @@ class Drawer:
 
 
 def test_kahan_s_compensation_lies_with_the_states_and_a_resume_waits_for_what_it_puts_away() -> None:
-    def made(keep: Drawer) -> tuple[torch.nn.Parameter, PerParameter]:
+    def made(store: Drawer) -> tuple[torch.nn.Parameter, PerParameter]:
         weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
-        return weight, PerParameter(torch.optim.AdamW([weight]), rounding="kahan", keep=keep)
+        return weight, PerParameter(torch.optim.AdamW([weight]), rounding="kahan", state_store=store)
 
     before = Drawer()
     weight, optimizer = made(before)
@@ -449,7 +451,7 @@ def test_states_of_the_next_update_are_asked_for_before_this_one(kind: type[PerP
     monkeypatch.setattr("tightfit.optim.in_batches.ELEMENTS", 1)
     weights = [torch.nn.Parameter(torch.ones(4 + number)) for number in range(3)]
     drawer = Drawer()
-    optimizer = kind(torch.optim.SGD(weights, lr=0.1, momentum=0.9), keep=drawer)
+    optimizer = kind(torch.optim.SGD(weights, lr=0.1, momentum=0.9), state_store=drawer)
     for _ in range(2):
         drawer.seen.clear()
         for weight in weights:

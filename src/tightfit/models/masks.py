@@ -1,12 +1,24 @@
-"""Masks: what transformers asks a device about each batch, and knows already.
+"""Masks: skip two of transformers' checks, which make the host wait for the device.
 
-Where a batch has no attention mask, transformers looks in each forward whether the positions of its tokens begin anew within a
-row, as they do where several sequences are packed into one. It reads the answer on the host, which waits until the device has
-done all it was given. Positions that a model numbers itself, from 0 on, never begin anew.
+`engine/build.py` wraps the loss of a model on a GPU in `masks_unread`, unless the whole model is
+compiled. In each forward, transformers reads the answers on the host, which waits until the device
+has finished all its work. Both answers are known beforehand.
 
-Where a batch has one, transformers looks in each forward whether it hides something. The host has looked at the batch before it
-was copied, and has left out a mask that hides nothing: one that is still there hides something, and the device is not asked.
-With FlashAttention's own package transformers unpads each batch on the host, mask or not: nothing here spares it that.
+Packed sequences: if a batch has no attention mask, transformers checks in each forward whether the
+position ids restart within a row, as they do if several sequences are packed into one row. If the
+model numbers the positions itself, from 0 on, they never restart, and the check is not needed.
+
+Example: position ids 0 1 2 0 1 in a row mean two packed sequences of 3 and 2 tokens; 0 1 2 3 4 mean
+one.
+
+Padding: if a batch has an attention mask, transformers checks in each forward whether the mask
+hides anything. The host has looked at the batch before it was copied to the device, and has left
+out a mask that hides nothing. So a mask that is still there hides something, and the check is not
+needed. Example: of two rows with the masks 1 1 1 1 and 1 1 1 0, the second ends in padding, so the
+batch keeps its mask. If both were 1 1 1 1, the batch would have none.
+
+With the package flash-attn, transformers unpads each batch on the host, with or without a mask.
+This module does not avoid that.
 """
 
 from __future__ import annotations
@@ -24,73 +36,92 @@ from torch._subclasses.fake_tensor import is_fake
 
 from tightfit.models.objective import Batch
 
-BY_THE_TOKENS = ("cumsum", "get_rope_index", "create_position_ids")  # what numbers positions by what a batch holds
-GROUPS = "group_ids"  # numbers the images of a row, which is no position
-MASKS = "transformers.masking_utils"
-PADDING = ("attention_mask", "decoder_attention_mask")  # what a batch calls masks that hide its padding
-LOOK_AT_MASKS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "fast_all")  # whether they hide nothing
+# functions that compute position ids from the content of a batch
+POSITIONS_FROM_TOKENS = ("cumsum", "get_rope_index", "create_position_ids")
+GROUP_IDS = "group_ids"  # numbers the images of a row; these are no positions
+MASKING_MODULE = "transformers.masking_utils"
+# names in a batch of the masks that hide padding
+PADDING = ("attention_mask", "decoder_attention_mask")
+# functions of transformers that check whether a mask hides nothing
+MASK_CHECKS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "fast_all")
 
 
 def numbers_in_order(model: nn.Module) -> bool:
-    """Whether a model of transformers numbers the positions of a row one after another, whatever the tokens are: nothing in the
-    files that its classes come from looks at them for it. Of other code nobody knows."""
+    """Whether a transformers model numbers the positions of a row 0, 1, 2, ..., whatever the tokens
+    are.
+
+    It does if the source files of its classes call none of the functions that compute positions
+    from tokens. False for models with classes from other packages than torch, transformers and
+    this one, because their code is not known.
+    """
     files = {
         kind.__module__ for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)
     }
-    return MASKS in sys.modules and all(_in_order(name) for name in files if not name.startswith("torch."))
+    return MASKING_MODULE in sys.modules and all(
+        _file_has_sequential_positions(name) for name in files if not name.startswith("torch.")
+    )
 
 
 @lru_cache(64)
-def _in_order(name: str) -> bool:
+def _file_has_sequential_positions(name: str) -> bool:
     if not name.startswith(("transformers.", "tightfit.")):
         return False
     try:
         source = inspect.getsource(sys.modules[name])
     except (OSError, TypeError, KeyError):
         return False
-    lines = [line for line in source.splitlines() if GROUPS not in line]
-    return not any(word in line for line in lines for word in BY_THE_TOKENS)
+    lines = [line for line in source.splitlines() if GROUP_IDS not in line]
+    return not any(word in line for line in lines for word in POSITIONS_FROM_TOKENS)
 
 
 def masks_unread(
     loss_sum: Callable[[Batch], Tensor], model: nn.Module, without_full: bool = False
 ) -> Callable[[Batch], Tensor]:
-    """`loss_sum` that does not look at positions on the device, where the batch brings none and the model numbers them in order,
-    nor at masks; the same function where there is nothing to spare.
+    """`loss_sum` (batch -> the sum of its losses) without transformers' checks for packed sequences
+    and for masks that hide nothing.
 
-    without_full  whether masks of a batch that hide nothing are left out on the host: those that it has hide something
+    without_full  whether the host leaves masks that hide nothing out of the batches, so that every
+                  mask in a batch hides something
+
+    The check for packed sequences is skipped only for batches without position_ids, and only if the
+    model numbers positions in order. The check of masks is skipped only with `without_full`. If
+    neither can be skipped, `loss_sum` itself is returned.
     """
     in_order = numbers_in_order(model)
-    if MASKS not in sys.modules or not (in_order or without_full):
+    if MASKING_MODULE not in sys.modules or not (in_order or without_full):
         return loss_sum
-    masks = importlib.import_module(MASKS)
+    masks = importlib.import_module(MASKING_MODULE)
 
-    def unread(batch: Batch) -> Tensor:
+    def without_checks(batch: Batch) -> Tensor:
         with ExitStack() as replacements:
             if isinstance(batch, dict) and in_order and "position_ids" not in batch:
-                replacements.enter_context(_replaced(masks, "find_packed_sequence_indices", _one_sequence_each))
+                replacements.enter_context(_replaced(masks, "find_packed_sequence_indices", _no_packed_sequences))
             if isinstance(batch, dict) and without_full and any(name in batch for name in PADDING):
-                for name in LOOK_AT_MASKS:
-                    replacements.enter_context(_replaced(masks, name, partial(_hides, vars(masks).get(name))))
+                for name in MASK_CHECKS:
+                    replacements.enter_context(_replaced(masks, name, partial(_hides_nothing, vars(masks).get(name))))
             return loss_sum(batch)
 
-    return unread
+    return without_checks
 
 
-def _hides(looks: Any, padding_mask: Tensor | None, *more: Any, **named: Any) -> Any:
-    """Whether a mask is needless, as `looks` says: one that is there is not. Of a fake one nobody has looked at the values."""
+def _hides_nothing(check: Any, padding_mask: Tensor | None, *more: Any, **named: Any) -> Any:
+    """Replaces `check`, a check of transformers whether a mask hides nothing: a mask that is there
+    hides something.
+
+    Without a mask, and for a fake one, whose values the host has not seen, `check` itself decides.
+    """
     known = padding_mask is not None and not is_fake(padding_mask)
-    return False if known else looks(padding_mask, *more, **named)
+    return False if known else check(padding_mask, *more, **named)
 
 
-def _one_sequence_each(position_ids: Tensor) -> None:
+def _no_packed_sequences(position_ids: Tensor) -> None:
     return None
 
 
 @contextmanager
 def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     before = getattr(module, name, None)
-    if before is None:  # a version of transformers that does not ask
+    if before is None:  # a version of transformers without the check
         yield
         return
     setattr(module, name, function)
