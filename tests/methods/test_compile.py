@@ -265,7 +265,7 @@ def test_a_graphs_loss_is_copied_out_of_its_memory(monkeypatch: pytest.MonkeyPat
 
 def test_a_graph_is_of_one_shape() -> None:
     ragged = tightfit.build(job(ragged_samples()))
-    with pytest.raises(InputError, match="of one shape"):
+    with pytest.raises(InputError, match="fixed shapes"):
         room.apply(ragged, tightfit.Plan(compile="model", compile_mode="reduce-overhead"))
 
 

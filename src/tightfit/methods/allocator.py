@@ -59,8 +59,7 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Set the allocator of this process. Does nothing where the environment already has settings.
-    """
+    """Set the allocator of this process. Does nothing where the environment already has settings."""
     if run.device.type == "cuda":
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")

@@ -46,7 +46,11 @@ from tightfit.plan import Plan
 from tightfit.target_device import kind_of
 
 SLACK_BYTES = 2**20  # host memory for staged parameters other than the largest: biases and norms stay with their weight
-CAST = (torch.float16, torch.bfloat16, torch.float32)  # types that may be cast; a 64-bit tensor was widened for a reason
+CAST = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+)  # types that may be cast; a 64-bit tensor was widened for a reason
 FIELDS = ("materialize",)
 VARIANTS = ({"materialize": "device"},)
 
@@ -99,7 +103,9 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
 def apply(run: Run, plan: Plan) -> Run:
     """Create the job's model as the plan says and put it into the run."""
     offloads = "parameters" in plan.offload
-    device = torch.device("cpu") if offloads else run.device  # offloaded parameters are sharded or copied to the device from there
+    device = (
+        torch.device("cpu") if offloads else run.device
+    )  # offloaded parameters are sharded or copied to the device from there
     if plan.materialize == "device":
         divided = run.mesh if plan.zero == 3 else None
         mapped = offloads and not comes_and_goes(plan, kind_of(run.device))
@@ -350,7 +356,9 @@ class _Staging(TorchFunctionMode):
     def _place(self, parameter: nn.Parameter) -> None:
         del self.staged[id(parameter)]
         self.placed[parameter] = parameter.device, parameter.dtype
-        dtype = self.kept[parameter] if parameter.dtype in CAST else parameter.dtype  # else it was widened after its registration
+        dtype = (
+            self.kept[parameter] if parameter.dtype in CAST else parameter.dtype
+        )  # else it was widened after its registration
         if id(parameter) in self.foreign:
             nothing = torch.zeros((), dtype=dtype, device=self.device)
             parameter.data = nothing.expand(parameter.shape)
