@@ -44,8 +44,10 @@ FIELDS = ("compile", "compile_mode")
 TRACED_FIELDS = ("compile",)
 VARIANTS = ({"compile": "block"}, {"compile": "model"})
 BACKEND = "inductor"
-COMPILE_S = {"cpu": 20.0, "cuda": 30.0}  # before the first step, for blocks of one kind; used until it is measured
-AUTOTUNED = 4.0  # factor on the compile time where kernels are autotuned: a guess, used until it is measured
+# before the first step, for blocks of one kind; used until it is measured
+COMPILE_S = {"cpu": 20.0, "cuda": 30.0}
+# factor on the compile time where kernels are autotuned: a guess, used until it is measured
+AUTOTUNED = 4.0
 PAYS_AFTER_STEPS = 200  # in shorter runs, compiling takes more time than it saves
 MODEL_COMPILE_S = 2.0  # seconds for each block where the whole model is one region
 

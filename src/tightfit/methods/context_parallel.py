@@ -77,9 +77,8 @@ def apply(run: Run, plan: Plan) -> Run:
     run.model.set_attn_implementation(NAME)  # type: ignore[operator]
     join_ring(run.model, run.mesh.lines["context"])
     causal = task == "causal-lm"
-    objective = TASKS[
-        "masked-lm"
-    ]  # its labels are at the positions that predict them: `cut` moves a causal model's there
+    # its labels are at the positions that predict them; SequenceChunks moves a causal model's there
+    objective = TASKS["masked-lm"]
     data = None if run.data is None else SequenceChunks(run.data, causal, run.mesh.piece, plan.cp, plan.pin_memory)
     return replace(run, objective=objective, loss_sum=partial(objective.total, run.model), data=data or run.data)
 
@@ -90,7 +89,7 @@ def _check_model(model: nn.Module, task: str | None, plan: Plan) -> None:
     """
     asked, config = f"plan: cp={plan.cp}", getattr(model, "config", None)
     if task not in ("causal-lm", "masked-lm"):
-        raise InputError(asked, f"a job of {task or 'its own'} has no loss of each position", "use cp: 1")
+        raise InputError(asked, f"a {task or 'custom'} job has no loss for each position", "use cp: 1")
     takes = inspect.signature(model.forward).parameters
     if (
         getattr(config, "_attn_implementation", None) != "sdpa"
@@ -99,13 +98,13 @@ def _check_model(model: nn.Module, task: str | None, plan: Plan) -> None:
     ):
         raise InputError(
             asked,
-            f"{type(model).__name__} does not take its attention from transformers' interface, and position_ids",
+            f"{type(model).__name__} does not use transformers' attention interface, or takes no position_ids",
             "use cp: 1, and tp or recompute for long sequences",
         )
     if any(map(_positions_depend_on_padding, model.modules())):
         raise InputError(
             asked,
-            f"{type(model).__name__} numbers positions by which tokens are padding, over the whole sequence",
+            f"{type(model).__name__} computes positions from the padding of the full sequence",
             "use cp: 1",
         )
     mixing = next((name for name, module in model.named_modules() if _mixes_positions(module)), None)
@@ -117,12 +116,12 @@ def _check_model(model: nn.Module, task: str | None, plan: Plan) -> None:
         share = getattr(config, name, 0.0)
         if share:
             raise InputError(
-                asked, f"the model drops attention's probabilities ({name}={share})", f"set model.{name}: 0.0"
+                asked, f"the model uses dropout on attention probabilities ({name}={share})", f"set model.{name}: 0.0"
             )
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if kinds != {"full_attention"} or window is not None:
-        raise InputError(asked, "the model's attention sees a window only, which a ring does not cut", "use cp: 1")
+        raise InputError(asked, "the model uses sliding-window attention, which a ring does not support", "use cp: 1")
 
 
 def _uses_attention_interface(model: nn.Module) -> bool:

@@ -51,7 +51,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     ring = 2 * (plan.replicas - 1) / plan.replicas * shrunk
     sums = message("gradients", ring, plan, machine, ("dp_replicate",), math.ceil(size / bucket), rounds=2)
     sent = None if plan.compressed_gradients == "powersgd" else Sent(1, min(bucket, size), always=False)
-    if plan.compressed_gradients == "bf16":  # each bucket's copy exists until all reductions are done
+    # each bucket's copy exists until all reductions are done
+    if plan.compressed_gradients == "bf16":
         ledger = replace(ledger, summed_bytes=shrunk)
     return replace(ledger, sent=sent, messages=(*ledger.messages, sums))
 

@@ -52,7 +52,8 @@ VARIANTS = (
     {"precision": "bf16-mixed", "float8": "rowwise"},
 )
 MULTIPLE = 16  # the sizes of a product in 8 bits must be multiples of it
-EMULATE = False  # True: multiply in fp32 after rounding to 8 bits, for devices without 8-bit units (tests)
+# True: multiply in fp32 after rounding to 8 bits, for devices without 8-bit units (tests)
+EMULATE = False
 
 
 def wanted(plan: Plan) -> bool:

@@ -50,7 +50,8 @@ from tightfit.target_device import kind_of
 
 FIELDS = ("loader_workers", "prefetch", "pin_memory", "non_blocking")
 VARIANTS = ({"loader_workers": 2},)
-WORKER_BYTES = 135 * 2**20  # private memory of a worker process; below, of the server that forks them
+# private memory of a worker process; below, of the server that forks them
+WORKER_BYTES = 135 * 2**20
 SERVER_BYTES = 63 * 2**20
 EXAMPLE = 3  # samples of an example batch
 MASK_MAKERS = ("create_causal_mask", "create_bidirectional_mask")
@@ -246,7 +247,8 @@ class StreamedData:
 
 
 def _ordered(source: Samples, job: Job, plan: Plan, part: tuple[int, int]) -> OrderedData:
-    share = job.data.held_out if isinstance(job.data, DataSpec) else 0.0  # a user's dataset is used for training only
+    # a user's dataset is used for training only
+    share = job.data.held_out if isinstance(job.data, DataSpec) else 0.0
     order = Order(len(source), share, job.train.seed)
     if job.train.evaluate_every and not order.evaluation:
         raise InputError(
@@ -339,12 +341,8 @@ class _StreamMicroBatches(IterableDataset[Any]):
 
 
 _END = None  # no batch is None
-_NOT_PICKLABLE = (
-    pickle.PicklingError,
-    AttributeError,
-    TypeError,
-    RuntimeError,
-)  # the last is raised by torch for a tensor with a graph
+# RuntimeError is torch's, for a tensor with a graph
+_NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)
 
 
 def _result_or_error(make: Callable[[], Any]) -> Any:
@@ -376,8 +374,8 @@ def _from_workers(dataset: Dataset[Any], keys: Iterable[Any] | None, plan: Plan)
         prefetch_factor=plan.prefetch,
         pin_memory=plan.pin_memory,
         multiprocessing_context=context,
-        generator=torch.Generator(),
-    )  # its own generator, so that the workers draw nothing from the training's
+        generator=torch.Generator(),  # its own, so that workers draw nothing from the training's
+    )
     try:
         for batch in _start_workers(loader, plan):
             if isinstance(batch, TightfitError):

@@ -50,16 +50,19 @@ from tightfit.plan import Plan
 from tightfit.target_device import kind_of
 
 ADDED = "final_logits_bias"  # the name of a buffer that BART and its relatives add to the logits
-Divided = tuple[int, dist.ProcessGroup]  # this shard's first class, and the group of devices that share the vocabulary
+# this shard's first class, and the group of devices that share the vocabulary
+Divided = tuple[int, dist.ProcessGroup]
 FIELDS = ("chunked_loss",)
 TRACED_FIELDS = ("chunked_loss",)
 VARIANTS = ({"chunked_loss": 5},)
-COMPILE_S = 5.0  # to generate the softmax kernel for CUDA, before the first step; used until it is measured
+# to generate the softmax kernel for CUDA, before the first step; used until it is measured
+COMPILE_S = 5.0
 CHUNK = 1024  # tokens: the fastest measured on a CPU; on CUDA the fewest with fast products
 MOST_TOKENS = 8192  # tokens of a chunk: longer chunks make no product faster
 CHUNK_BYTES = 512 * 2**20  # of the logits of a chunk
 SHARE_OF_DEVICE = 32  # a chunk's logits take at most 1/32 of a CUDA device's memory
-STEP, BYTES = 128, {"cpu": 4, "cuda": 2}  # a chunk is a multiple of STEP tokens; bytes per logit, in the usual type
+# a chunk is a multiple of STEP tokens; bytes per logit, in the usual type
+STEP, BYTES = 128, {"cpu": 4, "cuda": 2}
 WORTH_LEAVING = 0.9  # rows are skipped where fewer than this share count
 
 
@@ -202,7 +205,8 @@ class Head:
         except RuntimeError as error:
             if self.given is None or "must match the size" not in str(error):
                 raise
-            raise _changed() from error  # something as wide as the vocabulary was added to the hidden states
+            # something as wide as the vocabulary was added to the hidden states
+            raise _changed() from error
         finally:
             self.open = False
             if added is not None:
@@ -287,7 +291,8 @@ def find_head(objective: Objective, model: nn.Module) -> nn.Linear:
     return layer
 
 
-@torch.compiler.disable  # compiling gains nothing: it would unroll the loop, and all chunks would exist together
+# compiling gains nothing: it would unroll the loop, and all chunks would exist together
+@torch.compiler.disable
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -362,7 +367,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         *made, which = ctx.saved_tensors
-        scaled = [  # in place, which autograd tracks: a second backward through the same graph raises
+        # in place, which autograd tracks: a second backward through the same graph raises
+        scaled = [
             None if gradient is None else gradient.mul_(gradients[0]).to(dtype)
             for gradient, dtype in zip(made, ctx.types, strict=True)
         ]

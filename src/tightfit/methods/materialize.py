@@ -45,7 +45,8 @@ from tightfit.models.create import model_factory
 from tightfit.plan import Plan
 from tightfit.target_device import kind_of
 
-SLACK_BYTES = 2**20  # host memory for staged parameters other than the largest: biases and norms stay with their weight
+# host memory for staged parameters other than the largest: biases and norms stay with their weight
+SLACK_BYTES = 2**20
 CAST = (
     torch.float16,
     torch.bfloat16,
@@ -68,7 +69,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     held = sum(kept)
     if plan.zero == 3 and plan.materialize == "device":  # its shards, and one full parameter
         held = math.ceil(held / plan.shards) + max(kept, default=0)
-    if "parameters" in plan.offload and plan.materialize == "device":  # parameters stay in the store
+    # parameters stay in the store
+    if "parameters" in plan.offload and plan.materialize == "device":
         held = 0
     if plan.pp > 1 and plan.materialize == "device":
         pieces = pieces_of(plan, ledger.blocks)
@@ -103,9 +105,8 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
 def apply(run: Run, plan: Plan) -> Run:
     """Create the job's model as the plan says and put it into the run."""
     offloads = "parameters" in plan.offload
-    device = (
-        torch.device("cpu") if offloads else run.device
-    )  # offloaded parameters are sharded or copied to the device from there
+    # offloaded parameters are sharded or copied to the device from the CPU
+    device = torch.device("cpu") if offloads else run.device
     if plan.materialize == "device":
         divided = run.mesh if plan.zero == 3 else None
         mapped = offloads and not comes_and_goes(plan, kind_of(run.device))
@@ -149,12 +150,13 @@ def own_parameters(run: Run, plan: Plan) -> frozenset[int] | None:
     blocks = find_blocks(model, run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None)
     pieces, parameters = pieces_of(plan, len(blocks)), dict(model.named_parameters())
     small = SMALL * sum(parameter.numel() for parameter in parameters.values())
+    # small parameters outside the blocks may be used on another stage: known once the model exists
     own = {
         id(parameters[name])
         for name, places in places_of(model, blocks).items()
         if any(piece % plan.pp == run.mesh.rank("pp") for piece in pieces_with(places, pieces))
         or (parameters[name].numel() <= small and not any(0 <= place < len(blocks) for place in places))
-    }  # small parameters outside the blocks may be used on another stage: known once the model exists
+    }
     return frozenset(number for number, parameter in enumerate(created) if id(parameter) in own)
 
 
@@ -288,8 +290,10 @@ class _Staging(TorchFunctionMode):
         self.foreign: set[int] = set()
         self.device, self.dtype, self.divided = device, dtype, divided
         self.kept = WeakIdKeyDictionary()  # parameter -> its final dtype
-        self.placed = WeakIdKeyDictionary()  # placed parameter -> the device and dtype it was created in
-        self.staged: dict[int, nn.Parameter] = {}  # by id, as tensors compare by value; the most recently used is last
+        # placed parameter -> the device and dtype it was created in
+        self.placed = WeakIdKeyDictionary()
+        # by id, as tensors compare by value; the most recently used is last
+        self.staged: dict[int, nn.Parameter] = {}
 
     def __enter__(self) -> Self:
         self.hook = registration.register_module_parameter_registration_hook(self._on_register)
@@ -344,7 +348,8 @@ class _Staging(TorchFunctionMode):
     def _stage(self, parameter: nn.Parameter) -> None:
         if parameter in self.placed:
             device, dtype = self.placed.pop(parameter)
-            if id(parameter) in self.foreign:  # another rank's: its random numbers are drawn, its values are dropped
+            # another rank's: its random numbers are drawn, its values are dropped
+            if id(parameter) in self.foreign:
                 parameter.data = torch.empty(parameter.shape, dtype=dtype, device=device)
                 self.staged[id(parameter)] = parameter
                 return
@@ -356,9 +361,8 @@ class _Staging(TorchFunctionMode):
     def _place(self, parameter: nn.Parameter) -> None:
         del self.staged[id(parameter)]
         self.placed[parameter] = parameter.device, parameter.dtype
-        dtype = (
-            self.kept[parameter] if parameter.dtype in CAST else parameter.dtype
-        )  # else it was widened after its registration
+        # a parameter of another type was widened after its registration
+        dtype = self.kept[parameter] if parameter.dtype in CAST else parameter.dtype
         if id(parameter) in self.foreign:
             nothing = torch.zeros((), dtype=dtype, device=self.device)
             parameter.data = nothing.expand(parameter.shape)

@@ -30,7 +30,8 @@ from tightfit.methods.run import Run
 from tightfit.plan import Plan
 from tightfit.program import LINEAR
 
-CAPACITY_OF_ALL = {"nllb-moe"}  # transformers' models whose experts' capacity counts over a whole forward
+# transformers' models whose experts' capacity counts over a whole forward
+CAPACITY_OF_ALL = {"nllb-moe"}
 WORTH = 0.02  # share of the products' FLOPs; narrower layers are not mentioned
 FIELDS = ("micro_batch",)
 VARIANTS = ({"micro_batch": 3},)

@@ -93,14 +93,14 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     updates, parameters, training = ledger.updates, ledger.parameters, ledger.training
     trained = {parameter.name: parameter.bytes for parameter in parameters if parameter.trainable}
     whole, steps = part * sum(trained.values()), ledger.micro_batches
-    comes = dict.fromkeys(updates, 0)  # bytes copied to the device for each update, and below, those copied back
+    # bytes copied to the device for each update, and below, those copied back
+    comes = dict.fromkeys(updates, 0)
     leaves = dict.fromkeys(updates, 0)
     if "states" in plan.offload:
         size = part * sum(update.state_bytes for update in updates.values())
         moves += [("states", size, "update", way) for way in ("in", "out")]
-        held["states"] = sum(
-            2 * buffer_bytes(part * update.state_bytes / 2) for update in updates.values()
-        )  # mostly two moments
+        # mostly two moments per parameter
+        held["states"] = sum(2 * buffer_bytes(part * update.state_bytes / 2) for update in updates.values())
         if apart:  # a CPU updates them where they are mapped
             comes = {name: update.state_bytes for name, update in updates.items()}
             leaves = dict(comes)
@@ -214,10 +214,8 @@ class _Prefetch:
     def with_returns(self, stretches: list[Events]) -> list[Events]:
         """The events of consecutive stretches of backward, with the returning buffers added."""
         freed = [buffer for events in stretches for buffer, sign in events if sign < 0 and buffer in self.saved]
-        place, ahead = (
-            0,
-            deque[Buffer](),
-        )  # index of the next buffer to return; buffers that returned and are not used yet
+        # index of the next buffer to return; buffers that returned and are not used yet
+        place, ahead = 0, deque[Buffer]()
         found = []
         for events in stretches:
             edited: list[tuple[Buffer, int]] = []

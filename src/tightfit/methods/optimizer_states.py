@@ -61,7 +61,8 @@ VARIANTS = (
     {"update_in_backward": True},
 )
 
-CALL = 50  # an optimizer's call between the products of a backward takes as long as 50 launches of an operation
+# between the products of a backward, an optimizer's call takes as long as 50 launches
+CALL = 50
 COMPLEX = ("adamw", "sgd")  # optimizers that treat a complex number as two real ones, as torch's do
 
 
@@ -228,7 +229,8 @@ def optimizer_of(
     """
     check_complex(model, train, plan)
     optimizer: Optimizer = make_optimizer(model, train, plan.fused_optimizer, weights)
-    wide = plan.precision == "fp16-true"  # squares of gradients underflow in fp16, so its states are fp32
+    # squares of gradients underflow in fp16, so its states are fp32
+    wide = plan.precision == "fp16-true"
     if _updates_separately(plan, device):
         keep = store if "states" in plan.offload else None
         apart = store if brings(plan, device) else None
@@ -248,16 +250,16 @@ def check_complex(model: nn.Module, train: Train, plan: Plan) -> None:
     if train.optimizer not in COMPLEX:
         raise InputError(
             f"job: train.optimizer={train.optimizer}",
-            f"{found} it is defined for real ones",
+            f"{found} this optimizer is defined for real numbers only",
             f"use optimizer: {' or '.join(COMPLEX)}, or keep two real numbers for each (torch.view_as_complex)",
         )
     for asked, why, fix in (
-        (plan.fused_optimizer, "torch's fused kernels take real ones", "use fused_optimizer: false"),
-        (plan.is_true, "none are of 16 bits", "use precision: fp32 or bf16-mixed"),
-        (plan.states != "fp32", "narrow states are of real ones", "use states: fp32"),
+        (plan.fused_optimizer, "torch's fused kernels support real numbers only", "use fused_optimizer: false"),
+        (plan.is_true, "there are no 16-bit complex numbers", "use precision: fp32 or bf16-mixed"),
+        (plan.states != "fp32", "narrow states exist for real numbers only", "use states: fp32"),
         (
             plan.compressed_gradients == "powersgd",
-            "PowerSGD's products are of real ones",
+            "PowerSGD supports real numbers only",
             "use compressed_gradients: bf16 or none",
         ),
     ):

@@ -46,7 +46,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     size, states = ledger.gradient_bytes(), sum(update.state_bytes for update in ledger.updates.values())
     parameters = sum(parameter.bytes for parameter in ledger.parameters)
     updates = {name: replace(update, state_bytes=0) for name, update in ledger.updates.items()}
-    workers = plan.dp_replicate  # each sends its gradients and is sent the weights, one after another
+    # each sends its gradients and is sent the weights, one after another
+    workers = plan.dp_replicate
     through = replace(
         message("through the server", 2 * workers * size, plan, machine, ("dp_replicate",), 2 * workers), hides=False
     )

@@ -86,9 +86,8 @@ def apply(run: Run, plan: Plan) -> Run:
     places = placed(places_of(run.model, blocks), flow)
     trained = [places[name] for name, parameter in run.model.named_parameters() if parameter.requires_grad]
     refuse_idle_devices(plan, pieces, trained)
-    ends = {
-        name for name, where in places.items() if len(pieces_with(where, pieces)) > 1
-    }  # parameters used on the first device and on the last
+    # parameters used on the first device and on the last
+    ends = {name for name, where in places.items() if len(pieces_with(where, pieces)) > 1}
     passage = Passage(flow.returns, crossing(flow, plan, pieces), flow.shapes)
     divided = [dividing(block) for _, block in blocks]
     stubs = [

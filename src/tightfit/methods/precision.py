@@ -41,9 +41,10 @@ from tightfit.target_device import kind_of
 LARGEST_FP16 = 65504.0
 
 
+# operations that use tf32; attention's own kernels do not
 _PRODUCTS = frozenset(
     f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
-)  # operations that use tf32; attention's own kernels do not
+)
 FIELDS = ("precision", "loss_scale", "rounding")
 TRACED_FIELDS = ("precision",)
 VARIANTS = (
@@ -58,7 +59,8 @@ VARIANTS = (
 
 
 def wanted(plan: Plan) -> bool:
-    return True  # always set, because tf32 is a global setting that would otherwise carry over to the next run
+    # always set, because tf32 is a global setting that would otherwise carry over to the next run
+    return True
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
@@ -224,7 +226,8 @@ class LossScalerOnDevice(LossScaler):
     """
 
     def __init__(self, value: float, dynamic: bool, device: torch.device, patience: int = 2000) -> None:
-        self._numbers = torch.zeros(3, dtype=torch.float64, device=device)  # value, skipped, finite steps
+        # value, skipped, finite steps
+        self._numbers = torch.zeros(3, dtype=torch.float64, device=device)
         self._fixed = None if dynamic else float(value)
         super().__init__(value, dynamic, patience)
 
@@ -254,7 +257,8 @@ class LossScalerOnDevice(LossScaler):
         self._set(2, steps)
 
     def _set(self, place: int, number: float) -> None:
-        self._numbers = self._numbers.clone()  # a new tensor, because a step may still use the old one
+        # a new tensor, because a step may still use the old one
+        self._numbers = self._numbers.clone()
         self._numbers[place].fill_(number)
 
     @property

@@ -95,7 +95,8 @@ def apply(run: Run, plan: Plan) -> Run:
                 total = run.loss_sum(batch)
             except FAILURES as error:
                 if not _is_unrelated(error):
-                    for end in ends:  # the failure may come from passing a segment's output in place of one block's
+                    # the failure may come from passing a segment's output in place of one block's
+                    for end in ends:
                         end()
                 raise
             for end in ends:

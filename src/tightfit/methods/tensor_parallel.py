@@ -98,7 +98,9 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     wait for.
     """
     n, samples, times = plan.tp, ledger.micro_batch, ledger.micro_batches
-    ring = {  # share of an operation's accessed bytes that a device sends (a tensor written in place counts twice)
+    # the share of an operation's accessed bytes that a device sends; a tensor that is written in
+    # place counts twice, as argument and as result
+    ring = {
         "c10d.allreduce_": 2 * (n - 1) / (2 * n),
         "c10d._allgather_base_": (n - 1) / (2 * n + 1),
         "c10d._reduce_scatter_base_": (n - 1) / (n + 2),
@@ -161,9 +163,8 @@ def _vocabulary_head(run: Run, plan: Plan, table: dict[str, str]) -> nn.Linear |
     if not isinstance(head, nn.Linear) or run.objective.logits is None or run.job.loss is not None:
         return None
     name = next(name for name, module in run.model.named_modules() if module is head)
-    shardable = (
-        (None, "colwise") if plan.chunked_loss is None else (None, "colwise", GATHERED)
-    )  # nothing else reads the logits
+    # with a chunked loss, nothing else reads the gathered logits
+    shardable = (None, "colwise") if plan.chunked_loss is None else (None, "colwise", GATHERED)
     return head if _style(table, name) in shardable else None
 
 

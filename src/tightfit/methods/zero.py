@@ -78,12 +78,14 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         beside = updated.hides and gathers_beside(plan)
         messages.append(replace(updated, hides=beside, at_start=_at_start(ledger, bucket) / size if beside else 0.0))
         buffered = [p.bytes for p in ledger.parameters if p.trainable and not goes_in_place(p.bytes, pieces)]
-        at_once = machine.device == "cpu"  # on a GPU, the stream reuses one bucket's memory for the next
+        # on a GPU, the stream reuses one bucket's memory for the next
+        at_once = machine.device == "cpu"
         coming = float(sum(buffered)) if at_once else min(bucket, size)
         stays = at_once and gathers_beside(plan)
         ledger = replace(ledger, sent=Sent(pieces, min(bucket, size), plan.zero == 2, coming, stays))
     else:
-        known = [p for p in ledger.parameters if p.places != EVERYWHERE]  # buffers are excluded: they stay replicated
+        # buffers are excluded: they stay replicated
+        known = [p for p in ledger.parameters if p.places != EVERYWHERE]
         refuse_what_stays_whole(((p.name, len(p.shape), p.places) for p in known), ledger.blocks, plan)
         narrow = narrow_names(ledger)
         gathered = sum(gathered_bytes(p, narrow) for p in ledger.parameters if p.trainable)
