@@ -70,7 +70,7 @@ def apply(run: Run, plan: Plan) -> Run:
     if getattr(config, "_attn_implementation", None) != "sdpa":
         raise InputError(
             "plan: attention=blocked",
-            f"{type(run.model).__name__} does not take its attention from transformers' interface",
+            f"{type(run.model).__name__} does not use transformers' attention interface",
             "use attention: sdpa",
         )
     register()
@@ -196,8 +196,10 @@ def hidden(rows: int, like: Tensor) -> Tensor:
 
 
 def views(kept: Tensor, groups: int, length: int, causal: bool) -> Iterator[Tensor]:
-    """Each block's probabilities, (groups, queries, keys), as views of the one tensor that holds
-    them all.
+    """Each block's probabilities, (groups, queries, keys), as views of `saved_probabilities`, which
+    holds those of all blocks.
+
+    groups: batch x heads.
     """
     offset = 0
     for start, end, keys in blocks(length, causal):

@@ -55,8 +55,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """
     sends = [
         operation
-        for passage in ledger.training
-        for operation in passage.timeline.operations
+        for segment in ledger.training
+        for operation in segment.timeline.operations
         if operation.name == "c10d.send"
     ]
     samples, times = ledger.micro_batch, ledger.micro_batches

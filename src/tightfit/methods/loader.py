@@ -139,8 +139,8 @@ class OrderedData:
     """The `Data` of a dataset with random access. It yields samples in the order of `order`,
     whatever the number of workers.
 
-    part  (number, count): this data rank, and the number of data ranks that share each step's
-          samples
+    data_rank  (number, count): this data rank, and the number of data ranks that share each step's
+               samples
     """
 
     source: Samples

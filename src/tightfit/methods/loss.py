@@ -151,11 +151,11 @@ def _vocabulary_shard(run: Run) -> Divided | None:
 class Head:
     """A model's last linear layer, whose matrix product can be skipped during a forward.
 
-    layer    the linear layer
-    model    the model, whose buffer may be added to the logits
-    open     whether the product is skipped at the moment
-    given    the hidden states that the layer received in the last such forward
-    checked  whether the model was seen to return them unchanged
+    layer          the linear layer
+    model          the model, which may have a buffer that it adds to the logits
+    skips_product  whether the product is skipped at the moment
+    hidden_states  the layer's input in the last such forward
+    checked        whether the model was seen to return this input unchanged
     """
 
     layer: nn.Linear
@@ -165,7 +165,7 @@ class Head:
     checked: bool = False
 
     def attach(self) -> None:
-        """Replace the layer's forward by one that returns its input while `open` is set."""
+        """Replace the layer's forward by one that returns its input while `skips_product` is set."""
         product = self.layer.forward
 
         def forward(hidden: Tensor) -> Tensor:
@@ -306,14 +306,15 @@ def linear_cross_entropy(
     """The cross entropy of `hidden @ weight.T + bias`, summed over the targets that count, `chunk`
     rows at a time.
 
-    hidden    (tokens, width)
-    weight    (vocabulary, width)
-    bias      (vocabulary) or None
-    targets   (tokens), with IGNORED where a token does not count
-    divided   weight and bias are this device's shard of the vocabulary; the gradient of hidden is
-              then this shard's part of a sum over the devices
-    labelled  how many targets count, as the host knows it. Where many do not, their rows are
-              skipped, without waiting for the device. None: all rows are computed
+    hidden            (tokens, width)
+    weight            (vocabulary, width)
+    bias              (vocabulary) or None
+    targets           (tokens), with IGNORED where a token does not count
+    kernels           which kernels compute a chunk
+    vocabulary_shard  set where weight and bias are this device's shard of the vocabulary; the
+                      gradient of hidden is then this shard's part of a sum over the devices
+    labelled          how many targets count, as the host knows it. Where many do not, their rows
+                      are skipped, without waiting for the device. None: all rows are computed
 
     Products run in autocast's type, or in that of `hidden`; the softmax and the sum run in fp32.
     Returns an fp32 scalar.

@@ -47,11 +47,8 @@ from tightfit.target_device import kind_of
 
 # host memory for staged parameters other than the largest: biases and norms stay with their weight
 SLACK_BYTES = 2**20
-CAST = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-)  # types that may be cast; a 64-bit tensor was widened for a reason
+# types that may be cast; a 64-bit tensor was widened for a reason
+CAST = (torch.float16, torch.bfloat16, torch.float32)
 FIELDS = ("materialize",)
 VARIANTS = ({"materialize": "device"},)
 
@@ -99,6 +96,7 @@ def wanted(plan: Plan) -> bool:
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
+    """Create the model on the device."""
     yield Default("materialize", "device", "the model is created where and as it is used")
 
 
@@ -166,7 +164,8 @@ def weights_dtype(plan: Plan) -> torch.dtype:
 
 
 def kept_dtype(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The type of one parameter or buffer of `module` in a model whose weights are `dtype`.
+    """The type in which a parameter or buffer of `module` is stored, in a model whose weights are
+    `dtype`.
 
     Only floating-point tensors of up to 32 bits are cast. Two kinds stay in fp32, because 16 bits
     would lose their purpose: the frequencies of rotary embeddings, which are multiplied by
@@ -202,12 +201,13 @@ def create_on_device(
     """Create the model on `device` in `dtype`. Host memory holds about one fp32 parameter at any
     time.
 
-    model    a ModelSpec or a callable that returns the model
-    divided  the mesh over which each parameter is sharded, as in ZeRO stage 3: only this device's
-             shard is kept, so no device ever holds the full model (None: no sharding)
-    own      the parameters whose values are kept, numbered in the order of creation; the others
-             keep only their shape (None: all)
-    put      a function that moves values into another memory, where they are stored (None: not)
+    model         a ModelSpec or a callable that returns the model
+    mesh          the mesh over which each parameter is sharded, as in ZeRO stage 3: only this
+                  device's shard is kept, so no device ever holds the full model (None: no sharding)
+    owned         the parameters whose values are kept, numbered in the order of creation; the
+                  others keep only their shape (None: all)
+    store_values  a function that moves values into another memory and returns them there (None:
+                  they stay on the device)
 
     Under torch.device("meta"), tensors stay on the meta device and are only cast. The same holds
     under FakeTensorMode, except where torch itself mixes modes (a deepcopy in the constructor).

@@ -169,27 +169,27 @@ def _offload_activations(
     """
     saved = {
         buffer
-        for passage in training
-        if passage.phase == "backward"
-        for buffer, sign in passage.timeline.events
+        for segment in training
+        if segment.phase == "backward"
+        for buffer, sign in segment.timeline.events
         if sign < 0 and buffer.row == "activations" and buffer.size.at(samples) > SMALL
     }
-    for passage in training:
-        if passage.phase == "backward":  # allocated in backward, as in a recomputation
-            saved.difference_update(passage.timeline.born)
+    for segment in training:
+        if segment.phase == "backward":  # allocated in backward, as in a recomputation
+            saved.difference_update(segment.timeline.born)
     size, largest = 0.0, 0.0
     forward: list[Passage] = []
-    for passage in training:
-        timeline = passage.timeline
+    for segment in training:
+        timeline = segment.timeline
         leaving: list[Buffer] = []
-        if passage.phase == "forward":
+        if segment.phase == "forward":
             gone = timeline.gone
             leaving = [buffer for buffer in timeline.born if buffer in saved and buffer not in gone]
             sizes = [buffer.size.at(samples) for buffer in leaving]
             size, largest = size + sum(sizes), max(largest, *sizes, 0.0)
         events = (*timeline.events, *((buffer, -1) for buffer in leaving))
-        forward.append(replace(passage, timeline=replace(timeline, events=events)))
-    backward = [number for number, passage in enumerate(forward) if passage.phase != "forward"]
+        forward.append(replace(segment, timeline=replace(timeline, events=events)))
+    backward = [number for number, segment in enumerate(forward) if segment.phase != "forward"]
     stretches = [forward[number].timeline.events for number in backward]
     if not apart:
         found = [tuple(event for event in events if event[0] not in saved) for events in stretches]

@@ -59,11 +59,12 @@ def wanted(plan: Plan) -> bool:
     return plan.pp > 1
 
 
+# tried by search, the fastest first: more stages per device mean less idle time and more memory
 SCHEDULES: tuple[dict[str, Any], ...] = (
     {"schedule": "interleaved", "virtual_stages": 4},
     {"schedule": "interleaved", "virtual_stages": 2},
     {},
-)  # tried by search, the fastest first: more stages per device mean less idle time and more memory
+)
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
@@ -88,10 +89,10 @@ def apply(run: Run, plan: Plan) -> Run:
     refuse_idle_devices(plan, pieces, trained)
     # parameters used on the first device and on the last
     ends = {name for name, where in places.items() if len(pieces_with(where, pieces)) > 1}
-    passage = Passage(flow.returns, crossing(flow, plan, pieces), flow.shapes)
+    state = Passage(flow.returns, crossing(flow, plan, pieces), flow.shapes)
     divided = [dividing(block) for _, block in blocks]
     stubs = [
-        Elsewhere(number, passage, block, one.elsewhere if one else None, hooks)
+        Elsewhere(number, state, block, one.elsewhere if one else None, hooks)
         for number, ((_, block), one, hooks) in enumerate(zip(blocks, divided, flow.hooks, strict=True))
     ]
     kept = {number: block for piece in own for number, (_, block) in enumerate(blocks) if number in pieces[piece]}
@@ -107,7 +108,7 @@ def apply(run: Run, plan: Plan) -> Run:
             parent._modules[child] = stubs[number]
     kind = PipeDream if plan.schedule == "pipedream" else Pipeline
     shared, stale = frozenset(ends & mine), overwritten_elsewhere(flow, pieces, own)
-    stages = kind(run.mesh, plan, pieces, own, passage, slots, kept, stubs, shared, stale)
+    stages = kind(run.mesh, plan, pieces, own, state, slots, kept, stubs, shared, stale)
     slices = {name: cut for name, cut in run.slices.items() if name in mine}
     if stages.deferred is not None:
         stages.deferred.attach(run.model)

@@ -117,22 +117,22 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 @lru_cache(16)  # cached, because a replay identifies timelines by identity
-def _in_tf32(passages: tuple[Passage, ...]) -> tuple[Passage, ...]:
-    return _retyped(passages, lambda one: one.name in _PRODUCTS and one.dtype == "float32", "tf32")
+def _in_tf32(segments: tuple[Passage, ...]) -> tuple[Passage, ...]:
+    return _retyped(segments, lambda one: one.name in _PRODUCTS and one.dtype == "float32", "tf32")
 
 
 @lru_cache(16)
-def _in_fp16(passages: tuple[Passage, ...]) -> tuple[Passage, ...]:
-    return _retyped(passages, lambda one: one.dtype == "bfloat16", "float16")
+def _in_fp16(segments: tuple[Passage, ...]) -> tuple[Passage, ...]:
+    return _retyped(segments, lambda one: one.dtype == "bfloat16", "float16")
 
 
-def _retyped(passages: tuple[Passage, ...], which: Callable[[Operation], bool], dtype: str) -> tuple[Passage, ...]:
+def _retyped(segments: tuple[Passage, ...], which: Callable[[Operation], bool], dtype: str) -> tuple[Passage, ...]:
     """The segments with `dtype` as the type of the operations for which `which` holds."""
     known: dict[Timeline, Timeline] = {}
-    for timeline in dict.fromkeys(passage.timeline for passage in passages):
+    for timeline in dict.fromkeys(segment.timeline for segment in segments):
         done = (replace(one, dtype=dtype) if which(one) else one for one in timeline.operations)
         known[timeline] = replace(timeline, operations=tuple(done))
-    return tuple(replace(passage, timeline=known[passage.timeline]) for passage in passages)
+    return tuple(replace(segment, timeline=known[segment.timeline]) for segment in segments)
 
 
 def apply(run: Run, plan: Plan) -> Run:

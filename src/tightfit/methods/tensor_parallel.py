@@ -109,7 +109,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         "_c10d_functional.reduce_scatter_tensor": (n - 1) / (n + 1),
     }
     calls = [
-        operation for passage in ledger.training for operation in passage.timeline.operations if operation.name in ring
+        operation for segment in ledger.training for operation in segment.timeline.operations if operation.name in ring
     ]
     sent = sum(ring[one.name] * one.moved.at(samples) * one.count.at(samples) for one in calls)
     sums = sum(one.count.at(samples) for one in calls if "allreduce" in one.name or "all_reduce" in one.name)

@@ -113,7 +113,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def gathers_beside(plan: Plan) -> bool:
-    """Whether stages 1 and 2 gather updated weights while the next forward runs.
+    """Whether the gathers of updated weights in stages 1 and 2 overlap with the next forward.
 
     Not where the whole model is one compiled region, inside which nothing can wait. Nor in a
     pipeline: its ranks start at different times, so that all would wait for what one of them waits
@@ -196,9 +196,8 @@ class Rows:
         self.mesh, self.always = mesh, plan.zero == 2
         self.rows = Scattered(parameters, mesh.group("dp_shard"), replicas)
         in_place, group = kind_of(mesh.device) == "cpu", mesh.group("dp_shard")
-        if (
-            in_place and mesh.lines["layers"].size() == group.size()
-        ):  # a group of its own, or the step's collectives would wait behind all gathers
+        # gathers need a group of their own: a step's collectives would wait behind all of them
+        if in_place and mesh.lines["layers"].size() == group.size():
             group = mesh.lines["layers"]
         self.gathers = Gathers(self.rows, blocks, group, in_place, mesh.device)
         if blocks:
