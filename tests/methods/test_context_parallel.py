@@ -115,10 +115,10 @@ def test_what_goes_around_is_keys_and_values_and_their_gradients() -> None:
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (cases.VIT, "no loss of each position"),
-        (cases.T5, "no loss of each position"),
+        (cases.VIT, "no loss for each position"),
+        (cases.T5, "no loss for each position"),
         ({**cases.GPT2, "attn_pdrop": 0.1}, "attn_pdrop: 0.0"),
-        ({**cases.BERT, "architecture": "roberta", "pad_token_id": 1}, "numbers positions"),
+        ({**cases.BERT, "architecture": "roberta", "pad_token_id": 1}, "computes positions from the padding"),
         ({**cases.LLAMA, "architecture": "mistral", "sliding_window": 8}, "window"),
     ],
 )

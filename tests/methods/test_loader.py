@@ -304,4 +304,4 @@ def test_a_mask_that_hides_nothing_is_left_out_on_the_host(
 
 
 def test_a_model_of_the_users_own_keeps_its_mask() -> None:
-    assert not loader._does_without(torch.nn.Linear(2, 2), Plan())
+    assert not loader._optional_masks(torch.nn.Linear(2, 2), Plan())

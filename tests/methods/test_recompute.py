@@ -293,7 +293,7 @@ class WritesToItsInput(Net):
 @pytest.mark.parametrize("recompute", ["full", "selective", "every-2", "sqrt"])
 def test_a_block_that_writes_to_what_it_is_given_is_refused(recompute: str) -> None:
     assert gradients(build("none", WritesToItsInput))
-    with pytest.raises(InputError, match="from which it would be computed again"):
+    with pytest.raises(InputError, match="from which it would be recomputed"):
         gradients(build(recompute, WritesToItsInput))
 
 

@@ -252,11 +252,11 @@ def refusal(model: Any, fields: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("model", "fields", "words"),
     [
-        (cases.T5, {"tp": 2, "sequence_parallel": True}, "sequences of their own"),
+        (cases.T5, {"tp": 2, "sequence_parallel": True}, "two different sequences"),
         (
             {**cases.LLAMA, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48},
             {"tp": 2},
-            "cannot share",
+            "do not divide evenly",
         ),
         ({**cases.LLAMA, "tensor_parallel": {"*.mlp.up": "sideways"}}, {"tp": 2}, "unknown way"),
         ({**cases.LLAMA, "tensor_parallel": {"*.mlp.sideways": "colwise"}}, {"tp": 2}, "no module of the model"),

@@ -1,8 +1,12 @@
-"""METHODS: every technique once, in the order in which they compose. Build folds `apply` over it.
+"""METHODS lists every technique once, in the order in which the techniques compose.
 
-Each room has a card (its docstring), `wanted(plan)`, `apply(run, plan) -> run` and VARIANTS, the plan fields that turn
-it on, which the contract tests try alone and in pairs. A method that a plan does not
-want is absent, not disabled; the rooms that make what every run needs (a model, data, an optimizer) always take part.
+The planner runs `cost` of each module in this order to estimate a plan. The engine's build runs
+`apply` in the same order to construct the run.
+
+Each method module has a docstring, `enabled(plan)`, `apply(run, plan) -> run` and VARIANTS: the
+plan fields that turn it on, which the contract tests try alone and in pairs. A method that a plan
+does not enable is absent from the run, not merely switched off. Modules that create what every run
+needs (a model, data, an optimizer) are always enabled.
 """
 
 from __future__ import annotations
@@ -33,22 +37,22 @@ from tightfit.methods import (
 # fmt: off
 METHODS: tuple[ModuleType, ...] = (
     allocator,         # first: it decides how every later byte is allocated
-    materialize,       # the model, in the precision its weights are kept in; all below edit its modules
-    loader,            # the data; its length and shapes are asked for below
-    microbatch,        # corrects BatchNorm on plain modules
-    attention,         # chosen by the model's configuration, before anything wraps a block
-    context_parallel,  # in its place; after the data and before the loss, which it cuts by positions
-    tensor_parallel,   # cuts modules, before anything wraps or replaces them
+    materialize,       # creates the model in its weights' precision; all methods below edit its modules
+    loader,            # creates the data; methods below read its length and shapes
+    microbatch,        # corrects BatchNorm's momentum on plain modules
+    attention,         # set in the model's configuration, before anything wraps a block
+    context_parallel,  # replaces attention; after the data, which it shards by positions, and before the loss
+    tensor_parallel,   # shards modules, before anything wraps or replaces them
     float8,            # replaces linear layers while they are plain, before anything wraps a block
-    loss,              # swaps the head's product before anything wraps it
+    loss,              # replaces the head's matrix product before anything wraps it
     recompute,         # wraps blocks; before compile, so that the recomputation is compiled too
-    compile,           # sees the loss and the recomputation, and is entered under autocast
+    compile,           # compiles the loss and the recomputation; runs under autocast
     precision,         # around the compiled function: autocast and loss scaling
-    offload,           # around the forward, before what divides it
-    pipeline,          # divides the blocks that all above has changed
-    data_parallel,     # watches the gradients of the final parameters
-    parameter_server,  # in its place
-    zero,              # the same, and divides what the optimizer will hold
+    offload,           # wraps the forward, before the methods that shard the model
+    pipeline,          # distributes the blocks that all methods above have changed
+    data_parallel,     # hooks the gradients of the final parameters
+    parameter_server,  # takes the place of data parallelism
+    zero,              # hooks gradients too, and shards what the optimizer will hold
     optimizer_states,  # last: needs the final parameters, and the data's length for its schedule
 )
 # fmt: on

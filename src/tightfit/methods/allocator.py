@@ -1,19 +1,23 @@
-"""Allocator: memory that was freed is kept and used again, in pages as large as the system has; or, on a processor, given back
-at once (lean), so that the process takes no more than its tensors.
+"""Keeps freed memory in the process and reuses it, instead of fetching it from the operating system
+at every step. On a CPU, `lean` does the opposite: it returns freed memory at once, so that the
+process takes no more than its tensors.
 
-Saves   time: on CPU glibc hands large blocks back to the kernel and fetches (and zeroes) them anew at every step;
-        on CUDA it saves memory, as expandable segments leave fewer holes.
-Costs   on CPU the process keeps its largest size until it ends, and the holes that other sizes leave (many where
-        parameters come and go). Small blocks are kept in no caches, so that large ones fit where they lay (a quarter
-        less where much is recomputed). lean leaves no holes, and fetches every block anew.
-When    tuned always, lean where memory is what is short; whatever the user's environment says of the allocator wins.
-Order   first: it decides how every later byte is allocated.
-Source  glibc manual, "Malloc Tunable Parameters" (mallopt, glibc.malloc.hugetlb); PyTorch, "CUDA semantics",
-        expandable_segments.
+Saves   time: on CPU, glibc returns large blocks to the kernel and fetches (and zeroes) them again
+        at every step; on CUDA it saves memory, because expandable segments leave fewer holes.
+Costs   on CPU, the process keeps its largest size until it ends, and the holes between blocks of
+        different sizes (many where parameters are gathered and freed). glibc's caches of small
+        blocks are off, so that large blocks fit where small ones were freed (a quarter less memory
+        where much is recomputed). `lean` leaves no holes, but fetches every block anew.
+When    `tuned` always, `lean` where memory is short. Allocator settings in the user's environment
+        always take precedence.
+Order   first: it decides how all later memory is allocated.
+Source  glibc manual, "Malloc Tunable Parameters" (mallopt, glibc.malloc.hugetlb); PyTorch, "CUDA
+        semantics", expandable_segments.
 
-What can be changed in a running process is changed here; huge pages for all of glibc's memory, and no caches, have to be
-asked for before the process starts, which the command line does (`engine/launch.py`). A program of your own that trains
-within a limit on memory should be started with the same GLIBC_TUNABLES: what is predicted of `tuned` supposes them.
+This module changes the settings that a running process can change. Huge pages for all of glibc's
+memory, and the absence of caches, must be requested before the process starts; the command line
+does so (`engine/launch.py`). Start your own program with the same GLIBC_TUNABLES if it trains
+within a memory limit: the predictions for `tuned` assume them.
 """
 
 from __future__ import annotations
@@ -35,14 +39,14 @@ from tightfit.plan import Plan
 
 FIELDS = ("allocator",)
 VARIANTS = ({"allocator": "tuned"}, {"allocator": "lean"})
-MAPPED = 2**20  # bytes from which a lean allocator maps each block by itself
+MAPPED = 2**20  # bytes; the lean allocator maps blocks of this size and above individually
 
 # mallopt's parameters, from malloc.h
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -3, -4, -8
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """No large block is fetched from the operating system, and zeroed, twice; or every block is."""
+    """tuned: large blocks are fetched and zeroed by the operating system once. lean: every time."""
     return replace(ledger, keeps_memory=True) if plan.allocator == "tuned" else replace(ledger, mapped_from=MAPPED)
 
 
@@ -55,6 +59,7 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
 
 
 def apply(run: Run, plan: Plan) -> Run:
+    """Set the allocator of this process. Does nothing where the environment already has settings."""
     if run.device.type == "cuda":
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
@@ -66,17 +71,23 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc not to give freed memory back nor to map large blocks one by one; False where there is no glibc."""
-    return _told((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26))
+    """Tell glibc to keep freed memory and not to map large blocks individually.
+
+    Returns whether all settings were accepted: False where there is no glibc.
+    """
+    return _set_mallopt((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26))
 
 
 def give_back_freed_memory() -> bool:
-    """Tell glibc to map every large block by itself, so that it goes back when it is freed, and to use one heap for all
-    threads; False where there is no glibc."""
-    return _told((M_MMAP_MAX, 2**20), (M_MMAP_THRESHOLD, MAPPED), (M_TRIM_THRESHOLD, MAPPED), (M_ARENA_MAX, 1))
+    """Tell glibc to map every large block by itself and to use one heap for all threads.
+
+    A block that is mapped by itself returns to the operating system when it is freed. Returns
+    whether all settings were accepted: False where there is no glibc.
+    """
+    return _set_mallopt((M_MMAP_MAX, 2**20), (M_MMAP_THRESHOLD, MAPPED), (M_TRIM_THRESHOLD, MAPPED), (M_ARENA_MAX, 1))
 
 
-def _told(*settings: tuple[int, int]) -> bool:
+def _set_mallopt(*settings: tuple[int, int]) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:

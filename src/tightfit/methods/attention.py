@@ -1,14 +1,22 @@
-"""Attention in blocks of queries: plain matrix products and softmax in place of torch's fused kernel.
+"""Computes attention on CPUs in blocks of queries, with plain matrix products and softmax, because
+that is faster there than PyTorch's fused attention kernel.
 
-Saves   time on processors, whose fused kernel reaches a small part of the rate of their matrix products in training;
-        blocks of queries skip the keys that a causal mask hides.
-Costs   the probabilities, kept for backward: batch x heads x length^2 numbers (5/8 of them where causal, at 4 blocks).
-        Scores are rounded to the type of the products before the softmax, as in attention written by hand.
-When    on a CPU, for sequences up to about a thousand. Never on CUDA, whose fused kernels are faster and keep nothing.
-Order   before anything wraps a block: it is chosen by the model's configuration.
+Saves   time on CPUs, where the fused kernel reaches only a small part of the rate of matrix
+        products in training; with a causal mask, each block of queries skips the keys that the mask
+        hides.
+Costs   the probabilities are saved for backward: batch x heads x length^2 numbers (5/8 of them
+        where causal, with 4 blocks). Scores are rounded to the type of the products before the
+        softmax, as in attention written by hand.
+When    on a CPU, for sequences up to about a thousand tokens. Never on CUDA: its fused kernels are
+        faster and save no probabilities.
+Order   before anything wraps a block: it is set in the model's configuration.
 Source  the causal blocks of Dao et al. 2022, arXiv:2205.14135, without their tiling of the keys.
 
-Works on models that take their attention from transformers' interface; with dropout inside attention they keep sdpa.
+It works on models that use transformers' attention interface. With dropout inside attention, a
+model keeps sdpa.
+
+Example: 256 tokens with a causal mask make 4 blocks of 64 queries, which see 64, 128, 192 and 256
+keys. The blocks compute 64 x 640 = 40,960 probabilities in place of 65,536: 5/8.
 """
 
 from __future__ import annotations
@@ -35,7 +43,7 @@ TRACED_FIELDS = ("attention",)
 VARIANTS = ({"attention": "blocked"},)
 NAME = "tightfit_blocked"
 ROWS = 64  # queries in a block
-SHORT = 1024  # tokens up to which blocks are faster than the fused kernel on a CPU
+SHORT = 1024  # tokens; up to this length, blocks are faster than the fused kernel on a CPU
 
 
 def wanted(plan: Plan) -> bool:
@@ -43,7 +51,7 @@ def wanted(plan: Plan) -> bool:
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
-    """Blocked attention on CPUs, for causal language models of transformers and short sequences."""
+    """Blocked attention on CPUs, for transformers' causal language models with short sequences."""
     sequence = job.data.sequence_length if isinstance(job.data, DataSpec) else 0
     of_transformers = isinstance(job.model, ModelSpec) and job.model.python is None
     if machine.device == "cpu" and of_transformers and task_of(job.model) == "causal-lm" and sequence <= SHORT:
@@ -55,11 +63,14 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def apply(run: Run, plan: Plan) -> Run:
+    """Set the model's attention implementation. Raises InputError for a model without transformers'
+    attention interface.
+    """
     config: Any = getattr(run.model, "config", None)
     if getattr(config, "_attn_implementation", None) != "sdpa":
         raise InputError(
             "plan: attention=blocked",
-            f"{type(run.model).__name__} does not take its attention from transformers' interface",
+            f"{type(run.model).__name__} does not use transformers' attention interface",
             "use attention: sdpa",
         )
     register()
@@ -68,7 +79,9 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 def register() -> None:
-    """Make the kernel known to transformers under NAME, with its mask: none where causality is all there is to mask."""
+    """Register the attention function with transformers under NAME, with a mask function that
+    returns None where the mask is causal only.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
@@ -76,7 +89,9 @@ def register() -> None:
 
 
 def mask_unless_causal(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask of sdpa, or None where it would say causal (or, for an encoder, everything) and nothing else."""
+    """The mask that sdpa would use, or None where that mask is purely causal (or, for an encoder,
+    hides nothing).
+    """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
     plain = kwargs.get("mask_function") in (None, causal_mask_function, bidirectional_mask_function)
@@ -97,7 +112,11 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: (batch, heads, length, width) in, (batch, length, heads, width) out."""
+    """transformers' attention function.
+
+    query, key and value are (batch, heads, length, width); returns (batch, length, heads, width)
+    and None.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     alike = query.shape[2:] == key.shape[2:] == value.shape[2:]
@@ -119,20 +138,23 @@ def attend(
 
 
 def additive(mask: Tensor, query: Tensor) -> Tensor:
-    """The mask as numbers to add to scores: four dims, each of them as large as the scores' or 1."""
+    """The mask as numbers to add to the scores: 4 dims, each of the scores' size or 1."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
     return mask.to(query.dtype)[(None,) * (4 - mask.dim())]
 
 
 def blocks(length: int, causal: bool) -> Iterator[tuple[int, int, int]]:
-    """(first query, end of the queries, end of the keys that they see) of each block."""
+    """For each block: its first query, the end of its queries, and the end of the keys that they
+    see.
+    """
     for start in range(0, length, ROWS):
         end = min(start + ROWS, length)
         yield start, end, end if causal else length
 
 
 def probability_count(length: int, causal: bool) -> int:
+    """The number of probabilities of all blocks, for one head of one sample."""
     return sum((end - start) * keys for start, end, keys in blocks(length, causal))
 
 
@@ -140,11 +162,14 @@ def probability_count(length: int, causal: bool) -> int:
 def blocked_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """softmax(query @ key^T + bias) @ value, and the probabilities, block after block.
+    """softmax(query @ key^T + bias) @ value, and the probabilities, one block of queries at a time.
 
-    query (already scaled), key, value (batch, heads, length, width); bias (batch, heads, length, length), 1 in place of any
-    of these, or None.
-    Returns (batch, heads, length, width) and (batch x heads, numbers of all blocks).
+    query (already scaled), key, value  (batch, heads, length, width)
+    bias    (batch, heads, length, length), where any of these may be 1; or None
+    causal  whether a query sees only the keys up to its own position
+
+    Returns the output (batch, heads, length, width) and the probabilities of all blocks (batch x
+    heads, count).
     """
     batch, heads, length, width = query.shape
     query, key, value = (part.reshape(batch * heads, length, width) for part in (query, key, value))
@@ -166,12 +191,16 @@ def blocked_attention(
 
 
 def hidden(rows: int, like: Tensor) -> Tensor:
-    """(rows, rows) with -inf above the diagonal."""
+    """A (rows, rows) matrix with -inf above the diagonal, and 0 elsewhere."""
     return torch.full((rows, rows), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
 
 
 def views(kept: Tensor, groups: int, length: int, causal: bool) -> Iterator[Tensor]:
-    """The probabilities of each block, (groups, queries, keys), within the one tensor that holds them all."""
+    """Each block's probabilities, (groups, queries, keys), as views of `saved_probabilities`, which
+    holds those of all blocks.
+
+    groups: batch x heads.
+    """
     offset = 0
     for start, end, keys in blocks(length, causal):
         size = groups * (end - start) * keys
@@ -197,29 +226,32 @@ def blocked_attention_backward(
     causal: bool,
     bias: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, each (batch, heads, length, width), from the kept probabilities; and that of a bias of
-    the given shape, empty for None."""
+    """The gradients of query, key, value and bias, computed from the saved probabilities.
+
+    The first three are (batch, heads, length, width). `bias` is the shape of the bias whose
+    gradient is computed; with None, the fourth result is empty.
+    """
     batch, heads, length, width = query.shape
     gradient, query, key, value, output = (
         part.reshape(batch * heads, length, width) for part in (gradient, query, key, value, output)
     )
-    # by shape, and not like their inputs: those of a batch of one are views with the heads inside
-    of_query, of_key, of_value = (make(query.shape) for make in (query.new_empty, key.new_zeros, value.new_zeros))
-    of_bias = query.new_zeros([0] if bias is None else bias)
+    # created by shape, not like the inputs: with a batch of one, these are views with heads inside
+    grad_query, grad_key, grad_value = (make(query.shape) for make in (query.new_empty, key.new_zeros, value.new_zeros))
+    grad_bias = query.new_zeros([0] if bias is None else bias)
     wide = torch.promote_types(query.dtype, torch.float32)
     mean = (gradient.to(wide) * output.to(wide)).sum(-1, keepdim=True).to(query.dtype)
     parts = zip(blocks(length, causal), views(kept.view(-1), batch * heads, length, causal), strict=True)
     for (start, end, keys), probabilities in parts:
         rows = gradient[:, start:end]
-        of_value[:, :keys].baddbmm_(probabilities.transpose(1, 2), rows)
-        of_scores = torch.bmm(rows, value[:, :keys].transpose(1, 2)).sub_(mean[:, start:end]).mul_(probabilities)
-        of_query[:, start:end] = torch.bmm(of_scores, key[:, :keys])
-        of_key[:, :keys].baddbmm_(of_scores.transpose(1, 2), query[:, start:end])
+        grad_value[:, :keys].baddbmm_(probabilities.transpose(1, 2), rows)
+        grad_scores = torch.bmm(rows, value[:, :keys].transpose(1, 2)).sub_(mean[:, start:end]).mul_(probabilities)
+        grad_query[:, start:end] = torch.bmm(grad_scores, key[:, :keys])
+        grad_key[:, :keys].baddbmm_(grad_scores.transpose(1, 2), query[:, start:end])
         if bias is not None:
-            there = of_bias[:, :, slice(start, end) if bias[2] > 1 else slice(None), : keys if bias[3] > 1 else 1]
-            there += of_scores.view(batch, heads, end - start, keys).sum_to_size(there.shape)
+            slice_ = grad_bias[:, :, slice(start, end) if bias[2] > 1 else slice(None), : keys if bias[3] > 1 else 1]
+            slice_ += grad_scores.view(batch, heads, end - start, keys).sum_to_size(slice_.shape)
     shape = (batch, heads, length, width)
-    return of_query.view(shape), of_key.view(shape), of_value.view(shape), of_bias
+    return grad_query.view(shape), grad_key.view(shape), grad_value.view(shape), grad_bias
 
 
 @blocked_attention_backward.register_fake
@@ -238,7 +270,7 @@ def _(
     return empty, torch.empty_like(empty), torch.empty_like(empty), query.new_empty([0] if bias is None else bias)
 
 
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     query, key, value, bias, ctx.causal = inputs
     ctx.bias = list(bias.shape) if bias is not None and bias.requires_grad else None
     ctx.save_for_backward(query, key, value, *output)
@@ -246,22 +278,24 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *found, of_bias = blocked_attention_backward(gradient, *ctx.saved_tensors, ctx.causal, ctx.bias)
-    return *found, None if ctx.bias is None else of_bias, None
+    *found, grad_bias = blocked_attention_backward(gradient, *ctx.saved_tensors, ctx.causal, ctx.bias)
+    return *found, None if ctx.bias is None else grad_bias, None
 
 
-blocked_attention.register_autograd(_backward, setup_context=_keep)
+blocked_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 @register_flop_formula(torch.ops.tightfit.blocked_attention)
 def _flops(query: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
-    """Two products of all pairs, as FLOPs of attention are counted whether or not a mask hides some."""
+    """Two products of all query-key pairs: FLOPs of attention are counted whether or not a mask
+    hides some.
+    """
     batch, heads, length, width = query
     return 4 * batch * heads * length * length * width
 
 
 @register_flop_formula(torch.ops.tightfit.blocked_attention_backward)
 def _backward_flops(gradient: Any, query: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
-    """Four products of all pairs."""
+    """Four products of all query-key pairs."""
     batch, heads, length, width = query
     return 8 * batch * heads * length * length * width

@@ -1,16 +1,19 @@
-"""torch.compile of each block, or of the model with its loss.
+"""Compiles each block, or the whole model with its loss, with torch.compile, which makes training
+faster by fusing operations into fewer kernels.
 
 Saves   time: fewer and fused element-wise kernels, less memory traffic; often temporaries as well.
-Costs   15 to 35 s or more before the first step; worth it only past some number of steps. max-autotune-no-cudagraphs takes
-        several times as long. reduce-overhead keeps a step's activations, temporaries and gradients in a pool of its own
-        from step to step, so that the update and evaluations need their memory beside it.
-When    a run of more than a few hundred steps. block compiles once for all blocks of one kind. reduce-overhead for small
-        models, whose kernels take less time than their launches; search tries neither mode by itself.
-Order   sees the loss and the recomputation; entered under autocast.
+Costs   15 to 35 s or more before the first step, so it pays only past some number of steps.
+        max-autotune-no-cudagraphs takes several times as long. reduce-overhead keeps a step's
+        activations, temporaries and gradients in its own memory pool from step to step, so the
+        update and evaluations need their memory in addition.
+When    a run of more than a few hundred steps. `block` compiles once for all blocks of one kind.
+        reduce-overhead is for small models, whose kernels take less time than their launches;
+        search tries neither of the two modes by itself.
+Order   compiles the loss and the recomputation; runs under autocast.
 Source  Ansel et al. 2024, "PyTorch 2", ASPLOS.
 
-Nothing recompiles on ragged data: data whose lengths vary is compiled with dynamic shapes, and a short last
-micro-batch, or an evaluation, runs as it was written.
+Ragged data causes no recompilation: data of varying lengths is compiled with dynamic shapes, and a
+short last micro-batch, or an evaluation, runs without the compiler.
 """
 
 from __future__ import annotations
@@ -41,10 +44,12 @@ FIELDS = ("compile", "compile_mode")
 TRACED_FIELDS = ("compile",)
 VARIANTS = ({"compile": "block"}, {"compile": "model"})
 BACKEND = "inductor"
-COMPILE_S = {"cpu": 20.0, "cuda": 30.0}  # before the first step, for blocks of one kind, until it is measured
-AUTOTUNED = 4.0  # times as long as by default, where kernels are tried: a guess until it is measured
-PAYS_AFTER_STEPS = 200  # shorter runs never make up for compiling
-MODEL_COMPILE_S = 2.0  # for each further block, where the whole model is one region
+# before the first step, for blocks of one kind; used until it is measured
+COMPILE_S = {"cpu": 20.0, "cuda": 30.0}
+# factor on the compile time where kernels are autotuned: a guess, used until it is measured
+AUTOTUNED = 4.0
+PAYS_AFTER_STEPS = 200  # in shorter runs, compiling takes more time than it saves
+MODEL_COMPILE_S = 2.0  # seconds for each block where the whole model is one region
 
 
 def wanted(plan: Plan) -> bool:
@@ -52,7 +57,9 @@ def wanted(plan: Plan) -> bool:
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
-    """Each block of a model of transformers, else the whole model; nothing where the run is too short to gain by it."""
+    """Compile each block of a transformers model, else the whole model; nothing where the run is
+    too short for compiling to pay.
+    """
     if pays_to_compile(job):
         lacking = lacking_to_compile(machine)
         of_transformers = isinstance(job.model, ModelSpec) and job.model.python is None
@@ -66,13 +73,16 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def pays_to_compile(job: Job) -> bool:
-    """Whether a run is so long that compiling may ever pay."""
+    """Whether a run is long enough that compiling may pay."""
     return (job.train.steps or PAYS_AFTER_STEPS) >= PAYS_AFTER_STEPS
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Buffers and kernels are traced, through the compiler on fake tensors; here is the time that compiling takes, and whether
-    CUDA graphs keep a step's memory. The launches that a graph saves, and kernels that turn out faster, are not counted."""
+    """Add the time that compiling takes, and whether CUDA graphs keep a step's memory.
+
+    Buffers and kernels are traced, through the compiler on fake tensors. The launches that a graph
+    saves, and kernels that turn out faster, are not counted.
+    """
     more = MODEL_COMPILE_S * ledger.blocks if plan.compile == "model" else 0.0
     times = AUTOTUNED if plan.compile_mode == "max-autotune-no-cudagraphs" else 1.0
     graphed = plan.compile_mode == "reduce-overhead"
@@ -81,6 +91,9 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def apply(run: Run, plan: Plan) -> Run:
+    """Compile the blocks or the loss function. Raises InputError for a model without blocks, and
+    for CUDA graphs with data of varying lengths.
+    """
     backend = BACKEND if active_fake_mode() is None else stand_in()
     mode = None if plan.compile_mode == "default" or active_fake_mode() is not None else plan.compile_mode
     graphed = mode == "reduce-overhead"
@@ -88,7 +101,7 @@ def apply(run: Run, plan: Plan) -> Run:
     if graphed and dynamic:
         raise InputError(
             "plan: compile_mode=reduce-overhead",
-            "the data's lengths vary, and a CUDA graph is of one shape",
+            "the data's lengths vary, and a CUDA graph has fixed shapes",
             "use compile_mode: default",
         )
     full = plan.micro_batch_of(run.job.train.batch) if active_fake_mode() is None else None
@@ -112,24 +125,27 @@ def apply(run: Run, plan: Plan) -> Run:
 
 @contextmanager
 def compiler_failures_named(plan: Plan) -> Iterator[None]:
-    """Within, an error of torch's compiler, or of the code that it made, is an InputError that says so. torch compiles the backward
-    when it first runs."""
+    """Within, an error of torch's compiler, or of the code that it generated, is raised as an
+    InputError that says so.
+
+    torch compiles the backward when it first runs, so an error may come as late as that.
+    """
     try:
         yield
     except RuntimeError as error:
         elsewhere = any(word in str(error).lower() for word in ("memory", "gloo", "nccl", "connection"))
-        if plan.compile == "none" or elsewhere or not _is_the_compilers(error):
+        if plan.compile == "none" or elsewhere or not _is_compiler_error(error):
             raise
-        inner = getattr(error, "inner_exception", error)  # of what torch.compile called
-        said = next((line.strip() for line in str(inner).splitlines() if line.strip()), "no message")
+        inner = getattr(error, "inner_exception", error)  # the error inside torch.compile's own
+        message = next((line.strip() for line in str(inner).splitlines() if line.strip()), "no message")
         raise InputError(
             f"plan: compile={plan.compile}",
-            f"torch.compile fails on this model ({type(inner).__name__}: {said})",
+            f"torch.compile fails on this model ({type(inner).__name__}: {message})",
             "use compile: none",
         ) from error
 
 
-def _is_the_compilers(error: RuntimeError) -> bool:
+def _is_compiler_error(error: RuntimeError) -> bool:
     if isinstance(error, torch._dynamo.exc.TorchDynamoException):
         return True
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
@@ -139,8 +155,12 @@ def _is_the_compilers(error: RuntimeError) -> bool:
 def leaving_buffers(
     compiled: Callable[[Batch], Tensor], model: nn.Module, name: str | None
 ) -> Callable[[Batch], Tensor]:
-    """`compiled`, whose first forward shows whether blocks change buffers: a compiled forward that is computed again would
-    change them again. torch's compiler only knows the running statistics of norms. Raises InputError."""
+    """`compiled`, whose first forward checks whether blocks change buffers. Raises InputError if
+    they do.
+
+    A compiled forward that is recomputed would change them twice. torch's compiler only handles the
+    running statistics of norms.
+    """
     held = [
         (f"{path}.{inner}.{key}".replace("..", "."), module, key)
         for path, block in find_blocks(model, name)
@@ -162,7 +182,7 @@ def leaving_buffers(
             if not torch.equal(module._buffers[key], value):  # type: ignore[arg-type]
                 raise InputError(
                     "plan: compile with recompute",
-                    f"{path} changes in forward, and would again where that is computed again",
+                    f"forward changes the buffer {path}, and its recomputation would change it again",
                     "use compile: none, or recompute: none",
                 )
         return total
@@ -171,7 +191,9 @@ def leaving_buffers(
 
 
 def replaying(compiled: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-    """`compiled`, which replays a CUDA graph: its loss is copied out of the graph's memory, which the next replay overwrites."""
+    """`compiled` with CUDA graphs: its loss is copied out of the graph's memory, which the next
+    replay overwrites.
+    """
 
     def loss_sum(batch: Batch) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
@@ -183,7 +205,9 @@ def replaying(compiled: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
 def steady(
     compiled: Callable[[Batch], Tensor], plain: Callable[[Batch], Tensor], full: int | None
 ) -> Callable[[Batch], Tensor]:
-    """`compiled` for a full micro-batch in training (None: any); as written for a short one or an evaluation."""
+    """`compiled` for a full micro-batch of `full` samples in training (None: any size); `plain` for
+    a short one or an evaluation.
+    """
 
     def loss_sum(batch: Batch) -> Tensor:
         if torch.is_grad_enabled() and full in (None, sample_count(batch)):

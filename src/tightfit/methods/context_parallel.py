@@ -1,15 +1,23 @@
-"""Context parallelism: each sample's sequence is divided among devices, and attention goes around them in a ring.
+"""Splits each sample's sequence across devices. Attention exchanges keys and values between them in
+a ring, so that a sequence can be longer than one device could hold.
 
-Saves   activations, by the number of devices: the only way to a sequence whose activations no device holds at one sample.
-Costs   in each block the keys and values pass all devices in forward, and again in backward with their gradients; beside the
-        products, which hide them where sequences are long. Parameters are everyone's, or divided by zero.
-When    one sample's activations do not fit with recompute, or tp would leave a node. Long sequences: of many thousand tokens.
-Order   after the data, which it cuts; in the place of `attention`; before the loss, whose targets it moves.
-Source  Liu et al. 2023, arXiv:2310.01889 (ring attention); the even shares under a causal mask: Grattafiori et al. 2024,
-        arXiv:2407.21783, section 3.3.2; merging by log-sum-exp: Dao et al. 2022, arXiv:2205.14135.
+Saves   activations, divided by the number of devices. It is the only method for sequences of which
+        even one sample's activations do not fit a device.
+Costs   in each block, the keys and values pass through all devices in forward, and again in
+        backward with their gradients. This overlaps with the matrix products, which hide it for
+        long sequences. Parameters are replicated, or sharded by ZeRO.
+When    one sample's activations do not fit with recompute, or tp would cross nodes. For long
+        sequences of many thousand tokens.
+Order   after the data, which it shards; in the place of `attention`; before the loss, whose targets
+        it moves.
+Source  Liu et al. 2023, arXiv:2310.01889 (ring attention); the even shares under a causal mask:
+        Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2; merging by log-sum-exp: Dao et al.
+        2022, arXiv:2205.14135.
 
-A sequence is cut into 2 x cp chunks, and a device has one from the front and its counterpart from the back, so that under a
-causal mask all have as much to do. Works on models that take their attention from transformers' interface, and positions.
+A sequence is split into 2 x cp chunks. Each device has one chunk from the front and the matching
+one from the back, so that all devices compute equally much under a causal mask. Example: with cp=2,
+a sequence of 4,096 tokens makes 4 chunks of 1,024; device 0 has chunks 0 and 3, device 1 has chunks
+1 and 2. It works on models that take position_ids and use transformers' attention interface.
 """
 
 from __future__ import annotations
@@ -42,11 +50,13 @@ def wanted(plan: Plan) -> bool:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """The profile traces one device's pieces of the sequences, with what it sends around the ring."""
+    """The profile traces one device's chunks of the sequences; this adds the communication around
+    the ring.
+    """
     sends = [
         operation
-        for passage in ledger.training
-        for operation in passage.timeline.operations
+        for segment in ledger.training
+        for operation in segment.timeline.operations
         if operation.name == "c10d.send"
     ]
     samples, times = ledger.micro_batch, ledger.micro_batches
@@ -57,37 +67,44 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def apply(run: Run, plan: Plan) -> Run:
+    """Use ring attention in the model, and shard the data by positions. Raises InputError for
+    models that cannot be sharded so.
+    """
     assert run.mesh is not None
     task = task_of(run.job.model)
-    _refuse_what_cannot_be_cut(run.model, task, plan)
+    _check_model(run.model, task, plan)
     register()
     run.model.set_attn_implementation(NAME)  # type: ignore[operator]
     join_ring(run.model, run.mesh.lines["context"])
     causal = task == "causal-lm"
-    objective = TASKS["masked-lm"]  # whose labels stand where they count: `cut` moves the others' there
+    # its labels are at the positions that predict them; SequenceChunks moves a causal model's there
+    objective = TASKS["masked-lm"]
     data = None if run.data is None else SequenceChunks(run.data, causal, run.mesh.piece, plan.cp, plan.pin_memory)
     return replace(run, objective=objective, loss_sum=partial(objective.total, run.model), data=data or run.data)
 
 
-def _refuse_what_cannot_be_cut(model: nn.Module, task: str | None, plan: Plan) -> None:
+def _check_model(model: nn.Module, task: str | None, plan: Plan) -> None:
+    """Raise InputError for a model or loss that needs more than its own positions outside of
+    attention.
+    """
     asked, config = f"plan: cp={plan.cp}", getattr(model, "config", None)
     if task not in ("causal-lm", "masked-lm"):
-        raise InputError(asked, f"a job of {task or 'its own'} has no loss of each position", "use cp: 1")
+        raise InputError(asked, f"a {task or 'custom'} job has no loss for each position", "use cp: 1")
     takes = inspect.signature(model.forward).parameters
     if (
         getattr(config, "_attn_implementation", None) != "sdpa"
         or "position_ids" not in takes
-        or not _asks_for_attention(model)
+        or not _uses_attention_interface(model)
     ):
         raise InputError(
             asked,
-            f"{type(model).__name__} does not take its attention from transformers' interface, and position_ids",
+            f"{type(model).__name__} does not use transformers' attention interface, or takes no position_ids",
             "use cp: 1, and tp or recompute for long sequences",
         )
-    if any(map(_counts_its_positions, model.modules())):
+    if any(map(_positions_depend_on_padding, model.modules())):
         raise InputError(
             asked,
-            f"{type(model).__name__} numbers positions by which tokens are padding, over the whole sequence",
+            f"{type(model).__name__} computes positions from the padding of the full sequence",
             "use cp: 1",
         )
     mixing = next((name for name, module in model.named_modules() if _mixes_positions(module)), None)
@@ -99,27 +116,31 @@ def _refuse_what_cannot_be_cut(model: nn.Module, task: str | None, plan: Plan) -
         share = getattr(config, name, 0.0)
         if share:
             raise InputError(
-                asked, f"the model drops attention's probabilities ({name}={share})", f"set model.{name}: 0.0"
+                asked, f"the model uses dropout on attention probabilities ({name}={share})", f"set model.{name}: 0.0"
             )
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if kinds != {"full_attention"} or window is not None:
-        raise InputError(asked, "the model's attention sees a window only, which a ring does not cut", "use cp: 1")
+        raise InputError(asked, "the model uses sliding-window attention, which a ring does not support", "use cp: 1")
 
 
-def _asks_for_attention(model: nn.Module) -> bool:
-    """Whether a model's code asks transformers for an attention function. Falcon, say, calls torch's own, which knows of no ring."""
+def _uses_attention_interface(model: nn.Module) -> bool:
+    """Whether a model's code uses transformers' attention interface. Falcon, for example, calls
+    torch's attention directly, which cannot use a ring.
+    """
     names = {kind.__module__ for kind in type(model).__mro__} - {"transformers.modeling_utils"}
     modules = [sys.modules.get(name) for name in names]
     return any(hasattr(module, "ALL_ATTENTION_FUNCTIONS") for module in modules if module is not None)
 
 
 def _mixes_positions(module: nn.Module) -> bool:
-    """Whether a module of a language model looks at neighbours, which another device may have."""
+    """Whether a module combines neighbouring positions, which may be on another device."""
     return isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))
 
 
-def _counts_its_positions(module: nn.Module) -> bool:
-    """As RoBERTa and its relatives do: their positions begin behind the padding's number, and 0, 1, 2, ... are none of theirs."""
+def _positions_depend_on_padding(module: nn.Module) -> bool:
+    """Whether the model computes positions as RoBERTa and its relatives do: they begin after the
+    padding index, not at 0.
+    """
     positions = getattr(module, "position_embeddings", None)
     return isinstance(positions, nn.Embedding) and positions.padding_idx is not None

@@ -1,13 +1,17 @@
-"""Data parallelism: replicas of the model, each with its part of every step's samples; their gradients are summed.
+"""Trains a replica of the model on each device, each with its share of every step's samples, and
+all-reduces the gradients. It is the simplest way to train faster on several devices.
 
-Saves   time: N devices take a step of the same batch in about 1/N of the time, and hold 1/N of its activations.
-Costs   the gradients travel once for each step, 2 (N-1)/N of their bytes for each device, overlapped with backward;
-        every device holds the whole model and all its states. Compressed: half of it (bf16), or a few columns
-        (powersgd), and what is lost is carried to the next step by powersgd only.
+Saves   time: N devices take a step of the same batch in about 1/N of the time, and each holds 1/N
+        of the activations.
+Costs   the gradients are all-reduced once per step, 2 (N-1)/N of their bytes for each device,
+        overlapped with backward; every device holds the full model and all its states. With
+        compressed gradients, half of that is sent (bf16), or a few columns of each matrix
+        (powersgd). Only powersgd carries the compression's error to the next step.
 When    the model and its states fit one device.
-Order   watches the gradients of the final parameters; before the optimizer, which finds them complete.
-Source  Li et al. 2020, arXiv:2006.15704; ring all-reduce: Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002;
-        PowerSGD: Vogels et al. 2019, arXiv:1905.13727.
+Order   hooks the gradients of the final parameters; before the optimizer, which needs the reduced
+        gradients.
+Source  Li et al. 2020, arXiv:2006.15704; ring all-reduce: Patarasuk & Yuan 2009,
+        doi:10.1016/j.jpdc.2008.09.002; PowerSGD: Vogels et al. 2019, arXiv:1905.13727.
 """
 
 from __future__ import annotations
@@ -37,7 +41,9 @@ def wanted(plan: Plan) -> bool:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Whole model states on every device; its share of the samples is in the ledger already."""
+    """Add the all-reduce of the gradients. Full model states stay on every device; the ledger
+    already has this device's share of the samples.
+    """
     if plan.compressed_gradients == "powersgd":
         ledger = _with_low_rank(ledger, plan)
     size, bucket = ledger.gradient_bytes(), bucket_bytes(plan.replicas)
@@ -45,14 +51,18 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     ring = 2 * (plan.replicas - 1) / plan.replicas * shrunk
     sums = message("gradients", ring, plan, machine, ("dp_replicate",), math.ceil(size / bucket), rounds=2)
     sent = None if plan.compressed_gradients == "powersgd" else Sent(1, min(bucket, size), always=False)
-    if plan.compressed_gradients == "bf16":  # each bucket's copy is there until all are waited for
+    # each bucket's copy exists until all reductions are done
+    if plan.compressed_gradients == "bf16":
         ledger = replace(ledger, summed_bytes=shrunk)
     return replace(ledger, sent=sent, messages=(*ledger.messages, sums))
 
 
 def _with_low_rank(ledger: Ledger, plan: Plan) -> Ledger:
-    """What was left out of each matrix and its columns, from step to step; while they are summed also rows, new columns and the
-    one matrix that is multiplied out."""
+    """Add PowerSGD's memory.
+
+    Each matrix's error and its columns stay from step to step. During the reduction there are also
+    rows, new columns, and the largest matrix, multiplied out.
+    """
     left = rows = columns = vectors = largest = 0.0
     for parameter in ledger.parameters:
         if parameter.trainable:
@@ -72,7 +82,12 @@ def _with_low_rank(ledger: Ledger, plan: Plan) -> Ledger:
 
 
 def shrinks(shape: tuple[int, ...], rank: int) -> bool:
-    """Whether a parameter's gradient is a matrix of which `rank` rows and columns are fewer numbers."""
+    """Whether a parameter's gradient is a matrix that has more numbers than its `rank` rows and
+    columns.
+
+    Example: a 1,024 x 4,096 matrix has 4.2 million numbers; with rank 4, its rows and columns have
+    4 x (1,024 + 4,096) = 20,480.
+    """
     if len(shape) < 2:
         return False
     height, count = shape[0], math.prod(shape)
@@ -80,7 +95,7 @@ def shrinks(shape: tuple[int, ...], rank: int) -> bool:
 
 
 def _share_sent(ledger: Ledger, plan: Plan) -> float:
-    """Of the gradients' bytes, what is sent."""
+    """The share of the gradients' bytes that is sent."""
     if plan.compressed_gradients == "none":
         return 1.0
     found = 0.0
@@ -98,13 +113,14 @@ def _share_sent(ledger: Ledger, plan: Plan) -> float:
 
 
 def apply(run: Run, plan: Plan) -> Run:
+    """Start all replicas from the same weights and reduce their gradients."""
     assert run.mesh is not None
     same_everywhere(run.model, run.mesh)
     return replace(run, reduction=Replicas(run.model, run.mesh, plan))
 
 
 class Replicas(Undivided):
-    """The `Reduction` of whole replicas."""
+    """The `Reduction` of full replicas."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, plan: Plan) -> None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -129,11 +145,13 @@ class Replicas(Undivided):
 
 
 class LowRank:
-    """PowerSGD: of each matrix M of gradients travel P = M Q and Q = M'P, `rank` columns each; the rest waits.
+    """PowerSGD: for each gradient matrix M, only P = M Q and Q = M'P are all-reduced, with `rank`
+    columns each.
 
-    What is left out of a step is added to the next step's gradients (error feedback). Vectors, and matrices that would
-    not get smaller, travel whole. A parameter without a gradient on some device counts as zeros there; one that has none on
-    any device waits as it is.
+    The error of a step is added to the next step's gradients (error feedback). Vectors, and
+    matrices that would not get smaller, are all-reduced in full. A parameter without a gradient on
+    some device counts as zeros there; for one without a gradient on any device, the error stays as
+    it is.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, rank: int) -> None:
@@ -158,16 +176,16 @@ class LowRank:
 
     def _exchange(self) -> None:
         matrices = [parameter for parameter in self.parameters if self._shrinks(parameter)]
-        self._sum([p.grad for p in self.parameters if not self._shrinks(p) and p.grad is not None])
+        self._all_reduce([p.grad for p in self.parameters if not self._shrinks(p) and p.grad is not None])
         errors = {parameter: self._matrix(parameter) for parameter in matrices}
         rows = {parameter: error @ self._columns(parameter, error) for parameter, error in errors.items()}
-        self._sum(list(rows.values()))
+        self._all_reduce(list(rows.values()))
         columns = {}
         for parameter, error in errors.items():
             rows[parameter] = torch.linalg.qr(rows[parameter].float())[0].to(error.dtype)
             columns[parameter] = error.t() @ rows[parameter]
             self.errors[parameter] = error.sub_(rows[parameter] @ columns[parameter].t())
-        self._sum(list(columns.values()))
+        self._all_reduce(list(columns.values()))
         for parameter in matrices:
             assert parameter.grad is not None
             parameter.grad.copy_((rows[parameter] @ columns[parameter].t()).view(parameter.shape))
@@ -186,13 +204,15 @@ class LowRank:
         return matrix.clone() if left is None else left.add_(matrix)
 
     def _columns(self, parameter: nn.Parameter, error: Tensor) -> Tensor:
-        """Those of the step before, for what matters turns slowly; at first the same random ones everywhere."""
+        """The columns of the previous step, for the main directions change slowly; at first the
+        same random ones on all devices.
+        """
         if parameter in self.columns:
             return self.columns[parameter]
         generator = torch.Generator().manual_seed(error.shape[1])
         return torch.randn(error.shape[1], self.rank, generator=generator).to(error)
 
-    def _sum(self, tensors: list[Tensor]) -> None:
+    def _all_reduce(self, tensors: list[Tensor]) -> None:
         for dtype in {tensor.dtype for tensor in tensors}:
             together = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in together])

@@ -1,20 +1,24 @@
-"""Float8: the matrix products of linear layers take their factors in 8 bits, by torchao's `torchao.float8`.
+"""Computes the matrix products of linear layers in 8-bit floating point, using torchao's
+`torchao.float8`. On recent GPUs, such products are up to twice as fast as in bf16.
 
-Saves   time: such a product runs at up to twice the rate of bf16's. In mixed precision also autocast's 16-bit copies of
-        the weights, for layers cast the weights themselves.
-Costs   each factor of each product is read once for its largest value, and again to be scaled and cast: six casts for the
-        three products of a layer. rowwise has a scale for each row in place of one for the tensor: closer numbers, more
-        time. Numbers keep 3 bits after the first (e4m3); under tensorwise those of gradients 2 (e5m2). Sums, weights,
-        gradients and what layers return stay as they were.
-When    layers of some thousand features and thousands of tokens, compiled, which makes one or two kernels of each cast. In
-        small layers the casts take longer than the products save; a search takes it where it is predicted to be faster.
+Saves   time: such a product runs at up to twice the rate of bf16. In mixed precision it also saves
+        autocast's 16-bit copies of the weights, because the layers cast the weights themselves.
+Costs   each factor of each product is read once to find its largest value, and again to be scaled
+        and cast: six casts for the three products of a layer. rowwise has a scale for each row
+        instead of one per tensor, which is more precise but takes more time. Numbers keep 3
+        mantissa bits (e4m3); under tensorwise, gradients keep 2 (e5m2). Sums, weights, gradients
+        and the layers' outputs keep their types.
+When    layers of some thousand features and thousands of tokens, compiled, which fuses each cast
+        into one or two kernels. In small layers the casts take longer than the products save.
+        Search uses it where it is predicted to be faster.
 Order   replaces linear layers while they are plain, before anything wraps a block.
-Source  torchao's float8 training (README of torchao/float8; `convert_to_float8_training`, the recipes tensorwise and
-        rowwise); Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433.
+Source  torchao's float8 training (README of torchao/float8; `convert_to_float8_training`, the
+        recipes tensorwise and rowwise); Micikevicius et al. 2022, "FP8 formats for deep learning",
+        arXiv:2209.05433.
 
-Replaced are the `nn.Linear` layers of the model's repeated blocks whose features are multiples of 16, in and out, which the
-hardware asks for, and whose weights are trained: never the output head or embeddings, nor a layer that something has hooked
-or wrapped. Parameters keep their names.
+It replaces the trained `nn.Linear` layers of the model's repeated blocks whose input and output
+features are multiples of 16, as the hardware requires. It never replaces the output head,
+embeddings, or a layer that is hooked or wrapped. Parameters keep their names.
 """
 
 from __future__ import annotations
@@ -47,8 +51,9 @@ VARIANTS = (
     {"precision": "bf16-mixed", "float8": "tensorwise"},
     {"precision": "bf16-mixed", "float8": "rowwise"},
 )
-MULTIPLE = 16  # of which the sizes of a product in 8 bits have to be multiples
-EMULATE = False  # products in fp32 of factors that were rounded to 8 bits, for devices without units for them
+MULTIPLE = 16  # the sizes of a product in 8 bits must be multiples of it
+# True: multiply in fp32 after rounding to 8 bits, for devices without 8-bit units (tests)
+EMULATE = False
 
 
 def wanted(plan: Plan) -> bool:
@@ -56,21 +61,26 @@ def wanted(plan: Plan) -> bool:
 
 
 def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """As chosen before, or without, which takes less memory: no casts are saved for backward."""
+    """The plan's value, and "none", which takes less memory: no casts are saved for backward."""
     return {"float8": list(dict.fromkeys([start.float8, "none"]))}
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Products and casts are traced. Raises InputError for a machine whose devices do not multiply in 8 bits."""
+    """Products and casts are traced. Raises InputError for a machine whose devices cannot multiply
+    in 8 bits.
+    """
     _check_units(machine.architecture, plan)
     return ledger
 
 
 def apply(run: Run, plan: Plan) -> Run:
+    """Replace the blocks' linear layers. Raises InputError where the device has no 8-bit units, or
+    no layer can be replaced.
+    """
     if run.device.type == "cuda":
         _check_units(architecture_of(torch.cuda.get_device_properties(run.device)), plan)
     elif kind_of(run.device) != "cuda" and not EMULATE:
-        raise InputError(f"plan: float8={plan.float8}", "a processor has no units for it", "use float8: none")
+        raise InputError(f"plan: float8={plan.float8}", "a CPU has no 8-bit matrix units", "use float8: none")
     name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
     blocks = [block for _, block in find_blocks(run.model, name)]
     if not convert(run.model, plan.float8, blocks, EMULATE, pads(run.job, plan)):
@@ -88,7 +98,7 @@ def _check_units(architecture: str, plan: Plan) -> None:
         needed = "9.0" if plan.float8 == "rowwise" else "8.9"
         raise InputError(
             f"plan: float8={plan.float8}",
-            f"{architecture} has no units for it: it takes compute capability {needed}, or MI300",
+            f"{architecture} has no 8-bit matrix units: this needs compute capability {needed}, or MI300",
             "use float8: tensorwise" if multiplies_float8(architecture, False) else "use float8: none",
         )
 
@@ -98,11 +108,13 @@ def is_installed() -> bool:
 
 
 def convert(model: nn.Module, recipe: str, blocks: Iterable[nn.Module], emulate: bool = False, pad: bool = True) -> int:
-    """Replace the linear layers of `blocks` that can be by torchao's, in `model`; returns how many there are.
+    """Replace the linear layers of `blocks` that qualify by torchao's, inside `model`. Returns how
+    many were replaced.
 
     recipe   tensorwise or rowwise, as torchao names them
-    emulate  whether products are computed in fp32, of factors in 8 bits: the same numbers without the hardware
-    pad      whether tokens are filled up to a multiple of 16 where the weight's gradient needs that
+    emulate  whether products run in fp32 on factors rounded to 8 bits: the same numbers without the
+             hardware
+    pad      whether tokens are padded to a multiple of 16 where the weight's gradient needs that
 
     Raises InputError where torchao is not installed.
     """
@@ -114,7 +126,7 @@ def convert(model: nn.Module, recipe: str, blocks: Iterable[nn.Module], emulate:
     torchao.convert_to_float8_training(model, config=config, module_filter_fn=lambda layer, name: id(layer) in taken)
     for layer in model.modules():
         if type(layer).__name__ == "Float8Linear" and layer.weight.device.type == "cpu":
-            layer.register_forward_pre_hook(_in_type_of_autocast)
+            layer.register_forward_pre_hook(_cast_as_autocast)
     return len(taken)
 
 
@@ -122,14 +134,16 @@ def _can_be_replaced(layer: nn.Module) -> bool:
     return (
         type(layer) is nn.Linear
         and layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0
-        and layer.weight.requires_grad  # torchao makes the gradient of a weight, wanted or not
+        and layer.weight.requires_grad  # torchao always computes the gradient of a weight
         and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
         and "forward" not in vars(layer)
     )
 
 
-def _in_type_of_autocast(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """torchao casts a layer's input as autocast does on CUDA. Where a processor stands for a device, autocast is the processor's."""
+def _cast_as_autocast(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Cast a layer's input as autocast does on CUDA, as torchao expects. It is for a CPU that
+    emulates the device: there autocast is the CPU's.
+    """
     if not inputs or not torch.is_autocast_enabled("cpu"):
         return inputs
     first: Tensor = inputs[0]
@@ -137,7 +151,9 @@ def _in_type_of_autocast(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any
 
 
 def pads(job: Job, plan: Plan) -> bool:
-    """Whether a micro-batch may have a number of tokens that is no multiple of 16: all but packed sequences of such a length."""
+    """Whether a micro-batch's number of tokens may not be a multiple of 16. False only for packed
+    sequences of a suitable length.
+    """
     data = job.data
     if not isinstance(data, DataSpec) or data.packing != "packed":
         return True
@@ -147,7 +163,9 @@ def pads(job: Job, plan: Plan) -> bool:
 
 
 def _torchao(recipe: str) -> Any:
-    """`torchao.float8`, without the notes that are made when it is imported. Raises InputError."""
+    """Import `torchao.float8` without its log messages and warnings. Raises InputError where that
+    fails.
+    """
     notes = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     before = [one.level for one in notes]
     for one in notes:

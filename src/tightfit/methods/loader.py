@@ -1,12 +1,16 @@
-"""The loader: samples in the job's order, in micro-batches, prepared ahead and copied from page-locked memory.
+"""Loads the training samples in the job's order and groups them into micro-batches. Worker
+processes can prepare samples ahead, and page-locked (pinned) memory makes copies to a GPU faster.
 
-Saves   the device's waiting, and no memory: workers prepare while it computes, and page-locked (pinned) memory is
-        copied to it at some 6 GB/s where pageable memory goes at 3, beside its work where the copy does not block.
-Costs   host memory: each worker is a Python process with torch in it, and holds `prefetch` micro-batches and its view
-        of the dataset; pinned buffers cannot be swapped out. Copies beside the work: one more micro-batch on the device.
-When    preparing a step takes a good part of its time: images to decode, a dataset of the user's own. Token files
-        need no worker, as a micro-batch is one gather from mapped memory.
-Order   before what asks for the data's length and shapes; its workers start with the first step only.
+Saves   the device's waiting, not memory: workers prepare samples while it computes. Pinned memory
+        is copied to it at about 6 GB/s, pageable memory at 3; with non_blocking the copy overlaps
+        the device's work.
+Costs   host memory: each worker is a Python process with torch in it, and holds `prefetch`
+        micro-batches and its view of the dataset; pinned buffers cannot be swapped out. Overlapped
+        copies take one more micro-batch on the device.
+When    preparing a step takes a good part of its time: images to decode, or a dataset of the user's
+        own. Token files need no worker, because a micro-batch is one gather from mapped memory.
+Order   before the methods that read the data's length and shapes; its workers start with the first
+        step only.
 Source  torch.utils.data; "Use pinned memory buffers" in PyTorch's notes on CUDA semantics.
 """
 
@@ -46,11 +50,12 @@ from tightfit.target_device import kind_of
 
 FIELDS = ("loader_workers", "prefetch", "pin_memory", "non_blocking")
 VARIANTS = ({"loader_workers": 2},)
-WORKER_BYTES = 135 * 2**20  # of a worker's process, as far as it does not share them; and of the server that forks them
+# private memory of a worker process; below, of the server that forks them
+WORKER_BYTES = 135 * 2**20
 SERVER_BYTES = 63 * 2**20
-EXAMPLE = 3  # samples of a batch that is only looked at
+EXAMPLE = 3  # samples of an example batch
 MASK_MAKERS = ("create_causal_mask", "create_bidirectional_mask")
-PAGEABLE = 0.5  # share of the rate of pinned copies that others reach
+PAGEABLE = 0.5  # rate of pageable copies, relative to pinned ones
 
 
 def wanted(plan: Plan) -> bool:
@@ -64,7 +69,9 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Host memory of the workers and of what they hold ready; what a step waits for samples and for their copies."""
+    """The host memory of the workers and their prefetched micro-batches, and the time of preparing
+    and copying a step's samples.
+    """
     samples = ledger.micro_batch * ledger.micro_batches
     workers, piece = plan.loader_workers, min(plan.micro_batch or samples, samples)
     ready = piece * workers * plan.prefetch * ledger.batch_bytes
@@ -88,16 +95,21 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def uploads_beside(plan: Plan, device: str) -> bool:
-    """Whether the next micro-batch is copied to the device while it works at the one before. A pipeline's devices take them in an
-    order of their own, and a server's workers one at a time."""
+    """Whether the next micro-batch is copied to the device while the device computes the current
+    one.
+
+    Not in a pipeline, whose ranks take micro-batches in their schedule's order, nor with a
+    parameter server, whose workers take them one at a time.
+    """
     alone = plan.pp == 1 and plan.parameter_server == "none"
     return device == "cuda" and plan.pin_memory and plan.non_blocking and alone
 
 
 def apply(run: Run, plan: Plan) -> Run:
+    """Open the job's data and put it into the run, with this data rank's share of each step."""
     if uploads_beside(plan, run.device.type):
         run = replace(run, uploads=Uploads(run.device))
-    run = replace(run, maskless=_does_without(run.model, plan) if kind_of(run.device) == "cuda" else ())
+    run = replace(run, maskless=_optional_masks(run.model, plan) if kind_of(run.device) == "cuda" else ())
     source = open_samples(run.job)
     part = run.mesh.part if run.mesh is not None else (0, 1)
     if isinstance(source, UserStream):
@@ -105,11 +117,13 @@ def apply(run: Run, plan: Plan) -> Run:
     return replace(run, data=_ordered(source, run.job, plan, part))
 
 
-def _does_without(model: nn.Module, plan: Plan) -> tuple[str, ...]:
-    """Names of the masks of which none is the same to a model as one that hides nothing, and spares it the question which it is.
+def _optional_masks(model: nn.Module, plan: Plan) -> tuple[str, ...]:
+    """Names of the model's mask inputs that may be left out (None) where the mask hides nothing.
 
-    transformers' functions that make masks say so of themselves. A model that is compiled whole does not ask, and would be
-    compiled for both; devices that share sequences have to have masks all or none.
+    For such a model, no mask means the same as an all-ones mask, and the model need not ask the
+    device which of the two it has. Models that call transformers' mask functions work so. A model
+    that is compiled whole does not ask, and would be compiled for both cases. Devices that share
+    sequences must all have masks, or none.
     """
     if plan.compile == "model" or plan.cp > 1:
         return ()
@@ -122,9 +136,11 @@ def _does_without(model: nn.Module, plan: Plan) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class OrderedData:
-    """The `Data` of samples that can be had in any order: that of `order`, however many workers prepare them.
+    """The `Data` of a dataset with random access. It yields samples in the order of `order`,
+    whatever the number of workers.
 
-    part  which part of each step's samples is this device's, and of how many
+    data_rank  (number, count): this data rank, and the number of data ranks that share each step's
+               samples
     """
 
     source: Samples
@@ -154,7 +170,9 @@ class OrderedData:
         return self.source.tokenizer
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
-        """The micro-batches of each step, on the host, from the sample `consumed` on; the last may be short."""
+        """Yield the list of micro-batches of each step, on the host, beginning with sample
+        `consumed`; the last micro-batch may be short.
+        """
         micro = self.plan.micro_batch_of(self.batch)
         wanted = (key for begin, end in _steps(consumed, until, self.batch) for key in self._keys(begin, end, micro))
         batches = self._prepare(wanted)
@@ -164,18 +182,23 @@ class OrderedData:
             ]
 
     def held_out(self, samples: int) -> Iterator[Batch]:
-        """Micro-batches of the first `samples` held-out ones, prepared in this process: they are few."""
+        """Micro-batches of the first `samples` held-out samples, prepared in this process because
+        they are few.
+        """
         indices = self.order.held_out(samples)
         for begin, end, fills in shares(0, len(indices), self.plan.micro_batch_of(self.batch), self.part):
             batch = self.source.batch(indices[begin:end], indices[begin:end] * 0)
             yield Filler(batch) if fills else batch
 
     def example(self) -> Batch:
+        """A micro-batch of the first few samples, to look at their shapes."""
         places = np.arange(min(EXAMPLE, len(self.source)))
         return self.source.batch(places, 0 * places)
 
     def _keys(self, begin: int, end: int, micro: int) -> Iterator[tuple[Integers, Integers]]:
-        """Indices and epochs of this device's micro-batches of the step from place `begin` to `end`."""
+        """The indices and epochs of each of this device's micro-batches in the step from position
+        `begin` to `end`.
+        """
         indices, epochs = self.order.at(begin, end)
         for first, last, _ in shares(begin, end, micro, self.part):
             yield indices[first - begin : last - begin], epochs[first - begin : last - begin]
@@ -183,12 +206,12 @@ class OrderedData:
     def _prepare(self, keys: Iterator[tuple[Integers, Integers]]) -> Iterator[Batch]:
         if self.plan.loader_workers == 0:
             return (_pinned(self.source.batch(*key), self.plan) for key in keys)
-        return _from_workers(_Prepared(self.source), keys, self.plan)
+        return _from_workers(_SampleMicroBatches(self.source), keys, self.plan)
 
 
 @dataclass(frozen=True)
 class StreamedData:
-    """The `Data` of an iterable, in its own order, without held-out samples."""
+    """The `Data` of an iterable: samples in its own order, with no held-out samples."""
 
     source: UserStream
     batch: int
@@ -201,9 +224,11 @@ class StreamedData:
     part: tuple[int, int] = (0, 1)
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
-        """As OrderedData's; what was consumed, and what is other devices', is read over."""
+        """Like OrderedData's. Samples that were consumed before, or belong to other devices, are
+        read and skipped.
+        """
         micro = self.plan.micro_batch_of(self.batch)
-        batches = self._prepare(_Read(self.source, consumed, until, self.batch, micro, self.part))
+        batches = self._prepare(_StreamMicroBatches(self.source, consumed, until, self.batch, micro, self.part))
         for begin, end in _steps(consumed, until, self.batch):
             yield [
                 Filler(next(batches)) if fills else next(batches) for *_, fills in shares(begin, end, micro, self.part)
@@ -215,14 +240,15 @@ class StreamedData:
     def example(self) -> Batch:
         return next(iter(self.source.batches([(0, EXAMPLE)])))
 
-    def _prepare(self, read: _Read) -> Iterator[Batch]:
+    def _prepare(self, read: _StreamMicroBatches) -> Iterator[Batch]:
         if self.plan.loader_workers == 0:
             return (_pinned(batch, self.plan) for batch in read.batches())
         return _from_workers(read, None, self.plan)
 
 
 def _ordered(source: Samples, job: Job, plan: Plan, part: tuple[int, int]) -> OrderedData:
-    share = job.data.held_out if isinstance(job.data, DataSpec) else 0.0  # a user's dataset is all for training
+    # a user's dataset is used for training only
+    share = job.data.held_out if isinstance(job.data, DataSpec) else 0.0
     order = Order(len(source), share, job.train.seed)
     if job.train.evaluate_every and not order.evaluation:
         raise InputError(
@@ -252,16 +278,19 @@ def _streamed(source: UserStream, job: Job, plan: Plan, part: tuple[int, int]) -
 
 
 def _steps(consumed: int, until: int | None, batch: int) -> Iterator[tuple[int, int]]:
-    """First and last place of each step, the last one short where `until` cuts it."""
+    """The first and last position of each step. The last step is short where `until` ends it."""
     begins = itertools.count(consumed, batch) if until is None else range(consumed, until, batch)
     for begin in begins:
         yield begin, begin + batch if until is None else min(begin + batch, until)
 
 
 def shares(begin: int, end: int, micro: int, part: tuple[int, int]) -> Iterator[tuple[int, int, bool]]:
-    """First and last place of each micro-batch of one device's part of the step from `begin` to `end`.
+    """The (first, last, is dummy) positions of each micro-batch of one data rank's share of the
+    step from `begin` to `end`.
 
-    All devices have as many. Where one has fewer samples than others, the last member says that a sample only fills in.
+    All ranks get the same number of micro-batches. A rank with fewer samples than others gets dummy
+    micro-batches of one sample, with True as third member. Example: a step of 5 samples over 2
+    ranks with micro-batches of 2: rank 0 has samples 0-1 and a dummy, rank 1 has samples 2-3 and 4.
     """
     number, parts = part
     size = end - begin
@@ -275,18 +304,21 @@ def shares(begin: int, end: int, micro: int, part: tuple[int, int]) -> Iterator[
         yield filling, filling + 1, True
 
 
-class _Prepared(Dataset[Any]):
-    """In a worker: indices and epochs -> their micro-batch. Errors travel as values: raised, they would lose parts."""
+class _SampleMicroBatches(Dataset[Any]):
+    """Runs in a worker: maps indices and epochs to their micro-batch.
+
+    Errors are returned as values: an exception raised in a worker would lose its parts.
+    """
 
     def __init__(self, source: Samples) -> None:
         self.source = source
 
     def __getitem__(self, key: tuple[Integers, Integers]) -> Batch | TightfitError:
-        return _or_error(lambda: self.source.batch(*key))
+        return _result_or_error(lambda: self.source.batch(*key))
 
 
-class _Read(IterableDataset[Any]):
-    """The micro-batches of a stream, here or in a worker."""
+class _StreamMicroBatches(IterableDataset[Any]):
+    """The micro-batches of a stream, read in this process or in a worker."""
 
     def __init__(
         self, source: UserStream, consumed: int, until: int | None, batch: int, micro: int, part: tuple[int, int]
@@ -304,20 +336,17 @@ class _Read(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Batch | TightfitError]:
         batches = self.batches()
-        while (batch := _or_error(lambda: next(batches, _END))) is not _END:
+        while (batch := _result_or_error(lambda: next(batches, _END))) is not _END:
             yield batch
 
 
 _END = None  # no batch is None
-_NOT_PICKLABLE = (
-    pickle.PicklingError,
-    AttributeError,
-    TypeError,
-    RuntimeError,
-)  # the last is torch's, of a tensor with a graph
+# RuntimeError is torch's, for a tensor with a graph
+_NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)
 
 
-def _or_error(make: Callable[[], Any]) -> Any:
+def _result_or_error(make: Callable[[], Any]) -> Any:
+    """The result of `make`, or the TightfitError that it raised."""
     try:
         return make()
     except TightfitError as error:
@@ -327,8 +356,12 @@ def _or_error(make: Callable[[], Any]) -> Any:
 def _from_workers(dataset: Dataset[Any], keys: Iterable[Any] | None, plan: Plan) -> Iterator[Batch]:
     """Micro-batches from worker processes, in the order of their keys.
 
-    Workers come from a fork server, a clean process that has imported torch and started no thread: forking the
-    training process itself can lock up once torch's threads run, and spawning would import torch in every worker.
+    Workers come from a fork server, a clean process that has imported torch and started no thread.
+    Forking the training process itself can deadlock once torch's threads run, and spawning would
+    import torch in every worker.
+
+    Raises TightfitError where a worker is killed, and InputError where the dataset cannot be
+    pickled.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tightfit.data"])
@@ -337,14 +370,14 @@ def _from_workers(dataset: Dataset[Any], keys: Iterable[Any] | None, plan: Plan)
         batch_size=None,
         sampler=keys,
         num_workers=plan.loader_workers,
-        collate_fn=_as_it_is,
+        collate_fn=_identity,
         prefetch_factor=plan.prefetch,
         pin_memory=plan.pin_memory,
         multiprocessing_context=context,
-        generator=torch.Generator(),
-    )  # its own, so that the training's draws nothing for the workers
+        generator=torch.Generator(),  # its own, so that workers draw nothing from the training's
+    )
     try:
-        for batch in _started(loader, plan):
+        for batch in _start_workers(loader, plan):
             if isinstance(batch, TightfitError):
                 raise batch
             yield batch
@@ -358,15 +391,17 @@ def _from_workers(dataset: Dataset[Any], keys: Iterable[Any] | None, plan: Plan)
         ) from error
 
 
-def _started(loader: DataLoader[Any], plan: Plan) -> Iterator[Any]:
-    """The loader's workers at work. They import the user's script only if the dataset needs something of it."""
+def _start_workers(loader: DataLoader[Any], plan: Plan) -> Iterator[Any]:
+    """Start the loader's workers. They import the user's script only if the dataset needs something
+    from it.
+    """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Got pickle error")  # said better below
+        warnings.filterwarnings("ignore", "Got pickle error")  # replaced by the InputError below
         try:
             with _no_script():
                 return iter(loader)
         except _NOT_PICKLABLE:
-            pass  # perhaps because its class stands in the script
+            pass  # perhaps because its class is defined in the script
         try:
             return iter(loader)
         except _NOT_PICKLABLE as error:
@@ -379,7 +414,9 @@ def _started(loader: DataLoader[Any], plan: Plan) -> Iterator[Any]:
 
 @contextmanager
 def _no_script() -> Iterator[None]:
-    """Processes started inside do not run the main script again, so it needs no `if __name__ == "__main__"`."""
+    """Processes started inside do not run the main script again, so the script needs no `if
+    __name__ == "__main__"`.
+    """
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -388,7 +425,7 @@ def _no_script() -> Iterator[None]:
         sys.modules["__main__"] = script
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _identity(batch: Batch) -> Batch:
     return batch
 
 

@@ -1,15 +1,23 @@
-"""Chunked loss: the head's product and the cross entropy together, a chunk of tokens at a time.
+"""Computes a language model's last matrix product and its cross entropy together, one chunk of
+tokens at a time. This avoids storing the logits of all tokens, which are often the largest tensor
+of training.
 
-Saves   the logits and their gradient: (tokens, vocabulary) becomes (chunk, vocabulary). With a vocabulary of
-        128k that is most of a language model's activations.
-Costs   nothing in arithmetic: the gradient is taken while the chunk's logits are at hand, so nothing is recomputed.
-        Keeps a gradient of the head's weight in fp32, and one of the hidden states, from forward to backward.
-        Positions without a label have no logits at all, where they are a tenth or more: of a masked language model most.
+Saves   the logits and their gradient: (tokens, vocabulary) becomes (chunk, vocabulary). With a
+        vocabulary of 128k, that is most of a language model's activations.
+Costs   no arithmetic: the gradient is computed while the chunk's logits are in memory, so nothing
+        is recomputed. From forward to backward, a gradient of the head's weight in fp32 and one of
+        the hidden states are held. Where a tenth or more of the positions have no label, no logits
+        are computed for them: in masked language models these are most positions.
 When    any causal or masked language model.
 Order   before anything wraps the head.
 Source  Hsu et al. 2024, arXiv:2410.10989 (Liger kernel, fused linear cross entropy).
 
-A chunk is chosen by bytes: see `default_chunk`. What computes it depends on the device: see `loss_kernels.py`.
+A chunk's size is chosen by bytes: see `default_chunk`. Its kernels depend on the device: see
+`loss_kernels.py`.
+
+Example: 8,192 tokens and a vocabulary of 128,000 make 8,192 x 128,000 logits, 2.0 GiB in 16 bits,
+and their gradient as much again. In chunks of 1,024 tokens, 0.25 GiB of logits exist at a time, and
+the gradient overwrites them.
 """
 
 from __future__ import annotations
@@ -41,18 +49,21 @@ from tightfit.models.objective import IGNORED, LABELLED, Batch, Labelled, Object
 from tightfit.plan import Plan
 from tightfit.target_device import kind_of
 
-ADDED = "final_logits_bias"  # what BART and its relatives call a buffer that they add to the logits
-Divided = tuple[int, dist.ProcessGroup]  # the first class that is here, and the devices that have the others
+ADDED = "final_logits_bias"  # the name of a buffer that BART and its relatives add to the logits
+# this shard's first class, and the group of devices that share the vocabulary
+Divided = tuple[int, dist.ProcessGroup]
 FIELDS = ("chunked_loss",)
 TRACED_FIELDS = ("chunked_loss",)
 VARIANTS = ({"chunked_loss": 5},)
-COMPILE_S = 5.0  # of the one kernel that a CUDA device's softmax is, before the first step, until it is measured
-CHUNK = 1024  # tokens: on a processor the fastest that was measured, on a CUDA device the fewest that products are fast with
-MOST_TOKENS = 8192  # of a chunk: longer ones make no product faster
+# to generate the softmax kernel for CUDA, before the first step; used until it is measured
+COMPILE_S = 5.0
+CHUNK = 1024  # tokens: the fastest measured on a CPU; on CUDA the fewest with fast products
+MOST_TOKENS = 8192  # tokens of a chunk: longer chunks make no product faster
 CHUNK_BYTES = 512 * 2**20  # of the logits of a chunk
-SHARE_OF_DEVICE = 32  # a chunk's logits take no more of a CUDA device's memory than one part of so many
-STEP, BYTES = 128, {"cpu": 4, "cuda": 2}  # a chunk is a multiple of STEP tokens; bytes of a logit, in the usual type
-WORTH_LEAVING = 0.9  # rows are left out where those that count are fewer than this share
+SHARE_OF_DEVICE = 32  # a chunk's logits take at most 1/32 of a CUDA device's memory
+# a chunk is a multiple of STEP tokens; bytes per logit, in the usual type
+STEP, BYTES = 128, {"cpu": 4, "cuda": 2}
+WORTH_LEAVING = 0.9  # rows are skipped where fewer than this share count
 
 
 def wanted(plan: Plan) -> bool:
@@ -60,48 +71,59 @@ def wanted(plan: Plan) -> bool:
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
-    """Chunks for the language models of transformers."""
+    """Chunks for transformers' language models."""
     of_transformers = isinstance(job.model, ModelSpec) and job.model.python is None
     if of_transformers and task_of(job.model) in ("causal-lm", "masked-lm", "seq2seq-lm"):
         yield Default("chunked_loss", chunk_of(job, machine), "logits are never all there at once")
 
 
 def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """No larger a chunk than needed; or all logits, for a model whose loss cannot be chunked."""
+    """A chunk no larger than needed; or all logits at once, for a model whose loss cannot be
+    chunked.
+    """
     return {"chunked_loss": [None] if start.chunked_loss is None else [min(start.chunked_loss, CHUNK), None]}
 
 
 def chunk_of(job: Job, machine: Machine) -> int:
-    """Tokens of a chunk for this job on this machine: see `default_chunk`."""
+    """The number of tokens in a chunk for this job on this machine: see `default_chunk`."""
     return default_chunk(model_input(job).vocabulary, machine.device, machine.memory_bytes.value)
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Buffers and operations are traced; here is the time that generating a kernel takes. Of a vocabulary that is divided among
-    devices the softmax is torch's own operations."""
+    """Add the time to generate a kernel; buffers and operations are traced.
+
+    Where the vocabulary is sharded (tp), the softmax consists of torch's own operations and no
+    kernel is generated.
+    """
     if machine.device == "cpu" or plan.tp > 1 or not generates_kernels():
         return ledger
     return replace(ledger, compile_s=ledger.compile_s + COMPILE_S)
 
 
 def apply(run: Run, plan: Plan) -> Run:
+    """Replace the objective by one that computes the loss in chunks. Raises InputError where the
+    logits are not the head's own output.
+    """
     assert plan.chunked_loss is not None
     kernels = kernels_for(kind_of(run.device), plan.precision not in ("fp32", "tf32"), plan.chunked_loss)
-    objective = chunked(run.objective, run.model, plan.chunked_loss, kernels, _divided(run))
+    objective = chunked(run.objective, run.model, plan.chunked_loss, kernels, _vocabulary_shard(run))
     assert objective.targets is not None
     labelled = partial(count_labelled, objective.targets)
     return replace(run, objective=objective, loss_sum=partial(objective.total, run.model), labelled=labelled)
 
 
 def default_chunk(vocabulary: int | None, device: str, memory_bytes: float | None = None) -> int:
-    """How many tokens a chunk has where nobody says it: a multiple of 128.
+    """The number of tokens in a chunk where the user does not set it: a multiple of 128.
 
-    On a CUDA device as many as have 512 MiB of logits in 16 bits, or a 32nd of its memory where that is less; but at least
-    1,024 and at most 8,192. Each chunk reads and writes the fp32 gradient of the head's weight once more, 8 bytes for every
-    2 x tokens FLOPs: with fewer tokens that takes longer than the product. On a processor 1,024, or fewer where their fp32
-    logits would take more than 512 MiB: with a vocabulary beyond 131,072.
+    On a CUDA device, as many tokens as have 512 MiB of logits in 16 bits, or a 32nd of the device's
+    memory where that is less; but at least 1,024 and at most 8,192. Each chunk reads and writes the
+    fp32 gradient of the head's weight once more, 8 bytes for every 2 x tokens FLOPs: with fewer
+    tokens that takes longer than the product. On a CPU 1,024, or fewer where their fp32 logits
+    would take more than 512 MiB: with a vocabulary beyond 131,072.
 
-    vocabulary: classes of the head on one device; None where the model does not say.
+    vocabulary    classes of the head on one device; None where the model does not say
+    device        "cpu" or "cuda"
+    memory_bytes  of the device; None for unknown
     """
     most = CHUNK_BYTES if memory_bytes is None or device == "cpu" else min(CHUNK_BYTES, memory_bytes / SHARE_OF_DEVICE)
     if vocabulary is None:
@@ -111,13 +133,15 @@ def default_chunk(vocabulary: int | None, device: str, memory_bytes: float | Non
 
 
 def count_labelled(targets: Callable[[Batch], Tensor], batch: Batch) -> Labelled | None:
-    """How many of a batch's targets count, of a batch on the host; None for tensors without values."""
+    """The number of targets that count, for a batch on the host; None for tensors without values."""
     labels = targets(batch)
     return None if is_fake(labels) else Labelled(int((labels != IGNORED).sum()), labels.numel())
 
 
-def _divided(run: Run) -> Divided | None:
-    """How the head's classes are divided among devices."""
+def _vocabulary_shard(run: Run) -> Divided | None:
+    """This device's shard of the head's classes, where the vocabulary is sharded across devices;
+    else None.
+    """
     head = find_head(run.objective, run.model).weight
     cuts = [run.slices[name] for name, weight in run.model.named_parameters() if weight is head and name in run.slices]
     return (cuts[0].range()[0], cuts[0].mesh.group("tp")) if cuts else None
@@ -125,10 +149,13 @@ def _divided(run: Run) -> Divided | None:
 
 @dataclass
 class Head:
-    """A model's last linear layer, whose product can be left out for the time of a forward.
+    """A model's last linear layer, whose matrix product can be skipped during a forward.
 
-    added    a buffer that the model adds to the logits (BART's final_logits_bias), which is zero for that time
-    given    the hidden states of the last such forward; checked: whether the model has been seen to return them as they were
+    layer          the linear layer
+    model          the model, which may have a buffer that it adds to the logits
+    skips_product  whether the product is skipped at the moment
+    hidden_states  the layer's input in the last such forward
+    checked        whether the model was seen to return this input unchanged
     """
 
     layer: nn.Linear
@@ -138,6 +165,7 @@ class Head:
     checked: bool = False
 
     def attach(self) -> None:
+        """Replace the layer's forward by one that returns its input while `skips_product` is set."""
         product = self.layer.forward
 
         def forward(hidden: Tensor) -> Tensor:
@@ -150,17 +178,24 @@ class Head:
 
     @property
     def added(self) -> Tensor | None:
+        """A buffer that the model adds to the logits (BART's final_logits_bias); it is zero while
+        the product is skipped.
+        """
         return self.model._buffers.get(ADDED)
 
     def bias(self, first: int) -> Tensor | None:
-        """What is added to the products, of the classes from `first` on."""
+        """The bias added to the products, for this layer's classes, which begin at class `first`;
+        None for no bias.
+        """
         if self.added is None:
             return self.layer.bias
         added = self.added.flatten()[first : first + len(self.layer.weight)]
         return added if self.layer.bias is None else self.layer.bias + added
 
     def hidden(self, logits: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch) -> Tensor:
-        """What the head is given when the model takes `batch`. Raises InputError where the model changes what the head returns."""
+        """The head's input when the model runs on `batch`. Raises InputError where the model
+        changes the head's output.
+        """
         added, self.given = self.added, None
         self.open = True
         if added is not None:
@@ -170,7 +205,8 @@ class Head:
         except RuntimeError as error:
             if self.given is None or "must match the size" not in str(error):
                 raise
-            raise _changed() from error  # something as wide as the vocabulary was added to them
+            # something as wide as the vocabulary was added to the hidden states
+            raise _changed() from error
         finally:
             self.open = False
             if added is not None:
@@ -181,7 +217,9 @@ class Head:
 
     @torch.compiler.disable
     def _check(self, returned: Tensor) -> None:
-        """That what the model returned are the hidden states, but for their type: looked at once."""
+        """Check, on the first forward only, that the model returned the hidden states unchanged
+        except for their type.
+        """
         given = self.given
         if given is None or returned.shape[-1] != given.shape[-1] or returned.numel() != given.numel():
             raise _changed()
@@ -203,9 +241,11 @@ def chunked(
     kernels: Kernels = Kernels(),  # noqa: B008
     divided: Divided | None = None,
 ) -> Objective:
-    """`objective` with its logits never whole: see linear_cross_entropy. A batch may say under LABELLED how many labels count.
+    """`objective` with the loss computed in chunks, so that the full logits never exist: see
+    linear_cross_entropy.
 
-    Raises InputError where the logits are not the head's own output.
+    A batch may contain the number of its labels that count, under LABELLED. Raises InputError where
+    the logits are not the head's own output.
     """
     head = Head(find_head(objective, model), model)
     head.attach()
@@ -231,7 +271,9 @@ def chunked(
 
 
 def find_head(objective: Objective, model: nn.Module) -> nn.Linear:
-    """The linear layer that gives a language model's logits. Raises InputError."""
+    """The linear layer that produces a language model's logits. Raises InputError where there is
+    none, or its output is changed.
+    """
     get = getattr(model, "get_output_embeddings", None)
     layer = get() if get is not None else None
     if not isinstance(layer, nn.Linear) or objective.logits is None:
@@ -249,7 +291,8 @@ def find_head(objective: Objective, model: nn.Module) -> nn.Linear:
     return layer
 
 
-@torch.compiler.disable  # a loop over chunks is no gain compiled: it is unrolled, and its chunks then live together
+# compiling gains nothing: it would unroll the loop, and all chunks would exist together
+@torch.compiler.disable
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -260,25 +303,35 @@ def linear_cross_entropy(
     divided: Divided | None = None,
     labelled: Labelled | None = None,
 ) -> Tensor:
-    """Sum over the targets that count of the cross entropy of `hidden @ weight.T + bias`, `chunk` rows at a time.
+    """The cross entropy of `hidden @ weight.T + bias`, summed over the targets that count, `chunk`
+    rows at a time.
 
-    hidden (tokens, width), weight (vocabulary, width), bias (vocabulary) or None, targets (tokens) with IGNORED.
-    divided: weight and bias have a part of the vocabulary, and other devices the rest; of which hidden's gradients are sums.
-    labelled: how many targets count, as the host knows it; rows that do not are then left out where they are many, and
-    nothing is asked of the device. None: all rows are computed.
-    Products run in the type of autocast, or of `hidden`; the softmax and the sum in fp32. Returns an fp32 scalar.
+    hidden            (tokens, width)
+    weight            (vocabulary, width)
+    bias              (vocabulary) or None
+    targets           (tokens), with IGNORED where a token does not count
+    kernels           which kernels compute a chunk
+    vocabulary_shard  set where weight and bias are this device's shard of the vocabulary; the
+                      gradient of hidden is then this shard's part of a sum over the devices
+    labelled          how many targets count, as the host knows it. Where many do not, their rows
+                      are skipped, without waiting for the device. None: all rows are computed
+
+    Products run in autocast's type, or in that of `hidden`; the softmax and the sum run in fp32.
+    Returns an fp32 scalar.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     taken = rows_taken(labelled, len(targets), kernels.multiple)
-    # within a Function's forward gradients look disabled, and its inputs look as if they needed one: asked here
+    # inside a Function's forward, gradients look disabled and inputs look as if they required them: ask here
     return LinearCrossEntropy.apply(
         hidden, weight, bias, targets, taken, (chunk, kernels), divided, dtype, torch.is_grad_enabled()
     )
 
 
 def rows_taken(labelled: Labelled | None, rows: int, multiple: int) -> int | None:
-    """How many of the rows are computed, a multiple of `multiple`: those that count, and some that do not; None for all."""
+    """The number of rows to compute, a multiple of `multiple`: those that count and a few that do
+    not; None for all.
+    """
     if labelled is None:
         return None
     taken = -(-max(labelled.among(rows), 1) // multiple) * multiple
@@ -286,7 +339,9 @@ def rows_taken(labelled: Labelled | None, rows: int, multiple: int) -> int | Non
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The gradients are made in forward, while a chunk's logits are there, and scaled in backward."""
+    """Computes the gradients in forward, while a chunk's logits are in memory, and scales them in
+    backward.
+    """
 
     @staticmethod
     def forward(
@@ -302,7 +357,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         learning: bool,
     ) -> Tensor:
         wanted = [learning and needed for needed in ctx.needs_input_grad[:3]]
-        which = None if taken is None else _those_that_count_first(targets)[:taken]
+        which = None if taken is None else _labelled_rows_first(targets)[:taken]
         with torch.autocast(hidden.device.type, enabled=False):
             loss, gradients = _sum_and_gradients(hidden, weight, bias, targets, which, how, divided, dtype, wanted)
         ctx.types = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -313,7 +368,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         *made, which = ctx.saved_tensors
-        scaled = [  # in place, of which autograd keeps count: a second backward through the same graph raises
+        # in place, which autograd tracks: a second backward through the same graph raises
+        scaled = [
             None if gradient is None else gradient.mul_(gradients[0]).to(dtype)
             for gradient, dtype in zip(made, ctx.types, strict=True)
         ]
@@ -322,8 +378,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None, None, None, None
 
 
-def _those_that_count_first(targets: Tensor) -> Tensor:
-    """The numbers of all rows, those with a label first, each in their order. A device is not waited for."""
+def _labelled_rows_first(targets: Tensor) -> Tensor:
+    """The indices of all rows, labelled rows first, each group in its order. It does not wait for
+    the device.
+    """
     return (targets == IGNORED).to(torch.uint8).argsort(stable=True)
 
 
@@ -338,15 +396,16 @@ def _sum_and_gradients(
     dtype: torch.dtype,
     wanted: list[bool],
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """The loss, and its gradients for hidden, weight and bias, those that are `wanted`; the last two in fp32.
+    """The loss and its gradients for hidden, weight and bias, for each where `wanted` says so; the
+    last two in fp32.
 
-    which: numbers of the rows that are computed, and that the gradient for hidden is of; None for all.
+    which: indices of the computed rows, to which the gradient for hidden belongs; None for all.
     """
     chunk, kernels = how
     narrow_weight, narrow_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     count = len(hidden) if which is None else len(which)
     for_hidden = hidden.new_empty((count, hidden.shape[1]), dtype=dtype) if wanted[0] else None
-    one = count <= chunk and weight.dtype == dtype  # a single product, which is in the weight's type anyway
+    one = count <= chunk and weight.dtype == dtype  # a single product, already in the weight's type
     wide = torch.promote_types(dtype, torch.float32)
     adds = kernels.adds and dtype != wide and count > 0
     begun = torch.empty_like if adds else torch.zeros_like
@@ -354,7 +413,9 @@ def _sum_and_gradients(
     for_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
     loss = torch.zeros((), dtype=wide, device=hidden.device)
 
-    def take(here: slice) -> None:  # whose tensors are gone at its end, before the next chunk's logits come
+    def compute_chunk(
+        here: slice,
+    ) -> None:  # a function, so that a chunk's tensors are freed before the next chunk's logits
         nonlocal for_weight
         if which is None:
             rows, labels = hidden[here].to(dtype), targets[here]
@@ -385,14 +446,16 @@ def _sum_and_gradients(
             for_bias.add_((gradient.t() @ counts).squeeze(1))
 
     for start in turns(range(0, count, chunk)):
-        take(slice(start, start + chunk))
+        compute_chunk(slice(start, start + chunk))
     return loss, (for_hidden, for_weight, for_bias)
 
 
 def cross_entropy_with_gradient(logits: Tensor, labels: Tensor, rows: int = ROWS_IN_CACHE) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy in fp32 of (rows, classes) logits, and the gradient of each row, written over the logits.
+    """The summed cross entropy, in fp32, of (rows, classes) logits; the gradient of each row
+    overwrites its logits.
 
-    The gradient is softmax less one at the label; in rows whose label is IGNORED it means nothing.
+    The gradient is softmax minus one at the label. In rows whose label is IGNORED it is
+    meaningless.
     """
     loss = torch.zeros((), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     for start in turns(range(0, len(logits), rows)):

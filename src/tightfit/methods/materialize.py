@@ -1,14 +1,18 @@
-"""Create the model where it is trained, in the type its weights are kept in.
+"""Creates the model directly on the device where it is trained, in the type in which its weights
+are stored. This avoids a full fp32 copy of the model in host memory.
 
-Saves   the fp32 copy that the usual way makes in host memory, and again on the device before it is cast.
-Costs   nothing in the training; creation copies each parameter once or twice more.
+Saves   the fp32 copy that the usual way creates in host memory, and again on the device before it
+        is cast.
+Costs   nothing during training; creation copies each parameter one or two more times.
 When    the fp32 model does not fit where the trained one does, or host memory is short.
 Order   first after the allocator: every other method edits this model's modules.
-Source  as torchdistX's deferred_init, without its recording: initialisers run as they are, one parameter at a time.
+Source  like torchdistX's deferred_init, without its recording: initialisers run unchanged, one
+        parameter at a time.
 
-Both ways give the same model: the same names, types and ties, and values that are the fp32 ones, rounded once. A
-parameter that is read and written again after others have been (a second pass that scales all of them, say) starts
-from its rounded value in the device way; initialisers that only write, as those of torch and transformers, do not.
+Both ways create the same model: the same names, types and ties, and the fp32 values rounded once.
+One case differs. A parameter that is read and written again after other parameters were initialised
+(for example, by a second pass that scales all of them) starts from its rounded value in the device
+way. Initialisers that only write, such as those of torch and transformers, give identical values.
 """
 
 from __future__ import annotations
@@ -41,23 +45,29 @@ from tightfit.models.create import model_factory
 from tightfit.plan import Plan
 from tightfit.target_device import kind_of
 
-SLACK_BYTES = 2**20  # host memory for parameters beside the largest one there: biases and norms stay with their weight
-CAST = (torch.float16, torch.bfloat16, torch.float32)  # what is kept in 64 bits was widened for a reason
+# host memory for staged parameters other than the largest: biases and norms stay with their weight
+SLACK_BYTES = 2**20
+# types that may be cast; a 64-bit tensor was widened for a reason
+CAST = (torch.float16, torch.bfloat16, torch.float32)
 FIELDS = ("materialize",)
 VARIANTS = ({"materialize": "device"},)
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """On its device in its precision: the weights, and on a processor one of them in fp32. The usual way: all of them in
-    fp32, moved, then cast one by one."""
+    """The memory that creating the model takes, on the device and on the host.
+
+    materialize=device: the weights in their final type; on a CPU also one of them in fp32.
+    materialize=host: all weights in fp32, which are moved and then cast one by one.
+    """
     kept = [parameter.bytes for parameter in ledger.parameters]
     single = [max(4 * parameter.count, parameter.bytes) for parameter in ledger.parameters]
     narrow = [(size, whole) for size, whole in zip(kept, single, strict=True) if size < whole]
     cast, staged = max((size for size, _ in narrow), default=0), max((whole for _, whole in narrow), default=0)
     held = sum(kept)
-    if plan.zero == 3 and plan.materialize == "device":  # rows, and one parameter whole
+    if plan.zero == 3 and plan.materialize == "device":  # its shards, and one full parameter
         held = math.ceil(held / plan.shards) + max(kept, default=0)
-    if "parameters" in plan.offload and plan.materialize == "device":  # where they lie, and a block on its way
+    # parameters stay in the store
+    if "parameters" in plan.offload and plan.materialize == "device":
         held = 0
     if plan.pp > 1 and plan.materialize == "device":
         pieces = pieces_of(plan, ledger.blocks)
@@ -86,12 +96,15 @@ def wanted(plan: Plan) -> bool:
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
+    """Create the model on the device."""
     yield Default("materialize", "device", "the model is created where and as it is used")
 
 
 def apply(run: Run, plan: Plan) -> Run:
+    """Create the job's model as the plan says and put it into the run."""
     offloads = "parameters" in plan.offload
-    device = torch.device("cpu") if offloads else run.device  # from where they are divided, or brought over when needed
+    # offloaded parameters are sharded or copied to the device from the CPU
+    device = torch.device("cpu") if offloads else run.device
     if plan.materialize == "device":
         divided = run.mesh if plan.zero == 3 else None
         mapped = offloads and not comes_and_goes(plan, kind_of(run.device))
@@ -104,9 +117,11 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 def own_parameters(run: Run, plan: Plan) -> frozenset[int] | None:
-    """Of a pipeline's device the parameters that it keeps, by the order in which they are created; None for all of them.
+    """The parameters that this pipeline rank keeps, numbered in the order of creation; None for all
+    of them.
 
-    Found on the model without values. Raises InputError for one that cannot be created so.
+    They are found on a copy of the model without values (on the meta device). Raises InputError for
+    a model that cannot be created so.
     """
     if plan.pp == 1 or run.mesh is None:
         return None
@@ -125,35 +140,38 @@ def own_parameters(run: Run, plan: Plan) -> frozenset[int] | None:
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         raise InputError(
             "plan: materialize=device with pp",
-            f"this model cannot be created without values, to see what each device keeps ({error})",
-            "use materialize: host, which creates it whole and cuts it then",
+            f"this model cannot be created on the meta device, to find each device's parameters ({error})",
+            "use materialize: host, which creates the full model first and prunes it then",
         ) from error
     finally:
         hook.remove()
     blocks = find_blocks(model, run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None)
     pieces, parameters = pieces_of(plan, len(blocks)), dict(model.named_parameters())
     small = SMALL * sum(parameter.numel() for parameter in parameters.values())
+    # small parameters outside the blocks may be used on another stage: known once the model exists
     own = {
         id(parameters[name])
         for name, places in places_of(model, blocks).items()
         if any(piece % plan.pp == run.mesh.rank("pp") for piece in pieces_with(places, pieces))
         or (parameters[name].numel() <= small and not any(0 <= place < len(blocks) for place in places))
-    }  # one outside the blocks may be used elsewhere than it is defined: where, is seen when the model is there
+    }
     return frozenset(number for number, parameter in enumerate(created) if id(parameter) in own)
 
 
 def weights_dtype(plan: Plan) -> torch.dtype:
-    """The type in which weights are kept; -mixed precisions keep them in fp32."""
+    """The type in which weights are stored. The -mixed precisions store them in fp32."""
     return {"bf16-true": torch.bfloat16, "fp16-true": torch.float16}.get(plan.precision, torch.float32)
 
 
 def kept_dtype(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The type of one parameter or buffer of `module` in a model whose weights are `dtype`.
+    """The type in which a parameter or buffer of `module` is stored, in a model whose weights are
+    `dtype`.
 
-    Only floating-point tensors of up to 32 bits are cast. Two kinds stay in fp32, as 16 bits would lose what they are for:
-    the frequencies of rotary embeddings, which are multiplied by positions; and normalisations with running statistics,
-    whose small updates would be rounded away. The latter keep their weight and bias in fp32 too: torch's batch_norm
-    takes 16-bit inputs with either everything else in 16 bits or everything else in fp32.
+    Only floating-point tensors of up to 32 bits are cast. Two kinds stay in fp32, because 16 bits
+    would lose their purpose: the frequencies of rotary embeddings, which are multiplied by
+    positions; and normalisations with running statistics, whose small updates would be rounded
+    away. These normalisations keep their weight and bias in fp32 too: torch's batch_norm takes
+    16-bit inputs with either everything else in 16 bits or everything else in fp32.
     """
     if tensor.dtype not in CAST:
         return tensor.dtype
@@ -165,7 +183,10 @@ def kept_dtype(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype)
 
 
 def create_on_host(model: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The usual way: the whole model on the CPU in fp32, then moved, then cast. `model`: a ModelSpec or a callable."""
+    """The usual way: create the whole model on the CPU in fp32, move it to `device`, then cast it.
+
+    model: a ModelSpec or a callable that returns the model. Raises InputError for lazy modules.
+    """
     return _finished(model_factory(model)(), device, dtype)
 
 
@@ -177,14 +198,20 @@ def create_on_device(
     own: frozenset[int] | None = None,
     put: Callable[[Tensor], Tensor] | None = None,
 ) -> nn.Module:
-    """The model on `device` in `dtype` from the start; host memory holds about one fp32 parameter at any time.
+    """Create the model on `device` in `dtype`. Host memory holds about one fp32 parameter at any
+    time.
 
-    own      by the order of creation, the parameters of which values are kept; of others only the shape (None: all)
-    put      where values are kept: in another memory
-    divided  keep only this device's rows of each parameter, as ZeRO's third stage does: no device ever holds the model
+    model         a ModelSpec or a callable that returns the model
+    mesh          the mesh over which each parameter is sharded, as in ZeRO stage 3: only this
+                  device's shard is kept, so no device ever holds the full model (None: no sharding)
+    owned         the parameters whose values are kept, numbered in the order of creation; the
+                  others keep only their shape (None: all)
+    store_values  a function that moves values into another memory and returns them there (None:
+                  they stay on the device)
 
-    Under torch.device("meta") tensors stay there and are only cast; so they are under FakeTensorMode, except where
-    torch itself mixes modes (a deepcopy in the constructor).
+    Under torch.device("meta"), tensors stay on the meta device and are only cast. The same holds
+    under FakeTensorMode, except where torch itself mixes modes (a deepcopy in the constructor).
+    Raises InputError for lazy modules, and for hooked modules where the parameters are sharded.
     """
     factory = model_factory(model, sequential=True)
     with _Staging(device, dtype, divided, own, put):
@@ -196,7 +223,9 @@ def create_on_device(
 
 
 def _finished(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Move and cast whatever is not yet where and as it is kept. Ties between parameters stay."""
+    """Move and cast the tensors that are not yet on `device` in their final type. Ties between
+    parameters stay.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
         raise InputError(
@@ -217,7 +246,7 @@ def _finished(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.
     return model
 
 
-# what reads a parameter's shape and flags, which are the same wherever it is
+# functions that read only a parameter's shape and flags, which do not depend on its device
 _SHAPE_ONLY = frozenset(
     (
         *(
@@ -231,12 +260,19 @@ _SHAPE_ONLY = frozenset(
 
 
 class _Staging(TorchFunctionMode):
-    """While a model is created: a parameter is in host memory, as its constructor made it, only while it is worked on.
+    """While a model is created, keeps a parameter in host memory, as its constructor made it, only
+    while an initialiser works on it.
 
-    Each parameter is seen when it is registered. When others are worked on it is placed: its data is replaced by a
-    copy on the device in the type it is kept in. When an operation takes it again it is staged: its data is brought
-    back to where and as what it was. So every initialiser runs as it was written, and draws the same random numbers.
-    A parameter whose storage someone else holds (a view, `weight.data` in a variable) is placed when they let go of it.
+    A parameter is tracked from its registration on. When the initialisers go on to other parameters
+    it is placed: its data is replaced by a copy on the device in its final type. When an operation
+    uses it again it is staged: its data is copied back to its original device and type. So every
+    initialiser runs unchanged and draws the same random numbers. A parameter whose storage is also
+    referenced elsewhere (a view, `weight.data` in a variable) is placed only when that reference is
+    gone.
+
+    Example: a model of 100 matrices of 40 MB in fp32, created for bf16 on a GPU. While matrix 7 is
+    initialised, matrices 1 to 6 are on the GPU with 20 MB each, and host memory holds only matrix
+    7.
     """
 
     def __init__(
@@ -250,17 +286,19 @@ class _Staging(TorchFunctionMode):
         super().__init__()
         self.own, self.count = own, 0
         self.put = put
-        self.stored = WeakIdKeyDictionary()  # parameter -> what it was put into
+        self.stored = WeakIdKeyDictionary()  # parameter -> its stored values
         self.foreign: set[int] = set()
         self.device, self.dtype, self.divided = device, dtype, divided
-        self.kept = WeakIdKeyDictionary()  # parameter -> the dtype it is kept in
-        self.placed = WeakIdKeyDictionary()  # placed parameter -> the device and dtype it was created in
-        self.staged: dict[int, nn.Parameter] = {}  # by id, as tensors compare by value; last worked on last
+        self.kept = WeakIdKeyDictionary()  # parameter -> its final dtype
+        # placed parameter -> the device and dtype it was created in
+        self.placed = WeakIdKeyDictionary()
+        # by id, as tensors compare by value; the most recently used is last
+        self.staged: dict[int, nn.Parameter] = {}
 
     def __enter__(self) -> Self:
-        self.hook = registration.register_module_parameter_registration_hook(self._see)
+        self.hook = registration.register_module_parameter_registration_hook(self._on_register)
         self.deepcopy = nn.Parameter.__deepcopy__
-        nn.Parameter.__deepcopy__ = self._seeing_copies()  # type: ignore[method-assign, assignment]
+        nn.Parameter.__deepcopy__ = self._tracking_deepcopy()  # type: ignore[method-assign, assignment]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -280,7 +318,7 @@ class _Staging(TorchFunctionMode):
             self._place_idle(touched)
         return func(*args, **(kwargs or {}))
 
-    def _see(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    def _on_register(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         """Called by torch when `module` registers `parameter` under `name`."""
         if parameter not in self.kept and not parameter.is_meta and not nn.parameter.is_lazy(parameter):
             if self.own is not None and self.count not in self.own:
@@ -288,8 +326,10 @@ class _Staging(TorchFunctionMode):
             self.count += 1
             self._keep(parameter, kept_dtype(module, name, parameter, self.dtype))
 
-    def _seeing_copies(self) -> Callable[[nn.Parameter, dict[int, Any]], nn.Parameter]:
-        """Parameter.__deepcopy__, whose copies are registered nowhere: nn.TransformerEncoder copies its first layer."""
+    def _tracking_deepcopy(self) -> Callable[[nn.Parameter, dict[int, Any]], nn.Parameter]:
+        """Parameter.__deepcopy__ that also tracks the copies, for they are registered nowhere:
+        nn.TransformerEncoder copies its first layer.
+        """
 
         def deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
             copy = self.deepcopy(parameter, memo)
@@ -308,7 +348,8 @@ class _Staging(TorchFunctionMode):
     def _stage(self, parameter: nn.Parameter) -> None:
         if parameter in self.placed:
             device, dtype = self.placed.pop(parameter)
-            if id(parameter) in self.foreign:  # what is drawn here is drawn, and forgotten
+            # another rank's: its random numbers are drawn, its values are dropped
+            if id(parameter) in self.foreign:
                 parameter.data = torch.empty(parameter.shape, dtype=dtype, device=device)
                 self.staged[id(parameter)] = parameter
                 return
@@ -320,7 +361,8 @@ class _Staging(TorchFunctionMode):
     def _place(self, parameter: nn.Parameter) -> None:
         del self.staged[id(parameter)]
         self.placed[parameter] = parameter.device, parameter.dtype
-        dtype = self.kept[parameter] if parameter.dtype in CAST else parameter.dtype  # widened since it was registered
+        # a parameter of another type was widened after its registration
+        dtype = self.kept[parameter] if parameter.dtype in CAST else parameter.dtype
         if id(parameter) in self.foreign:
             nothing = torch.zeros((), dtype=dtype, device=self.device)
             parameter.data = nothing.expand(parameter.shape)
@@ -337,7 +379,9 @@ class _Staging(TorchFunctionMode):
             shrink(parameter, self.divided, values)
 
     def _place_idle(self, touched: dict[int, nn.Parameter]) -> None:
-        """Place what was not worked on for longest, until what is staged beside the largest is within SLACK_BYTES."""
+        """Place the least recently used parameters until those staged, except the largest, take at
+        most SLACK_BYTES.
+        """
         sizes = {key: parameter.nbytes for key, parameter in self.staged.items()}
         for key, parameter in list(self.staged.items()):
             if sum(sizes.values()) - max(sizes.values()) <= SLACK_BYTES:
@@ -348,7 +392,9 @@ class _Staging(TorchFunctionMode):
 
 
 def _is_shared(parameter: nn.Parameter) -> bool:
-    """Whether another tensor has the parameter's storage. The two counted always: the parameter, and this question."""
+    """Whether another tensor uses the parameter's storage. Two references always exist: the
+    parameter, and this call's.
+    """
     return torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > 2
 
 

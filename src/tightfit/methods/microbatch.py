@@ -1,10 +1,14 @@
-"""Micro-batches: the batch in pieces, their gradients summed, one update.
+"""Processes the batch in several micro-batches, accumulates their gradients, and updates the
+weights once (gradient accumulation). It is for batches that do not fit in memory at once.
 
-Saves   activations and temporaries, in proportion to the piece.
-Costs   no arithmetic; smaller matrix products and one gradient addition for each piece.
-When    the batch does not fit, or a smaller piece fits the cache better.
-Order   after the model exists, before the optimizer: it corrects BatchNorm, whose statistics a piece does change.
-Source  gradient accumulation; normalised by the items that count over the whole step, as one large batch is.
+Saves   activations and temporaries, in proportion to the micro-batch.
+Costs   no extra arithmetic; smaller matrix products, and one gradient addition for each
+        micro-batch.
+When    the batch does not fit, or a smaller micro-batch fits the cache better.
+Order   after the model exists, before the optimizer: it corrects BatchNorm, whose statistics depend
+        on the size of a micro-batch.
+Source  gradient accumulation; normalised by the items that count over the whole step, as for one
+        large batch.
 """
 
 from __future__ import annotations
@@ -26,8 +30,9 @@ from tightfit.methods.run import Run
 from tightfit.plan import Plan
 from tightfit.program import LINEAR
 
-CAPACITY_OF_ALL = {"nllb-moe"}  # transformers' models whose experts drop tokens that are too many in a whole forward
-WORTH = 0.02  # of products' FLOPs, from which on a layer's width is spoken of
+# transformers' models whose experts' capacity counts over a whole forward
+CAPACITY_OF_ALL = {"nllb-moe"}
+WORTH = 0.02  # share of the products' FLOPs; narrower layers are not mentioned
 FIELDS = ("micro_batch",)
 VARIANTS = ({"micro_batch": 3},)
 
@@ -37,59 +42,76 @@ def wanted(plan: Plan) -> bool:
 
 
 def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """A device's whole share of the batch, then half of it, a quarter, and so on down to one sample."""
+    """A device's whole share of the batch, then half of it, a quarter, and so on down to one
+    sample.
+    """
     share = start.share_of(job.train.batch)
     sizes = sorted({share // 2**power for power in range(share.bit_length())}, reverse=True)
     return {"micro_batch": [None if size == share else size for size in sizes]}
 
 
 def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """One sample; or the whole share at once, which adds to no gradients of an earlier micro-batch."""
+    """One sample, or the whole share at once, which needs no accumulated gradients during its
+    forward.
+    """
     return {"micro_batch": [None, 1]}
 
 
 def apply(run: Run, plan: Plan) -> Run:
+    """Correct BatchNorm's momentum for the number of micro-batches in a step."""
     pieces = math.ceil(plan.share_of(run.job.train.batch) / plan.micro_batch_of(run.job.train.batch))
     correct_batch_norm(run.model, pieces)
     return run
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Smaller pieces, more of them; from the second on, gradients are there while the forward runs."""
+    """Smaller micro-batches, but more of them. From the second on, gradients exist during the
+    forward.
+    """
     batch = ledger.micro_batch * ledger.micro_batches
     piece = min(plan.micro_batch or batch, batch)
     return replace(ledger, micro_batch=piece, micro_batches=math.ceil(batch / piece))
 
 
 def correct_batch_norm(model: nn.Module, pieces: int) -> None:
-    """Momentum m' with (1 - m')^pieces = 1 - m: running statistics forget as fast per step as with one batch."""
+    """Make running statistics decay as fast per step as with one batch.
+
+    The momentum becomes m' with (1 - m')^pieces = 1 - m. With momentum 0.1 and 4 micro-batches, m'
+    is 0.026.
+    """
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None:
             module.momentum = 1 - (1 - module.momentum) ** (1 / pieces)
 
 
 def warn_of_dropped_tokens(run: Run) -> None:
-    """Experts of limited capacity drop the tokens that are too many. Where that is counted over the samples of a forward, and not in
-    each sequence, pieces of the batch drop others than the whole does."""
+    """Warn where a mixture of experts drops different tokens with micro-batches than without.
+
+    Experts of limited capacity drop the tokens beyond it. Some models count that over all samples
+    of a forward instead of within each sequence. Micro-batches then drop different tokens than the
+    whole batch does.
+    """
     model_type = getattr(getattr(run.model, "config", None), "model_type", None)
     batch, micro_batch = run.job.train.batch, run.plan.micro_batch_of(run.job.train.batch)
     if model_type in CAPACITY_OF_ALL and micro_batch < batch:
         warnings.warn(
             f"the experts of {model_type} drop tokens beyond expert_capacity={run.model.config.expert_capacity} in each forward: "  # type: ignore[union-attr]
-            f"which ones depends on the samples of a micro-batch, here {micro_batch} of {batch}, so this plan does not train as one "
-            "that leaves the batch whole; an expert_capacity of as many tokens as the batch has drops none",
+            f"which ones depends on the samples of a micro-batch, here {micro_batch} of {batch}, so this plan trains differently from "
+            "one without micro-batches; an expert_capacity of at least the batch's number of tokens drops none",
             TightfitWarning,
             stacklevel=3,
         )
 
 
 def advice(ledger: Ledger, device: str) -> list[str]:
-    """What to change so that the products of a forward fill the hardware's tiles: sizes in multiples of 8, or 64 on big GPUs.
+    """Suggest sizes that let the forward's matrix products fill the hardware's tiles: multiples of
+    8, or of 64 on large GPUs.
 
+    device: "cpu" or "cuda". Returns one sentence for each suggestion.
     Source: NVIDIA, Matrix Multiplication Background User's Guide (tensor cores, 16-bit types).
     """
-    shares: dict[int, float] = defaultdict(float)  # of products' FLOPs, by the width of a layer
-    rows: dict[float, float] = defaultdict(float)  # by the rows that a micro-batch gives them
+    shares: dict[int, float] = defaultdict(float)  # FLOPs of products, by the width of a layer
+    rows: dict[float, float] = defaultdict(float)  # FLOPs of products, by their number of rows
     for phase, _, operation, count in ledger.operations():
         if phase == "forward" and operation.name in LINEAR and operation.sizes:
             _, length, *widths = (size.at(ledger.micro_batch) for size in operation.sizes)

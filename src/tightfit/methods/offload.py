@@ -1,17 +1,23 @@
-"""Offload: optimizer states, gradients, parameters or saved activations lie outside the device's memory.
+"""Moves optimizer states, gradients, parameters or saved activations out of the device's memory
+into host memory or files on disk. It is for models that do not fit otherwise.
 
-Saves   what is named: of an fp32 parameter with Adam, states 8 bytes, gradients 4, parameters 4; activations all that is saved.
-        host: page-locked memory beside a GPU. disk: files that are mapped, and take no memory that cannot be taken back.
-Costs   copies at the link's rate or the disk's: states once to the device and once back for each step, activations once out and
-        once in for each micro-batch, gradients out for each and in for the update; parameters to a GPU for each forward, each
-        backward and the update. A GPU goes on meanwhile: what forward saved leaves beside it, and comes back while it is at what
-        was saved later, up to 256 MiB or one tensor ahead of its use. While it updates one parameter, or one batch of them, what
-        the next one needs comes, and what the one before has changed leaves: three are on the device. An update in backward, and
-        copies from and to a disk, are waited for.
-When    nothing else fits on one device. Large batches hide it: what moves with states does not grow with them.
-Order   around the forward as the precision runs it, and around blocks that recompute and compile have changed; before a
-        pipeline or zero divide what it holds.
-Source  Ren et al. 2021 (ZeRO-Offload), arXiv:2101.06840; Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv:2104.07857.
+Saves   what the plan names: for an fp32 parameter with Adam, states 8 bytes, gradients 4,
+        parameters 4; for activations, all that is saved for backward. `host` is page-locked memory
+        of a GPU's host. `disk` is mapped files, whose memory the system can always reclaim.
+Costs   copies at the rate of the link or the disk. States are copied to the device and back once
+        per step; activations out and in once per micro-batch; gradients out once per micro-batch,
+        and in for the update; on a GPU, parameters are copied in for each forward, each backward
+        and the update. A GPU computes meanwhile. Saved activations leave while forward runs. They
+        return while backward works on those saved later, up to 256 MiB or one tensor ahead of their
+        use. While one parameter, or one batch of them, is updated, the data of the next one arrives
+        and the results of the previous one leave, so the data of three is on the device. An update
+        in backward, and copies from and to a disk, are not overlapped.
+When    nothing else fits on one device. Large batches hide it: the bytes copied with states do not
+        grow with the batch.
+Order   around the forward with its precision, and around blocks that recompute and compile have
+        changed; before a pipeline or zero shards what it holds.
+Source  Ren et al. 2021 (ZeRO-Offload), arXiv:2101.06840; Rajbhandari et al. 2021 (ZeRO-Infinity),
+        arXiv:2104.07857.
 """
 
 from __future__ import annotations
@@ -41,7 +47,7 @@ VARIANTS = (
     {"offload": ("states", "gradients", "parameters"), "offload_to": "disk"},
     {"offload": ("activations",), "offload_to": "disk"},
 )
-DISK_BYTES_PER_S = 5e8  # until somebody measures it: what a plain SSD writes
+DISK_BYTES_PER_S = 5e8  # the write rate of a plain SSD; used until it is measured
 HOST_BYTES_PER_S = 1e10
 
 Events = tuple[tuple[Buffer, int], ...]
@@ -52,7 +58,11 @@ def wanted(plan: Plan) -> bool:
 
 
 def combinations(device: str) -> tuple[tuple[str, ...], ...]:
-    """What may be offloaded together, the least first: search tries them where nothing else fits."""
+    """The combinations of data that may be offloaded together, the smallest first; search tries
+    them where nothing else fits.
+
+    device: "cpu" or "cuda".
+    """
     return _COMBINATIONS[device]
 
 
@@ -69,38 +79,40 @@ _COMBINATIONS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """What is named counts no more where the device's memory is counted; what moves instead is a message."""
+    """Remove the named data from the device's memory, and add the copies that replace it as
+    messages.
+    """
     on_disk = plan.offload_to == "disk"
     link = machine.host_to_device_bytes_per_s.value if machine.host_to_device_bytes_per_s else HOST_BYTES_PER_S
     rate = DISK_BYTES_PER_S if on_disk else link
-    room = float if on_disk else _pinned
+    buffer_bytes = float if on_disk else _pinned
     apart, gathers = machine.device == "cuda", comes_and_goes(plan, machine.device)
-    part = 1.0 / (plan.pp * (plan.shards if plan.zero else 1))  # of the states, on this device
-    moves: list[tuple[str, float, str, str]] = []  # what, bytes in a step, beside which work, which way
-    held: dict[str, float] = {}  # where it is put
+    part = 1.0 / (plan.pp * (plan.shards if plan.zero else 1))  # this device's share of the states
+    moves: list[tuple[str, float, str, str]] = []  # data, bytes per step, phase, direction
+    held: dict[str, float] = {}  # bytes in the store
     updates, parameters, training = ledger.updates, ledger.parameters, ledger.training
     trained = {parameter.name: parameter.bytes for parameter in parameters if parameter.trainable}
     whole, steps = part * sum(trained.values()), ledger.micro_batches
-    comes = dict.fromkeys(updates, 0)  # bytes that come to the device for each update, and that go back
+    # bytes copied to the device for each update, and below, those copied back
+    comes = dict.fromkeys(updates, 0)
     leaves = dict.fromkeys(updates, 0)
     if "states" in plan.offload:
         size = part * sum(update.state_bytes for update in updates.values())
         moves += [("states", size, "update", way) for way in ("in", "out")]
-        held["states"] = sum(
-            2 * room(part * update.state_bytes / 2) for update in updates.values()
-        )  # moments, mostly two
-        if apart:  # a processor updates them where they are mapped
+        # mostly two moments per parameter
+        held["states"] = sum(2 * buffer_bytes(part * update.state_bytes / 2) for update in updates.values())
+        if apart:  # a CPU updates them where they are mapped
             comes = {name: update.state_bytes for name, update in updates.items()}
             leaves = dict(comes)
         updates = {name: replace(update, state_bytes=0, unpacked_bytes=0) for name, update in updates.items()}
     if "gradients" in plan.offload:
         moves += [("gradients", (2.0 * steps - 1) * whole, "backward", "out"), ("gradients", whole, "update", "in")]
-        held["gradients"] = sum(room(part * size) for size in trained.values())
+        held["gradients"] = sum(buffer_bytes(part * size) for size in trained.values())
     if "parameters" in plan.offload:
         if apart:
             moves += [("parameters", steps * whole, phase, "in") for phase in ("forward", "backward")]
         moves += [("parameters", whole, "update", way) for way in ("in", "out")]
-        held["parameters"] = sum(room(part * size) for size in trained.values())
+        held["parameters"] = sum(buffer_bytes(part * size) for size in trained.values())
         if gathers and plan.zero < 3:
             ledger = replace(ledger, gathered=gathered_of(ledger, plan, narrow_names(ledger)))
         if plan.zero < 3:
@@ -112,14 +124,14 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
             leaves = {name: size + trained.get(name, 0) for name, size in leaves.items()}
     updates = {name: replace(update, comes=comes[name], leaves=leaves[name]) for name, update in updates.items()}
     if "activations" in plan.offload:
-        training, size = _left_out(training, ledger.micro_batch, apart, divided=plan.pp > 1)
+        training, size = _offload_activations(training, ledger.micro_batch, apart, divided=plan.pp > 1)
         moves += [
             ("activations", size * steps / plan.pp, phase, way)
             for phase, way in (("forward", "out"), ("backward", "in"))
         ]
         held["activations"] = size
     waits = set[str]()
-    if gathers and plan.shards == 1:  # then fully_shard takes gradients over while nothing else goes on
+    if gathers and plan.shards == 1:  # fully_shard then accumulates gradients without overlap
         waits.add("gradients backward")
     if plan.update_in_backward:
         waits |= {f"{name} update" for name, *_ in moves}
@@ -142,60 +154,68 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def _pinned(size: float) -> float:
-    """What a page-locked buffer takes: torch rounds it up to a power of two."""
+    """Bytes of a page-locked buffer for `size` bytes: torch rounds up to a power of two."""
     return 2.0 ** math.ceil(math.log2(size)) if size >= 1 else 0.0
 
 
-def _left_out(
+def _offload_activations(
     training: tuple[Passage, ...], samples: int, apart: bool, divided: bool
 ) -> tuple[tuple[Passage, ...], float]:
-    """The program in which what forward saves goes at the end of its passage, and comes back before backward frees it (where it
-    is not used as it is mapped); and how many bytes that is. divided: passages may come to lie on several devices."""
+    """The recorded step with offloaded activations, and how many bytes are offloaded.
+
+    Saved buffers are freed at the end of their forward segment, and allocated again before backward
+    frees them (on a device that can use them where they are mapped, they are not allocated again).
+    divided: the segments may run on several devices.
+    """
     saved = {
         buffer
-        for passage in training
-        if passage.phase == "backward"
-        for buffer, sign in passage.timeline.events
+        for segment in training
+        if segment.phase == "backward"
+        for buffer, sign in segment.timeline.events
         if sign < 0 and buffer.row == "activations" and buffer.size.at(samples) > SMALL
     }
-    for passage in training:
-        if passage.phase == "backward":  # what it makes itself, as where it recomputes
-            saved.difference_update(passage.timeline.born)
+    for segment in training:
+        if segment.phase == "backward":  # allocated in backward, as in a recomputation
+            saved.difference_update(segment.timeline.born)
     size, largest = 0.0, 0.0
     forward: list[Passage] = []
-    for passage in training:
-        timeline = passage.timeline
+    for segment in training:
+        timeline = segment.timeline
         leaving: list[Buffer] = []
-        if passage.phase == "forward":
+        if segment.phase == "forward":
             gone = timeline.gone
             leaving = [buffer for buffer in timeline.born if buffer in saved and buffer not in gone]
             sizes = [buffer.size.at(samples) for buffer in leaving]
             size, largest = size + sum(sizes), max(largest, *sizes, 0.0)
         events = (*timeline.events, *((buffer, -1) for buffer in leaving))
-        forward.append(replace(passage, timeline=replace(timeline, events=events)))
-    backward = [number for number, passage in enumerate(forward) if passage.phase != "forward"]
+        forward.append(replace(segment, timeline=replace(timeline, events=events)))
+    backward = [number for number, segment in enumerate(forward) if segment.phase != "forward"]
     stretches = [forward[number].timeline.events for number in backward]
     if not apart:
         found = [tuple(event for event in events if event[0] not in saved) for events in stretches]
     else:
-        ahead = _Ahead(saved, samples, most_ahead(largest))
-        found = ahead.coming_back(stretches) if not divided else [ahead.coming_back([one])[0] for one in stretches]
+        ahead = _Prefetch(saved, samples, most_ahead(largest))
+        found = ahead.with_returns(stretches) if not divided else [ahead.with_returns([one])[0] for one in stretches]
     for number, events in zip(backward, found, strict=True):
         forward[number] = replace(forward[number], timeline=replace(forward[number].timeline, events=events))
     return tuple(forward), size
 
 
-class _Ahead:
-    """When what forward saved comes back in the events of backward: what backward frees one after another it has used together,
-    and when it uses a buffer the next ones come, up to `most` bytes or one."""
+class _Prefetch:
+    """Finds when saved activations return to the device during backward.
+
+    Buffers that backward frees one after another were used together. When backward uses a buffer,
+    the next ones are copied in, up to `most` bytes or one buffer.
+    """
 
     def __init__(self, saved: set[Buffer], samples: int, most: float) -> None:
         self.saved, self.samples, self.most = saved, samples, most
 
-    def coming_back(self, stretches: list[Events]) -> list[Events]:
-        """The events of stretches that follow each other."""
+    def with_returns(self, stretches: list[Events]) -> list[Events]:
+        """The events of consecutive stretches of backward, with the returning buffers added."""
         freed = [buffer for events in stretches for buffer, sign in events if sign < 0 and buffer in self.saved]
-        place, ahead = 0, deque[Buffer]()  # of the next one that comes; what has come and is not used yet
+        # index of the next buffer to return; buffers that returned and are not used yet
+        place, ahead = 0, deque[Buffer]()
         found = []
         for events in stretches:
             edited: list[tuple[Buffer, int]] = []
@@ -221,11 +241,14 @@ class _Ahead:
 
 
 def apply(run: Run, plan: Plan) -> Run:
+    """Put the named data into the run's store. Parameters on a GPU are gathered from there for each
+    forward and backward.
+    """
     store = run.store
     assert store is not None
     if "activations" in plan.offload:
         run = replace(run, loss_sum=saving(run.loss_sum, store, run.model))
-    if plan.zero == 3:  # which puts each device's rows there
+    if plan.zero == 3:  # ZeRO puts each device's shards into the store
         return run
     if "parameters" in plan.offload:
         if is_apart(run.device):
@@ -246,7 +269,7 @@ def _is_stored(parameter: Tensor) -> bool:
 
 
 def saving(loss_sum: Callable[[Batch], Tensor], store: Store, model: nn.Module) -> Callable[[Batch], Tensor]:
-    """`loss_sum` whose saved tensors wait in the store, but for the model's parameters."""
+    """`loss_sum` whose saved tensors are moved to the store, except the model's parameters."""
 
     def loss_sum_with_activations_elsewhere(batch: Batch) -> Tensor:
         with store.saving({weights.untyped_storage()._cdata for weights in working_weights(model)}):
@@ -256,7 +279,7 @@ def saving(loss_sum: Callable[[Batch], Tensor], store: Store, model: nn.Module) 
 
 
 class Taken(Undivided):
-    """The `Reduction` of a device whose gradients are summed in the store."""
+    """The `Reduction` of one device whose gradients are accumulated in the store."""
 
     def __init__(self, gradients: Gradients) -> None:
         self.gradients = gradients

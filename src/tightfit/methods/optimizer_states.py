@@ -1,18 +1,25 @@
-"""Optimizer states: what the optimizer remembers of each weight, how wide, and when the weight is updated.
+"""Sets the number format of the optimizer's states and when each weight is updated. It is for
+training in which the optimizer's states, or the gradients, take much of the memory.
 
-Saves   bytes for each parameter: AdamW and LAMB fp32 8, bf16 4, 8-bit 2, 4-bit 1 (and 4 for each block of 256 or
-        128); SGD with momentum, LARS, Lion half of that; Muon 4; Adafactor, factored, nearly 0. For 3B parameters:
-        Adam 24 GB, in 8 bits 6 GB, Adafactor 12 GB with a first moment and a few MB as here, without.
-        `states: fp32` is what the optimizer makes of it: with bf16-true weights bf16, but fp32 where rounding is not
-        nearest, or in fp16-true. update_in_backward saves the gradients: one exists at a time.
-Costs   all but fused_optimizer: one parameter after another in place of all at once; on a GPU in batches of as many
-        elements as the largest parameter has, for AdamW, SGD and Lion. Narrow states: another pass over each in either
-        direction. These and rounding: the fp32 copies of one parameter, or batch. kahan: 2 bytes for each weight. fp16 on
-        one GPU, not fused: as these, and beside each update a copy of what it changes, put back where a step overflows.
-When    states are the largest row (every weight trained, small batches); update in backward where gradients are next.
-Order   after the model is final, for it needs the parameters; after the loader, which knows how long an epoch is.
-Source  Adafactor: Shazeer & Stern 2018, arXiv:1804.04235; 8-bit: Dettmers et al. 2022, arXiv:2110.02861; 4-bit:
-        Li et al. 2023, arXiv:2309.01507; update in backward: Lv et al. 2023, arXiv:2306.09782.
+Saves   bytes per parameter: AdamW and LAMB take 8 in fp32, 4 in bf16, 2 in 8-bit and 1 in 4-bit
+        (plus 4 for each block of 256 or 128 numbers); SGD with momentum, LARS and Lion half of
+        that; Muon 4; Adafactor, which is factored, nearly 0. For 3B parameters: Adam 24 GB, in 8
+        bits 6 GB; Adafactor 12 GB with a first moment, and a few MB without one, as here. `states:
+        fp32` is the optimizer's own choice: bf16 with bf16-true weights, but fp32 where rounding is
+        not nearest, or in fp16-true. update_in_backward saves the gradients: one exists at a time.
+Costs   all options but fused_optimizer update one parameter after another instead of all at once;
+        on a GPU, in batches of as many elements as the largest parameter has, for AdamW, SGD and
+        Lion. Narrow states need another pass over each state in either direction. Narrow states and
+        rounding need the fp32 copies of one parameter, or batch. kahan takes 2 bytes per weight.
+        fp16 on one GPU without fused_optimizer is updated in the same way, with a copy of what each
+        update changes, which is restored where a step overflows.
+When    optimizer states are the largest row of the ledger (every weight is trained, with small
+        batches); update_in_backward where gradients are next.
+Order   after the model is final, because it needs the parameters; after the loader, which knows the
+        length of an epoch.
+Source  Adafactor: Shazeer & Stern 2018, arXiv:1804.04235; 8-bit: Dettmers et al. 2022,
+        arXiv:2110.02861; 4-bit: Li et al. 2023, arXiv:2309.01507; update in backward: Lv et al.
+        2023, arXiv:2306.09782.
 """
 
 from __future__ import annotations
@@ -54,8 +61,9 @@ VARIANTS = (
     {"update_in_backward": True},
 )
 
-CALL = 50  # launches of an operation take as long as a call of an optimizer, between the products of a backward
-COMPLEX = ("adamw", "sgd")  # optimizers that take a complex number as two real ones, which torch's do
+# between the products of a backward, an optimizer's call takes as long as 50 launches
+CALL = 50
+COMPLEX = ("adamw", "sgd")  # optimizers that treat a complex number as two real ones, as torch's do
 
 
 def wanted(plan: Plan) -> bool:
@@ -68,7 +76,9 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
 
 
 def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """fp32 states and the narrower ones that the job allows; updates after the step, and in backward."""
+    """fp32 states and the narrower ones that the job allows; updates after the step, or in
+    backward.
+    """
     widths = [width for width in ("bf16", "8-bit", "4-bit") if f"{width}-states" in job.allowed]
     return {"states": ["fp32", *([] if facts.is_complex else widths)], "update_in_backward": [False, True]}
 
@@ -78,24 +88,28 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """States, transients and operations of each update are traced; here is when the updates happen, and how many at once.
+    """When the updates happen, and how many at once; states, transients and operations of each
+    update are traced.
 
-    On CUDA torch's default kernels take all parameters at once, and what they need meanwhile exists for all of them. An update
-    of one parameter by itself, or of a batch of them, is a call of the whole optimizer.
+    On CUDA, torch's default kernels update all parameters at once, and their transients exist for
+    all of them. An update of one parameter by itself, or of a batch, costs a call of the whole
+    optimizer.
     """
     together = takes_all_at_once(plan, machine.device)
     ledger = replace(ledger, update_in_backward=plan.update_in_backward, foreach=together)
-    if not _one_by_one(plan, machine.device):
+    if not _updates_separately(plan, machine.device):
         return ledger
-    found = _batches_of(ledger.updates)
+    found = _batched_updates(ledger.updates)
     updates = {**ledger.updates, **{name: one for batch in found for name, one in batch.items()}}
     alone = sum(not update.elements for update in updates.values())
     calls = Operation("call", "float32", Linear(), Linear(), count=Linear(float(CALL * (alone + len(found)))))
     return replace(ledger, updates=updates, whole_step=(*ledger.whole_step, calls))
 
 
-def _batches_of(updates: dict[str, Update]) -> list[dict[str, Update]]:
-    """The updates that are made in batches, by batch; the first of each has what the batch needs and does."""
+def _batched_updates(updates: dict[str, Update]) -> list[dict[str, Update]]:
+    """The updates that are made in batches, by batch. The first update of each has the batch's
+    transients and operations.
+    """
     alike: dict[tuple[int, str], list[str]] = {}
     for name, update in updates.items():
         if update.elements:
@@ -110,15 +124,17 @@ def _batches_of(updates: dict[str, Update]) -> list[dict[str, Update]]:
                 transient_bytes=sum(update.transient_bytes for update in batch),
                 comes=sum(update.comes for update in batch),
                 leaves=sum(update.leaves for update in batch),
-                operations=_at_once(batch),
+                operations=_merged_operations(batch),
             )
             rest = (replace(update, transient_bytes=0, comes=0, leaves=0, operations=()) for update in batch[1:])
             found.append(dict(zip((names[number] for number in numbers), (first, *rest), strict=True)))
     return found
 
 
-def _at_once(batch: list[Update]) -> tuple[Operation, ...]:
-    """The operations of updates that are made together: of those that do the same, each is one kernel over all."""
+def _merged_operations(batch: list[Update]) -> tuple[Operation, ...]:
+    """The operations of updates that are made together: each common operation becomes one kernel
+    over all of them.
+    """
     alike: dict[object, list[Update]] = {}
     for update in batch:
         alike.setdefault(tuple((one.name, one.dtype, one.count) for one in update.operations), []).append(update)
@@ -134,30 +150,38 @@ def _at_once(batch: list[Update]) -> tuple[Operation, ...]:
 
 
 def takes_all_at_once(plan: Plan, device: str) -> bool:
-    """Whether torch's own choice of kernels goes over all parameters together: on CUDA, where nothing else was asked for."""
-    return device == "cuda" and not plan.fused_optimizer and not _one_by_one(plan, device)
+    """Whether torch's default kernels update all parameters together (foreach): on CUDA, unless the
+    plan asks for something else.
+    """
+    return device == "cuda" and not plan.fused_optimizer and not _updates_separately(plan, device)
 
 
 def brings(plan: Plan, device: str) -> bool:
-    """Whether a device of this kind is brought weights or gradients to update: a processor updates them where they are mapped."""
+    """Whether weights or gradients are copied to this kind of device for the update. A CPU updates
+    them where they are mapped.
+    """
     return device == "cuda" and bool({"parameters", "gradients"} & set(plan.offload))
 
 
-def _one_by_one(plan: Plan, device: str) -> bool:
+def _updates_separately(plan: Plan, device: str) -> bool:
+    """Whether parameters are updated one after another, or in batches, instead of all at once."""
     return (
         "states" in plan.offload
         or brings(plan, device)
         or plan.precision == "fp16-true"
-        or _leaves_out_alone(plan, device)
+        or _skips_on_device(plan, device)
         or plan.states != "fp32"
         or plan.rounding != "nearest"
         or plan.update_in_backward
     )
 
 
-def _leaves_out_alone(plan: Plan, device: str) -> bool:
-    """Whether steps that overflow in fp16 are left out by the device alone although no fused kernel does it. Those of rows and
-    slices are left out by the host, which waits for the device."""
+def _skips_on_device(plan: Plan, device: str) -> bool:
+    """Whether the device itself skips fp16 steps that overflow, without a fused kernel that does
+    so.
+
+    With sharded parameters (ZeRO, tp), the host skips them, and waits for the device.
+    """
     return (
         device == "cuda"
         and plan.precision.startswith("fp16")
@@ -168,16 +192,19 @@ def _leaves_out_alone(plan: Plan, device: str) -> bool:
 
 
 def undoes(plan: Plan, device: str) -> bool:
-    """Whether updates of one parameter, or of a batch, keep what they change, to put it back where a step overflows."""
-    return device == "cuda" and plan.precision.startswith("fp16") and _one_by_one(plan, device)
+    """Whether updates of one parameter, or of a batch, copy what they change, to restore it where a
+    step overflows.
+    """
+    return device == "cuda" and plan.precision.startswith("fp16") and _updates_separately(plan, device)
 
 
 def updates_in_batches(plan: Plan, train: Train, device: str) -> bool:
-    """Whether what is updated apart from the others is updated in batches: on CUDA, where each kernel costs a launch, by
-    optimizers to which elements are all alike."""
+    """Whether separate updates are made in batches: on CUDA, where each kernel costs a launch, for
+    element-wise optimizers.
+    """
     return (
         device == "cuda"
-        and _one_by_one(plan, device)
+        and _updates_separately(plan, device)
         and not plan.update_in_backward
         and train.optimizer in ELEMENTWISE
     )
@@ -191,15 +218,20 @@ def optimizer_of(
     store: Store | None = None,
     device: str = "cpu",
 ) -> Optimizer:
-    """The job's optimizer with the plan's kernels, width of states and rounding, over `weights` in place of parameters.
+    """The job's optimizer with the plan's kernels, format of states and rounding.
 
-    store  another memory than the device's, for what the plan offloads; device: the kind of that which updates
-    Raises InputError for what cannot be optimized, or not so.
+    weights  parameter -> the weight that is updated in its place, such as a shard; None for the
+             parameters themselves
+    store    the memory for what the plan offloads; None for the device's
+    device   the kind of the device that updates: "cpu" or "cuda"
+
+    Raises InputError for parameters that cannot be optimized, or not with these options.
     """
     check_complex(model, train, plan)
     optimizer: Optimizer = make_optimizer(model, train, plan.fused_optimizer, weights)
-    wide = plan.precision == "fp16-true"  # squares of gradients vanish in fp16, so its states are fp32
-    if _one_by_one(plan, device):
+    # squares of gradients underflow in fp16, so its states are fp32
+    wide = plan.precision == "fp16-true"
+    if _updates_separately(plan, device):
         keep = store if "states" in plan.offload else None
         apart = store if brings(plan, device) else None
         kind = InBatches if updates_in_batches(plan, train, device) else PerParameter
@@ -208,7 +240,9 @@ def optimizer_of(
 
 
 def check_complex(model: nn.Module, train: Train, plan: Plan) -> None:
-    """Refuse what is of real numbers only, for a model whose parameters are complex. Raises InputError."""
+    """Refuse options that only exist for real numbers, if the model has complex parameters. Raises
+    InputError.
+    """
     name = next((name for name, parameter in model.named_parameters() if parameter.is_complex()), None)
     if name is None:
         return
@@ -216,16 +250,16 @@ def check_complex(model: nn.Module, train: Train, plan: Plan) -> None:
     if train.optimizer not in COMPLEX:
         raise InputError(
             f"job: train.optimizer={train.optimizer}",
-            f"{found} it is defined for real ones",
+            f"{found} this optimizer is defined for real numbers only",
             f"use optimizer: {' or '.join(COMPLEX)}, or keep two real numbers for each (torch.view_as_complex)",
         )
     for asked, why, fix in (
-        (plan.fused_optimizer, "torch's fused kernels take real ones", "use fused_optimizer: false"),
-        (plan.is_true, "none are of 16 bits", "use precision: fp32 or bf16-mixed"),
-        (plan.states != "fp32", "narrow states are of real ones", "use states: fp32"),
+        (plan.fused_optimizer, "torch's fused kernels support real numbers only", "use fused_optimizer: false"),
+        (plan.is_true, "there are no 16-bit complex numbers", "use precision: fp32 or bf16-mixed"),
+        (plan.states != "fp32", "narrow states exist for real numbers only", "use states: fp32"),
         (
             plan.compressed_gradients == "powersgd",
-            "PowerSGD's products are of real ones",
+            "PowerSGD supports real numbers only",
             "use compressed_gradients: bf16 or none",
         ),
     ):
@@ -234,6 +268,7 @@ def check_complex(model: nn.Module, train: Train, plan: Plan) -> None:
 
 
 def apply(run: Run, plan: Plan) -> Run:
+    """Construct the optimizer and the learning-rate schedule."""
     train = run.job.train
     optimizer = optimizer_of(run.model, train, plan, run.weights, run.store, kind_of(run.device))
     if plan.zero or run.slices:

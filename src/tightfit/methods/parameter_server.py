@@ -1,16 +1,22 @@
-"""Parameter server: one process has the weights and their states; workers send it gradients and get weights back.
+"""One process, the server, holds the weights and optimizer states; workers send it gradients and
+receive weights. With async, workers of different speed do not wait for each other.
 
-Saves   workers the optimizer's states. sync: nothing else. async: nobody waits for the slowest worker.
-Costs   everything goes through the server's link: N workers' gradients in and N times the weights out, where a ring sends
-        each device twice the gradients whatever N is: the server is the bottleneck. async: a gradient is of weights that
-        other workers' updates have come to since (staleness), at most `staleness` steps of the slowest.
-When    workers of very different speed (async); else data parallelism does the same and waits less.
-Order   with data parallelism, whose place it takes; before the optimizer, which the server alone has a use for.
-Source  Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server", OSDI; bounded staleness: Ho et al.
-        2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS.
+Saves   workers hold no optimizer states. sync: nothing else. async: nobody waits for the slowest
+        worker.
+Costs   everything passes through the server's link: the gradients of N workers in, and N times the
+        weights out, whereas a ring sends each device twice the gradients whatever N is. The server
+        is the bottleneck. async: a gradient is computed on weights that other workers have updated
+        since (staleness); `staleness` bounds this to that many steps of the slowest worker.
+When    workers of very different speed (async); otherwise data parallelism does the same with less
+        waiting.
+Order   in the place of data parallelism; before the optimizer, which only the server uses.
+Source  Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server", OSDI;
+        bounded staleness: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous
+        Parallel Parameter Server", NeurIPS.
 
-The server is process 0, the workers those after it. sync: gradients are summed in the workers' order, then one update: what
-data parallelism does. async: each worker's mean gradient is an update of its own when it arrives.
+The server is process 0, and the workers are the processes after it. sync: the server sums the
+gradients in the workers' order and updates once, which equals data parallelism. async: each
+worker's mean gradient is an update of its own when it arrives.
 """
 
 from __future__ import annotations
@@ -34,11 +40,14 @@ def wanted(plan: Plan) -> bool:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """A worker: it has no states. Beside it stands the server, which has them, and no activations; all wait for its link."""
+    """A worker has no optimizer states. The server has them, but no activations. All wait for the
+    server's link.
+    """
     size, states = ledger.gradient_bytes(), sum(update.state_bytes for update in ledger.updates.values())
     parameters = sum(parameter.bytes for parameter in ledger.parameters)
     updates = {name: replace(update, state_bytes=0) for name, update in ledger.updates.items()}
-    workers = plan.dp_replicate  # each sends its gradients and is sent the weights, one after another
+    # each sends its gradients and is sent the weights, one after another
+    workers = plan.dp_replicate
     through = replace(
         message("through the server", 2 * workers * size, plan, machine, ("dp_replicate",), 2 * workers), hides=False
     )
@@ -51,6 +60,9 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def apply(run: Run, plan: Plan) -> Run:
+    """Make this process the server or a worker. Raises InputError for async with a model that has
+    BatchNorm.
+    """
     assert run.mesh is not None
     same_everywhere(run.model, run.mesh)
     rank, statistics = run.mesh.rank("dp_replicate"), Statistics(run.model, run.mesh)
@@ -58,7 +70,7 @@ def apply(run: Run, plan: Plan) -> Run:
     if asynchronous and statistics.buffers:
         raise InputError(
             "plan: parameter_server=async",
-            "the model has BatchNorm, whose running statistics each worker would have of its own",
+            "the model has BatchNorm, whose running statistics would differ between workers",
             "use parameter_server: sync, or a model with other norms",
         )
     box = GradientBox([parameter for parameter in run.model.parameters() if parameter.requires_grad], run.mesh)

@@ -1,14 +1,20 @@
-"""Precision: what the arithmetic runs in, and what keeps it from losing small numbers.
+"""Sets the number format of the arithmetic: fp32, tf32, bf16 or fp16, with fp32 weights (-mixed) or
+16-bit weights (-true). Narrow formats save time and memory; autocast, loss scaling and the rounding
+of updates keep them from losing small numbers.
 
-Saves   -mixed: half of the activations, none of the model states (4 + 4 + 8 bytes a parameter stay fp32, and
-        autocast's half copies come on top: 18 with Adam). -true: half of everything.
-Costs   -mixed: casts of the weights; -true: small updates are lost to rounding unless `rounding` says otherwise.
-When    always where the hardware multiplies 16-bit numbers faster; bf16 needs no loss scaling, fp16 does
-        (it overflows beyond 65,504). tf32 keeps fp32 storage and rounds the factors of products to 10 bits.
+Saves   -mixed: half of the activations, but none of the model states (4 + 4 + 8 bytes per parameter
+        stay in fp32, and autocast's 16-bit copies are added: 18 with Adam). -true: half of
+        everything.
+Costs   -mixed: casts of the weights; -true: rounding loses small updates unless `rounding` prevents
+        it.
+When    always where the hardware multiplies 16-bit numbers faster. bf16 needs no loss scaling; fp16
+        does (it overflows beyond 65,504). tf32 keeps fp32 storage and rounds the factors of
+        products to 10 bits.
 Order   around the compiled function, so that the compiler sees one type per operation.
-Source  Micikevicius et al. 2018, arXiv:1710.03740 (mixed precision, loss scaling); Kalamkar et al. 2019,
-        arXiv:1905.12322 (bf16). What else stays fp32 stands in torch's autocast lists: on CUDA sums, softmax and
-        norms, on CPU less. The cross entropy of a language model or a classifier always does.
+Source  Micikevicius et al. 2018, arXiv:1710.03740 (mixed precision, loss scaling); Kalamkar et al.
+        2019, arXiv:1905.12322 (bf16). torch's autocast lists say what else stays in fp32: on CUDA
+        sums, softmax and norms, on CPU fewer operations. The cross entropy of a language model or a
+        classifier always does.
 """
 
 from __future__ import annotations
@@ -35,9 +41,10 @@ from tightfit.target_device import kind_of
 LARGEST_FP16 = 65504.0
 
 
+# operations that use tf32; attention's own kernels do not
 _PRODUCTS = frozenset(
     f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
-)  # that take their factors in tf32; attention's own kernels do not
+)
 FIELDS = ("precision", "loss_scale", "rounding")
 TRACED_FIELDS = ("precision",)
 VARIANTS = (
@@ -52,11 +59,12 @@ VARIANTS = (
 
 
 def wanted(plan: Plan) -> bool:
-    return True  # the type of the arithmetic is always decided, or a tf32 run would leave its mark on the next one
+    # always set, because tf32 is a global setting that would otherwise carry over to the next run
+    return True
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
-    """The narrowest precision that the job allows and the machine multiplies faster than fp32."""
+    """The narrowest precision that the job allows and that the machine multiplies faster than fp32."""
     if "bf16" in job.allowed and has_fast_bf16(machine):
         yield Default("precision", "bf16-mixed", "this machine multiplies bf16 faster, and the job allows it")
     elif "fp16" in job.allowed and has_fast_fp16(machine):
@@ -66,13 +74,15 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
 
 
 def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """The default, and bf16 weights beside bf16 arithmetic where they may win."""
+    """The default, and bf16 weights in addition to bf16 arithmetic where they may be the better
+    choice.
+    """
     narrow = start.precision == "bf16-mixed" and not facts.is_complex and facts.narrow_pays()
     return {"precision": [start.precision, "bf16-true"] if narrow else [start.precision]}
 
 
 def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """Every precision and rounding; the rules and the job decide which of them are open."""
+    """Every precision and rounding; the rules and the job decide which of them are permitted."""
     precisions = [] if facts.is_complex else ["fp32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"]
     roundings = [start.rounding, rounding_of(job), "kahan", "stochastic"]
     return {
@@ -82,41 +92,47 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def rounding_of(job: Job) -> Literal["nearest", "kahan"]:
-    """How search rounds updates of bf16 weights: kahan carries what would be lost of small ones, so that the job
-    trains as with wider weights. Nearest takes less memory and time, where the job allows to lose them."""
+    """How search rounds updates of bf16 weights.
+
+    kahan carries the part of small updates that rounding would lose, so that the job trains as with
+    wider weights. nearest takes less memory and time, where the job allows to lose that part.
+    """
     return "nearest" if "nearest-rounding" in job.allowed else "kahan"
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """What each type makes of the program is traced, fp16 as bf16, which is as wide; tf32 changes no buffer and no operation, but
-    the rate of products."""
+    """Change the types of the recorded step.
+
+    The profile traces each type's operations, fp16 as bf16, which is as wide. tf32 changes no
+    buffer and no operation, only the rate of products.
+    """
     if plan.precision == "tf32":
-        told = _in_tf32
+        convert = _in_tf32
     elif plan.precision.startswith("fp16"):
-        told = _in_fp16
+        convert = _in_fp16
     else:
         return ledger
     inference = ledger.inference
-    return replace(ledger, training=told(ledger.training), inference=lambda: told(inference()))
+    return replace(ledger, training=convert(ledger.training), inference=lambda: convert(inference()))
 
 
-@lru_cache(16)  # whoever plays a program knows its timelines by identity
-def _in_tf32(passages: tuple[Passage, ...]) -> tuple[Passage, ...]:
-    return _retyped(passages, lambda one: one.name in _PRODUCTS and one.dtype == "float32", "tf32")
+@lru_cache(16)  # cached, because a replay identifies timelines by identity
+def _in_tf32(segments: tuple[Passage, ...]) -> tuple[Passage, ...]:
+    return _retyped(segments, lambda one: one.name in _PRODUCTS and one.dtype == "float32", "tf32")
 
 
 @lru_cache(16)
-def _in_fp16(passages: tuple[Passage, ...]) -> tuple[Passage, ...]:
-    return _retyped(passages, lambda one: one.dtype == "bfloat16", "float16")
+def _in_fp16(segments: tuple[Passage, ...]) -> tuple[Passage, ...]:
+    return _retyped(segments, lambda one: one.dtype == "bfloat16", "float16")
 
 
-def _retyped(passages: tuple[Passage, ...], which: Callable[[Operation], bool], dtype: str) -> tuple[Passage, ...]:
-    """The passages with `dtype` in the operations for which `which` holds."""
+def _retyped(segments: tuple[Passage, ...], which: Callable[[Operation], bool], dtype: str) -> tuple[Passage, ...]:
+    """The segments with `dtype` as the type of the operations for which `which` holds."""
     known: dict[Timeline, Timeline] = {}
-    for timeline in dict.fromkeys(passage.timeline for passage in passages):
+    for timeline in dict.fromkeys(segment.timeline for segment in segments):
         done = (replace(one, dtype=dtype) if which(one) else one for one in timeline.operations)
         known[timeline] = replace(timeline, operations=tuple(done))
-    return tuple(replace(passage, timeline=known[passage.timeline]) for passage in passages)
+    return tuple(replace(segment, timeline=known[segment.timeline]) for segment in segments)
 
 
 def apply(run: Run, plan: Plan) -> Run:
@@ -140,7 +156,9 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 def autocast(loss_sum: Callable[[Batch], Tensor], device: str, dtype: torch.dtype) -> Callable[[Batch], Tensor]:
-    """`loss_sum` with products in `dtype` and everything sensitive in fp32; weights stay as they are."""
+    """`loss_sum` with products in `dtype` and sensitive operations in fp32; weights keep their
+    type.
+    """
 
     def mixed(batch: Batch) -> Tensor:
         with torch.autocast(device, dtype):
@@ -150,7 +168,9 @@ def autocast(loss_sum: Callable[[Batch], Tensor], device: str, dtype: torch.dtyp
 
 
 def cast_inputs(loss_sum: Callable[[Batch], Tensor], dtype: torch.dtype) -> Callable[[Batch], Tensor]:
-    """`loss_sum` of a model whose weights are in `dtype`: floating inputs are cast to it, whole numbers are not."""
+    """`loss_sum` for a model whose weights are in `dtype`: floating-point inputs are cast to it,
+    integers are not.
+    """
 
     def true(batch: Batch) -> Tensor:
         return loss_sum(map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch))
@@ -159,10 +179,11 @@ def cast_inputs(loss_sum: Callable[[Batch], Tensor], dtype: torch.dtype) -> Call
 
 
 class LossScaler:
-    """Loss scaling, static or dynamic: doubled after `patience` finite steps, halved after one that overflowed.
+    """Loss scaling, static or dynamic. Dynamic: doubled after `patience` finite steps, halved after
+    one that overflowed.
 
-    A step that overflows is skipped whole and counted in `skipped`. torch's GradScaler does the same but refuses
-    fp16 gradients, which fp16-true has.
+    A step that overflows is skipped as a whole and counted in `skipped`. torch's GradScaler does
+    the same, but it refuses fp16 gradients, which fp16-true has.
     """
 
     def __init__(self, value: float, dynamic: bool, patience: int = 2000) -> None:
@@ -198,11 +219,15 @@ class LossScaler:
 
 
 class LossScalerOnDevice(LossScaler):
-    """A LossScaler whose numbers lie on the device: whether gradients are finite is known there, and the host does not wait for
-    it. Whoever reads `value` or `skipped` does."""
+    """A LossScaler whose numbers are on the device, so that the host does not wait to learn whether
+    gradients are finite.
+
+    Reading `value` or `skipped` waits for the device.
+    """
 
     def __init__(self, value: float, dynamic: bool, device: torch.device, patience: int = 2000) -> None:
-        self._numbers = torch.zeros(3, dtype=torch.float64, device=device)  # value, skipped, finite steps
+        # value, skipped, finite steps
+        self._numbers = torch.zeros(3, dtype=torch.float64, device=device)
         self._fixed = None if dynamic else float(value)
         super().__init__(value, dynamic, patience)
 
@@ -232,7 +257,8 @@ class LossScalerOnDevice(LossScaler):
         self._set(2, steps)
 
     def _set(self, place: int, number: float) -> None:
-        self._numbers = self._numbers.clone()  # what a step was given stays as it is
+        # a new tensor, because a step may still use the old one
+        self._numbers = self._numbers.clone()
         self._numbers[place].fill_(number)
 
     @property
@@ -246,7 +272,7 @@ class LossScalerOnDevice(LossScaler):
             return torch.ones((), dtype=torch.bool, device=self._numbers.device)
         if self._fixed is None and all(gradient.dtype is torch.float32 for gradient in gradients):
             torch._foreach_mul_(gradients, self._numbers[0].reciprocal().to(gradients[0].device, torch.float32))
-        else:  # in 16 bits a scalar tensor would be rounded first, to zero where the scale is large
+        else:  # a scalar tensor would first be rounded to 16 bits: to zero where the scale is large
             torch._foreach_mul_(gradients, 1.0 / (self.value if self._fixed is None else self._fixed))
         return _are_finite(gradients)
 
@@ -265,7 +291,7 @@ class LossScalerOnDevice(LossScaler):
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     found = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [gradient for gradient in found if gradient.numel()]  # of a device's rows there may be none
+    return [gradient for gradient in found if gradient.numel()]  # a device's shard may be empty
 
 
 def _are_finite(gradients: list[Tensor]) -> Tensor:

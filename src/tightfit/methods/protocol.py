@@ -1,22 +1,30 @@
-"""Method: what a module in methods/ provides. Everything that the planner and the engine know of a method is read from its module.
+"""The interface of a method module: what each module in methods/ provides.
+
+The planner and the engine know a method only through its module. The planner calls `cost`,
+`defaults`, `candidates` and `leanest`; the engine calls `apply`.
 
 A module always has
 
-    FIELDS      the plan fields that are the method's own; each field of a plan belongs to exactly one method
-    VARIANTS    plan fields that turn the method on, which the contract tests try alone and in pairs
-    wanted      plan -> whether the plan uses the method
-    cost        (ledger, plan, machine) -> the ledger with what the method changes
-    apply       (run, plan) -> the run with what the method changes
-    docstring   with the parts Saves, Costs, When, Order and Source
+    FIELDS      the plan fields that belong to the method; each plan field belongs to exactly one
+                method
+    VARIANTS    plan fields that turn the method on; the contract tests try them alone and in pairs
+    enabled     plan -> whether the plan uses the method
+    cost        (ledger, plan, machine) -> the ledger with the method's changes
+    apply       (run, plan) -> the run with the method's changes
+    docstring   a summary paragraph, then the parts Saves, Costs, When, Order and Source
 
-and where it needs them
+and, where it needs them,
 
-    TRACED_FIELDS  those of FIELDS that change which operations a forward and backward run. The profiler applies such a
-                   method before it traces the model, and traces again for each of their values.
-    defaults       (job, machine) -> the values that need no prediction, each with its reason. They are taken in the order in
-                   which they come, as far as the rules and the job admit them.
-    candidates     (start, job, facts) -> by field, the values that search tries, `start` being the plan with all defaults
-    leanest        the same for the values that may take the least memory: where nothing fits, search combines these
+    TRACED_FIELDS  the subset of FIELDS that changes which operations a forward and backward run.
+                   The profiler applies such a method before it traces the model, and traces again
+                   for each value of these fields.
+    defaults       (job, machine) -> values that can be chosen without a prediction, each with its
+                   reason. They are applied in the order in which they are yielded, as far as the
+                   rules and the job permit.
+    candidates     (start, job, facts) -> for each field, the values that search tries; `start` is
+                   the plan with all defaults
+    leanest        like candidates, for the values that may take the least memory. Search combines
+                   these where no candidate fits.
 """
 
 from __future__ import annotations
@@ -32,7 +40,7 @@ from tightfit.plan import Plan
 
 
 class Default(NamedTuple):
-    """A value for a field that nobody pinned, and why it is chosen, as `explain` prints it."""
+    """A value for a plan field that the user did not set, and the reason as `explain` prints it."""
 
     field: str
     value: Any
@@ -41,11 +49,12 @@ class Default(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchFacts:
-    """What search knows of a job when it asks a method for candidates.
+    """What search knows about a job when it asks a method for candidates.
 
-    is_complex   whether the model has complex parameters, which cannot be kept in fewer bits
-    narrow_pays  whether 16-bit weights may win: the plan does not fit without them, or they are estimated to be faster.
-                 It takes an estimate, so it is a function.
+    is_complex   whether the model has complex parameters, which cannot be stored in fewer bits
+    narrow_pays  whether 16-bit weights may be the better choice: the plan does not fit without
+                 them, or they are estimated to be faster. It needs an estimate, so it is a
+                 function.
     """
 
     is_complex: bool
@@ -53,6 +62,7 @@ class SearchFacts:
 
 
 def name_of(method: ModuleType) -> str:
+    """The method's name: the last part of its module's name, such as "zero"."""
     return method.__name__.rpartition(".")[2]
 
 
@@ -62,19 +72,19 @@ def traced_fields(methods: Iterable[ModuleType]) -> tuple[str, ...]:
 
 
 def defaults(methods: Iterable[ModuleType], job: Job, machine: Machine) -> Iterator[Default]:
-    """What every method chooses where no prediction is needed, in the order of the methods."""
+    """The defaults of all methods, in the order of the methods."""
     for method in methods:
         if hasattr(method, "defaults"):
             yield from method.defaults(job, machine)
 
 
 def candidates(methods: Iterable[ModuleType], start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """By plan field, the values that search combines."""
+    """For each plan field, the values that search combines."""
     return _proposed(methods, "candidates", start, job, facts)
 
 
 def leanest(methods: Iterable[ModuleType], start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """By plan field, the values that may take the least memory."""
+    """For each plan field, the values that may take the least memory."""
     return _proposed(methods, "leanest", start, job, facts)
 
 

@@ -1,11 +1,20 @@
-"""Recompute activations in backward instead of keeping them.
+"""Stores only the inputs of some blocks during forward, and recomputes their activations during
+backward (activation checkpointing). It trades time for memory.
 
-Saves   the activations inside each recomputed block; keeps its input (sqrt: the input of each segment).
-Costs   one more forward of each recomputed block, 20 to 30 % of the time; selective: of its cheap operations only;
-        selective-2: of these and of every second of its products with weights (torchtitan's default).
-When    activations are what does not fit. selective first, then selective-2, every-2, full; sqrt for very many thin blocks.
+Saves   the activations inside each recomputed block; only its input is saved (sqrt: only the input
+        of each segment).
+Costs   one more forward of each recomputed block, 20 to 30 % of the time; selective: of its cheap
+        operations only; selective-2: of these and of every second product with weights
+        (torchtitan's default).
+When    activations do not fit. Try selective first, then selective-2, every-2, full; sqrt for very
+        many thin blocks.
 Order   wraps blocks; before compile, so that the recomputation is compiled too.
-Source  Chen et al. 2016, arXiv:1604.06174 (sqrt); selective: Korthikanti et al. 2022, arXiv:2205.05198.
+Source  Chen et al. 2016, arXiv:1604.06174 (sqrt); selective: Korthikanti et al. 2022,
+        arXiv:2205.05198.
+
+Example: 16 blocks of (4, 1024, 1024) inputs in fp32, 16 MiB each. `full` saves 16 inputs (256 MiB)
+and recomputes one block at a time. `sqrt` makes 4 segments of 4 blocks: it saves 4 inputs (64 MiB),
+but holds the activations of 4 recomputed blocks while it runs a segment's backward.
 """
 
 from __future__ import annotations
@@ -60,10 +69,13 @@ def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]
 
 
 def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    return {"recompute": ["full", "sqrt", "none"]}  # none: for a model without repeated blocks
+    return {"recompute": ["full", "sqrt", "none"]}  # "none" is for a model without repeated blocks
 
 
 def apply(run: Run, plan: Plan) -> Run:
+    """Wrap the blocks, or segments of blocks, in recomputation. Raises InputError for a model
+    without repeated blocks.
+    """
     name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
     blocks = [block for _, block in find_blocks(run.model, name)]
     if not blocks:
@@ -82,8 +94,9 @@ def apply(run: Run, plan: Plan) -> Run:
             try:
                 total = run.loss_sum(batch)
             except FAILURES as error:
-                if not _says_something_else(error):
-                    for end in ends:  # a segment's output may have gone where one block's should
+                if not _is_unrelated(error):
+                    # the failure may come from passing a segment's output in place of one block's
+                    for end in ends:
                         end()
                 raise
             for end in ends:
@@ -97,28 +110,34 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 def _segments(blocks: int) -> list[range]:
-    """Of so many blocks, those that sqrt computes again as one: as many segments as each has blocks."""
+    """The segments of sqrt, each recomputed as one: about as many segments as each has blocks."""
     length = max(round(math.sqrt(blocks)), 1)
     return [range(start, min(start + length, blocks)) for start in range(0, blocks, length)]
 
 
 def in_segments(blocks: list[nn.Module]) -> list[list[nn.Module]]:
+    """The blocks, grouped into the segments of sqrt."""
     return [blocks[segment.start : segment.stop] for segment in _segments(len(blocks))]
 
 
 def _every(plan: Plan) -> int:
+    """Recompute every n-th block: the n of "every-n", else 1."""
     return int(plan.recompute.removeprefix("every-")) if plan.recompute.startswith("every-") else 1
 
 
 def _selective(plan: Plan) -> int:
-    """Of so many products with weights one is kept; 0 where none is."""
+    """One in this many products with weights is saved; 0 where recomputation is not selective."""
     if not plan.recompute.startswith("selective"):
         return 0
     return int(plan.recompute.removeprefix("selective").removeprefix("-") or 1)
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Forward as an evaluation's, which keeps nothing, but for the segments' inputs; backward after another forward."""
+    """Replace the training's forward by the evaluation's, which saves only the segments' inputs,
+    and run each segment's forward again before its backward.
+
+    Raises InputError for a model whose blocks cannot form segments, where the plan asks for sqrt.
+    """
     if plan.recompute == "sqrt" and ledger.try_segments is not None:
         ledger.try_segments()
     every = [range(block, block + 1) for block in range(0, ledger.blocks, _every(plan))]
@@ -129,10 +148,14 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -> Forward:
-    """`forward` of `modules`, keeping its inputs only (selective: and its products, of those with weights one in so many).
+    """`forward` of `modules`, which saves only its inputs for backward.
 
-    The second forward draws dropout's numbers again, and begins from the buffers that the first began from and leaves
-    them as it found them: running statistics are updated once, and a buffer that the output depends on is the same.
+    selective: also save its attention, and one in this many products with weights; 0 saves neither.
+
+    The second forward draws dropout's random numbers again. It starts from the buffers that the
+    first one started from, and leaves them as it found them: running statistics are updated once,
+    and a buffer on which the output depends has the same value. Raises InputError where the block
+    writes in place to its inputs.
     """
     buffers = ChangingBuffers(modules)
     casts = Casts()
@@ -140,7 +163,7 @@ def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -
     def forward_again_in_backward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if torch.compiler.is_compiling():  # see compile.py for buffers that it would change
+        if torch.compiler.is_compiling():  # compile.py refuses blocks that change buffers
             contexts: dict[str, Any] = {"context_fn": partial(selective_contexts, selective)} if selective else {}
             return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
         before = buffers.values()
@@ -151,7 +174,7 @@ def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -
         if any(leaf._version != version for leaf, version in given):
             raise InputError(
                 "plan: recompute",
-                f"{type(modules[0]).__name__} writes in place to what it is given, from which it would be computed again",
+                f"{type(modules[0]).__name__} writes in place to its inputs, from which it would be recomputed",
                 "use recompute: none, or write to a new tensor",
             )
         buffers.notice(before)
@@ -164,8 +187,11 @@ Before = list[tuple[nn.Module, str, Tensor, Tensor]]
 
 
 class ChangingBuffers:
-    """The buffers of a block that its forward changes, in place or by another tensor, found in the first forward (batch_norm moves
-    no version counter)."""
+    """The buffers of a block that its forward changes, in place or by assignment.
+
+    They are found in the first forward, by comparing values: batch_norm changes its buffers without
+    incrementing their version counters.
+    """
 
     def __init__(self, modules: list[nn.Module]) -> None:
         each = dict.fromkeys(module for block in modules for module in block.modules())
@@ -173,12 +199,12 @@ class ChangingBuffers:
         self.known = False
 
     def values(self) -> Before:
-        """(module, name, buffer, copy of it) of each buffer that may change."""
+        """(module, name, buffer, copy of its values) for each buffer that may change."""
         found = [(module, name, module._buffers[name]) for module, name in self.places]
         return [(module, name, buffer, buffer.clone()) for module, name, buffer in found if buffer is not None]
 
     def notice(self, before: Before) -> None:
-        """After the first forward: keep the buffers that it changed, and no others."""
+        """After the first forward: track only the buffers that it changed."""
         if not self.known:
             self.places = [
                 (module, name)
@@ -189,30 +215,36 @@ class ChangingBuffers:
 
     @contextmanager
     def rewound(self, before: Before) -> Iterator[None]:
-        """Within, the buffers are as they were before the forward; afterwards as they were on entering."""
+        """Within, the buffers have their values from before the forward; afterwards, those from
+        before this context.
+        """
         places = {(id(module), name) for module, name in self.places}
         changed = [one for one in before if (id(one[0]), one[1]) in places]
         now = self.values()
-        _put(changed)
+        _restore(changed)
         try:
             yield
         finally:
-            _put(now)
+            _restore(now)
 
 
 @torch.no_grad()
-def _put(values: Before) -> None:
+def _restore(values: Before) -> None:
     for module, name, buffer, copy in values:
         buffer.copy_(copy)
         module._buffers[name] = buffer
 
 
 class Casts:
-    """Autocast's copies of a block's weights, which it makes once in a forward and uses again in later calls of the block. What is
-    computed again makes its own: a later call does so the first time, too, for both have to be the same operations."""
+    """Controls autocast's cached copies of a block's weights.
+
+    Autocast makes the copies once in a forward and reuses them in later calls of the block. A
+    recomputation makes its own. A later call must therefore make its own in the first forward too,
+    because both forwards must run the same operations.
+    """
 
     def __init__(self) -> None:
-        self.calls = 0  # whose second forward is still to come
+        self.calls = 0  # calls that are not recomputed yet
 
     @contextmanager
     def first_forward(self) -> Iterator[None]:
@@ -233,13 +265,15 @@ class Casts:
 def contexts_of(
     buffers: ChangingBuffers, before: Before, casts: Casts, selective: int
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What surrounds the first forward and the second."""
+    """The context managers around the first forward and around its recomputation."""
     first, second = selective_contexts(selective) if selective else (nullcontext(), nullcontext())
-    return first, _Again([lambda: buffers.rewound(before), casts.second_forward], second)
+    return first, _RecomputeContext([lambda: buffers.rewound(before), casts.second_forward], second)
 
 
-class _Again:
-    """What surrounds each of the forwards that are computed again: two where the first took gradients of its own."""
+class _RecomputeContext:
+    """The context manager around each recomputation. It can be entered twice: the first forward may
+    have taken gradients itself.
+    """
 
     def __init__(
         self, around: list[Callable[[], AbstractContextManager[None]]], kept: AbstractContextManager[Any]
@@ -259,10 +293,13 @@ class _Again:
 
 
 def selective_contexts(selective: int) -> Any:
-    """Of one block's forward and its recomputation: attention and one in so many matrix products and convolutions are kept;
-    what is cheap to compute again is not. Raises InputError where a block writes in place to what is kept."""
-    counted = {False: 0, True: 0}  # in the first forward, and in the second
-    storages: set[int] = set()  # of what is kept, which the contexts hold
+    """The contexts around one block's forward and its recomputation.
+
+    Attention and one in `selective` matrix products and convolutions are saved; operations that are
+    cheap to recompute are not. Raises InputError where a block writes in place to a saved tensor.
+    """
+    counted = {False: 0, True: 0}  # products seen in the first forward, and in the second
+    storages: set[int] = set()  # of the saved tensors, which the contexts keep alive
 
     def keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = operation in PRODUCTS
@@ -271,7 +308,7 @@ def selective_contexts(selective: int) -> Any:
             counted[context.is_recompute] += 1
         if not torch.compiler.is_compiling() and not context.is_recompute:
             if not storages.isdisjoint(_storages(written_by(operation, args, kwargs))):
-                raise _overwrites_what_is_kept()
+                raise _overwrites_saved()
             if kept:
                 storages.update(_storages(tree_leaves(context.op_output)))
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -280,8 +317,11 @@ def selective_contexts(selective: int) -> Any:
 
 
 def written_by(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """What an operation writes to, as its schema says. A write through torch.chunk's or a recurrent cell's parts moves no version
-    counter of the whole."""
+    """The tensors that an operation writes to, according to its schema.
+
+    Version counters are not enough: a write through the chunks of torch.chunk or of a recurrent
+    cell does not increment that of the full tensor.
+    """
     if not operation._schema.is_mutable:
         return []
     given = {**dict(zip((one.name for one in operation._schema.arguments), args, strict=False)), **kwargs}
@@ -293,83 +333,89 @@ def _storages(leaves: list[Any]) -> set[int]:
     return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
 
 
-def _overwrites_what_is_kept() -> InputError:
+def _overwrites_saved() -> InputError:
     return InputError(
         "plan: recompute=selective",
-        "a block writes in place to what is kept of it (relu(inplace=True), add_, the gates of a recurrent cell)",
+        "a block writes in place to one of its saved tensors (relu(inplace=True), add_, the gates of a recurrent cell)",
         "use recompute: full, or write to a new tensor",
     )
 
 
 def recompute_segment(blocks: list[nn.Module]) -> Callable[[], None]:
-    """Make the first block run the whole segment, recomputed as one, and the others hand its output on.
+    """Make the first block run the whole segment, recomputed as one, and the others pass its output
+    through.
 
-    The model keeps calling its blocks in a row and need not know. That only works where each block's output is the
-    next one's first argument and the other arguments are shared; a model that does otherwise is refused when it runs. Returns
-    what refuses, once its forward is done, a model that did not call all of them.
+    The model calls its blocks one after another as before. That works only where each block's
+    output is the next one's first argument and the other arguments are shared; any other model is
+    refused when it runs. Returns a function to call after the model's forward: it raises InputError
+    if the model did not call all blocks of the segment.
     """
     forwards = [block.forward for block in blocks]
-    in_a_row = len(forwards) == 1  # as seen in the first forward
+    is_sequential = len(forwards) == 1  # set by the first complete forward
 
     def chain(first: Any, *args: Any, **kwargs: Any) -> Any:
         for number, forward in enumerate(forwards):
             if not isinstance(first, Tensor):
-                raise _not_in_a_row()
-            known = torch.compiler.is_compiling() or number == 0 or in_a_row
+                raise _not_sequential()
+            known = torch.compiler.is_compiling() or number == 0 or is_sequential
             first = (forward if known else partial(_with_arguments_of_first, forward))(first, *args, **kwargs)
         return first
 
-    whole = recomputed(chain, blocks)
+    run_chain = recomputed(chain, blocks)
     last_call: dict[str, Any] = {}
 
-    def head(*args: Any, **kwargs: Any) -> Any:
+    def run_segment(*args: Any, **kwargs: Any) -> Any:
         first, args, kwargs = _with_first(forwards[0], args, kwargs)
-        if last_call:  # nobody took what it gave last: it was called by itself
-            raise _not_in_a_row()
-        output = whole(first, *args, **kwargs)
+        if last_call:  # no other block took its last output: it was called by itself
+            raise _not_sequential()
+        output = run_chain(first, *args, **kwargs)
         if len(forwards) > 1:
             last_call.update(output=output, args=args, kwargs=kwargs)
         return output
 
-    def hand_on(position: int, *args: Any, **kwargs: Any) -> Any:
-        nonlocal in_a_row
+    def pass_through(position: int, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_sequential
         first, args, kwargs = _with_first(forwards[position], args, kwargs)
         if not last_call:
-            raise _not_in_a_row()
+            raise _not_sequential()
         shared = len(args) == len(last_call["args"]) and kwargs.keys() == last_call["kwargs"].keys()
         shared = shared and all(a is b for a, b in zip(args, last_call["args"], strict=True))
         shared = shared and all(kwargs[name] is last_call["kwargs"][name] for name in kwargs)
         if first is not last_call["output"] or not shared:
-            raise _not_in_a_row()
+            raise _not_sequential()
         if position == len(forwards) - 1:
             last_call.clear()
-            in_a_row = True
+            is_sequential = True
         return first
 
     def end() -> None:
         if not torch.compiler.is_compiling() and last_call:
-            raise _not_in_a_row()
+            raise _not_sequential()
 
-    blocks[0].forward = head
+    blocks[0].forward = run_segment
     for position, block in enumerate(blocks[1:], start=1):
-        block.forward = partial(hand_on, position)
+        block.forward = partial(pass_through, position)
     return end
 
 
 def _with_first(
     forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The first argument of a call of `forward`, which may have been given by name, and the others."""
+    """The first argument of a call of `forward`, which may have been passed by name, and the other
+    arguments.
+    """
     if args:
         return args[0], args[1:], kwargs
     name = next(iter(inspect.signature(forward).parameters))
     if name not in kwargs:
-        raise _not_in_a_row()
+        raise _not_sequential()
     return kwargs[name], (), {key: value for key, value in kwargs.items() if key != name}
 
 
-class _Uses(TorchFunctionMode):
-    """What a model does, outside its blocks, with what blocks return that a segment would not have."""
+class _OutputUses(TorchFunctionMode):
+    """Finds out whether a model, outside its blocks, uses block outputs that would not exist inside
+    a segment.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -380,13 +426,15 @@ class _Uses(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
-        if not self.inside and name not in _LOOKS:
+        if not self.inside and name not in _METADATA:
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self.used = self.used or any(leaf is one for leaf in given for one in self.returned)
         return func(*args, **(kwargs or {}))
 
     def call(self, forward: Forward, is_last: bool, *args: Any, **kwargs: Any) -> Any:
-        """forward: a block's; is_last: of its segment, whose output everybody may use."""
+        """Run a block's `forward` and track its output. is_last: the block is the last of its
+        segment, whose output may be used anywhere.
+        """
         self.inside = True
         try:
             output = forward(*args, **kwargs)
@@ -397,49 +445,58 @@ class _Uses(TorchFunctionMode):
         return output
 
 
-_LOOKS = frozenset({"shape", "size", "dim", "ndim", "numel", "dtype", "device", "requires_grad", "layout", "is_cuda", "stride",
+_METADATA = frozenset({"shape", "size", "dim", "ndim", "numel", "dtype", "device", "requires_grad", "layout", "is_cuda", "stride",
                     "is_contiguous", "is_floating_point", "get_device", "__len__", "element_size", "grad_fn"})  # fmt: skip
 
 
 def _refuse_other_uses(run: Run, plan: Plan, segments: list[list[nn.Module]]) -> None:
-    """Run a batch of the job's as it is, without gradients, and raise InputError where the model uses what a block inside a segment
-    returns for more than the next block: a segment returns its last block's output in the place of each."""
+    """Run one example batch without gradients, and raise InputError where the model cannot be
+    recomputed in these segments.
+
+    A segment returns its last block's output in the place of each block's. So the model must use
+    the output of a block inside a segment only as the next block's input.
+    """
     buffers = ChangingBuffers([run.model])
     before = buffers.values()
     devices = [run.device] if run.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         batch = to_device(run.data.example(), run)
-        if plan.is_true:  # the weights are narrow already, the batch is not
+        if plan.is_true:  # the weights are in 16 bits already, the batch is not
             narrow = Counter(parameter.dtype for parameter in run.model.parameters()).most_common(1)[0][0]
             batch = map_tensors(lambda tensor: tensor.to(narrow) if tensor.is_floating_point() else tensor, batch)
         try:
             refuse_other_uses(run.model, segments, lambda: run.loss_sum(batch))
         finally:
-            _put(before)
+            _restore(before)
 
 
 def refuse_other_uses(model: nn.Module, segments: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
-    """Run the model's `forward`, and raise InputError where it uses what a block inside a segment returns for more than the next
-    block. Its modules are left as they were."""
-    watch = _Uses()
+    """Run the model's `forward`, and raise InputError where it uses the output of a block inside a
+    segment for anything but the next block.
+
+    The modules are left unchanged.
+    """
+    watch = _OutputUses()
     with left_as_it_was(model), torch.no_grad(), watch:
         for segment in segments:
             for block in segment:
                 block.forward = partial(watch.call, block.forward, block is segment[-1])
         forward()
     if watch.used:
-        raise _not_in_a_row()
+        raise _not_sequential()
 
 
 def try_segments(model: nn.Module, segments: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
-    """Raise InputError, on tensors without values, for what a run that recomputes these segments refuses before its first update."""
+    """Check on tensors without values what a run that recomputes these segments checks before its
+    first update. Raises InputError.
+    """
     refuse_other_uses(model, segments, forward)
     with left_as_it_was(model), torch.no_grad():
         ends = [recompute_segment(segment) for segment in segments]
         try:
             forward()
         except FAILURES as error:
-            if not _says_something_else(error):
+            if not _is_unrelated(error):
                 for end in ends:
                     end()
             raise
@@ -448,26 +505,28 @@ def try_segments(model: nn.Module, segments: list[list[nn.Module]], forward: Cal
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
-"""What a block raises that is given another's input."""
+"""Errors that a block may raise when it gets the input of another one."""
 
 
-def _says_something_else(error: Exception) -> bool:
+def _is_unrelated(error: Exception) -> bool:
     return isinstance(error, InputError) or "memory" in str(error).lower()
 
 
 def _with_arguments_of_first(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """A block's forward with the first block's arguments, such as its mask, which may not be made for it."""
+    """A block's forward with the first block's arguments, such as its mask, which may not fit this
+    block.
+    """
     try:
         return forward(*args, **kwargs)
     except FAILURES as error:
-        if _says_something_else(error):
+        if _is_unrelated(error):
             raise
-        raise _not_in_a_row() from error
+        raise _not_sequential() from error
 
 
-def _not_in_a_row() -> InputError:
+def _not_sequential() -> InputError:
     return InputError(
         "plan: recompute=sqrt",
-        "the model does more between its blocks than hand one's output to the next",
-        "use recompute: full, which needs no such order",
+        "the model does more between its blocks than pass one's output to the next",
+        "use recompute: full, which allows that",
     )

@@ -1,16 +1,24 @@
-"""ZeRO: the devices that share a model divide what each of them would hold: optimizer states, gradients, parameters.
+"""Shards optimizer states, gradients and parameters over the data-parallel devices, instead of
+replicating them on each. It is for models whose states do not fit one device.
 
-Saves   of a parameter's states, over N devices in fp32 with Adam: stage 1 the optimizer's (16 bytes become 8 + 8/N),
-        stage 2 gradients too (4 + 12/N), stage 3 all (16/N). Nothing of the activations.
-Costs   stages 1 and 2 send what data parallelism does: gradients to those who update them, updated parameters back
-        (stage 2 once for each micro-batch), these while the next forward runs. Stage 3 half as much again: parameters
-        are gathered before each block's forward and backward, and forgotten after. A gathered block, and the next one on its
-        way, are there whole.
-When    model states are what does not fit: as low a stage as does. dp_replicate x dp_shard keeps the division inside a
-        node, where links are fast, and only sums what is divided across nodes (hybrid sharding).
-Order   after compile and recompute, as it wraps the blocks that they have changed; before the optimizer, which gets each
-        device's rows in place of the parameters.
-Source  Rajbhandari et al. 2020, arXiv:1910.02054; stage 3 is PyTorch's fully_shard: Zhao et al. 2023, arXiv:2304.11277.
+Saves   model states, per parameter over N devices, in fp32 with Adam: stage 1 shards the
+        optimizer's states (16 bytes become 8 + 8/N), stage 2 gradients too (4 + 12/N), stage 3
+        everything (16/N). It saves no activations.
+Costs   stages 1 and 2 send as much as data parallelism: gradients are reduce-scattered to the
+        devices that update them (in stage 2 once per micro-batch), and updated parameters are
+        all-gathered while the next forward runs. Stage 3 sends half as much again: parameters are
+        gathered before each block's forward and backward and freed after it. The gathered block and
+        the next one exist in full.
+When    model states do not fit; use the lowest stage that does. dp_replicate x dp_shard shards only
+        inside a node, where links are fast, and all-reduces the shards across nodes (hybrid
+        sharding).
+Order   after compile and recompute, because it wraps the blocks that they have changed; before the
+        optimizer, which gets each device's shards in place of the parameters.
+Source  Rajbhandari et al. 2020, arXiv:1910.02054; stage 3 is PyTorch's fully_shard: Zhao et al.
+        2023, arXiv:2304.11277.
+
+Example: 1 billion parameters over 8 devices. Each device holds 16 GB of states without ZeRO, 9 GB
+in stage 1, 5.5 GB in stage 2 and 2 GB in stage 3.
 """
 
 from __future__ import annotations
@@ -54,7 +62,9 @@ def wanted(plan: Plan) -> bool:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Of each row that is divided, the share of the first device, which has the most."""
+    """Replace what is sharded by the share of the first device, which has the largest shards, and
+    add the communication.
+    """
     shares = {p.name: _share(p.shape, plan.shards) for p in ledger.parameters}
     size, pieces = ledger.gradient_bytes(), plan.shards
     moved = (pieces - 1) / pieces * size
@@ -68,12 +78,14 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         beside = updated.hides and gathers_beside(plan)
         messages.append(replace(updated, hides=beside, at_start=_at_start(ledger, bucket) / size if beside else 0.0))
         buffered = [p.bytes for p in ledger.parameters if p.trainable and not goes_in_place(p.bytes, pieces)]
-        at_once = machine.device == "cpu"  # a GPU's stream has the memory of one bucket after another
+        # on a GPU, the stream reuses one bucket's memory for the next
+        at_once = machine.device == "cpu"
         coming = float(sum(buffered)) if at_once else min(bucket, size)
         stays = at_once and gathers_beside(plan)
         ledger = replace(ledger, sent=Sent(pieces, min(bucket, size), plan.zero == 2, coming, stays))
     else:
-        known = [p for p in ledger.parameters if p.places != EVERYWHERE]  # no buffers, which stay whole
+        # buffers are excluded: they stay replicated
+        known = [p for p in ledger.parameters if p.places != EVERYWHERE]
         refuse_what_stays_whole(((p.name, len(p.shape), p.places) for p in known), ledger.blocks, plan)
         narrow = narrow_names(ledger)
         gathered = sum(gathered_bytes(p, narrow) for p in ledger.parameters if p.trainable)
@@ -101,26 +113,34 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def gathers_beside(plan: Plan) -> bool:
-    """Whether stages 1 and 2 gather updated weights while the next forward runs. Not where the whole model is one compiled region,
-    within which nothing can wait; nor in a pipeline, whose devices begin at different times, so that what one of them waits
-    for is waited for by all."""
+    """Whether the gathers of updated weights in stages 1 and 2 overlap with the next forward.
+
+    Not where the whole model is one compiled region, inside which nothing can wait. Nor in a
+    pipeline: its ranks start at different times, so that all would wait for what one of them waits
+    for.
+    """
     return plan.zero in (1, 2) and plan.pp == 1 and plan.compile != "model"
 
 
 def _at_start(ledger: Ledger, bucket: float) -> float:
-    """Bytes of the weights that a forward waits for before it does anything: what is in no block, and the first block."""
+    """Bytes of the weights for which a forward waits before its first operation: those outside the
+    blocks, and the first block's.
+    """
     trained = [p for p in ledger.parameters if p.trainable]
     first = sum(p.bytes for p in trained if not p.places or min(p.places) <= 0 or max(p.places) >= ledger.blocks)
     return min(max(first, bucket), sum(p.bytes for p in trained))
 
 
 def _share(shape: tuple[int, ...], pieces: int) -> float:
+    """The first device's share of a parameter's rows: the largest of all."""
     height = shape[0] if shape else 1
     return math.ceil(height / pieces) / height if height else 0.0
 
 
 def _stay_whole(shape: tuple[int, ...], plan: Plan) -> bool:
-    """Whether the first device's part of a parameter is one whose states are not packed in blocks, as the whole's may be."""
+    """Whether the first device's shard is too small for block-wise 8-bit or 4-bit states, although
+    the full parameter may not be.
+    """
     if plan.states not in ("8-bit", "4-bit"):
         return False
     height, width = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
@@ -128,7 +148,9 @@ def _stay_whole(shape: tuple[int, ...], plan: Plan) -> bool:
 
 
 def _scaled(update: Update, share: float, unpacked: bool) -> Update:
-    """Of an update, what falls to a device that holds a share of the parameter. unpacked: whether states are not packed there."""
+    """The update of a shard with this share of the parameter. unpacked: its states are not
+    quantised in blocks.
+    """
     states = update.unpacked_bytes if unpacked and update.unpacked_bytes else update.state_bytes
     operations = tuple(
         replace(operation, flops=operation.flops.times(share), moved=operation.moved.times(share))
@@ -148,6 +170,9 @@ def _scaled(update: Update, share: float, unpacked: bool) -> Update:
 
 
 def apply(run: Run, plan: Plan) -> Run:
+    """Stages 1 and 2: reduce-scatter gradients and update shards. Stage 3: shard the parameters
+    themselves.
+    """
     assert run.mesh is not None
     if plan.zero < 3:
         same_everywhere(run.model, run.mesh)
@@ -157,9 +182,10 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 class Rows:
-    """The `Reduction` of stages 1 and 2: whole parameters, of which each device updates its rows.
+    """The `Reduction` of stages 1 and 2: full parameters, of which each device updates its shards.
 
-    Stage 1 keeps whole gradients until a step's last micro-batch, stage 2 sends each micro-batch's.
+    Stage 1 accumulates full gradients until a step's last micro-batch; stage 2 reduce-scatters
+    those of each micro-batch.
     """
 
     parts: tuple[str, ...] = ("dp_shard",)
@@ -170,9 +196,8 @@ class Rows:
         self.mesh, self.always = mesh, plan.zero == 2
         self.rows = Scattered(parameters, mesh.group("dp_shard"), replicas)
         in_place, group = kind_of(mesh.device) == "cpu", mesh.group("dp_shard")
-        if (
-            in_place and mesh.lines["layers"].size() == group.size()
-        ):  # else what a step waits for comes after all gathers
+        # gathers need a group of their own: a step's collectives would wait behind all of them
+        if in_place and mesh.lines["layers"].size() == group.size():
             group = mesh.lines["layers"]
         self.gathers = Gathers(self.rows, blocks, group, in_place, mesh.device)
         if blocks:
@@ -189,7 +214,7 @@ class Rows:
         if self.always or last:
             self.rows.finish()
         if last:
-            self.gathers.wait()  # of blocks that no forward of this step called
+            self.gathers.wait()  # for blocks that no forward of this step called
             self.rows.complete()
             self.statistics.average()
 
