@@ -108,7 +108,7 @@ def check_deferred_product() -> None:
         store = deferred.Deferred()
 
         def output(input: Tensor, weight: Any = weight, store: Any = store, transposed: bool = transposed) -> Tensor:
-            return deferred._Product.apply(input, weight, torch.float64, store, transposed)
+            return deferred._DeferredMatmul.apply(input, weight, torch.float64, store, transposed)
 
         with store.group(0):
             assert gradcheck(output, (random(2, 3, 4),))
@@ -262,7 +262,7 @@ ALONE: dict[str, Callable[[], None]] = {
     "tightfit::blocked_attention_backward": check_attention,  # of which nothing is asked twice: see below
     "tightfit::add_product": check_add_product,
     "tightfit.methods.loss.LinearCrossEntropy": check_linear_cross_entropy,
-    "tightfit.methods.deferred._Product": check_deferred_product,
+    "tightfit.methods.deferred._DeferredMatmul": check_deferred_product,
     "tightfit.methods.row._Entered": check_entered,
 }
 TOGETHER: dict[str, Callable[[], None]] = {
