@@ -65,10 +65,10 @@ class PipeDream(Pipeline):
         due = self._backwards(self.under_way[0])[:1] if 0 < self.behind <= len(self.under_way) else []
         with self._version(run, version):
             for number, (action, batch) in enumerate(forwards):
-                self._forget_sent(run)
+                self._free_completed_sends(run)
                 if due and number == len(forwards) - 1:
                     self._ask_for_loss(self.under_way[0].number)
-                self._ask_for(run, [*forwards, *due][number : number + 2])
+                self._post_receives(run, [*forwards, *due][number : number + 2])
                 total = added(total, self.forward(run, action, batch, scale))
         if self.rank == self.devices - 1:
             here = torch.zeros((), device=run.device) if total is None else total
@@ -89,7 +89,7 @@ class PipeDream(Pipeline):
         self.versions.clear()
 
     def _backwards(self, step: _Minibatch) -> list[tuple[Action, Batch]]:
-        """A step's backwards, as `_ask_for` takes them: what they are sent does not depend on a batch."""
+        """A step's backwards, as `_post_receives` takes them: what they are sent does not depend on a batch."""
         places = (self._place(step, number) for number in range(step.micro_batches))
         return [(Action(BACKWARD, self.rank, place), None) for place in places]
 
@@ -111,7 +111,7 @@ class PipeDream(Pipeline):
         backwards = self._backwards(step)
         with self._version(run, step.version):
             for number, (action, _) in enumerate(backwards):
-                self._ask_for(run, backwards[number : number + 2])
+                self._post_receives(run, backwards[number : number + 2])
                 self.backward(run, action, False)
         self.told.pop(step.number, None)
         if run.reduction is not None:
@@ -127,7 +127,7 @@ class PipeDream(Pipeline):
         """A step's loss comes before its first gradients."""
         if self.rank < self.devices - 1 and number not in self.told:
             loss = torch.zeros((), device=self.device)
-            group, device = self._line(self.rank, self.rank + 1, "backward")
+            group, device = self._link(self.rank, self.rank + 1, "backward")
             work = None if active_fake_mode() is not None else dist.irecv(loss, group=group, group_src=device)
             self.told[number] = work, loss
 
@@ -136,7 +136,7 @@ class PipeDream(Pipeline):
         if self.rank < self.devices - 1:
             self._ask_for_loss(step.number)
             work, loss = self.told[step.number]
-            self._finish(work)
+            self._wait_for(work)
         else:
             loss = self.seen.pop(step.number).to(torch.float32)
         if self.rank:

@@ -63,8 +63,8 @@ class Data(Protocol):
 
 
 class LossScale(Protocol):
-    """Keeps small fp16 gradients from vanishing: the loss is multiplied by `value`, and the gradients
-    are divided by it.
+    """Keeps small fp16 gradients from vanishing: the loss is multiplied by `value`, and the
+    gradients are divided by it.
 
     value    the scale as a Python number
     skipped  updates skipped so far because a gradient was not finite
@@ -93,7 +93,7 @@ class LossScale(Protocol):
 
 @dataclass(frozen=True)
 class Filler:
-    """Takes the place of a micro-batch in a step for which this rank has no samples, while others do.
+    """Replaces a micro-batch in a step for which this rank has no samples, while others have some.
 
     It takes part in every collective, and adds nothing to the loss, the gradients or the counts.
     """
@@ -134,7 +134,7 @@ class Reduction(Protocol):
 
 
 class Undivided:
-    """The default `Reduction`, where each device's optimizer holds full parameters: nothing is sharded.
+    """The default `Reduction`: each device's optimizer holds full parameters, nothing is sharded.
 
     Subclasses override the parts that they need.
     """
@@ -256,8 +256,8 @@ def to_device(batch: Batch, run: Run, copy: Callable[[Tensor], Tensor] | None = 
     stream, asynchronously where the plan says `non_blocking`.
     """
     batch = with_labelled(without_full_masks(batch, run), run)
-    default: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(run.device, non_blocking=run.plan.non_blocking)  # noqa: E731
-    return map_tensors(copy or default, batch)
+    own: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(run.device, non_blocking=run.plan.non_blocking)  # noqa: E731
+    return map_tensors(copy or own, batch)
 
 
 def arriving(micro_batches: Sequence[Batch | Filler], run: Run) -> Iterator[Batch]:
@@ -281,8 +281,9 @@ def with_labelled(batch: Batch, run: Run) -> Batch:
 
 
 def without_full_masks(batch: Batch, run: Run) -> Batch:
-    """Drop a host batch's masks that hide nothing. With them, a model would ask the device whether they
-    hide anything, and so wait for it.
+    """Drop a host batch's masks that hide nothing.
+
+    A model given such a mask would ask the device whether it hides anything, and so wait for it.
     """
     if not isinstance(batch, dict):
         return batch
@@ -335,7 +336,7 @@ def refuse_hooks(model: nn.Module, asked: str) -> None:
 
 
 def whole(run: Run, weight: Tensor, value: Tensor) -> Tensor:
-    """Unshard: a tensor as this device's optimizer holds it for `weight` -> that of the full parameter.
+    """Unshard a tensor: as this device's optimizer holds it for `weight` -> of the full parameter.
 
     A collective: all devices call it, and all get the full tensor.
     """
