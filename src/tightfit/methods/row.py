@@ -202,8 +202,7 @@ class Pipeline:
         """Run forward and backward of a step's micro-batches in the order of the schedule.
 
         scale: factor of the losses in backward. Returns the sum of the losses that this rank
-        computed:
-        0 on all ranks but the last.
+        computed: 0 on all ranks but the last.
         """
         return self._run_schedule(run, micro_batches, scale, self.plan.schedule)
 
@@ -271,8 +270,8 @@ class Pipeline:
         counts.
 
         On other stages it sends what the next stage needs, and returns None. Raises InputError
-        where the
-        model does not call its blocks in order.
+        where the model does not call its
+        blocks in order.
         """
         is_real = not isinstance(batch, Filler)
         there = to_device(batch if is_real else batch.batch, run)
@@ -465,7 +464,7 @@ class Pipeline:
         return found
 
     def _receive_inputs(self, action: Action, key: Any, arguments: list[Tensor], inputs: _StageInputs) -> None:
-        """Receive what the stage before sends to replace `given`, the arguments of the stage's
+        """Receive what the stage before sends to replace `arguments`, those of the stage's
         first block."""
         group, device = self._link(action.chunk, action.chunk - 1, "forward")
         known = action.chunk, "in", key
@@ -505,8 +504,7 @@ class Pipeline:
 
         Before the first ones, send which of the tensors have a gradient at all; for the others
         nothing is
-        sent. Weights that lead to no loss have to stay without a gradient, as optimizers skip
-        those.
+        sent. Weights that lead to no loss have to stay without a gradient: optimizers skip those.
         Raises InputError where a tensor has a gradient in some micro-batches only.
         """
         gradients, known = inputs.backward(), (action.chunk, "in")
