@@ -2,9 +2,9 @@
 
 `pipeline` calls `rank_ledger` when it estimates a plan, and `stage_ranges` when it builds a run.
 
-Example: 10 blocks with pp: 4 and no `split` make the stages that `split_evenly` chooses, such as
-range(0, 3), range(3, 6), range(6, 8), range(8, 10). With virtual_stages: 2 there are 8 stages, and
-rank r has the stages r and r + 4.
+Example: `split_evenly` divides 10 blocks over pp: 4 as 2, 3, 3, 2, because the first and the last
+stage also have the embedding and the head. The stages are range(0, 2), range(2, 5), range(5, 8)
+and range(8, 10). With virtual_stages: 2 there are 8 stages, and rank r has the stages r and r + 4.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pieces_of(plan: Plan, blocks: int) -> list[range]:
             raise InputError(
                 f"plan: split={list(plan.split)}",
                 said,
-                f"use numbers of at least 1 that add up to {blocks}, or leave split out",
+                f"use a split that adds up to {blocks}, or leave it out",
             )
         what = f"has {blocks} blocks" if blocks else "has no repeated blocks"
         raise InputError(f"plan: pp={plan.pp}, {plan.stages} pieces", f"the model {what}", fewer)
@@ -109,7 +109,7 @@ def staged(ledger: Ledger, crosses: Mapping[int, tuple[PathTo, ...]], plan: Plan
     shape = plan.schedule, plan.pp, plan.virtual_stages, ledger.micro_batches
     table, stops = timetable(*shape), machine.device != "cpu"
     ahead = coming(*shape, number, stops)
-    stays = ((),) * len(ahead) if stops else sent(table, number)  # on a GPU, sent tensors are freed on arrival
+    stays = ((),) * len(ahead) if stops else sent(table, number)  # a GPU frees what has arrived
     return replace(
         ledger,
         training=_segments_of(parts),
