@@ -32,10 +32,10 @@ from tightfit.models.objective import IGNORED
 
 ROWS_IN_CACHE = 64
 # Rows on a CUDA device without a fused kernel: bounds the memory of an evaluation's fp32 softmax.
-MOST_ROWS = 1024
+MAX_ROWS = 1024
 PADDED_TO = 64  # classes of 2 bytes each: a cache line of 128 bytes
-NEEDED = 8  # classes of 2 bytes each: cuBLAS's fast kernels need rows of a multiple of 16 bytes
-REPEATED = 128  # rows: the tile size of matrix products on a CUDA device
+ALIGNED_TO = 8  # classes of 2 bytes each: cuBLAS's fast kernels need rows of a multiple of 16 bytes
+ROW_MULTIPLE = 128  # rows: the tile size of matrix products on a CUDA device
 # (logits, labels) -> loss; overwrites the logits with their gradient
 Fused = Callable[[Tensor, Tensor], Tensor]
 
@@ -48,11 +48,11 @@ class Kernels:
               they stay in the cache
     pads      whether rows of logits begin at multiples of PADDED_TO classes, where the number of
               classes is no multiple of ALIGNED_TO
-    adds      whether the weight's gradient, a 16-bit product, is accumulated in fp32 as it is
-              computed
+    accumulates_fp32  whether the weight's gradient, a 16-bit product, is added to the fp32 sum
+              as it is computed
     fused     loss and gradient of the logits as one kernel; None: one operation after another
-    multiple  the number of rows that count is rounded up to a multiple of this, so that shapes
-              repeat
+    row_multiple  the number of rows that count is rounded up to a multiple of this, so that
+              shapes repeat
     """
 
     rows: int = ROWS_IN_CACHE
@@ -77,7 +77,9 @@ def kernels_for(kind: str, narrow: bool, chunk: int) -> Kernels:
     fused = None
     if generates_kernels():
         fused = foreseen if predicted else compiled()
-    return Kernels(min(chunk, MOST_ROWS), pads=narrow, adds=narrow, fused=fused, multiple=1 if predicted else REPEATED)
+    return Kernels(
+        min(chunk, MAX_ROWS), pads=narrow, adds=narrow, fused=fused, multiple=1 if predicted else ROW_MULTIPLE
+    )
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, pads: bool) -> Tensor:
@@ -88,7 +90,7 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, pads: bool) -> Ten
     padded, and no product and no softmax reads the padding.
     """
     classes = len(weight)
-    if not pads or classes % NEEDED == 0:
+    if not pads or classes % ALIGNED_TO == 0:
         return functional.linear(rows, weight, bias)
     logits = rows.new_empty(len(rows), -(-classes // PADDED_TO) * PADDED_TO)[:, :classes]
     if bias is None:

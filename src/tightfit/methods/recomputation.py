@@ -53,9 +53,9 @@ _COUNTED_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in COU
 
 # The time that torch's checkpointing spends in Python, beside the recomputation itself, as a
 # number of operation launches of equal duration:
-SEGMENT = 33  # for each recomputed segment
-HOOKED = 2.3  # for each operation in it, whose tensors pass through saved-tensor hooks
-DISPATCHED = 2.3  # selective: for each operation, in both forwards, to decide whether it is saved
+SEGMENT_LAUNCHES = 33  # for each recomputed segment
+HOOK_LAUNCHES = 2.3  # for each operation in it, whose tensors pass through saved-tensor hooks
+DISPATCH_LAUNCHES = 2.3  # selective: for each operation, in both forwards, to decide whether it is saved
 
 
 @lru_cache(64)  # plans that differ only in how they shard the work share an entry
@@ -154,7 +154,7 @@ class _RecomputationEdit:
 
         again: operations that run again; asked: operations for which selective decides.
         """
-        count = SEGMENT + HOOKED * again + (2 * DISPATCHED * asked if self.selective else 0.0)
+        count = SEGMENT_LAUNCHES + HOOK_LAUNCHES * again + (2 * DISPATCH_LAUNCHES * asked if self.selective else 0.0)
         return Timeline((), (Operation("call", "float32", Linear(), Linear(), count=Linear(count)),))
 
     def _replace_timeline(self, place: int, timeline: Timeline) -> None:

@@ -139,8 +139,8 @@ class Pipeline:
                       rank's
     forward_state     tells the model's blocks which stage runs
     slots             of each block: its parent module, and its name there
-    kept              by number, the blocks that this rank has; here: their wrappers; stubs: what
-                      replaces a block that does not run
+    own_blocks        by number, the blocks that this rank has; wrappers: what wraps each of them
+                      while it runs; stubs: what replaces each block that does not run
     shared            names of the weights that the first and the last rank both use
     pending_sends     sends that may not have arrived: the action that consumes them, the work
                       handle
