@@ -123,7 +123,9 @@ def refuse_two_rows(model: nn.Module) -> None:
     """Raise InputError for a model with an encoder and a decoder."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise InputError(
-            ASKED, "an encoder and a decoder are two rows of blocks, and each decoder block needs the encoder", "use tp"
+            ASKED,
+            "an encoder and a decoder are two stacks of blocks, and each decoder block needs the encoder",
+            "use tp",
         )
 
 
@@ -411,7 +413,7 @@ class _StageTrace:
     def _refused(self, event: Operation, why: str, does: str = "uses") -> InputError:
         return InputError(
             ASKED,
-            f"{said(event.line)} {does} a value that its stage does not have: {why}; stages hand on what blocks are called with",
+            f"{said(event.line)} {does} a value that its stage does not have: {why}; stages send only what blocks are called with",
             f"give it to each block as an argument, or {OTHER_PARALLELISM}",
         )
 

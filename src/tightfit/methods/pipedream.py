@@ -125,10 +125,10 @@ class PipeDream(Pipeline):
         return step.number * MAX_MICRO_BATCHES + number
 
     def place_of(self, action: Action) -> Any:
-        """The position of an action among its rank's: (turn, whether it is a backward,
+        """The position of an action among its rank's: (round, whether it is a backward,
         micro-batch).
 
-        In each turn a rank runs a step's forward before the backward of the step that is due.
+        In each round a rank runs a step's forward before the backward of the step that is due.
         """
         step, number = divmod(action.micro_batch, MAX_MICRO_BATCHES)
         behind = self.devices - 1 - action.chunk if action.kind == BACKWARD else 0

@@ -34,7 +34,7 @@ def pieces_of(plan: Plan, blocks: int) -> list[range]:
     """
     split = plan.split or split_evenly(blocks, plan.stages)
     if sum(split) != blocks or min(split) < 1:
-        fewer = f"use a pipeline of at most {blocks} pieces" if blocks > 1 else "use pp: 1"
+        fewer = f"use a pipeline of at most {blocks} stages" if blocks > 1 else "use pp: 1"
         if plan.split:
             said = f"the model has {blocks} blocks, not {sum(split)}"
             raise InputError(
@@ -43,7 +43,7 @@ def pieces_of(plan: Plan, blocks: int) -> list[range]:
                 f"use a split that adds up to {blocks}, or leave it out",
             )
         what = f"has {blocks} blocks" if blocks else "has no repeated blocks"
-        raise InputError(f"plan: pp={plan.pp}, {plan.stages} pieces", f"the model {what}", fewer)
+        raise InputError(f"plan: pp={plan.pp}, {plan.stages} stages", f"the model {what}", fewer)
     ends = [sum(split[: number + 1]) for number in range(len(split))]
     return [range(end - length, end) for end, length in zip(ends, split, strict=True)]
 
