@@ -339,8 +339,8 @@ class Pipeline:
     def _acknowledge(self, action: Action) -> None:
         """An action's input has arrived. So its sender has received all that it consumed before
         sending."""
-        arguments = given_by(action)
-        sender, place = arguments.chunk % self.devices, self.place_of(arguments)
+        producer = given_by(action)
+        sender, place = producer.chunk % self.devices, self.place_of(producer)
         self._free_sent(lambda taken: taken.chunk % self.devices == sender and self.place_of(taken) <= place)
 
     def _enter_stage(self, piece: int, take: Any, batch: Batch) -> None:
