@@ -108,7 +108,7 @@ def check_deferred_product() -> None:
         store = deferred.Deferred()
 
         def output(input: Tensor, weight: Any = weight, store: Any = store, transposed: bool = transposed) -> Tensor:
-            return deferred._Product.apply(input, weight, torch.float64, store, transposed)
+            return deferred._DeferredMatmul.apply(input, weight, torch.float64, store, transposed)
 
         with store.group(0):
             assert gradcheck(output, (random(2, 3, 4),))
@@ -125,7 +125,7 @@ def check_deferred_product() -> None:
 def check_entered() -> None:
     """What came from another stage: its gradients are left for that stage as they come, and none where none came."""
     came = SimpleNamespace(gradients=None)
-    used, unused = row._Entered.apply(random(1), came, [random(2, 3).detach(), random(4).detach()])
+    used, unused = row._ReceivedInputs.apply(random(1), came, [random(2, 3).detach(), random(4).detach()])
     (used * random(2, 3).detach()).sum().backward()
     assert torch.equal(came.gradients[0], random(2, 3).detach())
     assert came.gradients[1] is None
@@ -262,8 +262,8 @@ ALONE: dict[str, Callable[[], None]] = {
     "tightfit::blocked_attention_backward": check_attention,  # of which nothing is asked twice: see below
     "tightfit::add_product": check_add_product,
     "tightfit.methods.loss.LinearCrossEntropy": check_linear_cross_entropy,
-    "tightfit.methods.deferred._Product": check_deferred_product,
-    "tightfit.methods.row._Entered": check_entered,
+    "tightfit.methods.deferred._DeferredMatmul": check_deferred_product,
+    "tightfit.methods.row._ReceivedInputs": check_entered,
 }
 TOGETHER: dict[str, Callable[[], None]] = {
     "tightfit.methods.ring_attention.RingAttention": ring,

@@ -300,10 +300,10 @@ def test_what_an_action_begins_with_is_asked_for_while_the_one_before_is_at_work
 @pytest.mark.parametrize(
     ("name", "fields", "said"),
     [
-        ("t5", {"pp": 2}, "an encoder and a decoder are two rows of blocks"),
+        ("t5", {"pp": 2}, "an encoder and a decoder are two stacks of blocks"),
         ("gpt2", {"pp": 2, "schedule": "pipedream"}, "transformer.wte.weight is used by the first and the last device"),
         ("llama", {"pp": 2, "split": (1, 2)}, "the model has 4 blocks, not 3"),
-        ("llama", {"pp": 2, "schedule": "interleaved", "virtual_stages": 4}, "a pipeline of at most 4 pieces"),
+        ("llama", {"pp": 2, "schedule": "interleaved", "virtual_stages": 4}, "a pipeline of at most 4 stages"),
         ("llama", {"pp": 2, "schedule": "zero-bubble", "zero": 2, "dp_shard": 2}, "use schedule: 1f1b"),
     ],
 )

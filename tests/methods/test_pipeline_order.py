@@ -29,7 +29,7 @@ Step = tuple[str, Action]  # what a device does, in order
 
 
 def program(schedule: str, devices: int, chunks: int, micro_batches: int, device: int, stops: bool) -> list[Step]:
-    """A device's step as `Pipeline._play` goes through it: it asks for the message of an action and for the next one's, waits
+    """A device's step as `Pipeline._run_schedule` goes through it: it asks for the message of an action and for the next one's, waits
     for the first, computes, and sends what it made."""
     last, asked, found = devices * chunks - 1, set[Action](), list[Step]()
     actions = timetable(schedule, devices, chunks, micro_batches)[device]
@@ -204,16 +204,16 @@ def ragged_losses(fields: dict[str, Any], stops: bool) -> tuple[list[float], int
     run, ahead = tightfit.build(ragged_job(), tightfit.Plan(**fields)), 0
     assert run.data.ragged
     assert isinstance(run.stages, Pipeline)
-    expect = run.stages._expect
+    expect = run.stages._post_receive
 
     def counting(run: Any, action: Action, batch: Any) -> bool:
         nonlocal ahead
         found = expect(run, action, batch)
-        ahead += found and action in run.stages.expected
+        ahead += found and action in run.stages.posted_receives
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run.stages, "_expect", counting)
+        patch.setattr(run.stages, "_post_receive", counting)
         if stops:
             patch.setattr(row, "kind_of", lambda device: "cuda")
         return [step.loss for step in tightfit.train(replace(run, maskless=("attention_mask",) if stops else ()))], ahead

@@ -1,9 +1,16 @@
-"""The compiler on fake tensors: what torch.compile will keep and allocate, without generating code.
+"""Predicts what torch.compile will save and allocate, on fake tensors and without generating code.
 
-torch's own tracing, decompositions and partitioner run as they do in a training, so what is saved for backward is what
-will be. What the code generator does then is followed by its rule: operations that are computed element by element,
-and reductions, are fused; only what leaves the graph, or enters an operation with a kernel of its own (a product, a
-convolution, attention), is ever a buffer.
+`compile` uses `fake_backend` as the backend of torch.compile in a dry run.
+
+torch's own tracing, decompositions and partitioner run as they do in training, so what is saved
+for backward is what will be saved. The code generator's effect is then predicted by its rule:
+element-wise operations and reductions are fused. Only a tensor that leaves the graph, or that
+enters an operation with a kernel of its own (a product, a convolution, attention), ever gets a
+buffer.
+
+Example: y = gelu(x @ w + b) * m. The product x @ w has a kernel of its own, so its result is a
+buffer. The addition, gelu and the multiplication are fused into one generated kernel, which reads
+three buffers (x @ w, b and m) and writes one, y. The sum and gelu's result never exist in memory.
 
 Source  Ansel et al. 2024, "PyTorch 2", ASPLOS.
 """
@@ -29,7 +36,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def stand_in() -> Callable[..., Any]:
-    """A backend for torch.compile that runs graphs as buffers come and go, and computes nothing."""
+    """A backend for torch.compile that allocates and frees buffers as generated code does, and
+    computes nothing.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
@@ -38,10 +47,10 @@ def stand_in() -> Callable[..., Any]:
     for name in ("max_pool2d_with_indices", "max_pool3d_with_indices"):
         pooling = getattr(torch.ops.aten, name).default
         if pooling in decompositions:
-            decompositions[pooling] = _asking_the_generator(decompositions[pooling])
+            decompositions[pooling] = _importing_lowerings(decompositions[pooling])
     return aot_autograd(
-        fw_compiler=_planned,
-        bw_compiler=_planned,
+        fw_compiler=_fake_compiled,
+        bw_compiler=_fake_compiled,
         decompositions=decompositions,
         partition_fn=min_cut_rematerialization_partition,
     )
@@ -49,16 +58,23 @@ def stand_in() -> Callable[..., Any]:
 
 @cache
 def generates_kernels() -> bool:
-    """Whether torch.compile can make kernels for CUDA devices here: that takes Triton, which knows devices since Volta, and a C
-    compiler for what starts its kernels. Of a machine that is predicted from one without a GPU, it is taken so."""
+    """Whether torch.compile can generate kernels for CUDA devices on this machine.
+
+    That takes Triton, a GPU that Triton supports (Volta, compute capability 7.0, or newer), and a C
+    compiler for the code that launches kernels. On a machine without a GPU, which predicts another
+    machine, the answer is True.
+    """
     if not torch.cuda.is_available():
         return True
     compilers = any(shutil.which(name) for name in ("cc", "gcc", "clang"))
     return compilers and importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability() >= (7, 0)
 
 
-def _asking_the_generator(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """A decomposition that asks the code generator, of which nothing else needs to be imported, what it can do."""
+def _importing_lowerings(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """A decomposition that imports the code generator's lowerings first, to ask what they support.
+
+    Nothing else needs that import.
+    """
 
     def ask(*args: Any, **kwargs: Any) -> Any:
         importlib.import_module("torch._inductor.lowering")
@@ -68,16 +84,21 @@ def _asking_the_generator(decomposition: Callable[..., Any]) -> Callable[..., An
 
 
 @dataclass
-class _Plan:
-    """Which nodes have buffers, and after which node each is used for the last time."""
+class _BufferPlan:
+    """Which nodes of a graph have buffers, and when each buffer is used for the last time.
 
-    kernels: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # generated: node -> buffers that it reads
-    inlined: set[fx.Node] = field(default_factory=set)  # computed within the kernels that use them
+    kernels  generated kernels: node -> the buffers that it reads
+    inlined  nodes that are computed within the kernels that use them
+    last     node -> the buffers that it is the last to use
+    """
+
+    kernels: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    inlined: set[fx.Node] = field(default_factory=set)
     last: dict[fx.Node, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
 
 
 _FUSED_TAGS = (torch.Tag.pointwise, torch.Tag.reduction) if hasattr(torch.Tag, "reduction") else (torch.Tag.pointwise,)
-_ALSO_FUSED = frozenset(
+_FUSED_NAMES = frozenset(
     {
         "aten.embedding", "aten.cat", "aten.constant_pad_nd", "aten.full", "aten.full_like", "aten.clone", "aten.sum",
         "aten.mean", "aten.amax", "aten.amin", "aten.max", "aten.var", "aten.var_mean", "aten.any", "aten.all", "aten.argmax",
@@ -92,7 +113,7 @@ _ALSO_FUSED = frozenset(
 )  # fmt: skip
 
 
-_COMPUTED = {  # what takes longer, on a processor, than reading and writing it does
+_COSTLY = {  # on a CPU, computing these takes longer than reading and writing their elements
     "compiled random": (
         "aten.rand", "aten.rand_like", "aten.bernoulli", "aten.randn", "aten.randn_like", "prims.inductor_random",
     ),
@@ -103,14 +124,15 @@ _COMPUTED = {  # what takes longer, on a processor, than reading and writing it 
         "prims._low_memory_max_pool_with_offsets", "prims._low_memory_max_pool2d_with_offsets", "aten.max_pool2d_with_indices",
     ),
 }  # fmt: skip
-_COMPUTED_AS = {name: kind for kind, names in _COMPUTED.items() for name in names}
+_COSTLY_KIND = {name: kind for kind, names in _COSTLY.items() for name in names}
 
 
-def _with_seeds(graph: fx.Graph) -> None:
-    """Replace torch's wrappers around operations that draw the same random numbers in forward and again in backward.
+def _use_seeds(graph: fx.Graph) -> None:
+    """Replace torch's wrappers around operations that draw the same random numbers in forward and
+    again in backward.
 
-    torch's partitioner makes them save the generator's state. The code generator saves a seed instead, and fuses the drawing
-    with what uses the numbers.
+    torch's partitioner makes the wrappers save the generator's state. The code generator saves a
+    seed instead, and fuses the drawing with the operations that use the numbers.
     """
     from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
@@ -118,7 +140,7 @@ def _with_seeds(graph: fx.Graph) -> None:
         if node.target is run_and_save_rng_state:
             operation, *arguments = node.args
             for part in list(node.users):
-                if part.args[1] == 0:  # the state; what is drawn is the other part
+                if part.args[1] == 0:  # the generator's state; 1 is the random tensor
                     _replace(part, _seed, (), {})
                 else:
                     _replace(part, operation, tuple(arguments), node.kwargs)
@@ -135,7 +157,8 @@ def _seed() -> Tensor:
 def _replace(
     node: fx.Node, operation: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> None:
-    """Put a call of `operation` in the place of `node`, with what it makes as its value."""
+    """Replace `node` by a call of `operation`, whose output on fake tensors becomes the node's
+    value."""
     graph = node.graph
     known = [one.meta["val"] for one in graph.nodes if one.op == "placeholder" and "val" in one.meta]
     args, kwargs = fx.map_arg((arguments, keywords), lambda source: source.meta["val"])
@@ -152,14 +175,14 @@ def _is_fused(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return target is not None and getattr(target, "__name__", "") == "getitem"
-    return any(tag in target.tags for tag in _FUSED_TAGS) or str(target).rsplit(".", 1)[0] in _ALSO_FUSED
+    return any(tag in target.tags for tag in _FUSED_TAGS) or str(target).rsplit(".", 1)[0] in _FUSED_NAMES
 
 
-def _computed(nodes: list[fx.Node]) -> dict[fx.Node, tuple[str, int]]:
-    """Of the nodes that compute something of each element: which kind of thing it is, and of how many elements."""
+def _costly_nodes(nodes: list[fx.Node]) -> dict[fx.Node, tuple[str, int]]:
+    """Nodes with costly arithmetic -> the kind of arithmetic, and the number of elements."""
     found = {}
     for node in nodes:
-        kind = _COMPUTED_AS.get(str(node.target).rsplit(".", 1)[0])
+        kind = _COSTLY_KIND.get(str(node.target).rsplit(".", 1)[0])
         made = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
         if kind is not None and made:
             looked_at = math.prod(cast(Any, node.args[1])) if kind == "compiled pooling" else 1
@@ -167,9 +190,13 @@ def _computed(nodes: list[fx.Node]) -> dict[fx.Node, tuple[str, int]]:
     return found
 
 
-def _is_read_before(node: fx.Node) -> bool:
-    """Whether a node is the largest magnitude of a tensor, or of its columns, by which float8 scales it: a kernel of its own, for
-    what is computed with it begins when all of the tensor has been read. That of a row is computed on the way."""
+def _needs_full_read(node: fx.Node) -> bool:
+    """Whether a node is the largest magnitude of a whole tensor, or of its columns, as float8
+    needs.
+
+    Its kernel must have read the full tensor before the scaled values can be computed, so it is a
+    kernel of its own. The largest magnitude of a row is computed within the fused kernel.
+    """
     if str(node.target) not in ("aten.max.default", "aten.amax.default"):
         return False
     source: Any = node.args[0]
@@ -189,30 +216,30 @@ def _is_view(node: fx.Node) -> bool:
     return getattr(target, "__name__", "") == "getitem"
 
 
-def _plan(graph: fx.Graph) -> _Plan:
-    """Decide for each node whether it is a buffer, and how long."""
+def _plan_buffers(graph: fx.Graph) -> _BufferPlan:
+    """Decide for each node whether it has a buffer, and which node uses that buffer last."""
     nodes = list(graph.nodes)
     output = nodes[-1]
     calls = [node for node in nodes if node.op == "call_function"]
     fused = {node for node in calls if _is_fused(node) and not _is_view(node)}
     views = {node for node in calls if _is_view(node)}
-    wanted: set[fx.Node] = set()  # fused nodes whose value has to be in memory
+    wanted: set[fx.Node] = set()  # fused nodes whose values have to be in memory
     for node in nodes:
         if node is output or (node.op == "call_function" and node not in fused and node not in views):
-            wanted |= {_base(source, views) for source in node.all_input_nodes}
-    wanted |= {node for node in fused if _is_read_before(node)}
-    plan = _Plan()
+            wanted |= {_view_base(source, views) for source in node.all_input_nodes}
+    wanted |= {node for node in fused if _needs_full_read(node)}
+    plan = _BufferPlan()
     reads: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:
         if node in fused and node not in wanted:
             plan.inlined.add(node)
             continue
         if node in fused:
-            plan.kernels[node] = _memory(node, fused - wanted, views)
+            plan.kernels[node] = _buffers_read(node, fused - wanted, views)
             reads[node] = plan.kernels[node]
         elif node in calls and node not in views:
-            reads[node] = [_base(source, views) for source in node.all_input_nodes]
-    kept = {_base(source, views) for source in output.all_input_nodes}
+            reads[node] = [_view_base(source, views) for source in node.all_input_nodes]
+    kept = {_view_base(source, views) for source in output.all_input_nodes}
     final: dict[fx.Node, fx.Node] = {}
     for node in reads:
         for source in reads[node]:
@@ -223,15 +250,15 @@ def _plan(graph: fx.Graph) -> _Plan:
     return plan
 
 
-def _base(node: fx.Node, views: set[fx.Node]) -> fx.Node:
-    """The node whose buffer a view looks at."""
+def _view_base(node: fx.Node, views: set[fx.Node]) -> fx.Node:
+    """The node whose buffer a view refers to."""
     while node in views:
         node = node.all_input_nodes[0]
     return node
 
 
-def _memory(node: fx.Node, inlined: set[fx.Node], views: set[fx.Node]) -> list[fx.Node]:
-    """The buffers that the generated kernel of `node` reads, through all that is computed on the way."""
+def _buffers_read(node: fx.Node, inlined: set[fx.Node], views: set[fx.Node]) -> list[fx.Node]:
+    """The buffers that the generated kernel of `node` reads, through inlined nodes and views."""
     found: dict[fx.Node, None] = {}
     seen: set[fx.Node] = set()
     stack = list(node.all_input_nodes)
@@ -247,18 +274,20 @@ def _memory(node: fx.Node, inlined: set[fx.Node], views: set[fx.Node]) -> list[f
     return list(found)
 
 
-def _planned(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
-    _with_seeds(module.graph)
-    graph, plan = module.graph, _plan(module.graph)
+def _fake_compiled(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+    """A function that runs the graph on fake tensors with the buffers that generated code would
+    have."""
+    _use_seeds(module.graph)
+    graph, plan = module.graph, _plan_buffers(module.graph)
     nodes = list(graph.nodes)
     views = {node for node in nodes if node.op == "call_function" and _is_view(node)}
     holders: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # buffer -> its views
     for node in nodes:
         if node in views:
-            holders[_base(node, views)].append(node)
+            holders[_view_base(node, views)].append(node)
     targets = [node for node in nodes if node.op == "placeholder"]
-    computed = _computed(nodes)  # where they are inlined, too: once
-    # its own buffers, and what forward saved for a backward: those may be written over
+    computed = _costly_nodes(nodes)  # counted once each, inlined nodes too
+    # buffers that may be overwritten: the graph's own, and those that forward saved for backward
     own = {node for node in nodes if not node.name.startswith(("primals", "tangents"))}
 
     def run(arguments: list[Any]) -> Any:
@@ -267,7 +296,7 @@ def _planned(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., An
         for node in nodes:
             if node in computed:
                 kind, count = computed[node]
-                see_kernel(4 * count, torch.float32, kind)  # in which type they are computed
+                see_kernel(4 * count, torch.float32, kind)  # arithmetic is in fp32
             if node.op == "get_attr":
                 values[node] = getattr(module, str(node.target))
             elif node.op == "output":
@@ -277,7 +306,7 @@ def _planned(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., An
                 moved = sum(map(_bytes, inputs))
                 del inputs
                 _reuse(node, plan, values, holders, own)
-                values[node] = _generated(node, moved)
+                values[node] = _run_generated(node, moved)
                 _release(node, plan, values, holders)
             elif node.op == "call_function" and node not in plan.inlined and _can_run(node, values):
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.get)
@@ -290,7 +319,7 @@ def _planned(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., An
 
 
 def _can_run(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
-    """Whether everything that it takes is in memory: a view of what is inlined is so, too."""
+    """Whether all inputs of a node are in memory. A view of an inlined node has none."""
     return all(source in values for source in node.all_input_nodes)
 
 
@@ -299,9 +328,16 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _reuse(
-    node: fx.Node, plan: _Plan, values: dict[fx.Node, Any], holders: dict[fx.Node, list[fx.Node]], own: set[fx.Node]
+    node: fx.Node,
+    plan: _BufferPlan,
+    values: dict[fx.Node, Any],
+    holders: dict[fx.Node, list[fx.Node]],
+    own: set[fx.Node],
 ) -> None:
-    """A generated kernel writes over an input of the same size that nobody needs afterwards."""
+    """Free an input that nobody needs afterwards and that has an output's size.
+
+    A generated kernel writes its output over such an input.
+    """
     if node not in plan.last:
         return
     written = [value.untyped_storage().nbytes() for value in tree_leaves(node.meta["val"]) if isinstance(value, Tensor)]
@@ -313,15 +349,20 @@ def _reuse(
                 values.pop(gone, None)
 
 
-def _release(node: fx.Node, plan: _Plan, values: dict[fx.Node, Any], holders: dict[fx.Node, list[fx.Node]]) -> None:
+def _release(
+    node: fx.Node, plan: _BufferPlan, values: dict[fx.Node, Any], holders: dict[fx.Node, list[fx.Node]]
+) -> None:
     for source in plan.last.get(node, ()):
         values.pop(source, None)
         for view in holders.get(source, ()):
             values.pop(view, None)
 
 
-def _generated(node: fx.Node, moved: int) -> Any:
-    """The buffers of a generated kernel that has read `moved` bytes: empty, in the node's shape and strides."""
+def _run_generated(node: fx.Node, moved: int) -> Any:
+    """The output buffers of a generated kernel: empty, with the node's shapes and strides.
+
+    moved: bytes that the kernel has read.
+    """
     made = node.meta["val"]
     outputs = _empty(made) if isinstance(made, Tensor) else tree_map_only(Tensor, _empty, made)
     written = [value for value in tree_leaves(outputs) if isinstance(value, Tensor)]
@@ -330,8 +371,15 @@ def _generated(node: fx.Node, moved: int) -> Any:
 
 
 def see_kernel(moved: int, dtype: torch.dtype, kind: str = "compiled") -> None:
-    """Tell dispatch modes that want to know of a generated kernel, which dispatches nothing: the bytes that it reads and writes,
-    or that what it computes would take. Those have a `see_kernel`."""
+    """Report a generated kernel, which dispatches no operation, to the active dispatch modes.
+
+    Modes that record kernels have a method `see_kernel`.
+
+    bytes_accessed  bytes that the kernel reads and writes, or that take as long as its arithmetic
+    dtype           of the output
+    kind            "compiled" for memory traffic, else the kind of arithmetic, such as "compiled
+                    exp"
+    """
     for mode in _get_current_dispatch_mode_stack():
         if hasattr(mode, "see_kernel"):
             mode.see_kernel(moved, dtype, kind)

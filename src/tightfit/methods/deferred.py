@@ -1,6 +1,14 @@
-"""Weights' gradients of linear layers, left for later: what zero-bubble pipelines fill their waiting with.
+"""Splits the backward of linear layers, so that weight gradients can be computed later.
 
-Source  Qi et al. 2023, arXiv:2401.10241: a backward needs the gradients of its inputs at once, those of its weights whenever.
+Zero-bubble pipelines use it to fill their idle time: a backward needs the gradients of its inputs
+at once, but those of its weights at any time before the update.
+
+Example: for input (4, 128, 512) and weight (2048, 512), backward receives the output's gradient
+(4, 128, 2048). It computes the input's gradient at once, (4, 128, 2048) @ (2048, 512). It stores
+the input and the output's gradient as 512 rows each; `run` computes (2048, 512 rows) @
+(512 rows, 512) later, which is the weight's gradient.
+
+Source  Qi et al. 2023, arXiv:2401.10241 (zero-bubble pipelines).
 """
 
 from __future__ import annotations
@@ -20,43 +28,55 @@ LINEAR = torch.nn.functional.linear
 
 
 class Deferred(TorchFunctionMode):
-    """Within, the backward of each linear layer makes its input's gradient, and keeps what its weight's needs.
+    """Within this mode, a linear layer's backward computes only the gradient of its input.
 
-    `attach` enters it in a model's linear layers, also where their forward runs again in backward.
-    `group` names the backward that is under way; `run` makes the weights' gradients that it left. They arrive as those of a
-    backward do, hooks included: of a weight that was used several times once, as their sum.
+    What the weight's gradient needs is stored until `run`.
+
+    `attach` activates the mode in a model's linear layers, also where their forward runs again in
+    backward. `group` names the backward that is being run; `run` computes the weight gradients that
+    it left. They reach the weights as those of a normal backward do, hooks included. A weight that
+    was used several times gets one gradient, the sum.
+
+    Only calls of `linear` and of `addmm` (transformers' Conv1D) on a trainable nn.Parameter are
+    split. Other operations, and all biases, have their gradients computed at once.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.left: dict[int, list[tuple[nn.Parameter, Callable[[], Tensor]]]] = {}
-        self._now: int | None = None
+        self._group: int | None = None
 
     def attach(self, model: nn.Module) -> None:
+        """Wrap the forward of each nn.Linear and Conv1D of `model`, so that it runs in this mode."""
         for module in model.modules():
             if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
-                module.forward = partial(self._within, module.forward)  # type: ignore[method-assign]
+                module.forward = partial(self._forward_in_mode, module.forward)  # type: ignore[method-assign]
 
-    def _within(self, forward: Callable[..., Any], *args: Any) -> Any:
+    def _forward_in_mode(self, forward: Callable[..., Any], *args: Any) -> Any:
         with self:
             return forward(*args)
 
     @contextmanager
     def group(self, number: int) -> Iterator[None]:
-        self._now = number
+        """Within the context, weight gradients are stored under `number` (a micro-batch)."""
+        self._group = number
         try:
             yield
         finally:
-            self._now = None
+            self._group = None
 
     def run(self, number: int) -> None:
+        """Compute the weight gradients stored under `number`, in the order of their deferral.
+
+        Each of them is freed, with the tensors it needed, once it has been accumulated.
+        """
         left = self.left.pop(number, [])[::-1]
         uses = Counter(weight for weight, _ in left)
         sums: dict[nn.Parameter, Tensor] = {}
         while left:
             weight, make = left.pop()
             gradient = make()
-            del make  # what it needed is free
+            del make  # frees the tensors that it needed
             if weight in sums:
                 gradient = sums.pop(weight).add_(gradient)
             uses[weight] -= 1
@@ -66,43 +86,47 @@ class Deferred(TorchFunctionMode):
                 torch.autograd.backward([get_gradient_edge(weight)], [gradient])
 
     def defer(self, weight: nn.Parameter, make: Callable[[], Tensor]) -> None:
-        """make  makes this use's part of the weight's gradient."""
-        assert self._now is not None
-        self.left.setdefault(self._now, []).append((weight, make))
+        """Store one use of `weight`. make: computes this use's term of the weight's gradient."""
+        assert self._group is not None
+        self.left.setdefault(self._group, []).append((weight, make))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.is_grad_enabled() and not kwargs:
-            if func is LINEAR and _is_leaf(args[1]):
+            if func is LINEAR and _is_trainable(args[1]):
                 bias = args[2] if len(args) > 2 else None
-                return _narrowed(args[0], args[1], bias, self, transposed=False)
-            if func is torch.addmm and _is_leaf(args[2]):  # transformers' Conv1D: (bias, input, weight)
-                return _narrowed(args[1], args[2], args[0], self, transposed=True)
+                return _deferred_linear(args[0], args[1], bias, self, transposed=False)
+            if func is torch.addmm and _is_trainable(args[2]):  # transformers' Conv1D: (bias, input, weight)
+                return _deferred_linear(args[1], args[2], args[0], self, transposed=True)
         return func(*args, **kwargs)
 
 
-def _is_leaf(weight: Any) -> bool:
+def _is_trainable(weight: Any) -> bool:
     return isinstance(weight, nn.Parameter) and weight.requires_grad
 
 
-def _narrowed(input: Tensor, weight: Tensor, bias: Tensor | None, store: Deferred, transposed: bool) -> Tensor:
-    """The product, in the type of autocast where that is on."""
+def _deferred_linear(input: Tensor, weight: Tensor, bias: Tensor | None, store: Deferred, transposed: bool) -> Tensor:
+    """The linear layer's output, in autocast's dtype where autocast is enabled."""
     dtype = input.dtype
     if torch.is_autocast_enabled(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
-    product = _Product.apply(input.to(dtype), weight, dtype, store, transposed)
+    product = _DeferredMatmul.apply(input.to(dtype), weight, dtype, store, transposed)
     return product if bias is None else product + bias.to(dtype)
 
 
-class _Product(torch.autograd.Function):
-    """input (..., in) @ weight: (out, in), or (in, out) where `transposed` -> (..., out), both in `dtype`."""
+class _DeferredMatmul(torch.autograd.Function):
+    """input (..., in) @ weight -> (..., out), both in `dtype`; its weight gradient is deferred.
+
+    weight is (out, in), or (in, out) where `transposed`.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, dtype: torch.dtype, store: Deferred, transposed: bool
     ) -> Tensor:
         ctx.save_for_backward(input)
-        ctx.weight = weight  # itself: what a recomputation saves of it is a copy that accumulates nothing
+        # the weight itself: under recomputation, saved tensors are copies that accumulate nothing
+        ctx.weight = weight
         ctx.dtype, ctx.store, ctx.transposed = dtype, store, transposed
         with torch.autocast(input.device.type, enabled=False):
             return input @ (weight.to(dtype) if transposed else weight.to(dtype).t())
@@ -110,7 +134,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         weight, (gradient,) = ctx.weight, gradients
-        input = ctx.saved_tensors[0].detach()  # or what waits would keep the graph that it is from
+        input = ctx.saved_tensors[0].detach()  # else the closure would keep the graph alive
         transposed = ctx.transposed
 
         def make() -> Tensor:
@@ -119,5 +143,5 @@ class _Product(torch.autograd.Function):
             return product.to(weight.dtype)
 
         ctx.store.defer(weight, make)
-        narrow = weight.to(ctx.dtype)
-        return gradient @ (narrow.t() if transposed else narrow), None, None, None, None
+        cast = weight.to(ctx.dtype)
+        return gradient @ (cast.t() if transposed else cast), None, None, None, None

@@ -1,4 +1,16 @@
-"""Hollow: a model of which this device of a pipeline has a piece, and runs the forward of all: stubs stand for what others have."""
+"""Prunes a model to one pipeline rank's stages: stubs replace the blocks and weights of other
+ranks.
+
+`pipeline` calls `prune` when it builds a run. The rank still runs the model's own forward, so that
+masks, positions and the like are computed as the model does it. A block of another stage is
+replaced by a `StubBlock`, which returns stub tensors of the right shapes; foreign weights are
+replaced by stub tensors too. Behind the rank's last block, `StageEnd` ends the forward.
+
+Example: rank 1 of pp: 2 has the blocks 4 to 7 of 8. The embedding's weight (50257, 2048) becomes
+a stub that uses 4 bytes. The blocks 0 to 3 return stubs (4, 1024, 2048). The wrapper of block 4
+replaces its argument by the received tensor (4, 1024, 2048), and the forward continues with the
+real blocks 4 to 7 and the head.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +29,29 @@ from tightfit.models.hooks import Hooks
 
 
 def hollow(model: nn.Module, foreign: set[nn.Parameter]) -> None:
-    """In the place of other devices' parameters, tensors of their shape that take no memory and are no parameters: what lies
-    before the blocks runs with them, and its output is not used."""
+    """Replace other ranks' parameters in `model` by stub tensors, which are no parameters.
+
+    foreign: those parameters. The stubs have their shapes and take no memory. What comes before the
+    blocks runs with them, and its output is not used. nn.Embedding returns a stub as well.
+    """
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter in foreign:
                 del module._parameters[name]
                 setattr(module, name, stand_in(parameter.shape, parameter.dtype, parameter.device))
-                if type(module) is nn.Embedding:  # others may do more than look up
-                    module.forward = _NoEmbedding(module.embedding_dim, parameter.dtype)  # type: ignore[method-assign]
+                if type(module) is nn.Embedding:  # subclasses may do more than look up
+                    module.forward = _StubEmbedding(module.embedding_dim, parameter.dtype)  # type: ignore[method-assign]
 
 
 def stand_in(
     shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device, in_place: bool = False
 ) -> Tensor:
-    """A tensor without meaning: NaN, so that it would be seen if it were used after all. It takes memory where it is written to."""
+    """A stub tensor: NaN where it is floating point, so that any use of its values would be
+    noticed.
+
+    It takes memory only where in_place is set, because the model writes into it. Otherwise it is
+    one expanded element.
+    """
     value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
     if in_place:
         return torch.full(tuple(shape), value, dtype=dtype, device=device)
@@ -39,8 +59,11 @@ def stand_in(
 
 
 @dataclass(frozen=True)
-class _NoEmbedding:
-    """An embedding's forward on a device that does not have it."""
+class _StubEmbedding:
+    """The forward of an embedding whose weight is on another rank: returns a stub.
+
+    input (...) of token numbers -> (..., width).
+    """
 
     width: int
     dtype: torch.dtype
@@ -50,10 +73,16 @@ class _NoEmbedding:
 
 
 class Passage:
-    """The forward under way: which blocks run, and what takes the place of what the first one is called with.
+    """The state of the forward that is running: which stage it runs, and what replaces its inputs.
 
-    returns  what each block returns, in shape; crosses: by the first block of each stage, the arguments that are sent
-    shapes   of one sample, as `returns` saw them
+    block_outputs    the structure of what each block returns
+    boundary_inputs  by the first block of each stage, the paths of its arguments that are sent
+    shapes           of one sample, when `block_outputs` was recorded
+    stage            the range of blocks of the stage that runs
+    receive          the stage's original inputs -> the received tensors that replace them
+    samples          number of samples in the batch
+    batch_shapes     the shapes of one sample of the present batch
+    blocks_called    number of blocks that were called so far, in order
     """
 
     def __init__(
@@ -66,8 +95,8 @@ class Passage:
         self.piece = range(0)
         self.take: Callable[[list[Tensor]], list[Tensor]] | None = None
         self.samples = 0
-        self.now: tuple[tuple[int, ...], ...] = ()  # the shapes of one sample of the batch under way
-        self.called = 0  # blocks that were called, in order
+        self.now: tuple[tuple[int, ...], ...] = ()
+        self.called = 0
 
     def begin(
         self,
@@ -76,30 +105,37 @@ class Passage:
         samples: int,
         shapes: tuple[tuple[int, ...], ...],
     ) -> None:
+        """Begin the forward of a stage on a batch of `samples` samples."""
         self.piece, self.take, self.samples, self.now, self.called = piece, take, samples, shapes, 0
 
     def call(self, number: int) -> None:
-        """A block is called: each of them once, in order, or devices would wait for what nobody sends."""
+        """Note that block `number` is called.
+
+        Raises InputError unless each block is called once, in order: else ranks would wait for
+        messages that nobody sends.
+        """
         if number != self.called:
             raise not_in_a_row()
         self.called += 1
 
     def enter(self, number: int, arguments: tuple[Any, dict[str, Any]]) -> None:
-        """The stage's first block is called: put what the stage before sent in the place of what it is given, for all who hold
-        it. Raises InputError."""
+        """The stage's first block is called: replace its inputs by what the stage before sent.
+
+        The tensors are swapped in place, for everybody who holds a reference. Raises InputError.
+        """
         assert self.take is not None
         given = self.crossing(number, arguments)
         for tensor, sent in zip(given, self.take(given), strict=True):
             if type(tensor) is not type(sent):
                 raise InputError(
                     ASKED,
-                    f"block {number} is called with a {type(tensor).__name__}, in whose place nothing can be put",
+                    f"block {number} is called with a {type(tensor).__name__}, which a received tensor cannot replace",
                     "use pp: 1",
                 )
             torch._C._swap_tensor_impl(tensor, sent)  # type: ignore[attr-defined]
 
     def crossing(self, number: int, arguments: tuple[Any, dict[str, Any]]) -> list[Tensor]:
-        """Of what the first block of a stage is called with, the tensors that are sent."""
+        """Those arguments of the stage's first block `number` that are sent. Raises InputError."""
         found = []
         for path in self.crosses[number]:
             tensor = at(arguments, path)
@@ -113,13 +149,15 @@ class Passage:
         return found
 
     def end(self) -> None:
-        """All blocks up to the piece's end were called, and now the next one is, or the forward has ended."""
+        """The next stage's first block is called, or the forward has ended: all of this stage's
+        blocks must have been called. Raises InputError.
+        """
         if self.called != self.piece.stop:
             raise not_in_a_row()
 
 
 class Leaves(BaseException):
-    """Ends a forward behind a device's last block, with what the next device needs."""
+    """Ends a forward behind a rank's last block. It carries the tensors that the next rank needs."""
 
     def __init__(self, sent: list[Tensor]) -> None:
         super().__init__()
@@ -127,7 +165,10 @@ class Leaves(BaseException):
 
 
 class Here(nn.Module):
-    """Stands before a block of the stage that runs, while it runs."""
+    """Wraps a block of the stage that runs: at the stage's first block, it receives the inputs.
+
+    Attributes that it does not have are the block's.
+    """
 
     def __init__(self, number: int, passage: Passage, block: nn.Module) -> None:
         super().__init__()
@@ -144,11 +185,14 @@ class Here(nn.Module):
 
 
 class Elsewhere(nn.Module):
-    """Stands for a block that another device has, or that is not of the piece that runs.
+    """Replaces a block of another rank, or of a stage of this rank that does not run now.
 
-    block  what it stands for, whose attributes the model may ask for; its parameters are another device's
-    given  makes of what the block would be given what it would hand on, where that is of another shape
-    hooks  the model's own on the block
+    block        the block it replaces, whose attributes the model may read; its parameters are on
+                 another rank
+    output_like  a block's input -> a tensor shaped like its output, where their shapes differ
+    hooks        the model's own hooks on the block, which still run
+
+    Behind the running stage, it raises `StageEnd` in place of computing.
     """
 
     def __init__(
@@ -157,7 +201,7 @@ class Elsewhere(nn.Module):
         super().__init__()
         self.number, self.passage, self.given = number, passage, given
         self.hooks = hooks
-        self.__dict__["block"] = block  # not as a part of the model
+        self.__dict__["block"] = block  # not registered as a submodule
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["block"], name)
@@ -170,12 +214,12 @@ class Elsewhere(nn.Module):
         passage.call(self.number)
         self.hooks.enter(self.block, args, kwargs)
         returns = passage.returns[self.number]
-        leaves = [self._leaf(leaf, arguments, returns.in_place) for leaf in returns.leaves]
+        leaves = [self._stub_leaf(leaf, arguments, returns.in_place) for leaf in returns.leaves]
         output = tree_unflatten(leaves, returns.spec)
         self.hooks.leave(self.block, args, kwargs, output)
         return output
 
-    def _leaf(self, leaf: Leaf, arguments: tuple[Any, dict[str, Any]], in_place: bool) -> Any:
+    def _stub_leaf(self, leaf: Leaf, arguments: tuple[Any, dict[str, Any]], in_place: bool) -> Any:
         if leaf.same is not None:
             return at(arguments, leaf.same)
         if leaf.like is not None:
@@ -189,7 +233,7 @@ class Elsewhere(nn.Module):
         if passage.now != passage.shapes:
             raise InputError(
                 ASKED,
-                f"block {self.number} returns a tensor whose shape follows that of the samples, which differ",
+                f"block {self.number} returns a tensor whose shape depends on that of the samples, and samples differ in shape",
                 "use samples of one shape, or pp: 1",
             )
         device = next((one.device for one in (*arguments[0], *arguments[1].values()) if isinstance(one, Tensor)), None)

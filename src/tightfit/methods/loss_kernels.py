@@ -1,11 +1,17 @@
-"""What a chunk of the loss is computed with: its products and its softmax, as suits a kind of device.
+"""The kernels that compute one chunk of the loss: its products and its softmax, per kind of device.
 
-On a CUDA device rows of 16-bit logits begin at multiples of 128 bytes, the gradient of the head's weight is added up in fp32
-within its product, and the softmax, the loss and the gradient of the logits are one generated kernel. On a processor the
-operations are torch's own: there a generated kernel for the softmax is no faster.
+`loss` uses them for the plan's `chunked_loss`. On a CUDA device, rows of 16-bit logits begin at
+multiples of 128 bytes; the gradient of the head's weight is accumulated in fp32 within its
+product; and the softmax, the loss and the gradient of the logits are one generated kernel. On a
+CPU the operations are torch's own: there a generated kernel for the softmax is no faster.
 
-Source  Hsu et al. 2024, arXiv:2410.10989 (loss and gradient in one kernel); NVIDIA, "Matrix Multiplication Background", on
-        alignment. Liger's kernel does the same; compiling ours needs no other package, and its rows may be padded.
+Example: a vocabulary of 50257 classes in bf16 has rows of 100514 bytes. That is no multiple of 16,
+and cuBLAS would use its slow kernels. The logits are made as a view of a tensor with 50304
+columns, a multiple of 64 classes or 128 bytes. For a chunk of 1024 rows that adds 94 KiB.
+
+Source  Hsu et al. 2024, arXiv:2410.10989 (loss and gradient in one kernel); NVIDIA, "Matrix
+        Multiplication Background", on alignment. Liger's kernel does the same; compiling our own
+        needs no other package, and its rows may be padded.
 """
 
 from __future__ import annotations
@@ -25,24 +31,28 @@ from tightfit.methods.compiler import generates_kernels, see_kernel
 from tightfit.models.objective import IGNORED
 
 ROWS_IN_CACHE = 64
-MOST_ROWS = (
-    1024  # on a CUDA device, where no kernel is fused: an evaluation's softmax in fp32 takes no more than these do
-)
-PADDED_TO = 64  # classes of 2 bytes: a cache line of 128
-NEEDED = 8  # classes of 2 bytes: what the fast kernels of cuBLAS ask of a row's length, 16 bytes
-REPEATED = 128  # rows: of so many a CUDA device's products make a tile
-Fused = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> loss; the gradient is written over the logits
+# Rows on a CUDA device without a fused kernel: bounds the memory of an evaluation's fp32 softmax.
+MAX_ROWS = 1024
+PADDED_TO = 64  # classes of 2 bytes each: a cache line of 128 bytes
+ALIGNED_TO = 8  # classes of 2 bytes each: cuBLAS's fast kernels need rows of a multiple of 16 bytes
+ROW_MULTIPLE = 128  # rows: the tile size of matrix products on a CUDA device
+# (logits, labels) -> loss; overwrites the logits with their gradient
+Fused = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """How a chunk is computed.
+    """How a chunk of the loss is computed.
 
-    rows      rows whose softmax is in fp32 at once, where it is no fused kernel: on a processor few, so that it stays in the cache
-    pads      whether rows of logits begin at multiples of PADDED_TO classes, where their number is none of NEEDED
-    adds      whether the 16-bit product that is the weight's gradient is added to the fp32 sum as it is computed
-    fused     loss and gradient of logits as one kernel; None: one operation after another
-    multiple  rows that count are rounded up to a multiple of this, so that shapes repeat
+    rows      rows whose softmax is in fp32 at a time, without a fused kernel; few on a CPU, so that
+              they stay in the cache
+    pads      whether rows of logits begin at multiples of PADDED_TO classes, where the number of
+              classes is no multiple of ALIGNED_TO
+    accumulates_fp32  whether the weight's gradient, a 16-bit product, is added to the fp32 sum
+              as it is computed
+    fused     loss and gradient of the logits as one kernel; None: one operation after another
+    row_multiple  the number of rows that count is rounded up to a multiple of this, so that
+              shapes repeat
     """
 
     rows: int = ROWS_IN_CACHE
@@ -53,10 +63,13 @@ class Kernels:
 
 
 def kernels_for(kind: str, narrow: bool, chunk: int) -> Kernels:
-    """The kernels on a kind of device (cpu, cuda). narrow: whether products take 16-bit numbers.
+    """The kernels for a kind of device (cpu, cuda).
 
-    Call it where the run is built: on tensors without values it is for a prediction, which leaves the rounding of rows out,
-    as shapes then grow in proportion to the batch.
+    narrow  whether products take 16-bit numbers
+    chunk   rows of a chunk
+
+    Call it when the run is built. On fake tensors it is for a prediction. That leaves out the
+    rounding of rows, because shapes then grow in proportion to the batch.
     """
     if kind == "cpu":
         return Kernels()
@@ -64,17 +77,20 @@ def kernels_for(kind: str, narrow: bool, chunk: int) -> Kernels:
     fused = None
     if generates_kernels():
         fused = foreseen if predicted else compiled()
-    return Kernels(min(chunk, MOST_ROWS), pads=narrow, adds=narrow, fused=fused, multiple=1 if predicted else REPEATED)
+    return Kernels(
+        min(chunk, MAX_ROWS), pads=narrow, adds=narrow, fused=fused, multiple=1 if predicted else ROW_MULTIPLE
+    )
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, pads: bool) -> Tensor:
-    """rows @ weight^T + bias: (rows, classes).
+    """rows (n, width) @ weight^T + bias -> (n, classes).
 
-    pads: the result is a view of a wider tensor where rows of `classes` numbers are not aligned: no product then gets rows
-    that it has to read piece by piece. The weight stays as it is, and the padding is in no product and in no softmax.
+    pads: where a row of `classes` numbers is not aligned, the result is a view of a wider tensor.
+    So no product receives unaligned rows, which it would have to read piecewise. The weight is not
+    padded, and no product and no softmax reads the padding.
     """
     classes = len(weight)
-    if not pads or classes % NEEDED == 0:
+    if not pads or classes % ALIGNED_TO == 0:
         return functional.linear(rows, weight, bias)
     logits = rows.new_empty(len(rows), -(-classes // PADDED_TO) * PADDED_TO)[:, :classes]
     if bias is None:
@@ -84,11 +100,12 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, pads: bool) -> Ten
 
 @torch.library.custom_op("tightfit::add_product", mutates_args=("total",))
 def add_product(left: Tensor, right: Tensor, total: Tensor, first: bool) -> None:
-    """total += left @ right, or total = left @ right where it is the first and `total` holds nothing yet.
+    """total += left @ right; or total = left @ right where `first`: then `total` is not
+    initialised.
 
     left (n, k) and right (k, m) in 16 bits, total (n, m) in fp32: no product is rounded to 16 bits.
     """
-    if not left.is_cuda:  # processors have no such product: what is predicted for a CUDA device is tested with this
+    if not left.is_cuda:  # a CPU has no such product: this path tests what CUDA devices run
         left, right = left.to(total.dtype), right.to(total.dtype)
         total.addmm_(left, right, beta=0 if first else 1)
     elif first:
@@ -108,9 +125,13 @@ def _flops(left: Any, right: Any, *rest: Any, out_shape: Any = None, **named: An
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor) -> Tensor:
-    """Summed cross entropy in fp32 of (rows, classes) logits, whose gradient is written over them: zero in rows that are IGNORED.
+    """Summed cross entropy in fp32; overwrites the logits with their gradient.
 
-    Written to be compiled: then it reads the logits twice and writes them once, and nothing of their size is made.
+    logits (rows, classes); labels (rows,). Rows whose label is IGNORED add no loss, and their
+    gradient is zero. Returns a scalar in fp32.
+
+    Written to be compiled: the kernel then reads the logits twice, writes them once, and makes no
+    other tensor of their size.
     """
     counts = (labels != IGNORED).unsqueeze(1)
     safe = labels.unsqueeze(1).where(counts, 0)
@@ -127,7 +148,10 @@ def loss_and_gradient(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def compiled(backend: str | Callable[..., Any] = "inductor") -> Fused:
-    """`loss_and_gradient` as generated kernels: one for any number of rows. Raises InputError where they cannot be made."""
+    """`loss_and_gradient` as generated kernels, which take any number of rows.
+
+    The kernel raises InputError at its first call where it cannot be generated.
+    """
     kernel = torch.compile(loss_and_gradient, backend=backend)
 
     def fused(logits: Tensor, labels: Tensor) -> Tensor:
@@ -139,13 +163,14 @@ def compiled(backend: str | Callable[..., Any] = "inductor") -> Fused:
             raise InputError(
                 "plan: chunked_loss",
                 f"torch.compile fails on its softmax ({str(error).strip().partition(chr(10))[0]})",
-                "leave out chunked_loss, or mend the C compiler or Triton that it needs",
+                "leave out chunked_loss, or install a working C compiler and Triton, which it needs",
             ) from error
 
     return fused
 
 
 def foreseen(logits: Tensor, labels: Tensor) -> Tensor:
-    """What `compiled` leaves and moves, for tensors without values: the logits are read twice and written once."""
+    """What `compiled` allocates and accesses, on fake tensors: the logits are read twice, written
+    once."""
     see_kernel(3 * logits.numel() * logits.element_size(), logits.dtype)
     return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -1,4 +1,8 @@
-"""Progress: what this process is doing, noted as it goes on, for whoever watches that it does."""
+"""What this process is doing now, and since when. A watcher uses it to notice that a run hangs.
+
+The training loop, checkpointing and reports call `note_activity` as they begin an operation.
+`engine/watch.py` reads the `Activity` from another thread.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Progress:
-    """The operation that a process does, and since when.
+    """The operation that a process is executing, and since when.
 
-    step       from 0; None before the first
-    steps      how many steps it has begun
+    operation  its name, such as "forward"; "starting" before the first one
+    step       number of the optimizer step, from 0; None before the first
+    steps      how many steps this process has begun
     since      time.monotonic() when the operation began
-    longest_s  the longest operation since the first step ended: what is normal here
+    longest_s  seconds of the longest operation since the first step ended: what is normal here
     """
 
     operation: str = "starting"
@@ -26,6 +31,7 @@ class Progress:
     longest_s: float = 0.0
 
     def note(self, operation: str, step: int | None) -> None:
+        """Begin `operation` now. step: the step it belongs to; None for the same step as before."""
         now = time.monotonic()
         if self.steps > 1:
             self.longest_s = max(self.longest_s, now - self.since)
@@ -38,7 +44,10 @@ _progress: ContextVar[Progress | None] = ContextVar("progress", default=None)
 
 
 def doing(operation: str, step: int | None = None) -> None:
-    """Note that this process begins an operation now, of a step or of the same step as before."""
+    """Note that this process begins `operation` now. step: None for the same step as before.
+
+    Does nothing unless `recording_activity` is active in this context.
+    """
     progress = _progress.get()
     if progress is not None:
         progress.note(operation, step)
@@ -46,7 +55,8 @@ def doing(operation: str, step: int | None = None) -> None:
 
 @contextmanager
 def noted() -> Iterator[Progress]:
-    """Within, `doing` notes what this thread does."""
+    """Within the context, `note_activity` records what this thread does in the Activity yielded
+    here."""
     progress = Progress()
     token = _progress.set(progress)
     try:

@@ -1,4 +1,19 @@
-"""Recomputation: what a micro-batch's program becomes where segments of blocks are computed again in backward."""
+"""Edits a recorded step for activation recomputation: segments of blocks run again in backward.
+
+`recompute` calls `with_recomputation` when it estimates a plan. The recorded step is of training
+without recomputation. It is edited as follows: the first forward saves only a segment's input, and
+before the backward of the segment's last block, the forward runs again.
+
+Example: 12 blocks in segments of 3, that is range(0, 3), range(3, 6), ... Each block saves
+340 MiB for backward, and its input is 16 MiB. Without recomputation, 12 x 340 = 4080 MiB are
+saved. With it, the 4 segments save their inputs, 4 x 16 = 64 MiB. In backward, one segment at a
+time is recomputed: 3 x 340 = 1020 MiB, which its blocks' backwards free one after another. The peak
+falls from 4080 to about 64 + 1020 = 1084 MiB, and the forward of the blocks runs twice. Segments
+of 1 block save 12 x 16 = 192 MiB and recompute 340 MiB: a peak of about 532 MiB.
+
+The second forward stops at the last tensor that backward needs. With `selective`, it also skips
+products (matrix products, convolutions, attention) whose results the first forward saved.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +39,7 @@ PRODUCTS = frozenset(
         torch.ops.aten._scaled_dot_product_attention_math_for_mps.default,
     }
 )
-COUNTED = frozenset(  # products with weights, of which selective-2 keeps every second
+COUNTED = frozenset(  # products with weights: selective-2 saves every second one
     (
         torch.ops.aten.mm.default,
         torch.ops.aten._scaled_mm.default,
@@ -36,13 +51,14 @@ _PRODUCT_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in PRO
 _COUNTED_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in COUNTED)
 
 
-# launches of an operation take as long as what torch does in Python, beside computing again:
-SEGMENT = 33  # for a segment that is computed again
-HOOKED = 2.3  # for an operation in it, whose tensors pass through hooks
-DISPATCHED = 2.3  # for an operation, each of both times, that is asked whether it is kept
+# The time that torch's checkpointing spends in Python, beside the recomputation itself, as a
+# number of operation launches of equal duration:
+SEGMENT_LAUNCHES = 33  # for each recomputed segment
+HOOK_LAUNCHES = 2.3  # for each operation in it, whose tensors pass through saved-tensor hooks
+DISPATCH_LAUNCHES = 2.3  # selective: for each operation, in both forwards, to decide whether it is saved
 
 
-@lru_cache(64)  # plans that divide the same work differently ask for the same
+@lru_cache(64)  # plans that differ only in how they shard the work share an entry
 def with_recomputation(
     training: tuple[Passage, ...],
     inference: tuple[Passage, ...],
@@ -50,22 +66,35 @@ def with_recomputation(
     selective: int,
     compiled: bool = False,
 ) -> tuple[Passage, ...]:
-    """The program in which these segments of blocks are computed again; selective: see recompute.py.
+    """The recorded step in which these segments of blocks are recomputed in backward.
 
-    compiled  kernels that the compiler made compute again what they need: nothing is done in Python
+    training   the recorded step without recomputation; inference: an evaluation's, whose forward
+               saves nothing
+    segments   ranges of blocks, each recomputed as a whole
+    selective  0: recompute everything. 1: save all products; 2: of those with weights, save every
+               second one. See recompute.py
+    compiled   compiled kernels recompute what they need, and nothing is done in Python
     """
-    edit = _Recomputation(training, inference, segments, selective, compiled)
+    edit = _RecomputationEdit(training, inference, segments, selective, compiled)
     for segment in segments:
         for calls in zip(*(edit.calls.get(block, ()) for block in segment), strict=False):
             edit.recompute(calls)
     return tuple(edit.training)
 
 
-Call = tuple[int, int]  # a block, and which of its calls: each is recomputed by itself
+Call = tuple[int, int]  # (block, number of its call in the forward): each call is recomputed alone
 
 
-class _Recomputation:
-    """Edits a training program: segments of blocks that are computed again in backward."""
+class _RecomputationEdit:
+    """Edits a recorded training step, one segment of blocks at a time.
+
+    passing  buffers of an evaluation that are freed before its end
+    forward  call -> position of its forward; backward: call -> positions of its backward
+    copies   by block: casts of its weights that autocast makes in the block's first call
+    calls    by block: its calls that have a backward, in order
+    kept     buffers that others than their maker save; a recomputed block saves all of its inputs
+    end      position of the forward's last segment
+    """
 
     def __init__(
         self,
@@ -77,21 +106,21 @@ class _Recomputation:
     ) -> None:
         self.training, self.selective, self.compiled = list(training), selective, compiled
         self.inference = {(p.block, p.call): p.timeline for p in inference if p.block is not None}
-        self.passing = {buffer for passage in inference[:-1] for buffer in passage.timeline.gone}  # gone before its end
-        self.forward: dict[Call, int] = {}  # call -> where its forward stands
+        self.passing = {buffer for passage in inference[:-1] for buffer in passage.timeline.gone}
+        self.forward: dict[Call, int] = {}
         self.backward: dict[Call, list[int]] = {}
         for place, passage in enumerate(self.training):
             if passage.block is not None and passage.phase == "forward":
                 self.forward[passage.block, passage.call] = place
             elif passage.block is not None:
                 self.backward.setdefault((passage.block, passage.call), []).append(place)
-        self.copies: dict[int, list[Buffer]] = {}  # of a block's weights, which autocast makes in its first call
-        self.calls: dict[int, list[Call]] = {}  # of each block, those that backward comes to, in order
+        self.copies: dict[int, list[Buffer]] = {}
+        self.calls: dict[int, list[Call]] = {}
         for call in self.forward:
             if call in self.backward:
                 self.calls.setdefault(call[0], []).append(call)
         blocks = {block for segment in segments for block in segment}
-        self.kept: set[Buffer] = set()  # by others than made it; a recomputed block keeps all that it is called with
+        self.kept: set[Buffer] = set()
         for passage in self.training:
             if passage.phase == "forward":
                 here, whole = passage.timeline, passage.block in blocks
@@ -99,97 +128,113 @@ class _Recomputation:
         self.end = max(place for place, passage in enumerate(self.training) if passage.phase == "forward")
 
     def recompute(self, segment: tuple[Call, ...]) -> None:
-        """Keep the first block's input alone; before the last block's backward compute the whole segment again."""
+        """Save only the first block's input; recompute all blocks before the last block's backward."""
         again, last, asked = Timeline(), segment[-1], 0
         for call in segment:
             before = self.training[self.forward[call]].timeline
             asked += len(before.operations)
             saved = {buffer for place in self.backward[call] for buffer in self.training[place].timeline.gone}
-            anew = [replace(copy) for copy in self.copies.get(call[0], [])]  # autocast makes them once in a forward
-            self._put(self.backward[call][-1], self._backward_of(call).then(_freed(anew)))
+            # autocast casts a weight once per forward, so the second forward casts it again
+            anew = [replace(copy) for copy in self.copies.get(call[0], [])]
+            self._replace_timeline(self.backward[call][-1], self._backward_of(call).then(_freeing(anew)))
             again = again.then(Timeline(tuple((copy, 1) for copy in anew)))
-            again = again.then(self._second(before, saved, stops=call == last))
+            again = again.then(self._second_forward(before, saved, stops=call == last))
             if call != segment[0]:
-                again = again.then(_freed([buffer for buffer in before.inputs if self._leaves(call, buffer)]))
-            handed_on = self._handed_on(before, saved) if call == last else {}
+                again = again.then(_freeing([buffer for buffer in before.inputs if self._is_freed_after(call, buffer)]))
+            handed_on = self._left_to_others(before, saved) if call == last else {}
             self._forward(call, before, saved, handed_on, keep_input=call == segment[0])
-            again = _freed(list(handed_on.values())).then(again)
+            again = _freeing(list(handed_on.values())).then(again)
         place = self.backward[last][0]
         if not self.compiled:
-            again = again.then(self._in_python(len(again.operations), asked))
-        self._put(place, again.then(self.training[place].timeline))
+            again = again.then(self._python_time(len(again.operations), asked))
+        self._replace_timeline(place, again.then(self.training[place].timeline))
 
-    def _in_python(self, again: int, asked: int) -> Timeline:
-        """What torch does in Python for a segment of which so many operations are computed again."""
-        count = SEGMENT + HOOKED * again + (2 * DISPATCHED * asked if self.selective else 0.0)
+    def _python_time(self, again: int, asked: int) -> Timeline:
+        """The time that torch spends in Python on one segment, as launches of operations.
+
+        again: operations that run again; asked: operations for which selective decides.
+        """
+        count = SEGMENT_LAUNCHES + HOOK_LAUNCHES * again + (2 * DISPATCH_LAUNCHES * asked if self.selective else 0.0)
         return Timeline((), (Operation("call", "float32", Linear(), Linear(), count=Linear(count)),))
 
-    def _put(self, place: int, timeline: Timeline) -> None:
+    def _replace_timeline(self, place: int, timeline: Timeline) -> None:
         self.training[place] = replace(self.training[place], timeline=timeline)
 
-    def _handed_on(self, before: Timeline, saved: set[Buffer]) -> dict[Buffer, Buffer]:
-        """Of what a block keeps for itself what others keep too, such as the result of a ReLU at its end: to each its copy that
-        the first forward leaves to them, for the second makes the block's own."""
-        products = _kept_products(before, self.selective) if self.selective else set()
+    def _left_to_others(self, before: Timeline, saved: set[Buffer]) -> dict[Buffer, Buffer]:
+        """Buffers that a block saves and that others save too, such as the result of a ReLU at its
+        end.
+
+        Returns for each of them the copy that the first forward leaves to the others: the second
+        forward makes the block's own.
+        """
+        products = _saved_products(before, self.selective) if self.selective else set()
         return {buffer: replace(buffer) for buffer in before.born if buffer in (saved & self.kept) - products}
 
     def _forward(
         self, call: Call, before: Timeline, saved: set[Buffer], handed_on: dict[Buffer, Buffer], keep_input: bool
     ) -> None:
-        """The block's first forward in place of the one that keeps everything; `saved` is what backward would free."""
-        kept = {*_survivors(before, saved), *handed_on}
+        """Replace the block's first forward, which saves everything, by one that does not.
+
+        saved: the buffers that backward would free. keep_input: whether the block's input is saved.
+        """
+        kept = {*_outputs_of(before, saved), *handed_on}
         if self.selective:
-            kept |= _kept_products(before, self.selective)
+            kept |= _saved_products(before, self.selective)
         left = [handed_on.get(buffer, buffer) for buffer in before.born if buffer in kept]
-        first = _as(self.inference.get(call, self.inference[call[0], 0]), left, bool(self.selective))
-        if self.selective:  # a later call makes its own copies of weights
+        first = _forward_leaving(self.inference.get(call, self.inference[call[0], 0]), left, bool(self.selective))
+        if self.selective:  # a later call makes its own casts of weights
             anew = [replace(copy) for copy in self.copies.get(call[0], [])]
-            first = Timeline(tuple((copy, 1) for copy in anew)).then(first).then(_freed(anew))
+            first = Timeline(tuple((copy, 1) for copy in anew)).then(first).then(_freeing(anew))
         inputs = before.inputs
         if keep_input:
             for buffer in inputs:
-                if self._take_away(call, buffer):
-                    self._put(self.backward[call][-1], self._backward_of(call).then(_freed([buffer])))
+                if self._keep_alive(call, buffer):
+                    self._replace_timeline(self.backward[call][-1], self._backward_of(call).then(_freeing([buffer])))
         else:
-            first = first.then(_freed([buffer for buffer in inputs if buffer in saved]))
-        products = _kept_products(before, self.selective) if self.selective else set()
+            first = first.then(_freeing([buffer for buffer in inputs if buffer in saved]))
+        products = _saved_products(before, self.selective) if self.selective else set()
         own = frozenset((*(inputs if keep_input else ()), *products))
-        self._put(self.forward[call], replace(first, inputs=inputs, kept=own, given=before.given))
+        self._replace_timeline(self.forward[call], replace(first, inputs=inputs, kept=own, given=before.given))
         held = [buffer for buffer in first.born if buffer not in first.gone and buffer not in left]
-        soon = [buffer for buffer in held if buffer in self.passing]  # what nobody keeps of what it returns
+        soon = [buffer for buffer in held if buffer in self.passing]  # outputs that nobody saves
         after = next(iter(self._after(call)), self.end)
-        if soon:  # else a copy is made of forward's end for each of many blocks
-            self._put(after, self.training[after].timeline.then(_freed(soon)))
-        stay = [buffer for buffer in held if buffer not in self.passing]  # autocast's copies of weights
+        if soon:  # else forward's end would be copied once for each of many blocks
+            self._replace_timeline(after, self.training[after].timeline.then(_freeing(soon)))
+        stay = [buffer for buffer in held if buffer not in self.passing]  # autocast's casts of weights
         if stay:
-            self._put(self.end, self.training[self.end].timeline.then(_freed(stay)))
+            self._replace_timeline(self.end, self.training[self.end].timeline.then(_freeing(stay)))
         self.copies.setdefault(call[0], [buffer for buffer in stay if buffer.maker == "aten._to_copy"])
 
     def _backward_of(self, call: Call) -> Timeline:
         return self.training[self.backward[call][-1]].timeline
 
     def _after(self, call: Call) -> list[int]:
-        """Where an input of the block may be let go once the block has returned: right after it, or at forward's end."""
+        """Where an input of the block may be freed after its forward: right after it, or at
+        forward's end."""
         return [place for place in (self.forward[call] + 1, self.end) if self.training[place].block is None]
 
-    def _leaves(self, call: Call, buffer: Buffer) -> bool:
-        """Whether the buffer goes after the block's forward, because nothing keeps it for backward."""
+    def _is_freed_after(self, call: Call, buffer: Buffer) -> bool:
+        """Whether the buffer is freed after the block's forward, because nothing saves it for
+        backward."""
         return any(buffer in self.training[place].timeline.gone for place in self._after(call))
 
-    def _take_away(self, call: Call, buffer: Buffer) -> bool:
-        """Let the buffer live on after the forward; whether it did not before."""
+    def _keep_alive(self, call: Call, buffer: Buffer) -> bool:
+        """Keep the buffer alive after the forward. Returns whether it was freed there before."""
         for place in self._after(call):
             timeline = self.training[place].timeline
             if buffer in timeline.gone:
                 events = tuple(event for event in timeline.events if event != (buffer, -1))
-                self._put(place, replace(timeline, events=events))
+                self._replace_timeline(place, replace(timeline, events=events))
                 return True
         return False
 
-    def _second(self, before: Timeline, saved: set[Buffer], stops: bool) -> Timeline:
-        """The forward once more, up to the last tensor that backward needs; it ends with what backward frees."""
+    def _second_forward(self, before: Timeline, saved: set[Buffer], stops: bool) -> Timeline:
+        """The second forward, up to the last tensor that backward needs.
+
+        It ends with the buffers alive that backward frees.
+        """
         events, operations = before.needed if stops else (len(before.events), len(before.operations))
-        there = _kept_products(before, self.selective) if self.selective else set()
+        there = _saved_products(before, self.selective) if self.selective else set()
         done = [event for event in before.events[:events] if not (event[0] in there and event[1] > 0)]
         alive = [buffer for buffer, sign in done if sign > 0]
         gone = {buffer for buffer, sign in done if sign < 0}
@@ -198,13 +243,13 @@ class _Recomputation:
             done += [(buffer, -1) for buffer in alive]
         again = before.operations[:operations]
         if self.selective:
-            kept = _kept([one.name for one in again], self.selective)
+            kept = _is_saved([one.name for one in again], self.selective)
             again = tuple(one for one, is_kept in zip(again, kept, strict=True) if not is_kept)
         return Timeline(tuple(done), again)
 
 
-def _kept(names: list[str], selective: int) -> list[bool]:
-    """Of operations in a row, by name, which ones' results are kept."""
+def _is_saved(names: list[str], selective: int) -> list[bool]:
+    """Of consecutive operations, by name, whether the result of each is saved."""
     counted, found = 0, []
     for name in names:
         found.append(name in _PRODUCT_NAMES and (name not in _COUNTED_NAMES or counted % selective == 0))
@@ -212,22 +257,25 @@ def _kept(names: list[str], selective: int) -> list[bool]:
     return found
 
 
-def _kept_products(timeline: Timeline, selective: int) -> set[Buffer]:
+def _saved_products(timeline: Timeline, selective: int) -> set[Buffer]:
+    """The results of products that the first forward saves."""
     born = timeline.born
-    kept = _kept([buffer.maker for buffer in born], selective)
+    kept = _is_saved([buffer.maker for buffer in born], selective)
     return {buffer for buffer, is_kept in zip(born, kept, strict=True) if is_kept}
 
 
-def _survivors(timeline: Timeline, saved: set[Buffer]) -> list[Buffer]:
-    """What a forward leaves that is not for its own backward: its outputs."""
+def _outputs_of(timeline: Timeline, saved: set[Buffer]) -> list[Buffer]:
+    """What a forward leaves that its own backward does not need: its outputs."""
     gone = timeline.gone
     return [buffer for buffer in timeline.born if buffer not in gone and buffer not in saved]
 
 
-def _as(timeline: Timeline, kept: list[Buffer], selective: bool) -> Timeline:
-    """An evaluation's forward that leaves `kept`, its own copies of which are replaced by them in order; inputs stay.
+def _forward_leaving(timeline: Timeline, kept: list[Buffer], selective: bool) -> Timeline:
+    """An evaluation's forward that leaves the buffers `kept`. Its inputs stay.
 
-    A compiled forward makes its results by other operations than an evaluation does: these are told by their sizes alone.
+    Its own counterparts of `kept` are replaced by them, in order. They are found by the operation
+    that made them and by their size. A compiled forward makes its results by other operations than
+    an evaluation does: these are found by size alone.
     """
     born, gone = timeline.born, timeline.gone
     left = [buffer for buffer in born if buffer not in gone or (selective and buffer.maker in _PRODUCT_NAMES)]
@@ -239,7 +287,7 @@ def _as(timeline: Timeline, kept: list[Buffer], selective: bool) -> Timeline:
             names[same[-1]] = one
         else:
             unlike.append(one)
-    made: list[Buffer] = []  # of which an evaluation makes no copy
+    made: list[Buffer] = []  # buffers that have no counterpart in an evaluation
     for one in unlike:
         same = [copy for copy in left if copy not in names and copy.size == one.size]
         if same:
@@ -255,7 +303,7 @@ def _as(timeline: Timeline, kept: list[Buffer], selective: bool) -> Timeline:
     return Timeline((*events, *((one, 1) for one in made)), timeline.operations)
 
 
-def _freed(buffers: list[Buffer]) -> Timeline:
+def _freeing(buffers: list[Buffer]) -> Timeline:
     return Timeline(tuple((buffer, -1) for buffer in buffers))
 
 

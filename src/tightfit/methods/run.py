@@ -1,4 +1,10 @@
-"""Run: what a build leaves behind, a handful of fields and no behaviour. Each method's `apply` returns it edited."""
+"""What `build` returns: a job that a plan has fitted to a device, ready to be trained.
+
+A `Run` is a handful of fields and no behaviour. Each method's `apply` returns an edited copy.
+The protocols here describe what methods put into it: data, a loss scale, a reduction of
+gradients, a pipeline's step executor. The functions move batches to the device, and convert
+tensors between a device's shard and the full tensor.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +28,16 @@ from tightfit.plan import Plan
 
 
 class Data(Protocol):
-    """Samples in an order that is a function of the seed and of how many were consumed.
+    """Samples in an order that depends only on the seed and on how many were consumed.
 
-    samples       how many there are in one epoch; None for an endless stream
-    sample_items  tokens in a full sample (1 for images): what throughput counts
+    samples       number of samples in one epoch; None for an endless stream
+    sample_items  tokens in a full sample (1 for images): the unit of throughput
     ragged        whether micro-batches differ in shape beyond the number of samples
-    steps         the micro-batches (on the host) of each optimizer step, from the sample `consumed` on; ends after
-                  the sample `until` (the last step may be short)
+    steps         the micro-batches (on the host) of each optimizer step, beginning at the sample
+                  `consumed` and ending at the sample `until` (the last step may be short)
     held_out      the micro-batches of the evaluation samples
-    example       a few samples as a batch: shapes and types like those of micro-batches, whole sequences
+    example       a few samples as a batch, with the shapes and types of micro-batches and whole
+                  sequences
     """
 
     @property
@@ -56,9 +63,13 @@ class Data(Protocol):
 
 
 class LossScale(Protocol):
-    """What keeps small fp16 gradients from vanishing: the loss is multiplied by `value`, the gradients divided by it.
+    """Keeps small fp16 gradients from vanishing: the loss is multiplied by `value`, and the
+    gradients are divided by it.
 
-    factor  `value` as the loss is multiplied by it: a scalar tensor where it lies on the device
+    value    the scale as a Python number
+    skipped  updates skipped so far because a gradient was not finite
+    factor   `value` in the form that the loss is multiplied by: a scalar tensor where the scale is
+             on the device
     """
 
     value: float
@@ -68,10 +79,12 @@ class LossScale(Protocol):
     def factor(self) -> float | Tensor: ...
 
     def unscale(self, parameters: Iterable[Tensor]) -> bool | Tensor:
-        """Divide the gradients by `value`; whether all of them are finite, as a scalar tensor where `value` lies on the device."""
+        """Divide the gradients by `value`. Returns whether all of them are finite: a scalar tensor
+        where the scale is on the device, else a bool.
+        """
 
     def update(self, finite: bool | Tensor) -> None:
-        """Adapt `value` after a step that was finite or not."""
+        """Adapt `value` after a step whose gradients were all finite, or were not."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -80,22 +93,27 @@ class LossScale(Protocol):
 
 @dataclass(frozen=True)
 class Filler:
-    """Stands in a step for a micro-batch that this device has no samples for, while others do: it counts for nothing."""
+    """Replaces a micro-batch in a step for which this rank has no samples, while others have some.
+
+    It takes part in every collective, and adds nothing to the loss, the gradients or the counts.
+    """
 
     batch: Batch
 
 
 class Reduction(Protocol):
-    """How the gradients of several devices come together, and the updated weights go back.
+    """How gradients are reduced over devices, and how updated weights are distributed.
 
-    parts    the axes along which the optimizer of each device holds other parts of the model
-    begin    before a micro-batch of a step; last: whether it is the step's last one
-    end      after its backward; after the last one's, the gradients that the optimizer holds are complete
-    updated  after the optimizer's update, whose weights may then be on their way; wait: until they are there
-    states   the tensors that it keeps from step to step
-    whole    a tensor as the optimizer of this device holds it, for a parameter of its own -> that of the whole
-             parameter, on every device. All devices take part
-    part     the reverse, of a tensor that every device has whole
+    shard_axes  the mesh axes along which each device's optimizer holds a different shard
+    begin       call it before each micro-batch of a step; last: whether it is the step's last one
+    end         call it after each micro-batch's backward. After the last one, the gradients that
+                the optimizer holds are complete
+    updated     call it after the optimizer's update. Updated weights may still be in transit
+    wait        wait until they have arrived
+    states      the tensors that it keeps from step to step
+    unshard     a tensor as this device's optimizer holds it for `weight` -> that of the full
+                parameter, on every device. A collective: all devices take part
+    shard       the reverse: a full tensor, equal on all devices -> this device's shard
     """
 
     parts: tuple[str, ...]
@@ -116,7 +134,10 @@ class Reduction(Protocol):
 
 
 class Undivided:
-    """What a `Reduction` does, unless it says otherwise, where each device's optimizer holds whole parameters."""
+    """The default `Reduction`: each device's optimizer holds full parameters, nothing is sharded.
+
+    Subclasses override the parts that they need.
+    """
 
     parts: tuple[str, ...] = ()
 
@@ -143,17 +164,20 @@ class Undivided:
 
 
 class Stages(Protocol):
-    """How a device that has a piece of the model does its part of a step. All devices of the row take part in each.
+    """Executes a rank's part of a pipelined step. All ranks of the pipeline take part in each call.
 
-    copies      names of weights that another device has too, and counts; stale: of buffers that another device has right
-    accumulate  (run, micro-batches, what to multiply their losses by) -> sum of the losses that this device saw
-    evaluate    (run, micro-batch) -> its loss, on the last device; 0 on the others
-    delay       how many steps later than taken a step's loss is known; then accumulate returns NaN
-    losses      those that became known, in order, each a scalar tensor that nobody changes
-    free        whether devices go on without waiting for each other at each step
-    counted     items, samples and positions of the last step, where the micro-batches do not say; staleness: how many
-                updates its gradients were behind
-    drain       does what is left of earlier steps, and yields before each update that has to follow
+    replicated      names of weights that another rank has too, and counts (in norms, for example)
+    stale_buffers   names of buffers whose correct values are on another rank
+    accumulate      (run, micro-batches, factor of their losses) -> sum of the losses on this rank
+    evaluate        (run, micro-batch) -> its loss on the last rank; 0 on the others
+    loss_delay      how many steps after its forward a step's loss becomes known. Above 0,
+                    `accumulate` returns NaN, and `losses` has the losses
+    losses          the losses that became known, in order: scalar tensors that nobody changes
+    unsynchronized  whether ranks continue without waiting for each other at each step
+    counted         items, samples and positions of the last step, where the micro-batches do not
+                    tell; staleness: by how many updates its gradients were stale
+    drain           completes earlier steps that are still in flight, and yields before each update
+                    that has to follow
     """
 
     delay: int
@@ -174,26 +198,31 @@ class Stages(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """A job fitted to a device by a plan, ready to be trained.
+    """A job that a plan has fitted to a device, ready to be trained.
 
-    model          set by `materialize`; its parameters keep their plain names whatever wraps its blocks
-    objective      the job's loss; `loss_sum` is how it is computed here: a micro-batch on the device -> sum of losses
+    model          set by `materialize`; its parameters keep their names, whatever wraps its blocks
+    objective      the job's loss
+    loss_sum       how the loss is computed here: a micro-batch on the device -> sum of its losses
     data           set by `loader`
     optimizer      set by `optimizer_states`
-    learning_rate  step -> learning rate
+    learning_rate  number of a step -> its learning rate
     loss_scale     fp16 only
-    mesh           the devices of the run; None for one
+    mesh           the devices of the run; None for a single device
     reduction      set by `data_parallel` or `zero`
-    slices         set by `tensor_parallel`: by name, how a parameter is cut among the devices of the tp axis
-    shared         set by `tensor_parallel`: names of parameters whose gradients are sums over the tp axis too
-    weights        what the optimizer updates in place of a parameter: a view of this device's part of it
-    stages         set by `pipeline`: then `loss_sum` runs this device's piece of the model only
-    store          memory beside the device's, where the plan offloads
-    blocks         set by `pipeline`: those of the model's blocks that this device has
-    dataflow       set by `boundaries`: what the model does in a forward, seen before it was cut
-    labelled       set by `loss`: how many labels of a batch on the host count; None where it has no values
-    uploads        set by `loader`, where micro-batches are copied to the device while it works at those before
-    maskless       set by `loader`: names of a batch's masks that are left out on the host where they hide nothing
+    tp_shards      set by `tensor_parallel`: by name, how a parameter is sharded over the tp axis
+    tp_replicated  set by `tensor_parallel`: names of parameters that are replicated over the tp
+                   axis and whose gradients have to be all-reduced over it
+    optimizer_weights  what the optimizer updates in place of a parameter: a view of its shard
+    executor       set by `pipeline`. Then `loss_sum` runs this rank's stage of the model only
+    store          memory outside of the device's, where the plan offloads
+    blocks         set by `pipeline`: the model's blocks that this rank has
+    dataflow       set by `boundaries`: what the full model does in a forward
+    count_labels   set by `loss`: a batch on the host -> how many of its labels count; None where
+                   the batch has no values
+    prefetcher     set by `loader`, where micro-batches are copied to the device during the
+                   computation of the preceding ones
+    droppable_masks  set by `loader`: names of a batch's masks that the host leaves out where they
+                   hide nothing
     """
 
     job: Job
@@ -221,9 +250,10 @@ class Run:
 
 
 def to_device(batch: Batch, run: Run, copy: Callable[[Tensor], Tensor] | None = None) -> Batch:
-    """A batch on the host as one on the device, with what has to be known of it before.
+    """Copy a batch from the host to the device, with the label count that the loss needs.
 
-    copy  how a tensor gets there; left out, when the device's own stream comes to it
+    Masks that hide nothing are left out. copy: how one tensor is copied; by default on the compute
+    stream, asynchronously where the plan says `non_blocking`.
     """
     batch = with_labelled(without_full_masks(batch, run), run)
     own: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(run.device, non_blocking=run.plan.non_blocking)  # noqa: E731
@@ -231,7 +261,10 @@ def to_device(batch: Batch, run: Run, copy: Callable[[Tensor], Tensor] | None = 
 
 
 def arriving(micro_batches: Sequence[Batch | Filler], run: Run) -> Iterator[Batch]:
-    """The micro-batches of a step on the device, one after another, fillers' too. All of them have to be taken."""
+    """Yield the micro-batches of a step on the device, in order, dummy micro-batches included.
+
+    The caller has to take all of them.
+    """
     batches = [one.batch if isinstance(one, Filler) else one for one in micro_batches]
     if run.uploads is None:
         return (to_device(batch, run) for batch in batches)
@@ -239,7 +272,8 @@ def arriving(micro_batches: Sequence[Batch | Filler], run: Run) -> Iterator[Batc
 
 
 def with_labelled(batch: Batch, run: Run) -> Batch:
-    """A batch on the host that says how many of its labels count, where the run's loss leaves out those that do not."""
+    """Add the number of labels that count to a batch on the host, where the loss ignores some
+    labels."""
     if run.labelled is None or not isinstance(batch, dict) or LABELLED in batch:
         return batch
     labelled = run.labelled(batch)
@@ -247,53 +281,65 @@ def with_labelled(batch: Batch, run: Run) -> Batch:
 
 
 def without_full_masks(batch: Batch, run: Run) -> Batch:
-    """A batch on the host without the masks that hide nothing: a model would ask the device whether they do."""
+    """Drop a host batch's masks that hide nothing.
+
+    A model given such a mask would ask the device whether it hides anything, and so wait for it.
+    """
     if not isinstance(batch, dict):
         return batch
-    full = [name for name in run.maskless if _hides_nothing(batch.get(name))]
+    full = [name for name in run.maskless if _is_all_ones(batch.get(name))]
     return {name: value for name, value in batch.items() if name not in full} if full else batch
 
 
-def _hides_nothing(mask: Any) -> bool:
-    """Whether the host can tell that it does."""
+def _is_all_ones(mask: Any) -> bool:
+    """Whether the host can tell that a mask hides nothing: a 2-dimensional CPU tensor of ones."""
     if not isinstance(mask, Tensor) or is_fake(mask) or mask.device.type != "cpu" or mask.dim() != 2:
         return False
     return bool((mask == 1).all())
 
 
 def weights_named(run: Run, names: frozenset[str]) -> list[nn.Parameter]:
-    """What the optimizer holds of the parameters of these names."""
+    """The tensors that the optimizer updates for the parameters with these names."""
     if not names:
         return []
     return [run.weights.get(p, p) for name, p in run.model.named_parameters() if name in names]
 
 
 def wait_for_weights(run: Run) -> None:
-    """Until the weights that other devices have updated are here (see `methods/gathers.py`): for whatever reads or writes them between
-    two steps. Devices wait by themselves, and need not do so together."""
+    """Wait until the weights that other devices updated have arrived (see `methods/gathers.py`).
+
+    Call it before anything reads or writes weights between two steps. It is no collective: each
+    device waits for itself.
+    """
     if run.reduction is not None:
         run.reduction.wait()
 
 
 def slices_of(run: Run) -> dict[nn.Parameter, Slice]:
-    """What the optimizer of `run` holds of a parameter that is cut among the tp devices -> how it is cut."""
+    """What the optimizer of `run` updates for each tp-sharded parameter -> how that is sharded."""
     parameters = dict(run.model.named_parameters())
     return {run.weights.get(parameters[name], parameters[name]): part for name, part in run.slices.items()}
 
 
 def refuse_hooks(model: nn.Module, asked: str) -> None:
-    """Raise InputError for a parameter with a hook on its gradient, which a method would lose that puts another in its place."""
+    """Raise InputError where a parameter has a hook on its gradient.
+
+    For methods that replace parameters by shards: the hook would be lost. asked: the plan's field.
+    """
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise InputError(
                 asked,
-                f"{name} has a hook on its gradient, of which a device has only a part",
-                "use neither, or no hook",
+                f"{name} has a hook on its gradient, but a device has only a shard of that gradient",
+                "remove the hook, or this field of the plan",
             )
 
 
 def whole(run: Run, weight: Tensor, value: Tensor) -> Tensor:
-    """A tensor as this device's optimizer holds it for a parameter -> that of the whole parameter, on every device."""
+    """Unshard a tensor: as this device's optimizer holds it for `weight` -> of the full parameter.
+
+    A collective: all devices call it, and all get the full tensor.
+    """
     if run.reduction is not None and run.reduction.parts:
         value = run.reduction.whole(weight, value)
     part = slices_of(run).get(weight)  # type: ignore[call-overload]
@@ -301,7 +347,7 @@ def whole(run: Run, weight: Tensor, value: Tensor) -> Tensor:
 
 
 def part(run: Run, weight: Tensor, value: Tensor) -> Tensor:
-    """The reverse: what this device's optimizer holds of a tensor that is there whole."""
+    """Shard: a full tensor -> the shard of it that this device's optimizer holds for `weight`."""
     cut = slices_of(run).get(weight)  # type: ignore[call-overload]
     if cut is not None:
         value = cut.part(value)
@@ -311,13 +357,16 @@ def part(run: Run, weight: Tensor, value: Tensor) -> Tensor:
 
 
 def parts_of(run: Run, weight: Tensor) -> tuple[str, ...]:
-    """The axes along which devices hold other parts of a parameter."""
+    """The mesh axes along which devices hold different shards of `weight`."""
     divided = run.reduction.parts if run.reduction is not None else ()
     return (*divided, "tp") if weight in slices_of(run) else divided  # type: ignore[operator]
 
 
 def parameter_count(run: Run) -> int:
-    """Of the whole model, whatever part this device has. On several devices all of them call it."""
+    """The number of parameters of the whole model, whatever shard or stage this device has.
+
+    On several devices it is a collective: all of them call it.
+    """
     copies = run.stages.copies if run.stages is not None else frozenset()
     own = [(name, parameter) for name, parameter in run.model.named_parameters() if name not in copies]
     count = sum(run.slices[name].shape.numel() if name in run.slices else p.numel() for name, p in own)

@@ -1,4 +1,11 @@
-"""Stages: which piece of the model a pipeline's device has, and its ledger cut out of the whole model's."""
+"""Assigns blocks to pipeline stages, and reduces the whole model's ledger to one pipeline rank's.
+
+`pipeline` calls `rank_ledger` when it estimates a plan, and `stage_ranges` when it builds a run.
+
+Example: `split_evenly` divides 10 blocks over pp: 4 as 2, 3, 3, 2, because the first and the last
+stage also have the embedding and the head. The stages are range(0, 2), range(2, 5), range(5, 8)
+and range(8, 10). With virtual_stages: 2 there are 8 stages, and rank r has the stages r and r + 4.
+"""
 
 from __future__ import annotations
 
@@ -20,42 +27,55 @@ from tightfit.timetable import coming, late, sent, split_evenly, timetable
 
 
 def pieces_of(plan: Plan, blocks: int) -> list[range]:
-    """The blocks of each piece of the model, first to last. Raises InputError where there are too few, or a split that does
-    not add up."""
+    """The range of blocks of each stage of the model, first to last.
+
+    Raises InputError where there are fewer blocks than stages, or where `split` does not add up to
+    the number of blocks.
+    """
     split = plan.split or split_evenly(blocks, plan.stages)
     if sum(split) != blocks or min(split) < 1:
-        fewer = f"use a pipeline of at most {blocks} pieces" if blocks > 1 else "use pp: 1"
+        fewer = f"use a pipeline of at most {blocks} stages" if blocks > 1 else "use pp: 1"
         if plan.split:
             said = f"the model has {blocks} blocks, not {sum(split)}"
-            raise InputError(f"plan: split={list(plan.split)}", said, "mend split, or leave it out")
+            raise InputError(
+                f"plan: split={list(plan.split)}",
+                said,
+                f"use a split that adds up to {blocks}, or leave it out",
+            )
         what = f"has {blocks} blocks" if blocks else "has no repeated blocks"
-        raise InputError(f"plan: pp={plan.pp}, {plan.stages} pieces", f"the model {what}", fewer)
+        raise InputError(f"plan: pp={plan.pp}, {plan.stages} stages", f"the model {what}", fewer)
     ends = [sum(split[: number + 1]) for number in range(len(split))]
     return [range(end - length, end) for end, length in zip(ends, split, strict=True)]
 
 
 def pieces_with(places: Iterable[int], pieces: list[range]) -> set[int]:
-    """Which pieces of the model have a parameter. places: of its uses (see `places_of`)."""
+    """The numbers of the stages that use a parameter. places: where it is used (see
+    `parameter_uses`)."""
     ends = [piece.stop for piece in pieces]
     return {min(bisect_right(ends, max(place, 0)), len(pieces) - 1) for place in places}
 
 
 def refuse_idle_devices(plan: Plan, pieces: list[range], trained: list[tuple[int, ...]]) -> None:
-    """Raise InputError, on every device, where one of them would have nothing to train. trained: see `places_of`."""
+    """Raise InputError, on every rank, where some rank would have no trainable parameter.
+
+    trained: for each trainable parameter, where it is used (see `parameter_uses`).
+    """
     for device in range(plan.pp):
         own = set(range(device, plan.stages, plan.pp))
         if not any(pieces_with(places, pieces) & own for places in trained):
             raise InputError(
                 f"plan: pp={plan.pp}",
                 f"device {device} of the pipeline would have no trainable parameter",
-                "use pp: 1, or a split that gives each device some of those that are trained",
+                "use pp: 1, or a split that gives each device some trainable parameters",
             )
 
 
 def staged(ledger: Ledger, crosses: Mapping[int, tuple[PathTo, ...]], plan: Plan, machine: Machine) -> Ledger:
-    """The ledger of one device: its pieces' passages, parameters and updates, and the order of its actions.
+    """The ledger of one rank: its stages' segments, parameters and updates, and its schedule.
 
-    crosses  by the first block of each stage but the first, which of its arguments are sent to it
+    crosses: by the first block of each stage but the first, the paths of the arguments that are
+    sent to it. Raises InputError where the model does not call its blocks in order, where there are
+    too few blocks, or where a rank has nothing to train.
     """
     pieces = pieces_of(plan, ledger.blocks)
     called = [passage.block for passage in ledger.training if passage.phase == "forward" and passage.block is not None]
@@ -66,7 +86,7 @@ def staged(ledger: Ledger, crosses: Mapping[int, tuple[PathTo, ...]], plan: Plan
     own = [piece for piece in range(plan.stages) if piece % plan.pp == number]
     mine = {p.name for p in ledger.parameters if pieces_with(p.places, pieces) & set(own)}
     sections = sections_of(ledger.training, ledger.blocks, plan.schedule == "zero-bubble")
-    given = [_given(ledger.training, piece.start, crosses.get(piece.start, ())) for piece in pieces]
+    given = [_block_inputs(ledger.training, piece.start, crosses.get(piece.start, ())) for piece in pieces]
     crossings = {
         piece: Crossing(
             tuple(one.size for one in tensors),
@@ -78,18 +98,21 @@ def staged(ledger: Ledger, crosses: Mapping[int, tuple[PathTo, ...]], plan: Plan
     }
     parts = {}
     for piece in own:
-        comes = _received(sections, pieces[piece], given[piece])
+        comes = _stage_input(sections, pieces[piece], given[piece])
         gradients = crossings[piece + 1].backward if piece + 1 in crossings else ()
         parts[piece] = part(sections, pieces[piece], comes, _sum(gradients))
-    said = {name: _said(passages) for name, passages in (("all", ledger.training), ("own", _own(parts)))}
-    share = said["own"] / said["all"] if said["all"] else 1.0  # of what the tp devices say to each other
+    said = {
+        name: _communicated_bytes(passages)
+        for name, passages in (("all", ledger.training), ("own", _segments_of(parts)))
+    }
+    share = said["own"] / said["all"] if said["all"] else 1.0  # of the tp communication volume
     shape = plan.schedule, plan.pp, plan.virtual_stages, ledger.micro_batches
     table, stops = timetable(*shape), machine.device != "cpu"
     ahead = coming(*shape, number, stops)
-    stays = ((),) * len(ahead) if stops else sent(table, number)  # a GPU knows what has arrived
+    stays = ((),) * len(ahead) if stops else sent(table, number)  # a GPU frees what has arrived
     return replace(
         ledger,
-        training=_own(parts),
+        training=_segments_of(parts),
         messages=tuple(message.times(share) for message in ledger.messages),
         parameters=tuple(p for p in ledger.parameters if p.name in mine),
         updates={name: update for name, update in ledger.updates.items() if name in mine},
@@ -101,21 +124,23 @@ def staged(ledger: Ledger, crosses: Mapping[int, tuple[PathTo, ...]], plan: Plan
             bytes_per_s=link(plan, machine, ("pp",)),
             latency_s=latency(plan, machine, ("pp",), 1),
             messages=tuple((there, () if one is None else (one,)) for there, one in zip(stays, ahead, strict=True)),
-            versions=_versions(plan, number),
+            versions=_weight_versions(plan, number),
             late=late(*shape) if stops else frozenset(),
             continuous=plan.schedule == "pipedream",
         ),
     )
 
 
-def _given(training: Iterable[Passage], block: int, paths: tuple[PathTo, ...]) -> list[Given]:
-    """Of what a block is called with, the tensors at these paths, each storage once."""
+def _block_inputs(training: Iterable[Passage], block: int, paths: tuple[PathTo, ...]) -> list[Given]:
+    """Those arguments of a block, at these paths, that are tensors; each storage once."""
     called = next((one for one in training if one.phase == "forward" and one.block == block), None)
     known = {one.path: one for one in called.timeline.given} if called is not None else {}
     return [known[str(path)] for path in paths if str(path) in known]
 
 
-def _received(sections: Sections, piece: range, given: list[Given]) -> Received:
+def _stage_input(sections: Sections, piece: range, given: list[Given]) -> Received:
+    """What a stage receives: bytes that its backward needs, other bytes, and the buffers they
+    replace."""
     kept = sections.kept(piece)
     return Received(
         _sum(one.size for one in given if one.buffer in kept),
@@ -128,12 +153,12 @@ def _sum(sizes: Iterable[Linear]) -> Linear:
     return sum(sizes, Linear())
 
 
-def _own(parts: dict[int, Part]) -> tuple[Passage, ...]:
+def _segments_of(parts: dict[int, Part]) -> tuple[Passage, ...]:
     return tuple(passage for one in parts.values() for passage in one.passages)
 
 
-def _said(passages: Iterable[Passage]) -> float:
-    """Bytes that operations send, at one sample."""
+def _communicated_bytes(passages: Iterable[Passage]) -> float:
+    """Bytes that the recorded operations communicate, for one sample."""
     return sum(
         operation.moved.at(1) * operation.count.at(1)
         for passage in passages
@@ -142,8 +167,9 @@ def _said(passages: Iterable[Passage]) -> float:
     )
 
 
-def _versions(plan: Plan, device: int) -> int:
-    """Of the weights, that a device keeps beside the newest: one for each micro-batch that is under way."""
+def _weight_versions(plan: Plan, device: int) -> int:
+    """How many versions of the weights a rank keeps beside the newest: one per micro-batch in
+    flight."""
     if plan.schedule != "pipedream":
         return 0
     return plan.pp - 1 - (0 if plan.vertical_sync else device)

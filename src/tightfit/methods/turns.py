@@ -1,4 +1,9 @@
-"""Turns of a loop that are all alike: a trace on tensors without values need not take them all."""
+"""Loops whose iterations are all alike: a trace on fake tensors need not run every one of them.
+
+A method that repeats the same work, such as the chunks of a loss, writes its loop as
+`for n in repeated_iterations(range(chunks))`. In training the loop runs in full. The dry run and
+the recorder enter `iterations_chosen_by`, which decides how many iterations they run.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +17,17 @@ _taker: ContextVar[Taker] = ContextVar("taker", default=iter)
 
 
 def turns(of: Sequence[int]) -> Iterator[int]:
-    """What a loop goes over whose turns, but for the last, do the same, and leave nothing behind that they made."""
+    """The indices that a loop goes over: all of them, unless `iterations_chosen_by` is active.
+
+    Use it only where every iteration but the last does the same, and where no iteration leaves
+    behind a tensor that it made.
+    """
     return _taker.get()(of)
 
 
 @contextmanager
 def taken_by(taker: Taker) -> Iterator[None]:
-    """Within, `taker` says which turns are taken."""
+    """Within the context, `taker(indices)` decides which iterations `repeated_iterations` yields."""
     token = _taker.set(taker)
     try:
         yield
@@ -27,7 +36,11 @@ def taken_by(taker: Taker) -> Iterator[None]:
 
 
 def few(of: Sequence[int]) -> Iterator[int]:
-    """The first two turns and the last: all others find and leave what the second did."""
+    """The first two iterations and the last. The second one represents all that are left out.
+
+    For 8 iterations these are 0, 1 and 7. Iterations 2 to 6 find and leave the same memory as
+    iteration 1 did. Three iterations or fewer are all run.
+    """
     return iter(of if len(of) <= 3 else (of[0], of[1], of[-1]))
 
 

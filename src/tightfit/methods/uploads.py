@@ -1,4 +1,9 @@
-"""Uploads: micro-batches copied to a CUDA device while it works at the one before, on a stream of their own."""
+"""Copies micro-batches to a CUDA device on a stream of their own, while the device computes.
+
+`loader` puts a `BatchPrefetcher` into the Run where the plan asks for one. A step then takes its
+micro-batches from `BatchPrefetcher.prefetch`: the next one is copied while the device computes
+the present one.
+"""
 
 from __future__ import annotations
 
@@ -15,63 +20,78 @@ Copy = Callable[[Tensor], Tensor]
 
 
 @dataclass
-class _Room:
-    """Memory on the device for a micro-batch's tensors, in their order. since: an event after which the device's own stream uses
-    it for nothing else; None where there are no streams."""
+class _ReservedMemory:
+    """Device memory that is reserved for a micro-batch's tensors, in their order.
+
+    tensors  one empty tensor for each tensor of the batch
+    since    an event after which the compute stream uses this memory for nothing else; None on a
+             device without streams
+    """
 
     tensors: list[Tensor]
     since: Any
 
 
 @dataclass(frozen=True)
-class _Coming:
-    """A micro-batch on its way. arrived: the event of its last copy."""
+class _PendingCopy:
+    """A micro-batch whose copy has begun. arrived: the event of its last copy; None without
+    streams."""
 
     batch: Batch
     arrived: Any
 
 
 class Uploads:
-    """Two micro-batches lie on the device at a time: the one at work, and the next one, which is copied meanwhile.
+    """Keeps two micro-batches on the device: the present one, and the next, which is being copied.
 
-    Memory for the next one is taken from the device's own stream before the work at this one begins, also for the first one of
-    the next step, whose samples come later. So it is used again in the order of that stream, like all other memory, whoever keeps
-    a batch, and the other stream waits only for what came before.
+    Memory for the next one is allocated on the compute stream before the present one's computation
+    begins. This holds for the first micro-batch of the next step too, whose samples come later. So
+    this memory is reused in the order of the compute stream, like all other memory, no matter who
+    holds on to a batch. The copy stream waits only for what was launched before the allocation.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._room: _Room | None = None  # for the first micro-batch of the next step
+        self._reserved: _ReservedMemory | None = None  # for the next step's first batch
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def one_ahead(self, batches: Sequence[Batch], place: Callable[[Batch, Copy], Batch]) -> Iterator[Batch]:
-        """The micro-batches of a step, each on the device. place: a batch on the host, and how to copy a tensor -> the batch
-        there."""
-        room, self._room = self._room, None
-        shapes: list[Tensor] = []  # of the first one's tensors
-        coming = [self._start(batches[0], place, room, shapes)]
-        del room
+        """Yield the micro-batches of a step, each on the device.
+
+        batches  the step's micro-batches, on the host
+        place    (a batch on the host, how to copy a tensor) -> the batch on the device
+        """
+        reserved, self._reserved = self._reserved, None
+        shapes: list[Tensor] = []  # meta tensors like those of the step's first micro-batch
+        pending = [self._start_copy(batches[0], place, reserved, shapes)]
+        del reserved
         try:
             for number in range(len(batches)):
                 if number + 1 < len(batches):
-                    coming.append(self._start(batches[number + 1], place, None, []))
+                    pending.append(self._start_copy(batches[number + 1], place, None, []))
                 else:
                     made = [torch.empty_like(shape, device=self.device) for shape in shapes]
-                    self._room = _Room(made, self._passed())
+                    self._reserved = _ReservedMemory(made, self._compute_event())
                     del made
-                self._wait_for(coming[0])
-                yield coming.pop(0).batch
+                self._wait_on_stream(pending[0])
+                yield pending.pop(0).batch
         finally:
-            for one in coming:  # of a step that ended early: nobody may use its memory until the copy is done
-                self._wait_for(one)
+            # where the step ended early, the memory may be reused once its copies are done
+            for one in pending:
+                self._wait_on_stream(one)
 
-    def _start(
-        self, batch: Batch, place: Callable[[Batch, Copy], Batch], room: _Room | None, shapes: list[Tensor]
-    ) -> _Coming:
-        """Start to copy a batch, into `room` as far as it fits. Adds what its tensors look like to `shapes`."""
-        left = iter(room.tensors if room is not None else [])
+    def _start_copy(
+        self,
+        batch: Batch,
+        place: Callable[[Batch, Copy], Batch],
+        reserved: _ReservedMemory | None,
+        shapes: list[Tensor],
+    ) -> _PendingCopy:
+        """Start to copy a batch, into `reserved` where its tensors fit. Appends their shapes to
+        `shapes`."""
+        left = iter(reserved.tensors if reserved is not None else [])
         if self._stream is not None:
-            since = room.since if room is not None else self._passed()
+            since = reserved.since if reserved is not None else self._compute_event()
             self._stream.wait_event(since)
 
         def copy(tensor: Tensor) -> Tensor:
@@ -79,29 +99,32 @@ class Uploads:
                 return tensor
             there = next(left, None)
             shapes.append(torch.empty_like(tensor, device="meta"))
-            if there is None or not _alike(there, tensor):
+            if there is None or not _same_layout(there, tensor):
                 there = torch.empty_like(tensor, device=self.device)
-                if room is not None and self._stream is not None:  # memory that was used until now
-                    self._stream.wait_event(self._passed())
+                # this memory may have been in use until now: the copy waits for the compute stream
+                if reserved is not None and self._stream is not None:
+                    self._stream.wait_event(self._compute_event())
             if self._stream is None:
                 return there.copy_(tensor)
-            with torch.cuda.stream(self._stream):  # from pageable memory the host would wait for the copy
+            # pinned, because a copy from pageable memory would block the host
+            with torch.cuda.stream(self._stream):
                 return there.copy_(tensor if tensor.is_pinned() else tensor.pin_memory(), non_blocking=True)
 
         placed = place(batch, copy)
         if self._stream is None:
-            return _Coming(placed, None)
+            return _PendingCopy(placed, None)
         arrived = torch.cuda.Event()
         arrived.record(self._stream)
-        return _Coming(placed, arrived)
+        return _PendingCopy(placed, arrived)
 
-    def _wait_for(self, coming: _Coming) -> None:
-        """The device's own stream goes on when the copy is done."""
-        if coming.arrived is not None:
-            torch.cuda.current_stream(self.device).wait_event(coming.arrived)
+    def _wait_on_stream(self, pending: _PendingCopy) -> None:
+        """Make the compute stream wait until the copy has finished. The host does not wait."""
+        if pending.arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(pending.arrived)
 
-    def _passed(self) -> Any:
-        """An event of the device's own stream: what it was given so far is done."""
+    def _compute_event(self) -> Any:
+        """An event of the compute stream: everything launched on it until now is done. None on a
+        CPU."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -109,7 +132,7 @@ class Uploads:
         return event
 
 
-def _alike(there: Tensor, tensor: Tensor) -> bool:
+def _same_layout(there: Tensor, tensor: Tensor) -> bool:
     return there.shape == tensor.shape and there.dtype == tensor.dtype and there.stride() == tensor.stride()
 
 
