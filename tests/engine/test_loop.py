@@ -48,8 +48,12 @@ class Pair(torch.nn.Linear):
 @pytest.mark.parametrize(
     ("model", "label", "said"),
     [
-        (lambda: torch.nn.Linear(3, 5), [0, 1], r"makes \(4, 5\) of labels \(4, 2\)"),
-        (lambda: torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Flatten(0)), 0, r"makes \(4,\) of labels \(4,\)"),
+        (lambda: torch.nn.Linear(3, 5), [0, 1], r"shape \(4, 5\) for labels of shape \(4, 2\)"),
+        (
+            lambda: torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Flatten(0)),
+            0,
+            r"shape \(4,\) for labels of shape \(4,\)",
+        ),
         (lambda: Pair(3, 5), 0, "returns tuple, which has no logits"),
     ],
     ids=["a label for each position", "no classes", "a tuple"],

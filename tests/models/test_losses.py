@@ -120,7 +120,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (
         "a loss of output and target",
         {"loss": lambda output, target: ((output - target) ** 2).mean()},
-        r"called as loss\(output, batch\), where batch is a list of 2",
+        r"called as loss\(output, batch\); the data gives a list of 2 as batch",
     ),
     ("a loss without a graph", {"loss": lambda output, batch: output.detach().mean()}, r"no graph(.|\n)*\.detach\(\)"),
     ("a loss that is no number", {"loss": lambda output, batch: output}, r"not a scalar tensor"),

@@ -117,6 +117,10 @@ FOUND = [
     (Trial("cvt", {"pp": 2, "dp_replicate": 2, "schedule": "pipedream"}), "equal"),  # averages statistics under way
     (Trial("several-losses", {"parameter_server": "async", "dp_replicate": 2}), "equal"),  # by the server's own log
     (Trial("several-losses", {"fused_optimizer": True, "precision": "bf16-true"}, {"optimizer": "sgd"}), "refused"),
+    # its router converts its weights in forward
+    (Trial("nllb-moe", {"zero": 3, "dp_shard": 2, "precision": "bf16-mixed"}), "equal"),
+    # gradients vanish in fp16 under so small a scale, in plain PyTorch, too
+    (Trial("efficientnet", {"precision": "fp16-mixed", "loss_scale": 128.0}, {"optimizer": "lion"}), "equal"),
 ]
 
 

@@ -1,4 +1,9 @@
-"""Data: text, tokens, images and the user's own datasets as samples, in an order that resumes."""
+"""Data: text, images, synthetic data and the user's own datasets as samples, in an order that can
+be resumed.
+
+`open_samples` is the entry point. `methods/loader.py` reads batches of the samples in the order
+that `Order` computes.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +23,11 @@ __all__ = ["ModelInput", "Order", "Samples", "UserStream", "model_input", "open_
 
 
 def open_samples(job: Job) -> Samples | UserStream:
-    """The samples of a job's data, a stream where they are an iterable; prepared now, or taken from the cache.
+    """The samples of a job's data, prepared now or taken from the cache; a UserStream if the data
+    is an iterable.
 
-    Raises InputError for data that is missing, empty, damaged or not what the job's model takes.
+    Raises InputError for data that is missing, empty or damaged, or that the job's model cannot
+    take.
     """
     model, seed = model_input(job), job.train.seed
     spec = job.data
@@ -34,7 +41,8 @@ def open_samples(job: Job) -> Samples | UserStream:
 
 
 def model_input(job: Job) -> ModelInput:
-    """What a job's model takes, as far as its config says."""
+    """The inputs that a job's model takes, as far as its config says; fields that it does not say
+    are None."""
     config = model_config(job.model) if isinstance(job.model, ModelSpec) else None
     text = text_config(config)
     size = getattr(config, "image_size", None)

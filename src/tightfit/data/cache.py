@@ -1,6 +1,8 @@
-"""The cache of prepared data: folders named by a fingerprint of what went in, complete or absent.
+"""The cache of prepared data (token files, tokenizers, lists of damaged images).
 
-Beside each stands what its files are: sizes and checksums. A folder that is not what was made is made again.
+Each entry is a folder, named by a fingerprint of its inputs. It is either complete or absent. A
+manifest beside it holds the size and checksum of each file. If they do not match, the folder is
+made again.
 """
 
 from __future__ import annotations
@@ -17,49 +19,54 @@ from typing import Any
 from tightfit.errors import InputError
 from tightfit.machine import cache_folder, private_folder
 
-_LAYOUT = 2  # raise it when what is stored changes its meaning
-_HASHED_WHOLE = 2**26  # bytes of a file that is read whole for its checksum; of a larger one both ends
-_END = 2**20
+_FORMAT_VERSION = 2  # increase it when the meaning of the stored files changes
+_FULL_HASH_BYTES = 2**26  # bytes; a larger file's checksum covers only its first and last _END_BYTES
+_END_BYTES = 2**20
 
 
 def fingerprint(content: Any) -> str:
-    """A short name for JSON-like content: equal content, equal name."""
-    text = json.dumps([_LAYOUT, content], sort_keys=True, default=str)
+    """A hash of JSON-like content, 32 hex digits. Equal content has equal fingerprints."""
+    text = json.dumps([_FORMAT_VERSION, content], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Path, size and time of change of each file: what tells that a file is another one now."""
+    """(path, size in bytes, modification time in ns) of each file. They change when a file is
+    changed."""
     return [(str(file), (facts := file.stat()).st_size, facts.st_mtime_ns) for file in files]
 
 
 def cached(kind: str, identity: Any, make: Callable[[Path], None]) -> Path:
-    """The folder that `make(folder)` filled for this identity, made now if it is not there.
+    """The cache folder for `identity`; if there is none yet, `make(folder)` fills it now.
 
-    It is filled under another name and renamed when complete, so an interrupted run leaves nothing half done. A
-    second process that wants the same folder waits for the first. Raises InputError where it cannot be written.
+    kind      the kind of the content, which begins the folder's name
+    identity  JSON-like: everything that the content depends on
+
+    The folder is filled under another name and renamed when it is complete, so an interrupted run
+    leaves no incomplete folder. A second process that needs the same folder waits for the first.
+    Raises InputError if the cache cannot be written.
     """
     final = cache_folder() / "data" / f"{kind}-{fingerprint(identity)}"
-    if _is_as_made(final):
+    if _is_valid(final):
         return final
     try:
         private_folder(final.parent)
-        with _alone(final.with_suffix(".lock")):
-            if not _is_as_made(final):
+        with _locked(final.with_suffix(".lock")):
+            if not _is_valid(final):
                 shutil.rmtree(final, ignore_errors=True)
                 _fill(final, make)
     except OSError as error:
         raise InputError(
             str(error.filename or final),
             f"cannot be read or written: {error.strerror or error}",
-            "make it readable, free some disk, or set XDG_CACHE_HOME to a folder with room",
+            "make it readable, free some disk space, or set XDG_CACHE_HOME to a folder with free space",
         ) from None
     return final
 
 
 def _fill(final: Path, make: Callable[[Path], None]) -> None:
     partial = final.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed: whoever lives holds the lock
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed run: a live one would hold the lock
     partial.mkdir()
     try:
         make(partial)
@@ -73,8 +80,8 @@ def _manifest(folder: Path) -> Path:
     return folder.with_suffix(".json")
 
 
-def _is_as_made(folder: Path) -> bool:
-    """Whether the folder is there, and its files are those that were made."""
+def _is_valid(folder: Path) -> bool:
+    """Whether the folder exists and its files match its manifest."""
     try:
         return folder.exists() and json.loads(_manifest(folder).read_text()) == _checksums(folder)
     except (OSError, ValueError):
@@ -82,24 +89,25 @@ def _is_as_made(folder: Path) -> bool:
 
 
 def _checksums(folder: Path) -> dict[str, list[Any]]:
-    """Size and checksum of each file, by its path within the folder."""
+    """[size in bytes, checksum] of each file, by its path within the folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): [path.stat().st_size, _checksum(path)] for path in files}
 
 
 def _checksum(path: Path) -> str:
     with path.open("rb") as file:
-        if path.stat().st_size <= _HASHED_WHOLE:
+        if path.stat().st_size <= _FULL_HASH_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()
-        found = hashlib.sha256(file.read(_END))
-        file.seek(-_END, 2)
-        found.update(file.read(_END))
+        found = hashlib.sha256(file.read(_END_BYTES))
+        file.seek(-_END_BYTES, 2)
+        found.update(file.read(_END_BYTES))
         return found.hexdigest()
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Only one process at a time is inside; the system lets go of the lock when a process dies."""
+def _locked(lock: Path) -> Iterator[None]:
+    """Only one process at a time is inside. The operating system releases the lock if the process
+    dies."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,5 @@
-"""Samples of the user's own made into batches, and held to what the model takes."""
+"""Collation of the user's own samples: convert them to tensors, check them against the model, stack
+them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ from tightfit.models.objective import IGNORED, Batch
 
 
 def as_tensors(sample: Any) -> Any:
-    """A sample with arrays and lists of numbers as tensors; single numbers stay. Raises InputError for the rest."""
+    """A sample with its arrays and lists of numbers converted to tensors. Single numbers stay as
+    they are.
+
+    Raises InputError for any other kind of value.
+    """
     if isinstance(sample, Tensor | bool | int | float | np.number | np.bool_):
         return sample
     if isinstance(sample, np.ndarray) and sample.dtype.kind in "biufc":
@@ -39,7 +44,7 @@ def as_tensors(sample: Any) -> Any:
 
 
 def _array_of(values: list[Any]) -> NDArray[Any] | None:
-    """Nested lists of numbers as an array; None where they are something else."""
+    """Nested lists of numbers as an array; None if they hold anything else, or differ in length."""
     innermost: Any = values
     while isinstance(innermost, list) and innermost:
         innermost = innermost[0]
@@ -53,6 +58,7 @@ def _array_of(values: list[Any]) -> NDArray[Any] | None:
 
 
 def tensors_in(sample: Any) -> list[Tensor]:
+    """The tensors of a sample of nested dicts and tuples."""
     if isinstance(sample, Tensor):
         return [sample]
     values = sample.values() if isinstance(sample, dict) else sample if isinstance(sample, tuple) else ()
@@ -60,11 +66,11 @@ def tensors_in(sample: Any) -> list[Tensor]:
 
 
 def items_in(sample: Any) -> int:
-    """Tokens of a sample that has any, else 1."""
+    """The number of tokens of a sample with `input_ids`, else 1."""
     return sample["input_ids"].numel() if isinstance(sample, dict) and "input_ids" in sample else 1
 
 
-_LABELS = {
+_LABELS_FIX = {
     "causal-lm": "add the field labels, a copy of input_ids: the task shifts it by one",
     None: "add the field labels (to predict the next token a copy of input_ids, and task: causal-lm beside the model's python, "
     "which shifts it by one)",
@@ -72,7 +78,8 @@ _LABELS = {
 
 
 def warn_unshifted(sample: Any, model: ModelInput) -> None:
-    """Say what becomes of labels like a language model's where nothing says that the model is one."""
+    """Warn if labels look like a language model's but the model has no task, so that they are not
+    shifted."""
     if model.task is not None or model.own_loss or not isinstance(sample, dict):
         return
     ids, labels = sample.get("input_ids"), sample.get("labels")
@@ -87,7 +94,7 @@ def warn_unshifted(sample: Any, model: ModelInput) -> None:
 
 
 def check_labelled(sample: Any, model: ModelInput) -> None:
-    """Refuse samples that have no labels where the loss of the model's task needs them."""
+    """Refuse samples without labels if the loss of the model's task needs labels."""
     if model.own_loss:
         return
     if isinstance(sample, dict):
@@ -95,7 +102,7 @@ def check_labelled(sample: Any, model: ModelInput) -> None:
             raise InputError(
                 "data",
                 f"samples have the fields {', '.join(map(str, sample))} and no labels",
-                f"{_LABELS.get(model.task, 'add the field labels')}, or give the job a loss",
+                f"{_LABELS_FIX.get(model.task, 'add the field labels')}, or give the job a loss",
             )
     elif model.task not in (None, "classification"):
         raise InputError(
@@ -112,7 +119,12 @@ def check_labelled(sample: Any, model: ModelInput) -> None:
 
 
 def collate(samples: list[Any], model: ModelInput) -> Batch:
-    """Samples stacked by torch's default_collate, rows of different lengths padded before. Raises InputError."""
+    """A batch: the samples, padded if their rows differ in length, stacked by torch's
+    default_collate.
+
+    Raises InputError if the samples cannot be stacked, or if the model has no embedding or class
+    for an id.
+    """
     if isinstance(samples[0], dict):
         samples = _pad(samples, model)
     try:
@@ -128,9 +140,11 @@ def collate(samples: list[Any], model: ModelInput) -> Batch:
 
 
 def _pad(samples: list[dict[str, Any]], model: ModelInput) -> list[dict[str, Any]]:
-    """Rows (1-D tensors) filled on the right to the longest: labels with IGNORED, others with 0.
+    """Rows (1-D tensors) padded on the right to the longest: labels with IGNORED, other fields with
+    0.
 
-    Where the model needs an attention mask and the samples have none, it is added.
+    An attention mask is added if the samples have none, except for causal-lm, which needs none.
+    Example: input_ids of 3 and 5 tokens both get 5; the masks are 1 1 1 0 0 and 1 1 1 1 1.
     """
     rows = [name for name, value in samples[0].items() if isinstance(value, Tensor) and value.dim() == 1]
     shared = [name for name in rows if all(name in sample for sample in samples)]
@@ -152,7 +166,8 @@ def _pad(samples: list[dict[str, Any]], model: ModelInput) -> list[dict[str, Any
 
 
 def _check_ids(batch: Batch, model: ModelInput) -> None:
-    """Refuse ids that the model has no embedding or class for: on a GPU they would end the process without a word."""
+    """Refuse ids for which the model has no embedding or class: on a GPU they would abort the
+    process without a clear error."""
     if isinstance(batch, dict) and "input_ids" in batch:
         model.check_ids(batch["input_ids"])
     if model.task == "classification" and not model.own_loss:

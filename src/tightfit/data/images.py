@@ -1,7 +1,9 @@
-"""Samples of images: a folder with one sub-folder per class, a saved dataset, or scikit-learn's handwritten digits.
+"""Image samples: a folder with one sub-folder per class, a saved dataset, or scikit-learn's
+handwritten digits.
 
-Pixels are fractions of white brought to mean 0.5 and deviation 0.5, as ViT's image processor does. A JPEG file is
-decoded at the smallest size it can be decoded at that is not below the wanted one.
+Pixels in [0, 1] are normalised with mean 0.5 and standard deviation 0.5, as ViT's image processor
+does: 0 becomes -1 and 1 becomes 1. A JPEG file is decoded at its smallest scale that is not below
+the needed size.
 """
 
 from __future__ import annotations
@@ -30,16 +32,22 @@ from tightfit.values import nearest
 DIGITS = "digits"
 _ENDINGS = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-_SIZE = 224
-_BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what PIL raises for a broken file
+_DEFAULT_SIZE = 224  # pixels on each side, if neither the model nor the job gives a size
+# the errors of PIL for a broken file
+_BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 
-class Pictures(Protocol):
-    """Where images come from: `place` names one in messages, `open` reads its header, `image` decodes it."""
+class ImageSource(Protocol):
+    """A source of images.
+
+    location  the name of an image in messages
+    open      read an image's header; raises one of _BROKEN
+    image     decode an image at a size that is at least (size, size) if the file has one
+    """
 
     def __len__(self) -> int: ...
 
-    def place(self, index: int) -> str: ...
+    def location(self, index: int) -> str: ...
 
     def open(self, index: int) -> None: ...
 
@@ -48,12 +56,14 @@ class Pictures(Protocol):
 
 @dataclass(frozen=True)
 class ImageFiles:
+    """Images in files."""
+
     files: list[Path]
 
     def __len__(self) -> int:
         return len(self.files)
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return str(self.files[index])
 
     def open(self, index: int) -> None:
@@ -68,7 +78,7 @@ class ImageFiles:
 
 @dataclass(frozen=True)
 class ImageColumn:
-    """The images of a datasets.Dataset's column."""
+    """Images in a column of a datasets.Dataset."""
 
     folder: Path
     rows: Any
@@ -77,11 +87,11 @@ class ImageColumn:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self.folder}: row {index + 1}"
 
     def open(self, index: int) -> None:
-        """Nothing: a dataset gives an image only decoded."""
+        """Do nothing: a dataset can only give a decoded image."""
 
     def image(self, index: int, size: int) -> Image.Image:
         image = self.rows[index][self.column]
@@ -92,9 +102,15 @@ class ImageColumn:
 
 @dataclass(frozen=True)
 class ImageSamples:
-    """{"pixel_values" float32 (B, C, H, W), "labels" int64 (B,)} of the pictures `kept`, (samples,) indices."""
+    """Batches {"pixel_values": (B, C, H, W) float32, "labels": (B,) int64} of undamaged images.
 
-    pictures: Pictures
+    undamaged (samples,) the indices of the undamaged images in the source
+    labels    (images of the source,) their classes
+    size      H and W in pixels; channels: C
+    damaged   how many images were left out
+    """
+
+    images: ImageSource
     kept: Integers
     labels: Integers
     size: int
@@ -118,16 +134,17 @@ class ImageSamples:
     def _pixels(self, index: int) -> NDArray[np.uint8]:
         """(H, W, C)"""
         try:
-            image = self.pictures.image(index, self.size).convert(_MODES[self.channels])
+            image = self.images.image(index, self.size).convert(_MODES[self.channels])
         except _BROKEN as error:
-            raise _broken(self.pictures.place(index), error) from None
+            raise _not_readable(self.images.location(index), error) from None
         image = image.resize((self.size, self.size), Image.Resampling.BILINEAR)
         return np.asarray(image).reshape(self.size, self.size, self.channels)
 
 
 @dataclass(frozen=True)
 class DigitSamples:
-    """Handwritten digits as ImageSamples gives images. Source: scikit-learn's load_digits, 1,797 of 8 x 8."""
+    """Handwritten digits in the form of ImageSamples. Source: scikit-learn's load_digits, 1,797
+    images of 8 x 8."""
 
     images: Tensor
     digits: Tensor
@@ -153,7 +170,11 @@ class DigitSamples:
 
 
 def open_images(spec: DataSpec, model: ModelInput) -> ImageSamples | DigitSamples:
-    """The samples of `spec.images` or of the images in `spec.dataset`. Raises InputError."""
+    """The samples of `spec.images`, or of the image column in `spec.dataset`.
+
+    Raises InputError for missing, damaged or unlabelled images, and for sizes that the model cannot
+    take.
+    """
     if spec.images == DIGITS:
         return _digits(spec, model)
     if spec.images is not None:
@@ -165,17 +186,22 @@ def open_images(spec: DataSpec, model: ModelInput) -> ImageSamples | DigitSample
 
 
 def first_images(spec: DataSpec, model: ModelInput, count: int) -> ImageSamples | None:
-    """The first pictures of a folder, as they are, to see how long one takes to decode; None where there are none."""
+    """The first `count` images of a folder, unchecked, to measure how long one takes to decode;
+    None if there are none."""
     try:
         files, labels = class_folders(expanded(str(spec.images)))
     except InputError:
         return None
-    size, channels = _shape(spec, model, _SIZE, 3)
+    size, channels = _size_and_channels(spec, model, _DEFAULT_SIZE, 3)
     return ImageSamples(ImageFiles(files[:count]), np.arange(min(count, len(files))), labels[:count], size, channels)
 
 
 def class_folders(folder: Path) -> tuple[list[Path], Integers]:
-    """The images in the sub-folders of `folder`, sorted, and the number of the sub-folder of each."""
+    """The images in the sub-folders of `folder`, sorted, and the class of each: the number of its
+    sub-folder.
+
+    Raises InputError if the folder, its sub-folders or their images do not exist.
+    """
     asked = f"data: images={folder}"
     if not folder.is_dir():
         raise InputError(asked, "no such folder", "name a folder with one sub-folder per class, or digits")
@@ -186,11 +212,11 @@ def class_folders(folder: Path) -> tuple[list[Path], Integers]:
         )
     files: list[Path] = []
     labels: list[int] = []
-    for label, place in enumerate(classes):
-        inside = sorted(file for file in place.iterdir() if file.suffix.lower() in _ENDINGS)
+    for label, location in enumerate(classes):
+        inside = sorted(file for file in location.iterdir() if file.suffix.lower() in _ENDINGS)
         if not inside:
             raise InputError(
-                str(place), "a class without images", "name the folder whose sub-folders hold the images themselves"
+                str(location), "a class without images", "name the folder whose sub-folders hold the images themselves"
             )
         files += inside
         labels += [label] * len(inside)
@@ -219,28 +245,29 @@ def _image_column(folder: Path, label_field: str) -> tuple[ImageColumn, Integers
     return ImageColumn(folder, rows, columns[0]), labels.astype(np.int64)
 
 
-def _samples(spec: DataSpec, model: ModelInput, pictures: Pictures, labels: Integers, identity: Any) -> ImageSamples:
-    size, channels = _shape(spec, model, _SIZE, 3)
+def _samples(spec: DataSpec, model: ModelInput, images: ImageSource, labels: Integers, identity: Any) -> ImageSamples:
+    size, channels = _size_and_channels(spec, model, _DEFAULT_SIZE, 3)
     model.check_labels(f"data: {spec}", labels)
-    damaged = _damaged(pictures, spec.skip_damaged, identity)
+    damaged = _damaged(images, spec.skip_damaged, identity)
     kept = np.setdiff1d(np.arange(len(labels)), damaged)
     if len(kept) == 0:
         raise InputError(f"data: {spec}", f"holds no sound image of {len(labels)}", "name another folder")
-    return ImageSamples(pictures, kept, labels, size, channels, len(damaged))
+    return ImageSamples(images, kept, labels, size, channels, len(damaged))
 
 
 def _digits(spec: DataSpec, model: ModelInput) -> DigitSamples:
     from sklearn.datasets import load_digits
 
     found = load_digits()
-    size, channels = _shape(spec, model, 8, 1)
+    size, channels = _size_and_channels(spec, model, 8, 1)
     model.check_labels("data: images=digits", found.target)
     images = torch.from_numpy(found.images).float()[:, None] / 16
     return DigitSamples(images, torch.from_numpy(found.target).long(), size, channels)
 
 
-def _shape(spec: DataSpec, model: ModelInput, size: int, channels: int) -> tuple[int, int]:
-    """Size and channels of the images: the model's where it has them, else the job's, else these."""
+def _size_and_channels(spec: DataSpec, model: ModelInput, size: int, channels: int) -> tuple[int, int]:
+    """(size, channels) of the images: the model's if its config has them, else the job's, else the
+    defaults `size` and `channels`."""
     if spec.image_size and model.image_size and spec.image_size != model.image_size:
         raise InputError(
             f"data: image_size={spec.image_size}",
@@ -253,43 +280,47 @@ def _shape(spec: DataSpec, model: ModelInput, size: int, channels: int) -> tuple
     return model.image_size or spec.image_size or size, channels
 
 
-def _damaged(pictures: Pictures, skip: bool, identity: Any) -> Integers:
-    """Indices of the damaged pictures. Where they are to be left out each is decoded once; else its header is read."""
+def _damaged(images: ImageSource, skip: bool, identity: Any) -> Integers:
+    """Indices of the damaged images, from the cache or found now.
+
+    With `skip`, each image is decoded once to find damage. Without it, only the header of each is
+    read, and the first damaged image raises InputError.
+    """
 
     def make(folder: Path) -> None:
         damage = Damage(skip)
         found: dict[int, str] = {}
-        with ThreadPoolExecutor() as threads:  # PIL decodes outside the interpreter's lock
-            ranges = itertools.starmap(range, pieces(0, len(pictures), 256))
-            for flaws in threads.map(lambda indices: _flaws(pictures, indices, skip), ranges):
-                found |= flaws
-        for index, flaw in found.items():
-            damage.report(pictures.place(index), f"not a readable image ({flaw})")
+        with ThreadPoolExecutor() as threads:  # PIL releases the GIL while it decodes
+            ranges = itertools.starmap(range, pieces(0, len(images), 256))
+            for errors in threads.map(lambda indices: _decode_errors(images, indices, skip), ranges):
+                found |= errors
+        for index, error_message in found.items():
+            damage.report(images.location(index), f"not a readable image ({error_message})")
         (folder / "damaged.json").write_text(json.dumps(list(found)))
 
     return np.array(json.loads((cached("images", [identity, skip], make) / "damaged.json").read_text()), dtype=np.int64)
 
 
-def _flaws(pictures: Pictures, indices: range, decode: bool) -> dict[int, str]:
-    """What is wrong with which pictures."""
+def _decode_errors(images: ImageSource, indices: range, decode: bool) -> dict[int, str]:
+    """By index, the error message of each damaged image among `indices`."""
     found = {}
     for index in indices:
         try:
             if decode:
-                pictures.image(index, _SIZE)
+                images.image(index, _DEFAULT_SIZE)
             else:
-                pictures.open(index)
+                images.open(index)
         except _BROKEN as error:
             found[index] = str(error) or type(error).__name__
     return found
 
 
-def _broken(place: str, error: Exception) -> InputError:
+def _not_readable(location: str, error: Exception) -> InputError:
     return InputError(
-        place, f"not a readable image ({error})", "mend it, or set data.skip_damaged: true to leave such samples out"
+        location, f"not a readable image ({error})", "mend it, or set data.skip_damaged: true to leave such samples out"
     )
 
 
 def normalise(fractions: Tensor) -> Tensor:
-    """Fractions in [0, 1] brought to mean 0.5 and deviation 0.5, in place."""
+    """(x - 0.5) / 0.5 of pixels x in [0, 1], in place."""
     return fractions.sub_(0.5).div_(0.5)

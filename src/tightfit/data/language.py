@@ -1,4 +1,8 @@
-"""Text made into samples of the model's task: source, tokenizer, token file, rows, and what the task asks of them."""
+"""Text as samples of the model's task.
+
+The steps are: open the source (`text`), load or train a tokenizer (`tokenizer`), write the token
+file (`tokens`), cut it into sequences, and turn these into samples of the task (`sequences`).
+"""
 
 from __future__ import annotations
 
@@ -27,11 +31,16 @@ from tightfit.job import DataSpec
 
 
 def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
-    """The samples of a text source. Raises InputError for what the data or the model lacks."""
+    """The samples of a text source.
+
+    seed: of the random masks and spans. Raises InputError if the data, the tokenizer or the model
+    lacks something that the task needs.
+    """
     task = _task(spec, model)
     pairs, labelled = task == "seq2seq-lm" and spec.target_field is not None, task == "classification"
     source = open_text(spec, Columns(spec.field, spec.target_field, spec.label_field if labelled else None))
-    first_document(source, spec.skip_damaged)  # a wrong field is told now, not after a tokenizer was trained
+    # a wrong field fails now, not after a tokenizer was trained
+    first_document(source, spec.skip_damaged)
     _check_lengths(spec, model)
     spanned = task == "seq2seq-lm" and not pairs
     length = row_length(spec.sequence_length, spec.mask_probability) if spanned else spec.sequence_length
@@ -54,12 +63,15 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     if pairs:
         targets = Padded(TokenFile(tokens.folder, "target"), spec.target_length or length, special.pad)
         return PairSamples(Padded(tokens, length, special.pad), tokenizer, damaged, targets=targets)
-    rows = Padded(tokens, length, special.pad) if spec.packing == "padded" else _packed(source, tokens, length)
-    return _of_rows(task, rows, special, spec, seed, tokenizer, damaged)
+    rows = (
+        Padded(tokens, length, special.pad) if spec.packing == "padded" else _packed_sequences(source, tokens, length)
+    )
+    return _task_samples(task, rows, special, spec, seed, tokenizer, damaged)
 
 
 def synthetic_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
-    """Synthetic sequences as samples of the model's task."""
+    """Synthetic sequences as samples of the model's task. Raises InputError if no vocabulary size
+    is known."""
     task, vocabulary = _task(spec, model), spec.vocabulary_size or model.vocabulary
     if vocabulary is None:
         raise InputError(
@@ -73,11 +85,12 @@ def synthetic_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     if task == "seq2seq-lm":
         return PairSamples(rows, targets=replace(rows, length=spec.target_length or spec.sequence_length))
     special = SpecialTokens(vocabulary, end=0, pad=0, mask=vocabulary - 1, sentinels=(), all=(vocabulary - 1,))
-    return _of_rows(task, rows, special, spec, seed, None, 0)
+    return _task_samples(task, rows, special, spec, seed, None, 0)
 
 
 def _task(spec: DataSpec, model: ModelInput) -> str:
-    """The task that text is prepared for, once it is clear that the model reads text."""
+    """The task for which text is prepared. Raises InputError if the model does not read text, or
+    its task is unknown."""
     task = model.task or ("causal-lm" if model.own_loss else None)
     if task is None:
         raise InputError(
@@ -101,7 +114,7 @@ def _check_lengths(spec: DataSpec, model: ModelInput) -> None:
     model.check_length("data: target_length", spec.target_length or 0)
 
 
-def _packed(source: TextSource, tokens: TokenFile, length: int) -> Packed:
+def _packed_sequences(source: TextSource, tokens: TokenFile, length: int) -> Packed:
     rows = Packed(tokens, length)
     if len(rows) == 0:
         count = len(tokens.ids)
@@ -113,7 +126,7 @@ def _packed(source: TextSource, tokens: TokenFile, length: int) -> Packed:
     return rows
 
 
-def _of_rows(
+def _task_samples(
     task: str, rows: Rows, special: SpecialTokens, spec: DataSpec, seed: int, tokenizer: Any, damaged: int
 ) -> Samples:
     if task == "causal-lm":

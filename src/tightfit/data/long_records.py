@@ -1,6 +1,8 @@
-"""One JSON object that is too long to be read at once: its fields, and one text of it in parts, from a mapped file.
+"""One JSON object that is too long to be read at once: its fields, and one text in parts, from a
+mapped file.
 
-It is scanned twice, first to know that it is sound and what its short fields hold, then for the text.
+`data/text.py` uses it for long lines of JSON. The object is scanned twice: first to check it and to
+read its short fields, then to read the text.
 """
 
 from __future__ import annotations
@@ -13,34 +15,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-LONG = 1 << 22  # bytes of a line from which on it is scanned in place
-PART = 1 << 20  # bytes of a text that are held at once
-MOST = 1 << 26  # bytes of a field other than the text
+LONG = 1 << 22  # bytes; a line of at least this length is scanned in the mapped file
+PART = 1 << 20  # bytes of a text that are held in memory at once
+MOST = 1 << 26  # the most bytes of a field other than the text
 
 _SPACE = re.compile(rb"[ \t\n\r]*")
-_UNITS = re.compile(rb'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')  # what a string is made of
-_HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}$")  # the first half of a pair
-_PLAIN = re.compile(rb"[-+0-9.eEa-zA-Z]+")
+# the inside of a string
+_STRING_BODY = re.compile(rb'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
+_FIRST_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}$")  # the first half of a surrogate pair
+_LITERAL = re.compile(rb"[-+0-9.eEa-zA-Z]+")
 _BRACKETS = {b"{": b"}", b"[": b"]"}
 
 
 @dataclass(frozen=True)
 class LongRecord:
-    """The object between two places of a file. Methods raise ValueError for what is not JSON, with what is wrong."""
+    """The JSON object at the bytes start..stop of a file. Methods raise ValueError, which says what
+    is not JSON."""
 
     file: Path
     start: int
     stop: int
 
     def fields(self, text: str) -> dict[str, Any]:
-        """The fields of the object; of `text`, where it is a text, at most its first character stands for it."""
+        """The fields of the object. If the field `text` is a string, only its first character is
+        returned."""
         with self.file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             found: dict[str, Any] = {}
             for name, at, is_text in _Scanner(data, self.start, self.stop).members():
                 if name == text and is_text:
                     found[name] = next(iter(self._parts(data, at)), "")
                     for part in self._parts(data, at):
-                        part.encode()  # a half of a pair raises a ValueError
+                        part.encode()  # half of a surrogate pair raises a ValueError
                     found[name] = found[name][:1]
                 else:
                     end = _Scanner(data, at, self.stop).after_value()
@@ -50,20 +55,21 @@ class LongRecord:
             return found
 
     def text(self, name: str) -> Iterator[str]:
-        """The text of a field, of which `fields` has said that it is one, in parts."""
+        """The text of a field, in parts. `fields` must have shown that the field is a string."""
         with self.file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             places = [at for known, at, _ in _Scanner(data, self.start, self.stop).members() if known == name]
-            yield from self._parts(data, places[-1])  # as json: of a field that is there twice the last
+            # as json does: the last of several fields with one name
+            yield from self._parts(data, places[-1])
 
     def _parts(self, data: mmap.mmap, at: int) -> Iterator[str]:
-        """The string that begins at a place, in parts of about PART bytes."""
+        """The string that begins at byte `at`, in parts of about PART bytes."""
         place = at + 1
         while data[place : place + 1] != b'"':
-            match = _UNITS.match(data, place, min(place + PART, self.stop))
+            match = _STRING_BODY.match(data, place, min(place + PART, self.stop))
             assert match is not None
             end = match.end()
             end -= incomplete(data[max(place, end - 4) : end])
-            half = _HALF.search(data, max(place, end - 6), end)
+            half = _FIRST_SURROGATE.search(data, max(place, end - 6), end)
             if half and _backslashes(data, place, half.start()) % 2 == 0 and half.start() > place:
                 end = half.start()
             if end == place:
@@ -73,12 +79,15 @@ class LongRecord:
 
 
 class _Scanner:
+    """A scanner of JSON in a mapped file that finds where members and values begin and end, without
+    copying them."""
+
     def __init__(self, data: mmap.mmap, start: int, stop: int) -> None:
         self.data, self.at, self.stop = data, start, stop
 
     def members(self) -> Iterator[tuple[str, int, bool]]:
-        """Name of each member, where its value begins, and whether that is a string."""
-        self._take(b"{")
+        """(name, offset of the value, whether the value is a string) of each member."""
+        self._expect(b"{")
         while self._peek() != b"}":
             if self._peek() != b'"':
                 raise ValueError("a field without a name in quotes")
@@ -87,7 +96,7 @@ class _Scanner:
             if self.at - begin > PART:
                 raise ValueError("a field whose name is too long")
             name = json.loads(self.data[begin : self.at])
-            self._take(b":")
+            self._expect(b":")
             kind = self._peek()
             place = self.at
             self.at = self.after_value()
@@ -103,7 +112,7 @@ class _Scanner:
             raise ValueError("more after its end")
 
     def after_value(self) -> int:
-        """Where the value that begins here ends."""
+        """The offset of the end of the value that begins here."""
         place, open_brackets = self.at, []
         while True:
             place = _SPACE.match(self.data, place, self.stop).end()  # type: ignore[union-attr]
@@ -118,7 +127,7 @@ class _Scanner:
                     open_brackets.pop()
                 place += 1
             else:
-                match = _PLAIN.match(self.data, place, self.stop)
+                match = _LITERAL.match(self.data, place, self.stop)
                 if match is None:
                     raise ValueError("it ends too early" if not letter else f"{letter!r} where a value should be")
                 place = match.end()
@@ -126,7 +135,7 @@ class _Scanner:
                 return place
 
     def _after_string(self, place: int) -> int:
-        match = _UNITS.match(self.data, place + 1, self.stop)
+        match = _STRING_BODY.match(self.data, place + 1, self.stop)
         assert match is not None
         end = match.end()
         if end >= self.stop or self.data[end : end + 1] != b'"':
@@ -137,14 +146,14 @@ class _Scanner:
         self.at = _SPACE.match(self.data, self.at, self.stop).end()  # type: ignore[union-attr]
         return self.data[self.at : self.at + 1] if self.at < self.stop else b""
 
-    def _take(self, letter: bytes) -> None:
+    def _expect(self, letter: bytes) -> None:
         if self._peek() != letter:
             raise ValueError(f"no {letter.decode()!r} where one should be")
         self.at += 1
 
 
 def incomplete(tail: bytes) -> int:
-    """How many of the last bytes are the beginning of a UTF-8 character."""
+    """How many bytes at the end of `tail` are an incomplete UTF-8 character."""
     for length in range(1, min(len(tail), 3) + 1):
         byte = tail[-length]
         if byte >= 0xC0:
@@ -155,7 +164,7 @@ def incomplete(tail: bytes) -> int:
 
 
 def _backslashes(data: mmap.mmap, start: int, place: int) -> int:
-    """How many backslashes stand right before a place."""
+    """How many backslashes stand directly before byte `place`, at or after byte `start`."""
     count = 0
     while place - count > start and data[place - count - 1 : place - count] == b"\\":
         count += 1

@@ -1,12 +1,17 @@
-"""The order of samples: a pure function of the seed and of how many were consumed, computed at any position at once.
+"""The order of samples: a pure function of the seed and the position, computed at any position
+directly.
 
-The stream is one permutation of the training samples after another, one for each epoch. Workers, micro-batches and
-devices read pieces of that stream and cannot change it, and a resumed run needs only a number to continue it.
-Integer arithmetic alone decides, so the order outlives versions of every library, and no list of an epoch is held.
+The stream of samples is a sequence of permutations of the training samples, one for each epoch.
+Workers, micro-batches and devices read ranges of the stream and cannot change it. A resumed run
+needs only the number of samples consumed so far. The order uses only integer arithmetic, so it does
+not depend on the version of any library, and no list of an epoch's samples is held in memory.
 
-Source  the mixer is splitmix64's (Steele et al. 2014, doi:10.1145/2660193.2660195); the permutation a generalised
-        Feistel network over two digits, walked until it lands inside (Black and Rogaway 2002,
-        doi:10.1007/3-540-45760-7_9).
+Example: 1,000 training samples and steps of 64. Step 20 reads positions 1280..1344, which are
+places 280..344 of epoch 1, whatever the number of workers and devices.
+
+Source  the mixer is splitmix64's (Steele et al. 2014, doi:10.1145/2660193.2660195). The permutation
+        is a generalised Feistel network over two digits with cycle walking: it is applied again
+        until the result is inside the range (Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9).
 """
 
 from __future__ import annotations
@@ -22,31 +27,34 @@ Integers = NDArray[np.int64]
 
 _MASK = (1 << 64) - 1
 _STRIDE = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _ROUNDS = 8
-_SPLIT = -1  # stands where an epoch's number stands: the permutation that separates training from evaluation
+# used as an epoch number for the permutation that separates training from evaluation samples
+_EVALUATION_SPLIT = -1
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Each 64-bit number scrambled: a change of one bit changes half of the result's. Any shape but ()."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(_FIRST)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(_SECOND)
+    """A hash of each 64-bit number: if one input bit changes, about half of the output bits change.
+    The array may have any shape except ()."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(_FIRST_MULTIPLIER)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(_SECOND_MULTIPLIER)
     return values ^ (values >> np.uint64(31))
 
 
 def key(*numbers: int) -> int:
-    """One 64-bit number from several; their order counts."""
+    """A 64-bit hash of several numbers; their order matters."""
     value = 0
     for number in numbers:
         value = (value + number + _STRIDE) & _MASK
-        value = ((value ^ (value >> 30)) * _FIRST) & _MASK
-        value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+        value = ((value ^ (value >> 30)) * _FIRST_MULTIPLIER) & _MASK
+        value = ((value ^ (value >> 27)) * _SECOND_MULTIPLIER) & _MASK
         value ^= value >> 31
     return value
 
 
 def draws(seed: int, rows: NDArray[np.integer], columns: int) -> NDArray[np.uint64]:
-    """(rows, columns) random 64-bit numbers, each a function of the seed, the value in `rows` and the column."""
+    """Random 64-bit numbers of shape (len(rows), columns), each a function of the seed, its value
+    in `rows` and its column."""
     starts = mix(rows.astype(np.uint64) * np.uint64(_STRIDE) + np.uint64(key(seed)))
     return mix(starts[:, None] + np.arange(1, columns + 1, dtype=np.uint64)[None] * np.uint64(_STRIDE))
 
@@ -57,7 +65,8 @@ def uniform(numbers: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def permute(places: Integers, count: int, secret: int) -> Integers:
-    """Where each of `places` (in [0, count)) goes in the permutation of `count` things that `secret` names."""
+    """The images of `places`, in [0, count), under a permutation of `count` items. secret: selects
+    the permutation."""
     rows = math.isqrt(count - 1) + 1 if count > 1 else 1
     a, b = np.uint64(rows), np.uint64(-(-count // rows))
     keys = [np.uint64(key(secret, turn)) for turn in range(_ROUNDS)]
@@ -75,10 +84,11 @@ def permute(places: Integers, count: int, secret: int) -> Integers:
 
 @dataclass(frozen=True)
 class Order:
-    """Which sample comes at which place.
+    """The order of training samples and the choice of held-out ones.
 
-    count  samples of the source, held-out ones included
-    share  the share of them held out for evaluation: at least one where it is above 0 and there are two
+    count  samples of the source, including held-out ones
+    share  the share of them that is held out for evaluation: at least one sample if the share is
+           above 0 and there are two samples
     seed   the job's
     """
 
@@ -94,11 +104,12 @@ class Order:
 
     @property
     def training(self) -> int:
-        """How many samples one epoch has."""
+        """How many training samples one epoch has."""
         return self.count - self.evaluation
 
     def at(self, start: int, stop: int) -> tuple[Integers, Integers]:
-        """Indices and epochs of the training samples at places start..stop of the stream, two arrays of that length."""
+        """(indices, epochs) of the training samples at positions start..stop of the stream: two
+        arrays of shape (stop - start,)."""
         epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.training)
         inner = np.empty_like(places)
         for epoch in range(start // self.training, -(-stop // self.training)):
@@ -107,15 +118,15 @@ class Order:
         return self._split(inner), epochs
 
     def held_out(self, limit: int) -> Integers:
-        """Indices of the first `limit` held-out samples: the same ones however often they are asked for."""
+        """Indices of the first `limit` held-out samples, which are the same at every call."""
         stop = self.training + min(limit, self.evaluation)
         return self._split(np.arange(self.training, stop, dtype=np.int64))
 
     def _split(self, places: Integers) -> Integers:
-        return permute(places, self.count, key(self.seed, _SPLIT)) if self.evaluation else places
+        return permute(places, self.count, key(self.seed, _EVALUATION_SPLIT)) if self.evaluation else places
 
 
 def pieces(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-    """start..stop cut in ranges of `size`, the last as short as it is."""
+    """start..stop as consecutive ranges of `size`; the last one may be shorter."""
     for begin in range(start, stop, size):
         yield begin, min(begin + size, stop)

@@ -1,9 +1,14 @@
-"""Pieces of long documents, so that memory for tokenizing does not grow with them.
+"""Chunks of long documents, so that the memory for tokenizing does not grow with a document.
 
-A document is cut where one white-space character stands between two others, and where the tokenizer makes of both sides together
-what it makes of each: the tokens are those of the whole document. Some tokenizers (Llama 2's) put a space before every text; they
-are given the right side without its own. A word that is longer than half a piece is cut inside, and its halves are tokenized as
-words of their own.
+A document is split at a single white-space character between two others, and only where tokenizing
+both sides together gives the same tokens as tokenizing each alone. The tokens are then those of the
+whole document. Some tokenizers (Llama 2's) put a space before every text; for these, the right side
+loses its own space. A word that is longer than half a chunk is split inside, and its halves are
+tokenized as separate words.
+
+Example: "the cat sat" splits into "the cat" and " sat" for a tokenizer whose tokens are
+"the", " cat" and " sat". For a tokenizer that adds a space itself, it splits into "the cat" and
+"sat".
 """
 
 from __future__ import annotations
@@ -15,8 +20,8 @@ from dataclasses import dataclass
 from tightfit.data.text import Document
 
 PIECE = 1 << 17  # characters
-CONTEXT = 64  # characters on each side of a cut that tell whether it changes tokens
-TRIED = 50  # places
+CONTEXT = 64  # characters on each side of a split that are tokenized to see whether it changes tokens
+TRIED = 50  # places that are tried for a split
 
 _GAP = re.compile(r"(?<=\S)\s(?=\S)")
 
@@ -25,7 +30,11 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a document's text or target; `begins` and `ends` say whether it is the first and the last of these."""
+    """A chunk of a document.
+
+    field         the field that it is from: "text" or "target"
+    begins, ends  whether it is the first and the last chunk of the field
+    """
 
     part: str
     text: str
@@ -34,46 +43,47 @@ class Piece:
 
 
 def pieces_of(documents: Iterable[Document], encode: Encode, piece: int) -> Iterator[Piece]:
-    """The documents in pieces of at most `piece` characters. encode: the tokenizer, without special tokens."""
-    text = _Cutter("text", encode, piece)
+    """The documents in chunks of at most `piece` characters. encode: text -> token ids, without
+    special tokens."""
+    text = _Splitter("text", encode, piece)
     for document in documents:
-        yield from text.cut(document.text, document.ends)
+        yield from text.split(document.text, document.ends)
         if document.ends and document.target is not None:
-            yield from _Cutter("target", encode, piece).cut(document.target, True)
+            yield from _Splitter("target", encode, piece).split(document.target, True)
 
 
-class _Cutter:
-    """Cuts one document's text, which comes in parts of any length."""
+class _Splitter:
+    """Splits the text of one document into chunks. The text may come in parts of any length."""
 
     def __init__(self, part: str, encode: Encode, piece: int) -> None:
         self.part, self.encode, self.piece = part, encode, piece
-        self.held, self.begins = "", True
+        self.buffer, self.begins = "", True
 
-    def cut(self, text: str, ends: bool) -> Iterator[Piece]:
+    def split(self, text: str, ends: bool) -> Iterator[Piece]:
         for place in range(0, len(text), self.piece):
-            self.held += text[place : place + self.piece]
-            while len(self.held) > 2 * self.piece:
-                yield self._first()
+            self.buffer += text[place : place + self.piece]
+            while len(self.buffer) > 2 * self.piece:
+                yield self._take_chunk()
         if ends:
-            while len(self.held) > self.piece:
-                yield self._first()
-            yield Piece(self.part, self.held, self.begins, True)
-            self.held, self.begins = "", True
+            while len(self.buffer) > self.piece:
+                yield self._take_chunk()
+            yield Piece(self.part, self.buffer, self.begins, True)
+            self.buffer, self.begins = "", True
 
-    def _first(self) -> Piece:
-        left, self.held = _split(self.held, self.encode, self.piece)
+    def _take_chunk(self) -> Piece:
+        left, self.buffer = _split(self.buffer, self.encode, self.piece)
         found = Piece(self.part, left, self.begins, False)
         self.begins = False
         return found
 
 
 def _split(text: str, encode: Encode, piece: int) -> tuple[str, str]:
-    """The beginning of a text, at most `piece` characters, and what follows."""
+    """The first chunk of a text, at most `piece` characters, and the rest."""
     places = [match.start() for match in _GAP.finditer(text, piece // 2, piece)][-TRIED:]
     for place in reversed(places):
         left, right = text[max(place - CONTEXT, 0) : place], text[place : place + CONTEXT]
         whole = encode(left + right)
-        for dropped in (0, 1):  # of the right side
+        for dropped in (0, 1):  # characters of the right side
             if whole == encode(left) + encode(right[dropped:]):
                 return text[:place], text[place + dropped :]
     place = places[-1] if places else piece

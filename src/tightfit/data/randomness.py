@@ -1,4 +1,7 @@
-"""The random generators of Python, NumPy and torch, lent to a dataset and taken back as they were."""
+"""Separate states of Python's, NumPy's and torch's random generators for the user's datasets.
+
+The training's own generators are restored after each use.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ States = tuple[Any, Any, Tensor]
 
 
 class Randomness:
-    """A state of Python's, NumPy's and torch's random generators, apart from the training's."""
+    """A state of Python's, NumPy's and torch's random generators, separate from the training's."""
 
     def __init__(self, seed: int) -> None:
         outside = _states()
@@ -25,7 +28,8 @@ class Randomness:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """This state inside, and the one from outside again afterwards."""
+        """Inside, the generators have this state. On exit, it is updated, and the state from before
+        is restored."""
         outside = _states()
         _restore(self.inside)
         try:
@@ -36,6 +40,7 @@ class Randomness:
 
 
 def seed_generators(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed % 2**63)

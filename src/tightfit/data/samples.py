@@ -1,4 +1,5 @@
-"""What a source of samples is, what the model wants of it, and what becomes of damaged samples."""
+"""The protocol of sample sources, the checks against the model's inputs, and the policy for damaged
+samples."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from tightfit.models.objective import Batch, map_tensors
 
 
 class Samples(Protocol):
-    """Samples that can be had in any order.
+    """Samples with random access.
 
-    len(samples)   how many there are, held-out ones included
-    samples[i]     one sample, as `batch` gives it but without the first dim
-    batch          (indices, epochs), two arrays of length B -> the batch of these samples on the host; a pure
-                   function of the two, whichever process calls it
-    sample_items   tokens in a full sample, 1 where samples are not sequences
-    ragged         whether batches differ in shape beyond the number of samples
+    len(samples)   the number of samples, including held-out ones
+    samples[i]     one sample, as in a batch but without the first dim
+    batch          (indices, epochs), two arrays of shape (B,) -> the batch of these samples on the
+                   host; a pure function of the two in every process
+    sample_items   tokens in a full sample; 1 if samples are not sequences
+    ragged         whether batches differ in any dim but the first
     damaged        how many samples were left out as damaged
     tokenizer      a transformers tokenizer, or None
     """
@@ -47,14 +48,15 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class ModelInput:
-    """What a model takes. None: the model does not say.
+    """The inputs that a model takes. A field is None if the model's config does not say.
 
     task         causal-lm, masked-lm, seq2seq-lm or classification
-    own_loss     whether the job brings its own loss, and so decides itself what a sample has to have
-    vocabulary   token ids are below it
-    positions    a sequence has at most so many tokens
-    labels       class labels are below it
-    image_size, channels   of its images, in pixels
+    own_loss     whether the job has its own loss, which then decides what fields a sample needs
+    vocabulary   token ids are below this number
+    positions    the most tokens of a sequence
+    labels       class labels are below this number
+    image_size   height and width of its images in pixels
+    channels     of its images
     """
 
     task: str | None
@@ -66,7 +68,8 @@ class ModelInput:
     channels: int | None = None
 
     def check_length(self, asked: str, length: int) -> None:
-        """Refuse sequences longer than the model has positions."""
+        """Raise InputError if sequences of `length` tokens are longer than the model has positions.
+        asked: the field that sets the length."""
         if self.positions is not None and length > self.positions:
             raise InputError(
                 f"{asked}={length}",
@@ -75,7 +78,8 @@ class ModelInput:
             )
 
     def check_ids(self, ids: Tensor) -> None:
-        """Refuse token ids that the model has no embedding for: on a GPU they would end the process without a word."""
+        """Raise InputError for token ids without an embedding: on a GPU they would abort the
+        process without a clear error."""
         if self.vocabulary is not None and ids.numel():
             smallest, largest = (int(value) for value in ids.aminmax())
             if smallest < 0 or largest >= self.vocabulary:
@@ -87,7 +91,8 @@ class ModelInput:
                 )
 
     def check_tokenizer(self, asked: str, size: int) -> None:
-        """Refuse a tokenizer that has more tokens than the model's vocabulary."""
+        """Raise InputError if a tokenizer of `size` tokens has more of them than the model's
+        vocabulary."""
         if self.vocabulary is not None and size > self.vocabulary:
             raise InputError(
                 asked,
@@ -96,7 +101,7 @@ class ModelInput:
             )
 
     def check_labels(self, asked: str, labels: Integers) -> None:
-        """Refuse class labels that the model's last layer does not have."""
+        """Raise InputError for class labels that the model's last layer does not have."""
         smallest, largest = int(labels.min(initial=0)), int(labels.max(initial=0))
         if smallest < 0:
             raise InputError(asked, f"has the label {smallest}", "number the classes from 0")
@@ -109,7 +114,7 @@ class ModelInput:
 
 
 def single(samples: Samples, index: int) -> Any:
-    """One sample: a batch of it alone, without the first dim."""
+    """One sample: a batch of size 1 without the first dim. Raises IndexError."""
     if not -len(samples) <= index < len(samples):
         raise IndexError(f"sample {index} of {len(samples)}")
     batch = samples.batch(np.array([index % len(samples)]), np.array([0]))
@@ -117,13 +122,15 @@ def single(samples: Samples, index: int) -> Any:
 
 
 class Damage:
-    """What becomes of damaged samples: the first is refused, or all are left out and counted."""
+    """The policy for damaged samples: refuse the first one, or (`skip`) leave all of them out and
+    count them."""
 
     def __init__(self, skip: bool) -> None:
         self.skip, self.count = skip, 0
 
     def report(self, place: str, found: str) -> None:
-        """Count what is damaged at `place` (file or file:line), or raise InputError."""
+        """Count the damaged sample at `place` (file or file:line), or raise InputError. found: what
+        is wrong."""
         if not self.skip:
             raise InputError(place, found, "mend it, or set data.skip_damaged: true to leave such samples out")
         self.count += 1

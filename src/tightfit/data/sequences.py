@@ -1,4 +1,5 @@
-"""Samples of text: what each task makes of rows of tokens, named and shaped as transformers' models take them.
+"""Text samples: token sequences as the batches of each task, with the names and shapes of
+transformers' models.
 
 Source  masked-lm: Devlin et al. 2019, arXiv:1810.04805 (BERT); span corruption: Raffel et al. 2020,
         arXiv:1910.10683 (T5).
@@ -20,14 +21,16 @@ from tightfit.data.tokenizer import SpecialTokens
 from tightfit.data.tokens import Mask, Rows
 from tightfit.models.objective import IGNORED
 
-_SPAN = 3  # mean length of a corrupted span, in tokens
+_MEAN_SPAN = 3  # mean length of a corrupted span, in tokens
 
 
 @dataclass(frozen=True)
 class CausalSamples:
-    """{"input_ids", "labels"}, both (B, L) int64; labels are not shifted, and IGNORED where no token stands.
+    """Batches {"input_ids", "labels"}, both (B, L) int64. Labels are not shifted, and IGNORED at
+    padding.
 
-    No attention mask: what is right of a token is not seen by a causal model, and padding has no label.
+    There is no attention mask: padding is on the right, where a causal model does not look, and has
+    no label.
     """
 
     rows: Rows
@@ -41,7 +44,8 @@ class CausalSamples:
         return single(self, index)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "tokenizer": None}  # a worker needs none, and importing transformers costs memory
+        # workers need none, and importing transformers costs memory
+        return {**self.__dict__, "tokenizer": None}
 
     @property
     def sample_items(self) -> int:
@@ -52,16 +56,17 @@ class CausalSamples:
         return self.rows.ragged
 
     def batch(self, indices: Integers, epochs: Integers) -> dict[str, Tensor]:
-        ids, there = self.rows.gather(indices)
-        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(np.where(there, ids, IGNORED))}
+        ids, mask = self.rows.gather(indices)
+        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(np.where(mask, ids, IGNORED))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedSamples(CausalSamples):
-    """{"input_ids", "labels"} and, where rows are ragged, "attention_mask", all (B, L) int64.
+    """Batches {"input_ids", "labels"} and, if rows are ragged, "attention_mask", all (B, L) int64.
 
-    Each token that stands for text is chosen with `probability` and has a label; of the chosen, 80 % become the mask
-    token, 10 % any token, 10 % stay. Which ones is a function of seed, sample and epoch.
+    Each token that is not a special token is chosen with `probability` and gets a label. Of the
+    chosen tokens, 80 % become the mask token, 10 % a random token, and 10 % stay. The choice is a
+    function of the seed, the sample and the epoch.
     """
 
     special: SpecialTokens
@@ -69,31 +74,33 @@ class MaskedSamples(CausalSamples):
     seed: int
 
     def batch(self, indices: Integers, epochs: Integers) -> dict[str, Tensor]:
-        ids, there = self.rows.gather(indices)
+        ids, mask = self.rows.gather(indices)
         numbers = draws(self.seed, _sample_keys(indices, epochs), 2 * ids.shape[1])
         chance, other = uniform(numbers[:, ::2]), numbers[:, 1::2] % np.uint64(self.special.vocabulary)
-        chosen = there & (chance < self.probability) & ~np.isin(ids, self.special.all)
+        chosen = mask & (chance < self.probability) & ~np.isin(ids, self.special.all)
         corrupted = np.where(chosen & (chance < 0.9 * self.probability), other.astype(np.int64), ids)
         assert self.special.mask is not None
         corrupted = np.where(chosen & (chance < 0.8 * self.probability), self.special.mask, corrupted)
         batch = {"input_ids": corrupted, "labels": np.where(chosen, ids, IGNORED)}
-        return _tensors({**batch, "attention_mask": there} if self.ragged else batch)
+        return _tensors({**batch, "attention_mask": mask} if self.ragged else batch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledSamples(CausalSamples):
-    """{"input_ids", "attention_mask"}, (B, L) int64, and "labels", (B,) int64: texts and their classes."""
+    """Batches {"input_ids", "attention_mask"}, (B, L) int64, and "labels", (B,) int64: texts and
+    their classes."""
 
     labels: Integers
 
     def batch(self, indices: Integers, epochs: Integers) -> dict[str, Tensor]:
-        ids, there = self.rows.gather(indices)
-        return _tensors({"input_ids": ids, "attention_mask": there, "labels": self.labels[indices]})
+        ids, mask = self.rows.gather(indices)
+        return _tensors({"input_ids": ids, "attention_mask": mask, "labels": self.labels[indices]})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairSamples(CausalSamples):
-    """{"input_ids", "attention_mask"}, (B, L), and "labels", (B, M), all int64: texts and the texts they become."""
+    """Batches {"input_ids", "attention_mask"}, (B, L), and "labels", (B, M), all int64: texts and
+    their target texts."""
 
     targets: Rows
 
@@ -102,17 +109,22 @@ class PairSamples(CausalSamples):
         return self.rows.length + self.targets.length
 
     def batch(self, indices: Integers, epochs: Integers) -> dict[str, Tensor]:
-        ids, there = self.rows.gather(indices)
-        said, counts = self.targets.gather(indices)
-        return _tensors({"input_ids": ids, "attention_mask": there, "labels": np.where(counts, said, IGNORED)})
+        ids, mask = self.rows.gather(indices)
+        targets, target_mask = self.targets.gather(indices)
+        return _tensors({"input_ids": ids, "attention_mask": mask, "labels": np.where(target_mask, targets, IGNORED)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpanSamples(CausalSamples):
-    """{"input_ids", "attention_mask"}, (B, L), and "labels", (B, M), all int64: texts without spans, the spans.
+    """Batches {"input_ids", "attention_mask"}, (B, L), and "labels", (B, M), all int64: span
+    corruption (T5).
 
-    A share `probability` of each row's tokens is taken out in spans of 3 tokens on average. A sentinel stands for each
-    span in the input, and before it in the labels. Which spans is a function of seed, sample and epoch.
+    A share `probability` of each row's tokens is removed in spans of 3 tokens on average. A
+    sentinel replaces each span in the input, and precedes it in the labels. The spans are a
+    function of the seed, the sample and the epoch.
+
+    Example: the row a b c d e f without the span c d has the input a b <0> e f <end> and the labels
+    <0> c d <end>.
     """
 
     special: SpecialTokens
@@ -124,62 +136,66 @@ class SpanSamples(CausalSamples):
         return self.rows.length + 2 * corruption(self.rows.length, self.probability)[1] + 2
 
     def batch(self, indices: Integers, epochs: Integers) -> dict[str, Tensor]:
-        ids, there = self.rows.gather(indices)
+        ids, mask = self.rows.gather(indices)
         numbers = draws(self.seed, _sample_keys(indices, epochs), 2 * ids.shape[1])
-        rows = [row[:length] for row, length in zip(ids, there.sum(1), strict=True)]
+        rows = [row[:length] for row, length in zip(ids, mask.sum(1), strict=True)]
         pairs = [self._corrupt(row, draw) for row, draw in zip(rows, numbers, strict=True)]
-        inputs, kept = _stack([left for left, _ in pairs], self.special.pad)
-        labels, _ = _stack([right for _, right in pairs], IGNORED)
-        return _tensors({"input_ids": inputs, "attention_mask": kept, "labels": labels})
+        inputs, mask = _pad_rows([left for left, _ in pairs], self.special.pad)
+        labels, _ = _pad_rows([right for _, right in pairs], IGNORED)
+        return _tensors({"input_ids": inputs, "attention_mask": mask, "labels": labels})
 
     def _corrupt(self, row: Integers, numbers: NDArray[np.uint64]) -> tuple[Integers, Integers]:
-        """Input and labels of one row (L,), from (2 L,) random numbers."""
-        taken, spans = corruption(len(row), self.probability)
-        kept_lengths = _segments(len(row) - taken, spans, numbers[::2])
-        taken_lengths = _segments(taken, spans, numbers[1::2])
+        """The input and the labels of one row (L,). numbers: 2 L or more random numbers."""
+        removed_count, spans = corruption(len(row), self.probability)
+        kept_lengths = _random_lengths(len(row) - removed_count, spans, numbers[::2])
+        removed_lengths = _random_lengths(removed_count, spans, numbers[1::2])
         left, right, at = [], [], 0
-        for kept, gone, sentinel in zip(kept_lengths, taken_lengths, self.special.sentinels, strict=False):
-            left += [*row[at : at + kept], sentinel]
-            right += [sentinel, *row[at + kept : at + kept + gone]]
-            at += kept + gone
+        for kept_count, removed, sentinel in zip(kept_lengths, removed_lengths, self.special.sentinels, strict=False):
+            left += [*row[at : at + kept_count], sentinel]
+            right += [sentinel, *row[at + kept_count : at + kept_count + removed]]
+            at += kept_count + removed
         return np.array([*left, *row[at:], self.special.end]), np.array([*right, self.special.end])
 
 
 def corruption(length: int, probability: float) -> tuple[int, int]:
-    """How many of a row's tokens are taken out, and in how many spans."""
-    taken = min(max(round(length * probability), 1), length - 1)
-    return taken, min(max(round(taken / _SPAN), 1), taken, length - taken)
+    """(tokens that are removed from a row of `length` tokens, number of spans)."""
+    removed_count = min(max(round(length * probability), 1), length - 1)
+    return removed_count, min(max(round(removed_count / _MEAN_SPAN), 1), removed_count, length - removed_count)
 
 
 def row_length(input_length: int, probability: float) -> int:
-    """The longest row whose corrupted input, with its sentinels and end-of-text, has at most `input_length` tokens."""
-    # a row becomes about so much of itself, but for rounding: what stays, and a sentinel for each span
-    shortened = (1 - probability) + min(probability / _SPAN, 1 - probability)
+    """The longest row whose corrupted input has at most `input_length` tokens, sentinels and
+    end-of-text included."""
+    # The share of its length to which a row is shortened, except for rounding: the tokens that stay, and
+    # one sentinel for each span.
+    shortened = (1 - probability) + min(probability / _MEAN_SPAN, 1 - probability)
     length = max(int((input_length - 6) / shortened) - 2, 2)
     while True:
-        taken, spans = corruption(length + 1, probability)
-        if length + 1 - taken + spans + 1 > input_length:
+        removed_count, spans = corruption(length + 1, probability)
+        if length + 1 - removed_count + spans + 1 > input_length:
             return length
         length += 1
 
 
-def _segments(total: int, parts: int, numbers: NDArray[np.uint64]) -> list[int]:
-    """`total` in `parts` random lengths of at least 1."""
+def _random_lengths(total: int, parts: int, numbers: NDArray[np.uint64]) -> list[int]:
+    """`parts` random lengths of at least 1 whose sum is `total`."""
     if parts == 0:
         return []
     cuts = np.sort(np.argsort(numbers[: total - 1], kind="stable")[: parts - 1]) + 1
     return np.diff([0, *cuts.tolist(), total]).tolist()
 
 
-def _stack(rows: list[Integers], fill: int) -> tuple[Integers, Mask]:
-    """Rows of different lengths as (B, longest), and True where they are not filled up."""
-    there = np.arange(max(map(len, rows))) < np.array([[len(row)] for row in rows])
-    stacked = np.full(there.shape, fill, dtype=np.int64)
-    stacked[there] = np.concatenate(rows)
-    return stacked, there
+def _pad_rows(rows: list[Integers], fill: int) -> tuple[Integers, Mask]:
+    """Rows of different lengths padded with `fill` to (B, longest), and a mask that is False at
+    padding."""
+    mask = np.arange(max(map(len, rows))) < np.array([[len(row)] for row in rows])
+    stacked = np.full(mask.shape, fill, dtype=np.int64)
+    stacked[mask] = np.concatenate(rows)
+    return stacked, mask
 
 
 def _sample_keys(indices: Integers, epochs: Integers) -> Integers:
+    """A number for each pair of sample and epoch, which selects its random numbers."""
     return epochs << 40 | indices
 
 

@@ -1,7 +1,9 @@
-"""A dataset handed over in Python, sent to worker processes: its tensors in shared memory, all in one block where they are many.
+"""Send a dataset object to worker processes with its tensors in shared memory, in one block if
+there are many.
 
-torch shares each tensor by a file descriptor of its own. A process is started with at most some 250 of them, and a list of
-samples has a tensor or two for each sample. Packed, they take one descriptor, and all workers read the same memory.
+torch shares each tensor through a file descriptor of its own. A new process can receive at most
+about 250 of them, and a list of samples has one or two tensors per sample. In one block they need
+one descriptor, and all workers read the same memory.
 """
 
 from __future__ import annotations
@@ -14,28 +16,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FEW = 32  # storages that are shared one by one: nothing is copied then
-ALIGNED = 64  # bytes, as torch's own allocations
+FEW = 32  # up to this many storages are shared one by one, without a copy
+ALIGNMENT = 64  # bytes, the alignment of torch's own allocations
 
-Place = tuple[int, torch.dtype, int, torch.Size, tuple[int, ...], bool]  # storage, type, offset, size, strides, trained
+# storage number, type, storage offset in elements, size, strides, requires_grad
+TensorLocation = tuple[int, torch.dtype, int, torch.Size, tuple[int, ...], bool]
 
 
 def packed(dataset: Any) -> tuple[bytes, list[Tensor], list[int] | None]:
-    """What `unpacked` makes the dataset of: its pickle without tensors, the bytes of their storages, and where in one block
-    of bytes each storage begins, and the last ends.
+    """The dataset as (pickle, storages, offsets), the arguments of `unpack_dataset`.
 
-    The last is None where they are few, and left as they are. Raises what pickle raises for what cannot be sent.
+    pickle    of the dataset without the contents of its tensors
+    storages  uint8 tensors in shared memory: one for each storage if there are few, else one block
+    offsets   in bytes: where each storage begins in the block, and where the last one ends; None if
+              there are few storages
+
+    Raises the errors of pickle for objects that cannot be sent.
     """
     file = io.BytesIO()
     pickler = _Pickler(file, pickle.HIGHEST_PROTOCOL)
     pickler.dump(dataset)
-    storages = [_bytes(storage) for storage in pickler.storages]
+    storages = [_as_bytes(storage) for storage in pickler.storages]
     if len(storages) <= FEW:
         return file.getvalue(), storages, None
     offsets, end = [], 0
     for storage in storages:
         offsets.append(end)
-        end += -(-storage.nbytes // ALIGNED) * ALIGNED
+        end += -(-storage.nbytes // ALIGNMENT) * ALIGNMENT
     block = torch.empty(end, dtype=torch.uint8).share_memory_()
     for storage, offset in zip(storages, offsets, strict=True):
         block[offset : offset + storage.nbytes] = storage
@@ -43,31 +50,34 @@ def packed(dataset: Any) -> tuple[bytes, list[Tensor], list[int] | None]:
 
 
 def unpacked(content: bytes, storages: list[Tensor], offsets: list[int] | None) -> Any:
-    """The dataset that `packed` was given; its tensors lie in the memory that it made, and must not be written to."""
+    """The dataset that `pack_dataset` was given. Its tensors are views of the shared memory: do not write
+    to them."""
     return _Unpickler(io.BytesIO(content), storages, offsets).load()
 
 
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 class _Pickler(ForkingPickler):
-    """As processes pickle what they are started with, but for the storages of tensors, which are numbered."""
+    """Pickles as multiprocessing does, but replaces the storages of tensors by numbers."""
 
     def __init__(self, file: io.BytesIO, protocol: int) -> None:
         super().__init__(file, protocol)
         self.storages: list[torch.UntypedStorage] = []
         self._numbers: dict[int, int] = {}  # by address of a storage
 
-    def persistent_id(self, thing: Any) -> Place | int | None:
+    def persistent_id(self, thing: Any) -> TensorLocation | int | None:
         if type(thing) is Tensor:
             if thing.layout != torch.strided or thing.device.type != "cpu" or thing.is_conj() or thing.is_neg():
                 return None
-            if thing.is_quantized or not thing.is_leaf:  # torch's own pickling says that a graph cannot be sent
+            # torch's own pickling reports that a graph cannot be sent
+            if thing.is_quantized or not thing.is_leaf:
                 return None
             number = self._number(thing.untyped_storage())
             return number, thing.dtype, int(thing.storage_offset()), thing.size(), thing.stride(), thing.requires_grad
-        if type(thing) is torch.UntypedStorage and thing.device.type == "cpu":  # of a subclass of Tensor
+        # the storage of a subclass of Tensor
+        if type(thing) is torch.UntypedStorage and thing.device.type == "cpu":
             return self._number(thing)
         return None
 
@@ -75,25 +85,27 @@ class _Pickler(ForkingPickler):
         address = storage.data_ptr() or -id(storage)
         if address not in self._numbers:
             self._numbers[address] = len(self.storages)
-            self.storages.append(storage)  # kept, so that no other comes to lie at its address
+            self.storages.append(storage)  # a reference, so that no other storage gets its address
         return self._numbers[address]
 
 
 class _Unpickler(pickle.Unpickler):
+    """Restores tensors as views of the shared storages."""
+
     def __init__(self, file: io.BytesIO, storages: list[Tensor], offsets: list[int] | None) -> None:
         super().__init__(file)
         self._storages, self._offsets = storages, offsets
 
-    def persistent_load(self, known: Any) -> Any:
-        if isinstance(known, int):
+    def persistent_load(self, reference: Any) -> Any:
+        if isinstance(reference, int):
             if self._offsets is None:
-                return self._storages[known].untyped_storage()
-            return self._storages[0][self._offsets[known] : self._offsets[known + 1]].clone().untyped_storage()
-        number, dtype, offset, size, stride, trained = known
+                return self._storages[reference].untyped_storage()
+            return self._storages[0][self._offsets[reference] : self._offsets[reference + 1]].clone().untyped_storage()
+        number, dtype, offset, size, stride, requires_grad = reference
         storage = self._storages[number if self._offsets is None else 0].untyped_storage()
         if self._offsets is not None:
             offset += self._offsets[number] // dtype.itemsize
-        return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride).requires_grad_(trained)
+        return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride).requires_grad_(requires_grad)
 
 
 __all__ = ["packed", "unpacked"]

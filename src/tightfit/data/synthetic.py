@@ -1,4 +1,5 @@
-"""Synthetic samples: a function of the seed and the index, with something in them to learn, so that a loss can fall."""
+"""Synthetic samples: functions of the seed and the index, with a pattern to learn, so that the loss
+can fall."""
 
 from __future__ import annotations
 
@@ -16,14 +17,18 @@ from tightfit.data.samples import single
 from tightfit.data.tokens import Mask
 
 _NOISE = 0.1  # share of the tokens that follow no rule
-_STEPS = 8  # rules there are
-_TEXTURES = 16  # different noises that images share: more would only take time to draw
-_TILE = 8  # rows and columns of the pattern that tells a class
+_STEPS = 8  # number of rules: the steps 1 to 8
+_TEXTURES = 16  # noise images that all samples share; more would only take time to generate
+_TILE = 8  # rows and columns of a class's pattern
 
 
 @dataclass(frozen=True)
 class SyntheticRows:
-    """Sequences that count up from a random token by a random step below 8, with a tenth of the tokens at random."""
+    """Sequences that count up from a random token by a random step of 1 to 8, with a tenth of the
+    tokens random.
+
+    Example with step 3: 17 20 23 26 91 32 ...; the token at position 4 is random.
+    """
 
     count: int
     length: int
@@ -42,13 +47,14 @@ class SyntheticRows:
         return ids.astype(np.int64), np.ones(ids.shape, dtype=bool)
 
     def rules(self, indices: Integers) -> Integers:
-        """(B,) which of the 8 steps each sequence counts by."""
+        """(B,) the number, 0 to 7, of the step of each sequence."""
         return (draws(self.seed, indices, 2)[:, 1] % np.uint64(_STEPS)).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class SyntheticImages:
-    """{"pixel_values" float32 (B, C, H, W), "labels" int64 (B,)}: each class has a pattern, each image noise on it."""
+    """Batches {"pixel_values": (B, C, H, W) float32, "labels": (B,) int64}: the pattern of a class
+    plus noise."""
 
     count: int
     classes: int
@@ -71,7 +77,7 @@ class SyntheticImages:
 
     @cached_property
     def _textures(self) -> Tensor:
-        """(textures, C, H, W) of fractions below 1."""
+        """(textures, C, H, W) of noise in [0, 1)."""
         pixels = self.channels * self.size * self.size
         drawn = uniform(draws(self.seed, np.arange(_TEXTURES), pixels)).astype(np.float32)
         return torch.from_numpy(drawn).view(_TEXTURES, self.channels, self.size, self.size)

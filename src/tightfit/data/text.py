@@ -1,4 +1,9 @@
-"""Sources of text: files, JSON lines, parquet and saved datasets, read as documents that know their place."""
+"""Sources of text: plain files, JSON lines, parquet files and saved datasets, read as a stream of
+documents.
+
+`data/language.py` opens a source; `data/tokens.py` and `data/tokenizer.py` read its documents. Each
+document knows its file and line, for error messages. No reader holds a whole file in memory.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +28,18 @@ from tightfit.values import nearest
 PYTHON_STDLIB = "python-stdlib"
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BLOCK_BYTES = 1 << 20
-_ROWS = 256  # of a parquet file that are decoded at once
+_PARQUET_ROWS = 256  # rows of a parquet file that are decoded at once
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text and where it stands. `ends` is False where the next document continues it: large files come in blocks."""
+    """A text with its target or label.
+
+    location      its file and line or row, for messages
+    target        the target text of a pair, if there is one
+    label         the class label, if there is one
+    is_last_part  False if the next document continues this one: large files are read in blocks
+    """
 
     place: str
     text: str
@@ -39,19 +50,27 @@ class Document:
 
 @dataclass(frozen=True)
 class Columns:
-    """The fields of a row that are read: the text, the target text of a pair, the class label."""
+    """The names of the fields that are read from a row: the text, the target text of a pair, the
+    class label."""
 
     text: str
     target: str | None = None
     label: str | None = None
 
     def names(self) -> list[str]:
+        """The names of all fields that are read, the text first."""
         return [name for name in (self.text, self.target, self.label) if name is not None]
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """A source of documents: its name for messages, what identifies its content, its size, and how it is read."""
+    """A source of documents.
+
+    name        for messages
+    identity    JSON-like content that changes when the files or fields change; the cache's key
+    size_bytes  of all files
+    documents   reads the documents from the start; damaged ones go to the given DamagePolicy
+    """
 
     name: str
     identity: Any
@@ -60,7 +79,8 @@ class TextSource:
 
 
 def open_text(spec: DataSpec, columns: Columns) -> TextSource:
-    """The documents of `spec` (text, jsonl, parquet or dataset). Raises InputError for what is not there."""
+    """The source that `spec` names (text, jsonl, parquet or dataset). Raises InputError if its
+    files do not exist."""
     if spec.text is not None:
         if columns.target or columns.label:
             raise InputError(
@@ -84,7 +104,7 @@ def open_text(spec: DataSpec, columns: Columns) -> TextSource:
 
 
 def first_document(source: TextSource, skip_damaged: bool) -> Document:
-    """The first sound document. Raises InputError where there is none."""
+    """The first undamaged document. Raises InputError if there is none."""
     damage = Damage(skip_damaged)
     for document in source.documents(damage):
         return document
@@ -98,16 +118,23 @@ def _source(name: str, files: list[Path], columns: Columns, read: Callable[[Dama
 
 
 def stdlib_files() -> list[Path]:
-    """The modules of the running Python's standard library, without its tests: some 12 MB of text on every machine."""
+    """The source files of the running Python's standard library, without its tests: about 12 MB of
+    text that every machine has."""
     files: list[Path] = []
     for place, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
-        inside[:] = [name for name in inside if name not in _LEFT_OUT]  # os.walk goes into what is left
+        inside[:] = [name for name in inside if name not in _LEFT_OUT]  # os.walk visits only these
         files += [Path(place, name) for name in names if name.endswith(".py")]
     return sorted(files)
 
 
 def find_files(field: str, given: str | list[str], endings: tuple[str, ...] = ()) -> list[Path]:
-    """The files that a file, folder, glob or list of them names; of folders those with `endings`. Raises InputError."""
+    """The files that `given` names: a file, a folder, a glob or a list of these.
+
+    field    the data field, for messages
+    endings  of the files that are taken from a folder; () takes all
+
+    Raises InputError if there are no such files.
+    """
     if isinstance(given, list):
         return [file for one in given for file in find_files(field, one, endings)]
     path = expanded(given)
@@ -123,7 +150,7 @@ def find_files(field: str, given: str | list[str], endings: tuple[str, ...] = ()
         return files
     files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
     if not files:
-        raise InputError(f"data: {field}={given}", "no such file or folder", _similar(path))
+        raise InputError(f"data: {field}={given}", "no such file or folder", _nearest_path_fix(path))
     return files
 
 
@@ -133,8 +160,8 @@ def _files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
     return sorted(file for file in shown if not endings or file.suffix.lower() in endings)
 
 
-def _similar(path: Path) -> str:
-    """What to write instead of a path that is not there."""
+def _nearest_path_fix(path: Path) -> str:
+    """The remedy for a path that does not exist: the nearest name in its folder."""
     if glob.has_magic(str(path)) or not path.parent.is_dir():
         return "check the path; relative paths start at the job file's folder"
     names = sorted(other.name for other in path.parent.iterdir())
@@ -142,7 +169,8 @@ def _similar(path: Path) -> str:
 
 
 def _read_text(files: list[Path], damage: Damage) -> Iterator[Document]:
-    """Each file is one document; files of more than a block come in several, cut at line ends."""
+    """Each file as one document. A file larger than a block comes as several documents, split at
+    line ends."""
     for file in files:
         held: Document | None = None
         for line, block in _blocks(file):
@@ -155,7 +183,8 @@ def _read_text(files: list[Path], damage: Damage) -> Iterator[Document]:
 
 
 def _blocks(file: Path) -> Iterator[tuple[int, bytes]]:
-    """A file in blocks of about 1 MiB, each with the number of its first line: whole lines, or parts of one that is longer."""
+    """A file in blocks of about 1 MiB, each with the number of its first line. A block holds
+    whole lines, or a part of one line that is longer than a block."""
     line, rest = 1, b""
     with file.open("rb") as opened:
         while block := opened.read(_BLOCK_BYTES):
@@ -170,7 +199,7 @@ def _blocks(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _refuse_parquet(file: Path) -> None:
-    """Raise InputError where a file that is to be read as plain text begins as parquet files do."""
+    """Raise InputError if a file given as plain text starts with the magic bytes of parquet."""
     with file.open("rb") as opened:
         if opened.read(4) == b"PAR1":
             raise InputError(
@@ -179,14 +208,14 @@ def _refuse_parquet(file: Path) -> None:
 
 
 def _decode(file: Path, first: int, block: bytes, damage: Damage) -> str:
-    """The block as text, without the lines that are not UTF-8 where damage is skipped."""
+    """The block as text. Lines that are not UTF-8 are reported as damage and left out."""
     try:
         return block.decode()
     except UnicodeDecodeError:
-        return "".join(_sound_lines(file, first, block, damage))
+        return "".join(_valid_lines(file, first, block, damage))
 
 
-def _sound_lines(file: Path, first: int, block: bytes, damage: Damage) -> Iterator[str]:
+def _valid_lines(file: Path, first: int, block: bytes, damage: Damage) -> Iterator[str]:
     for number, line in enumerate(io.BytesIO(block), first):
         try:
             yield line.decode()
@@ -214,17 +243,17 @@ def _read_line(place: str, line: bytes, columns: Columns, damage: Damage) -> Ite
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        damage.report(place, f"not a line of JSON ({_said(error)})")
+        damage.report(place, f"not a line of JSON ({_json_error(error)})")
     else:
         yield from _documents(place, row, columns, damage)
 
 
-def _said(error: Exception) -> str:
+def _json_error(error: Exception) -> str:
     return "nested too deep" if isinstance(error, RecursionError) else str(error)
 
 
 def _line_end(lines: BinaryIO) -> int:
-    """Go to the end of the line; returns the place of its last byte but the line end."""
+    """Read to the end of the line. Returns the file offset of its end, without the newline."""
     while part := lines.readline(_BLOCK_BYTES):
         if part.endswith(b"\n"):
             return lines.tell() - 1
@@ -232,23 +261,28 @@ def _line_end(lines: BinaryIO) -> int:
 
 
 def _read_long(place: str, record: LongRecord, columns: Columns, damage: Damage) -> Iterator[Document]:
-    """The document of a line that is too long to be read at once: its text in parts."""
+    """The document of a line that is too long to be read at once, with its text in several
+    parts."""
     try:
         row = record.fields(columns.text)
     except (ValueError, RecursionError) as error:
-        damage.report(place, f"not a line of JSON ({_said(error)})")
+        damage.report(place, f"not a line of JSON ({_json_error(error)})")
         return
-    for whole in _documents(place, row, columns, damage):
+    for document in _documents(place, row, columns, damage):
         before = None
         for part in record.text(columns.text):
             if before is not None:
                 yield Document(place, before, ends=False)
             before = part
-        yield replace(whole, text=before or "")
+        yield replace(document, text=before or "")
 
 
 def _read_parquet(files: list[Path], columns: Columns, damage: Damage) -> Iterator[Document]:
-    """Rows one by one, and texts as the dictionary that they may be stored as: repeated ones make a small file large."""
+    """The rows of parquet files, one by one.
+
+    Texts are read in their dictionary encoding: if many rows repeat a text, a small file would
+    become large when decoded.
+    """
     import pyarrow
     from pyarrow import parquet
 
@@ -263,7 +297,7 @@ def _read_parquet(files: list[Path], columns: Columns, damage: Damage) -> Iterat
             known = columns.names()
             texts = [name for name in known if schema.field(name).type in (pyarrow.string(), pyarrow.large_string())]
             with parquet.ParquetFile(file, read_dictionary=texts) as table:
-                for batch in table.iter_batches(_ROWS, columns=known):
+                for batch in table.iter_batches(_PARQUET_ROWS, columns=known):
                     for index in range(batch.num_rows):
                         number += 1
                         row = {name: batch.column(name)[index].as_py() for name in known}
@@ -286,7 +320,11 @@ def _read_dataset(folder: Path, columns: Columns, damage: Damage) -> Iterator[Do
 
 
 def load_dataset(folder: Path) -> Any:
-    """The datasets.Dataset that save_to_disk left in a folder; of several splits the one named train."""
+    """The datasets.Dataset that save_to_disk wrote to a folder; of several splits the one named
+    train.
+
+    Raises InputError if the folder holds no dataset, or splits without one named train.
+    """
     import datasets
 
     try:
@@ -309,8 +347,8 @@ def load_dataset(folder: Path) -> Any:
 
 
 def _documents(place: str, row: Any, columns: Columns, damage: Damage) -> Iterator[Document]:
-    """The document of one row: none where it is damaged or its text is empty."""
-    found = _flaw(row, columns)
+    """The document of one row; nothing if it is damaged or its text is empty."""
+    found = _row_damage(row, columns)
     if found:
         damage.report(place, found)
     elif row[columns.text] and (columns.target is None or row[columns.target]):
@@ -318,16 +356,16 @@ def _documents(place: str, row: Any, columns: Columns, damage: Damage) -> Iterat
         yield Document(place, row[columns.text], target, label)
 
 
-def _flaw(row: Any, columns: Columns) -> str | None:
-    """What is wrong with a row, or None."""
+def _row_damage(row: Any, columns: Columns) -> str | None:
+    """What is wrong with a row, as a message; None if nothing is."""
     if not isinstance(row, dict):
         return f"expected a mapping of fields, found {type(row).__name__}"
     for name in columns.names():
         if name not in row:
             return f"has no field {name!r}; it has {', '.join(map(repr, row)) or 'none'}"
-        kinds, wanted = (int | str, "a label") if name == columns.label else (str, "text")
+        kinds, expected = (int | str, "a label") if name == columns.label else (str, "text")
         if not isinstance(row[name], kinds):
-            return f"field {name!r} holds {type(row[name]).__name__}, not {wanted}"
+            return f"field {name!r} holds {type(row[name]).__name__}, not {expected}"
         if isinstance(row[name], str) and not _is_unicode(row[name]):
             return f"field {name!r} holds half a surrogate pair, which is no character"
     return None

@@ -1,6 +1,7 @@
-"""Tokenizers: the user's own, or a byte-level BPE trained on the data and cached.
+"""Tokenizers: the user's own tokenizer, or a byte-level BPE that is trained on the data and cached.
 
-Source  byte-level BPE: Radford et al. 2019 (GPT-2); sentinels: Raffel et al. 2020, arXiv:1910.10683 (T5).
+Source  byte-level BPE: Radford et al. 2019 (GPT-2); sentinels: Raffel et al. 2020, arXiv:1910.10683
+        (T5).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tightfit.job import DataSpec, expanded
 _log = logging.getLogger(__name__)
 PAD, END, MASK, SENTINEL = "<|pad|>", "<|endoftext|>", "<|mask|>", "<extra_id_{}>"
 _TRAINING_CHARACTERS = 8_000_000
-_WORD = re.compile(r"(\S{1024})\S+|(\s{1024})\s+")
+_LONG_RUN = re.compile(r"(\S{1024})\S+|(\s{1024})\s+")
 _BYTES = 256  # the alphabet of a byte-level tokenizer
 _END_NAMES = (END, "</s>", "[SEP]", "<|end_of_text|>", "<eos>", "<|im_end|>")
 _PAD_NAMES = (PAD, "[PAD]", "<pad>")
@@ -31,7 +32,15 @@ _MASK_NAMES = (MASK, "[MASK]", "<mask>")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of the tokens that stand for no text, `all` of them; `vocabulary` is how many tokens there are."""
+    """The ids of the special tokens, which represent no text.
+
+    vocabulary  the number of all tokens
+    end, pad    the end-of-text token, and the padding token (the end-of-text token if there is
+                none)
+    mask        the mask token of a masked-lm, or None
+    sentinels   <extra_id_0>, <extra_id_1>, ... of span corruption
+    all         all of these and the tokenizer's own special tokens, sorted
+    """
 
     vocabulary: int
     end: int
@@ -42,7 +51,8 @@ class SpecialTokens:
 
 
 def load_tokenizer(path: str) -> Any:
-    """The transformers tokenizer of a folder or a tokenizer.json. Raises InputError."""
+    """The transformers tokenizer in a folder or a tokenizer.json. Raises InputError if there is
+    none."""
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
@@ -55,14 +65,15 @@ def load_tokenizer(path: str) -> Any:
             loaded.backend_tokenizer  # noqa: B018  a tokenizer in pure Python has none
             return loaded
         return _with_roles(Tokenizer.from_file(str(place / "tokenizer.json" if place.is_dir() else place)))
-    except Exception as error:  # the Rust library raises plain Exception, transformers many kinds
+    except Exception as error:  # the Rust library raises plain Exception, transformers many classes
         raise InputError(
             asked, f"not a tokenizer ({error})", "write one with tokenizer.save_pretrained(folder)"
         ) from None
 
 
 def _with_roles(backend: Any) -> Any:
-    """A tokenizers.Tokenizer does not say what its special tokens are for, so they are found by their usual names."""
+    """Wrap a tokenizers.Tokenizer for transformers. It does not say what its special tokens are
+    for, so they are recognised by their usual names."""
     from transformers import PreTrainedTokenizerFast
 
     def named(names: tuple[str, ...]) -> str | None:
@@ -77,7 +88,12 @@ def _with_roles(backend: Any) -> Any:
 
 
 def trained_tokenizer(source: TextSource, spec: DataSpec, model: ModelInput, sentinels: int) -> Any:
-    """A byte-level BPE of the model's vocabulary size, trained on some 8 MB of the source and cached."""
+    """A byte-level BPE of the model's vocabulary size, trained on about 8 MB of the source and
+    cached.
+
+    sentinels: how many sentinel tokens it needs. Raises InputError if the vocabulary size is
+    unknown, or smaller than the 256 bytes and the special tokens.
+    """
     names, size = _special_names(model.task, sentinels), spec.vocabulary_size or model.vocabulary
     if size is None:
         raise InputError(
@@ -96,7 +112,8 @@ def trained_tokenizer(source: TextSource, spec: DataSpec, model: ModelInput, sen
 
 
 def _special_names(task: str | None, sentinels: int) -> list[str]:
-    """In the order of their ids: padding first, as in BERT and T5, where there is any."""
+    """The names of the special tokens in the order of their ids: padding first, if there is any, as
+    in BERT and T5."""
     if task in (None, "causal-lm"):
         return [END]
     extra = [MASK] if task == "masked-lm" else []
@@ -118,12 +135,16 @@ def _train(folder: Path, source: TextSource, vocabulary: int, names: list[str]) 
 
 
 def _training_texts(source: TextSource) -> Iterator[str]:
-    """Documents spread evenly over the source, some 8 MB of them. Of what has no gap for long, data or a drawing, the beginning."""
+    """Documents spread evenly over the source, about 8 MB in all.
+
+    Runs of more than 1024 characters without a space, or of spaces, are shortened: they are data or
+    drawings, not words.
+    """
     every = max(1, -(-source.size_bytes // _TRAINING_CHARACTERS))
     left, read = _TRAINING_CHARACTERS, 0
     for document in itertools.islice(source.documents(Damage(skip=True)), 0, None, every):
         for text in filter(None, (document.text, document.target)):
-            kept = _WORD.sub(r"\1\2", text[:left])
+            kept = _LONG_RUN.sub(r"\1\2", text[:left])
             yield kept
             left -= len(kept)
             read += len(text)
@@ -133,7 +154,7 @@ def _training_texts(source: TextSource) -> Iterator[str]:
 
 
 def special_tokens(tokenizer: Any, asked: str, task: str | None) -> SpecialTokens:
-    """The ids that `task` needs of a tokenizer. Raises InputError where it lacks one."""
+    """The special tokens of a tokenizer. Raises InputError if it lacks one that `task` needs."""
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if end is None:
         raise InputError(asked, "has no end-of-text token", "add eos_token to its tokenizer_config.json")

@@ -1,4 +1,9 @@
-"""Token files: documents tokenized once, one after another in a memory-mapped file, and the rows cut from it."""
+"""Token files: documents are tokenized once into a memory-mapped file; training sequences are
+slices of it.
+
+`token_file` makes or finds the file in the cache. `PackedSequences` and `PaddedSequences` cut
+sequences from it, and `data/sequences.py` turns these into samples of the model's task.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +34,15 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A folder of the cache: `ids` of all documents, each closed by an end-of-text token, and where they start.
+    """A folder of the cache with the token ids of all documents, one after another.
 
-    `part` is text or target. Pickles as its path: a worker maps the file itself.
+    field    which field of the documents: "text" or "target"
+    ids      (tokens,) uint16 or uint32; each document ends with an end-of-text token
+    offsets  (documents + 1,) int64; document i is ids[offsets[i] : offsets[i + 1]]
+    labels   (documents,) int64 class labels, if the source has labels
+    facts    "dtype" of the ids, "damaged": documents left out, "classes": names of the labels
+
+    Pickles as its path: each worker process maps the file itself.
     """
 
     folder: Path
@@ -60,9 +71,12 @@ class TokenFile:
 def token_file(
     source: TextSource, tokenizer: Any, special: SpecialTokens, template: bool, skip_damaged: bool
 ) -> TokenFile:
-    """The tokens of a source, from the cache or made now. `template`: with the tokenizer's own special tokens around.
+    """The tokens of a source, from the cache or made now.
 
-    Raises InputError for damaged text.
+    template      put the tokenizer's own special tokens around each text, such as [CLS] and [SEP]
+    skip_damaged  leave damaged documents out instead of refusing them
+
+    Raises InputError for damaged text and for labels of two kinds.
     """
     identity = [source.identity, tokenizer.backend_tokenizer.to_str(), special.end, template, skip_damaged]
 
@@ -79,7 +93,8 @@ def token_file(
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in lists of some 1 MB, which the tokenizer encodes in parallel: it takes some 200 bytes for each character."""
+    """Chunks in lists of about a million characters, which the tokenizer encodes in parallel. It
+    needs about 200 bytes for each character."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -98,21 +113,22 @@ class _Writer:
     def __init__(self, folder: Path, tokenizer: Any, special: SpecialTokens, template: bool) -> None:
         self.folder, self.special, self.template = folder, special, template
         self.backend = tokenizer.backend_tokenizer
-        self.backend.no_truncation()  # a tokenizer.json may carry both, and would cut documents
+        self.backend.no_truncation()  # a tokenizer.json may switch on both, which would change documents
         self.backend.no_padding()
         self.dtype = np.dtype(np.uint16 if special.vocabulary <= 1 << 16 else np.uint32)
         self.written = {"text": 0, "target": 0}
         self.offsets = {"text": array("q", [0]), "target": array("q", [0])}
         self.labels: list[int | str] = []
-        self.read = 0.0  # million characters
-        self._closing: list[int] = []  # the special tokens after the document at hand
-        self._last = -1  # its last token
+        self.read = 0.0  # millions of characters
+        self._closing: list[int] = []  # the special tokens after the current document
+        self._last = -1  # the last token of the current document
 
     def encode(self, text: str) -> list[int]:
+        """The token ids of a text without special tokens."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def counted(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """The same documents, of which labels are kept, and how long they are."""
+        """Pass the documents on. Collects their labels and counts their characters."""
         for document in documents:
             self.read += len(document.text) / 1e6
             if document.ends and document.label is not None:
@@ -120,15 +136,16 @@ class _Writer:
             yield document
 
     def write(self, batch: list[Piece]) -> None:
+        """Tokenize chunks and append them to the files of their fields."""
         encodings = self.backend.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
         with (self.folder / "text.bin").open("ab") as text, (self.folder / "target.bin").open("ab") as target:
             for piece, encoding in zip(batch, encodings, strict=True):
-                self._append(piece, encoding, target if piece.part == "target" else text)
+                self._append_chunk(piece, encoding, target if piece.part == "target" else text)
 
-    def _append(self, piece: Piece, encoding: Any, file: Any) -> None:
+    def _append_chunk(self, piece: Piece, encoding: Any, file: Any) -> None:
         ids = encoding.ids
         if piece.begins:
-            before, self._closing = self._around(encoding) if self.template else ([], [])
+            before, self._closing = self._template_tokens(encoding) if self.template else ([], [])
             ids = [*before, *ids]
         if piece.ends:
             ids = [*ids, *self._closing]
@@ -140,7 +157,7 @@ class _Writer:
         if piece.ends:
             self.offsets[piece.part].append(self.written[piece.part])
 
-    def _around(self, encoding: Any) -> tuple[list[int], list[int]]:
+    def _template_tokens(self, encoding: Any) -> tuple[list[int], list[int]]:
         """The special tokens that the tokenizer puts before and after a text."""
         ids, whole = encoding.ids, self.backend.post_process(encoding, None, True).ids
         for before in range(len(whole) - len(ids) + 1):
@@ -149,7 +166,10 @@ class _Writer:
         return [], []
 
     def finish(self, name: str, damage: Damage) -> None:
-        """Write what is known only at the end. Raises InputError for labels of two kinds."""
+        """Write offsets, labels and facts, which are known only at the end.
+
+        Raises InputError if some labels are text and some are numbers.
+        """
         for part, offsets in self.offsets.items():
             np.save(self.folder / f"{part}-offsets.npy", np.array(offsets, dtype=np.int64))
         classes = sorted({label for label in self.labels if isinstance(label, str)})
@@ -165,9 +185,10 @@ class _Writer:
 
 
 class Rows(Protocol):
-    """Token sequences: `gather` (B,) indices -> (B, L) int64 ids and (B, L) bool, True where a token stands.
+    """Token sequences of at most `length` tokens.
 
-    length is that of a full sequence, and L where they are not ragged.
+    gather  (B,) indices -> (B, L) int64 ids and a (B, L) bool mask, False at padding
+    ragged  whether L varies from batch to batch; otherwise L is `length`
     """
 
     @property
@@ -183,7 +204,9 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Packed:
-    """All documents as one text, cut in pieces of `length`; what remains after the last full piece is left out."""
+    """All documents joined and cut into sequences of `length` tokens. The remainder after the last
+    full sequence is left out. Example: 1,000 tokens with length 300 give 3 sequences; 100 tokens
+    are unused."""
 
     tokens: TokenFile
     length: int
@@ -200,7 +223,8 @@ class Packed:
 
 @dataclass(frozen=True)
 class Padded:
-    """One document a row, truncated to `length`, filled on the right with `pad` to the longest of the batch."""
+    """One document per sequence, truncated to `length` and padded on the right with `pad` to the
+    longest of the batch."""
 
     tokens: TokenFile
     length: int
@@ -214,6 +238,6 @@ class Padded:
         starts = self.tokens.offsets[indices]
         lengths = np.minimum(self.tokens.offsets[indices + 1] - starts, self.length)
         columns = np.arange(lengths.max())
-        there = columns < lengths[:, None]
-        ids = self.tokens.ids[np.where(there, starts[:, None] + columns, 0)].astype(np.int64)
-        return np.where(there, ids, self.pad), there
+        mask = columns < lengths[:, None]
+        ids = self.tokens.ids[np.where(mask, starts[:, None] + columns, 0)].astype(np.int64)
+        return np.where(mask, ids, self.pad), mask

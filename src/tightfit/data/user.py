@@ -1,7 +1,9 @@
-"""Samples of the user's own: any map-style dataset or sequence, and iterables, whose order is their own.
+"""The user's own samples: any map-style dataset or sequence, and iterables, which set their own
+order.
 
-A dataset may draw from the random generators of Python, NumPy and torch (to augment, say): what they give it is a
-function of the seed, the sample and the epoch, and the training's own generators do not notice.
+A dataset may use the random generators of Python, NumPy and torch, for example to augment samples.
+The numbers that it gets are a function of the seed, the sample and the epoch. The training's own
+generators do not change.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from tightfit.errors import InputError, TightfitError
 from tightfit.models import load_python
 from tightfit.models.objective import Batch
 
-_SEEN = 8  # samples that are looked at when a dataset is opened
-_END = object()
+_SEEN = 8  # samples that are inspected when a dataset is opened
+_END = object()  # marks the end of an iterator
 
 
 @runtime_checkable
 class MapStyle(Protocol):
-    """A dataset whose samples can be had by number."""
+    """A dataset whose samples are accessed by index."""
 
     def __len__(self) -> int: ...
 
@@ -38,7 +40,8 @@ class MapStyle(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """A dataset handed over in Python. Pickles with its tensors in shared memory, where all workers read them."""
+    """A dataset that was given as a Python object. Pickles with its tensors in shared memory, where
+    all worker processes read them."""
 
     dataset: Any
 
@@ -50,16 +53,17 @@ class Given:
         return packed(self.dataset)
 
     def __reduce__(self) -> Any:
-        return _given, self._packed
+        return _restore_given, self._packed
 
 
-def _given(*parts: Any) -> Given:
+def _restore_given(*parts: Any) -> Given:
     return Given(unpacked(*parts))
 
 
 @dataclass(frozen=True)
 class Named:
-    """The dataset that "file.py:function" or "module:function" returns. Pickles as that name: a worker calls it."""
+    """The dataset that the function "file.py:function" or "module:function" returns. Pickles as
+    that name: each worker process calls the function itself."""
 
     source: str
 
@@ -78,7 +82,11 @@ class Named:
 
 
 class UserSamples:
-    """A user's map-style dataset: batches are what torch's default_collate makes of its samples, ragged rows padded."""
+    """The samples of a user's map-style dataset. Batches are padded and stacked by `collate`.
+
+    Opening it reads the first 8 samples to see their fields, lengths and whether they are ragged.
+    Raises InputError if it is empty, or if a sample lacks what the model's task needs.
+    """
 
     damaged = 0
     tokenizer = None
@@ -126,13 +134,15 @@ class UserSamples:
 
 
 class UserStream:
-    """A user's iterable dataset, read again from its start when it ends. To resume, what was consumed is read over."""
+    """The samples of a user's iterable dataset. When it ends, it is read again from its start. A
+    resumed run reads and skips the samples that were consumed before."""
 
     def __init__(self, make: Given | Named, model: ModelInput, seed: int) -> None:
         self.make, self.model, self.seed = make, model, seed
 
     def batches(self, ranges: Iterable[tuple[int, int]]) -> Iterator[Batch]:
-        """The batches of samples first..stop of the stream, in order; again the one before, where that was read already."""
+        """The batches of samples first..stop of the stream, in order. A range that was read already
+        gives the previous batch again."""
         samples, place, batch = self._samples(), 0, None
         for first, stop in ranges:
             if batch is None or first >= place:
@@ -143,7 +153,7 @@ class UserStream:
 
     @property
     def sample_items(self) -> int:
-        """Tokens of the first sample, or 1."""
+        """The number of tokens of the first sample, or 1."""
         sample = as_tensors(next(self._samples()))
         warn_unshifted(sample, self.model)
         return items_in(sample)
@@ -182,7 +192,11 @@ class UserStream:
 
 
 def open_user(make: Given | Named, model: ModelInput, seed: int) -> UserSamples | UserStream:
-    """A user's dataset as samples, or as a stream where it has no length. Raises InputError for what is neither."""
+    """A user's dataset as UserSamples, or as a UserStream if it is an iterable without a length.
+
+    Raises InputError for anything else: a DataLoader, a string, a dict, or an iterator that can be
+    read only once.
+    """
     dataset, asked = make(), f"data: python={make.source}" if isinstance(make, Named) else "data"
     found = f"a {type(dataset).__name__}"
     if isinstance(dataset, DataLoader):

@@ -119,6 +119,18 @@ def products_of(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     return products, [module for module in own if module not in products]
 
 
+def _keep_type(module: nn.Module) -> None:
+    """Let a model that converts the module in its forward (`router.to(torch.float32)`) leave it as it is while its parameters
+    are gathered: autocast decides what type a product runs in, and the converted weight would not be gathered again."""
+    convert = module._apply
+
+    def unless_gathered(fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        gathered = any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
+        return module if gathered else convert(fn, recurse)
+
+    module._apply = unless_gathered  # type: ignore[method-assign]
+
+
 def _of_another_type(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
     """Modules whose own parameters are not of the type that most are, for what is gathered together has one type: norms
     that keep fp32 among 16-bit weights. Raises InputError where the model or a block has such beside others."""
@@ -262,6 +274,8 @@ class Shards:
                 continue
             if others:  # such as norms: what is gathered together has one type
                 shard(others, reshard_after_forward=True, mp_policy=policy)
+            for module in products:
+                _keep_type(module)
             halved = replace(policy, param_dtype=narrow_type, reduce_dtype=torch.float32)
             shard(block, reshard_after_forward=True, mp_policy=halved)
         shard(model, mp_policy=policy)

@@ -1,4 +1,4 @@
-"""Models: from presets and transformers configs, pretrained folders, or the user's own Python."""
+"""Models from presets, transformers configs, pretrained folders or the user's own Python code."""
 
 from tightfit.models.blocks import find_blocks, places_of
 from tightfit.models.create import (

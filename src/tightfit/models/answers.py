@@ -1,4 +1,9 @@
-"""Answers: what operations give on tensors without values, where torch does not know it."""
+"""Fake outputs: the results of operations on fake tensors that torch's own fake kernels cannot
+give.
+
+The tracers call `fake_output` for operations whose output shape depends on values (nonzero, boolean
+masks), and for grouped matrix products (the experts of a mixture).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +21,8 @@ GROUPED_PRODUCT = torch.ops.aten._grouped_mm
 
 
 class GroupedProducts(TorchDispatchMode):
-    """Within, products of groups, as of experts, have a result in every type: torch has one in bf16 only."""
+    """Inside, grouped matrix products (torch._grouped_mm) have a fake result in every type: torch's
+    own has one in bf16 only."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is GROUPED_PRODUCT.default:
@@ -25,16 +31,25 @@ class GroupedProducts(TorchDispatchMode):
 
 
 def grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, *unused: Any, **named: Any) -> Tensor:
-    """A tensor of the shape of torch._grouped_mm's: `left` and `right` are 2-D, cut by `offsets`, or have a group in each row."""
+    """An empty tensor with the shape and type of torch._grouped_mm's result.
+
+    left, right  3-D operands have one matrix for each group; 2-D operands are divided into groups
+                 by `offsets`, the (groups,) ends of the groups
+    """
     offsets = named.get("offs", offsets)
-    several: Sequence[int] = ()
+    groups: Sequence[int] = ()
     if left.dim() == right.dim():  # a product for each group
-        several = left.shape[:1] if left.dim() == 3 or offsets is None else offsets.shape
-    return left.new_empty((*several, left.shape[-2], right.shape[-1]), dtype=named.get("out_dtype") or left.dtype)
+        groups = left.shape[:1] if left.dim() == 3 or offsets is None else offsets.shape
+    return left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=named.get("out_dtype") or left.dtype)
 
 
 def grouped_sizes(left: Sequence[int], right: Sequence[int], groups: int) -> tuple[float, float, float, float]:
-    """(groups, rows, columns, depth) of the mean product of torch._grouped_mm, by the shapes of its operands."""
+    """(groups, rows, columns, depth) of torch._grouped_mm: its number of products and the mean size
+    of one.
+
+    left, right: the shapes of the operands. Example: (64, 16) x (4, 16, 32) in 4 groups gives
+    (4, 16, 32, 16): each of the 4 products is (16, 16) x (16, 32).
+    """
     rows, columns, depth = float(left[-2]), float(right[-1]), float(left[-1])
     if len(left) == len(right) == 2:
         depth /= groups
@@ -46,14 +61,19 @@ def grouped_sizes(left: Sequence[int], right: Sequence[int], groups: int) -> tup
 
 
 def grouped_flops(left: Sequence[int], right: Sequence[int], offsets: Any = None, *unused: Any, **named: Any) -> int:
-    """As torch's formulas of FLOPs are called."""
+    """The FLOPs of torch._grouped_mm, with the arguments of torch's FLOP formulas: shapes instead
+    of tensors."""
     offsets = named.get("offs", offsets)
     groups = offsets[0] if offsets is not None else left[0] if len(left) == 3 else 1
     return round(2 * math.prod(grouped_sizes(left, right, groups)))
 
 
 def answer(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation gives on tensors without values: where the shape depends on values, the largest that it may have."""
+    """The output of an operation on fake tensors. A shape that depends on values is the largest
+    possible one.
+
+    Example: nonzero of a (3, 4) tensor gives (12, 2), as if all 12 elements were nonzero.
+    """
     aten = torch.ops.aten
     if func is aten.nonzero.default:
         return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
@@ -77,17 +97,17 @@ def answer(func: Any, args: Any, kwargs: Any) -> Any:
 
 @contextmanager
 def failures_unlogged() -> Iterator[None]:
-    """torch logs a traceback for each operation that fails on tensors without values. Within it does not: who catches the error
-    says what it means."""
+    """Inside, torch does not log a traceback for an operation that fails on fake tensors. The
+    caller catches the error and explains it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    logger.addFilter(_none)
+    logger.addFilter(_drop_record)
     try:
         yield
     finally:
-        logger.removeFilter(_none)
+        logger.removeFilter(_drop_record)
 
 
-def _none(record: logging.LogRecord) -> bool:
+def _drop_record(record: logging.LogRecord) -> bool:
     return False
 
 

@@ -1,4 +1,8 @@
-"""Blocks: the repeated modules that hold most of a model, found in any nn.Module or named by the user."""
+"""Blocks: the repeated modules that hold most of a model's parameters.
+
+Pipeline stages, recompute, FSDP units and per-block compilation all work on these blocks. They are
+found in any nn.Module, or the user names them (`model.blocks`).
+"""
 
 from __future__ import annotations
 
@@ -14,35 +18,48 @@ if TYPE_CHECKING:
 
     Named = list[tuple[str, nn.Module]]
 
-MINOR_SHARE = 0.1  # repetitions of a class that hold less of the repeated parameters are not what the model is made of
+# A repeated class with less than this share of all repeated parameters is no block of the model.
+MINOR_SHARE = 0.1
 
 
 def find_blocks(model: nn.Module, name: str | None = None) -> Named:
-    """The model's repeated blocks with their full names, in order of definition; empty if nothing repeats.
+    """The model's repeated blocks as (full name, module), in order of definition; empty if nothing
+    repeats.
 
-    name  the list that holds them, such as "model.layers"; several are separated by commas
+    name  the list that holds the blocks, such as "model.layers"; several lists are separated by
+          commas
 
-    Found by themselves, blocks are the members of the outermost lists (ModuleList, Sequential, ModuleDict; several, as
-    in an encoder-decoder), or where there is none, the siblings of one class that hold most of the parameters. A lone
-    layer such as nn.Linear is no block. Raises InputError if there is no module `name`, or nothing in it.
+    Without a name, the blocks are the members of the outermost lists (ModuleList, Sequential,
+    ModuleDict; an encoder-decoder has several). If there is no such list, they are the siblings of
+    one class that hold most of the parameters. A single torch layer such as nn.Linear is no block.
+
+    Example: a GPT-2 of 12 layers gives ("transformer.h.0", GPT2Block) to ("transformer.h.11",
+    GPT2Block).
+
+    Raises InputError if there is no module `name`, or if it holds no modules.
     """
     if name:
-        return [block for part in name.split(",") for block in _named(model, part.strip())]
+        return [block for part in name.split(",") for block in _members_of(model, part.strip())]
     found = _repeated(model, "", _members)
     if not found:
         siblings = _repeated(model, "", _siblings)
-        found = siblings if 2 * sum(_size(block) for _, block in siblings) > _size(model) else []
+        found = siblings if 2 * sum(_parameter_count(block) for _, block in siblings) > _parameter_count(model) else []
     sizes: Counter[type] = Counter()
     for _, block in found:
-        sizes[type(block)] += _size(block)
+        sizes[type(block)] += _parameter_count(block)
     return [(path, block) for path, block in found if sizes[type(block)] >= MINOR_SHARE * sizes.total()]
 
 
 def places_of(model: nn.Module, blocks: Named) -> dict[str, tuple[int, ...]]:
-    """Where each of the model's parameters is used: the numbers of blocks, -1 for before them, their count for after.
+    """By name, the blocks in which each parameter is used.
 
-    By the first name of each; one that is known by several names (tied) is used at each of them. What is in no block counts
-    as before or after by where it is defined; what a module holds itself that has the blocks in it, as both.
+    The values are block numbers: -1 means before the first block, len(blocks) after the last. A
+    tied parameter has several names; it is listed under the first of them and is used at each of
+    them. A parameter outside of the blocks counts as before or after them by where it is defined. A
+    parameter that belongs directly to a module which contains the blocks counts as both.
+
+    Example: a GPT-2 of 12 blocks with a tied embedding gives {"transformer.wte.weight": (-1, 12),
+    "transformer.h.0.ln_1.weight": (0,), ..., "transformer.ln_f.weight": (12,)}.
     """
     names = {f"{name}.": number for number, (name, _) in enumerate(blocks)}
     above = {name[:cut] for name, _ in blocks for cut in (0, *(p for p, letter in enumerate(name) if letter == "."))}
@@ -63,8 +80,8 @@ def places_of(model: nn.Module, blocks: Named) -> dict[str, tuple[int, ...]]:
     return {name: tuple(sorted(found[key])) for key, name in first.items()}
 
 
-def _named(model: nn.Module, name: str) -> Named:
-    """The members of the list that the user named."""
+def _members_of(model: nn.Module, name: str) -> Named:
+    """The members of the list that the user named. Raises InputError if there is no such list."""
     modules = dict(model.named_modules())
     if name not in modules:
         lists = [path for path, module in modules.items() if path and _is_list(module)]
@@ -78,7 +95,8 @@ def _named(model: nn.Module, name: str) -> Named:
 
 
 def _repeated(parent: nn.Module, path: str, members: Callable[[nn.Module], list[nn.Module]]) -> Named:
-    """The outermost repetitions below `parent`: what `members` takes is not searched further."""
+    """The outermost repeated modules below `parent`. What `members` selects is not searched
+    further."""
     taken = members(parent)
     found: Named = []
     for name, child in parent.named_children():
@@ -88,20 +106,21 @@ def _repeated(parent: nn.Module, path: str, members: Callable[[nn.Module], list[
 
 
 def _members(parent: nn.Module) -> list[nn.Module]:
-    """The blocks of a list: all of a ModuleList, whatever its length; of other lists those whose class repeats."""
+    """The blocks of a list: all members of a ModuleList, whatever its length, and of other lists
+    those of a class that occurs twice or more."""
     from torch import nn
 
     if not _is_list(parent):
         return []
     blocks = [child for child in parent.children() if _is_block(child)]
-    return blocks if isinstance(parent, nn.ModuleList) else _alike(blocks)
+    return blocks if isinstance(parent, nn.ModuleList) else _of_repeated_class(blocks)
 
 
 def _siblings(parent: nn.Module) -> list[nn.Module]:
-    return _alike([child for child in parent.children() if _is_block(child)])
+    return _of_repeated_class([child for child in parent.children() if _is_block(child)])
 
 
-def _alike(modules: list[nn.Module]) -> list[nn.Module]:
+def _of_repeated_class(modules: list[nn.Module]) -> list[nn.Module]:
     count = Counter(type(module) for module in modules)
     return [module for module in modules if count[type(module)] > 1]
 
@@ -113,12 +132,13 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether it has parameters, can be called, and is more than one of torch's own layers."""
+    """Whether a module has parameters, can be called, and is more than a single layer of
+    torch's."""
     from torch import nn
 
     layer = type(module).__module__.startswith("torch.nn") and not any(True for _ in module.children())
-    return not layer and not isinstance(module, nn.ModuleList | nn.ModuleDict) and _size(module) > 0
+    return not layer and not isinstance(module, nn.ModuleList | nn.ModuleDict) and _parameter_count(module) > 0
 
 
-def _size(module: nn.Module) -> int:
+def _parameter_count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())

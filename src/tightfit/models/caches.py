@@ -1,7 +1,8 @@
-"""Caches of a model's code: tensors without values neither come out of them nor stay in them.
+"""Caches in model code: keep fake tensors out of real runs, and real tensors out of traces.
 
-Models keep what they compute once, such as BEiT's table of relative positions, in an lru_cache or in a dict of their module or
-class. What a trace on fake tensors leaves there, a training would find; what a training leaves there, a trace cannot use.
+Models cache what they compute once, such as BEiT's table of relative positions, in an lru_cache or
+in a dict of their module or class. A training run must not find the fake tensors that a trace put
+there, and a trace cannot use the real tensors that a training run put there.
 """
 
 from __future__ import annotations
@@ -17,33 +18,39 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-_NO_MODELS = frozenset(sys.stdlib_module_names) | {
+_PACKAGES_WITHOUT_MODELS = frozenset(sys.stdlib_module_names) | {
     "torch", "torchgen", "numpy", "tightfit", "pydantic", "pydantic_core", "sympy", "rich", "yaml", "tokenizers", "typer", "click",
     "matplotlib", "PIL", "pytest", "_pytest", "psutil", "triton", "hypothesis", "pandas", "pyarrow", "scipy", "torchao",
 }  # fmt: skip
 
-_Cache = Any  # an lru_cache's function
+_Cache = Any  # a function with an lru_cache
 
 
 @contextmanager
 def tensors_kept_out() -> Iterator[None]:
-    """Within, caches of models' code hold no tensors from before, and afterwards none without values. Those in dicts come back."""
-    taken = _take_real()
+    """Inside, the caches of model code hold no tensors from before. On exit, fake and meta tensors
+    are removed from them, and the earlier entries of dicts are put back."""
+    taken = _remove_real_tensors()
     try:
         yield
     finally:
-        _drop(lambda tensor: isinstance(tensor, FakeTensor) or tensor.is_meta)
+        _remove_tensors(lambda tensor: isinstance(tensor, FakeTensor) or tensor.is_meta)
         for cache, entries in taken:
             cache.update(entries)
 
 
-def _take_real() -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """Take tensors out of all caches; what was in dicts, with the dict."""
-    return _drop(lambda tensor: not isinstance(tensor, FakeTensor))
+def _remove_real_tensors() -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """Remove real tensors from all caches. Returns the removed entries of dicts, each with its
+    dict."""
+    return _remove_tensors(lambda tensor: not isinstance(tensor, FakeTensor))
 
 
-def _drop(unwanted: Any) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """Clear functions' caches, and remove entries of dicts, that hold a tensor that is `unwanted`."""
+def _remove_tensors(unwanted: Any) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+    """Clear the lru_caches, and remove the dict entries, that hold a tensor for which `unwanted` is
+    true.
+
+    Returns the removed entries of dicts, each with its dict.
+    """
     taken = []
     functions, dicts = _all_caches(len(sys.modules), next(reversed(sys.modules)))
     _clear(functions, unwanted)
@@ -57,7 +64,8 @@ def _drop(unwanted: Any) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
 
 
 def forget_tensors() -> None:
-    """Clear functions' caches that hold a tensor: who asks next makes it again."""
+    """Clear every lru_cache of model code that holds a tensor. Its next caller computes the tensor
+    again."""
     _clear(_all_caches(len(sys.modules), next(reversed(sys.modules)))[0], lambda tensor: True)
 
 
@@ -69,20 +77,24 @@ def _clear(functions: list[_Cache], unwanted: Any) -> None:
 
 @lru_cache(1)
 def _all_caches(count: int, last: str) -> tuple[list[_Cache], list[dict[Any, Any]]]:
-    """The caches of all modules that may hold models; found again when more have been imported: `count`, `last`."""
-    modules = [module for name, module in list(sys.modules.items()) if _may_hold_models(name)]
-    found = [_caches(module) for module in modules if isinstance(module, ModuleType)]
+    """The lru_caches and dicts of all modules that may define models.
+
+    count, last  the number of imported modules and the last one's name: a new import repeats the
+                 search
+    """
+    modules = [module for name, module in list(sys.modules.items()) if _may_define_models(name)]
+    found = [_caches_of(module) for module in modules if isinstance(module, ModuleType)]
     return [one for functions, _ in found for one in functions], [one for _, dicts in found for one in dicts]
 
 
-def _may_hold_models(name: str) -> bool:
+def _may_define_models(name: str) -> bool:
     package = name.partition(".")[0]
-    return package not in _NO_MODELS and (package != "transformers" or "modeling" in name)
+    return package not in _PACKAGES_WITHOUT_MODELS and (package != "transformers" or "modeling" in name)
 
 
 @lru_cache(None)
-def _caches(module: ModuleType) -> tuple[list[_Cache], list[dict[Any, Any]]]:
-    """The functions with a cache, and the dicts, of a module and its classes."""
+def _caches_of(module: ModuleType) -> tuple[list[_Cache], list[dict[Any, Any]]]:
+    """The lru_caches and the dicts of a module and its classes."""
     functions: list[_Cache] = []
     dicts: list[dict[Any, Any]] = []
     classes = [one for one in vars(module).values() if isinstance(one, type)]
@@ -95,7 +107,8 @@ def _caches(module: ModuleType) -> tuple[list[_Cache], list[dict[Any, Any]]]:
 
 
 def _cached_functions(value: Any) -> list[_Cache]:
-    """The lru_caches of a function, a method or a property, itself or within what decorates it."""
+    """The lru_caches of a function, a method or a property: the object itself, or a function that
+    its decorator wraps."""
     if isinstance(value, _lru_cache_wrapper):
         return [value]
     if isinstance(value, staticmethod | classmethod):
@@ -116,13 +129,13 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _results(function: _Cache) -> Iterator[Tensor]:
-    """The tensors among what an lru_cache holds, which only the collector knows."""
+    """The tensors in an lru_cache. Only the garbage collector can list its entries."""
     for held in gc.get_referents(function):
         yield from _tensors(held)
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in nested lists, tuples and dicts, which may hold themselves."""
+    """The tensors in nested lists, tuples and dicts, which may contain themselves."""
     found, seen, left = [], set(), [value]
     while left:
         one = left.pop()

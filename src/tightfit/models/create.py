@@ -1,6 +1,8 @@
-"""Models made from a ModelSpec or the user's own callable. torch and transformers are imported when one is needed.
+"""Creation of models from a ModelSpec or from the user's own callable.
 
-Every mistake in a spec comes back as an InputError; running out of memory does not, as no spec is wrong then.
+The planner calls `model_factory` on fake tensors to trace a model; the engine calls it to build
+one. torch and transformers are imported only when a model is needed. Every mistake in a spec raises
+InputError. Running out of memory does not, because the spec is not wrong then.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from tightfit.values import nearest
 if TYPE_CHECKING:
     from torch import nn
 
-# transformers' model types whose task needs no import to be known; the others are looked up in its tables
+# The task of common transformers model types, known without an import; others are looked up in its tables.
 TASK_OF_ARCHITECTURE = {
     **dict.fromkeys(
         (
@@ -61,13 +63,13 @@ _TASK_OF_CLASS = {
     "ForImageClassification": "classification",
     "ForSequenceClassification": "classification",
 }
-_TABLE_OF_TASK = {
+_TRANSFORMERS_TABLES = {
     "seq2seq-lm": "SEQ_TO_SEQ_CAUSAL_LM",
     "masked-lm": "MASKED_LM",
     "causal-lm": "CAUSAL_LM",
     "classification": "IMAGE_CLASSIFICATION",
 }
-# keys that every config takes although they are no field of its class
+# keys that every config accepts although its class does not define them
 _COMMON_KEYS = {
     "num_labels",
     "torch_dtype",
@@ -79,14 +81,16 @@ _COMMON_KEYS = {
     "tie_word_embeddings",
     "use_cache",
 }
-_WRITE_IT = "name a folder with config.json and safetensors, as transformers' save_pretrained writes it"
-_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}  # how rope_parameters was written before
+_PRETRAINED_FOLDER_FIX = "name a folder with config.json and safetensors, as transformers' save_pretrained writes it"
+# the older spelling of rope_parameters
+_ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 
 
 def task_of(model: Any) -> str | None:
-    """The task of a ModelSpec: what it says, or what its architecture is for. None for the user's own callables.
+    """The task of a ModelSpec: the one it names, or the usual task of its architecture.
 
-    Raises InputError for an unknown preset or architecture, or a folder without a readable config.json.
+    None for a user's own callable. Raises InputError for an unknown preset or architecture, and for
+    a folder without a readable config.json.
     """
     if not isinstance(model, ModelSpec):
         return None
@@ -103,9 +107,10 @@ def task_of(model: Any) -> str | None:
 
 
 def model_config(spec: ModelSpec) -> Any:
-    """The transformers config of a ModelSpec, without a cache of keys and values; None for python callables.
+    """The transformers config of a ModelSpec with its key/value cache switched off; None for python
+    callables.
 
-    Raises InputError for unknown keys and impossible dimensions.
+    Raises InputError for unknown keys and for dimensions that do not divide.
     """
     if spec.python:
         return None
@@ -129,19 +134,22 @@ def model_config(spec: ModelSpec) -> Any:
         kind = _config_class(architecture)
         keys = _config_keys(spec, kind)
         _check_heads(spec, kind, keys)
-        config = _config_of(spec, architecture, keys)
+        config = _make_config(spec, architecture, keys)
     if getattr(config, "use_cache", False):
-        config.use_cache = False  # training reads no cache, and some models warn when one meets recompute
-    is_pair = getattr(
-        config, "is_encoder_decoder", False
-    )  # of encoder and decoder; not every config says so, nor how it pads
-    if is_pair and getattr(config, "decoder_start_token_id", None) is None:
+        config.use_cache = False  # training reads no cache, and some models warn if recompute is on too
+    # not every config has these fields, nor pad_token_id
+    is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
+    if is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     return config
 
 
-def _config_of(spec: ModelSpec, architecture: str, keys: dict[str, Any]) -> Any:
-    """The config of these keys. Raises InputError that names the key without which it could be, where there is one such."""
+def _make_config(spec: ModelSpec, architecture: str, keys: dict[str, Any]) -> Any:
+    """The transformers config with these keys.
+
+    Raises InputError. If the config is valid without exactly one of the keys, the error names that
+    key.
+    """
     import transformers
 
     def without(key: str) -> bool:
@@ -168,15 +176,19 @@ def _config_of(spec: ModelSpec, architecture: str, keys: dict[str, Any]) -> Any:
 
 
 def text_config(config: Any) -> Any:
-    """The part of a config that is about text, of a model of several kinds of input too; the config itself where there is none."""
+    """The text part of a multimodal model's config; the config itself if it has no such part."""
     try:
         return config.get_text_config()
-    except (ValueError, AttributeError):  # several parts read text
+    except (ValueError, AttributeError):  # ValueError: several parts read text
         return config
 
 
 def shallow(model: Any, blocks: int) -> ModelSpec | None:
-    """One of transformers' models with fewer blocks, where one number says how many it has and all are alike; None where not."""
+    """The same transformers model with only `blocks` blocks.
+
+    None if the model is the user's own or pretrained, if its blocks are of several kinds, if its
+    config has no num_hidden_layers, or if it is not deeper than `blocks`.
+    """
     if not isinstance(model, ModelSpec) or model.python or model.from_:
         return None
     config = model_config(model)
@@ -187,30 +199,35 @@ def shallow(model: Any, blocks: int) -> ModelSpec | None:
 
 
 def vocabulary_size(spec: ModelSpec) -> int | None:
-    """How many tokens the model knows; None for vision models and python callables."""
+    """The number of tokens in the model's vocabulary; None for vision models and python
+    callables."""
     config = model_config(spec)
     return None if config is None else getattr(text_config(config), "vocab_size", None)
 
 
 def model_factory(model: Any, sequential: bool = False) -> Callable[[], nn.Module]:
-    """How a ModelSpec or the user's own callable is created the usual way: on the CPU, in fp32.
+    """A function that creates the model of a ModelSpec or of the user's own callable, on the CPU
+    and in fp32.
 
-    sequential  tensors of a pretrained folder are read one by one, each when its turn comes, and not ahead by threads
+    sequential  read the tensors of a pretrained folder one by one as they are placed; by default
+                transformers' threads read ahead, which takes more memory
 
-    Under torch.device("meta") or FakeTensorMode only shapes are made, of pretrained folders too: no weights are read.
+    Under torch.device("meta") or FakeTensorMode the function makes only shapes. It then reads no
+    weights of a pretrained folder either. Raises InputError, as the returned function does, for a
+    mistake in the spec or the callable.
     """
-    make = _factory(model, sequential)
+    make = _make_factory(model, sequential)
 
     def create() -> nn.Module:
-        with _without_values() if _shapes_only() else nullcontext():
-            return _without_cache(make())
+        with _skip_trunc_normal() if _shapes_only() else nullcontext():
+            return _switch_off_cache(make())
 
     return create
 
 
-def _without_cache(model: nn.Module) -> nn.Module:
-    """transformers' models fill a cache of keys and values as they run. Training reads none; a block that is computed again would
-    add its keys a second time."""
+def _switch_off_cache(model: nn.Module) -> nn.Module:
+    """Switch off the key/value cache of a transformers model. Training does not read it, and a
+    block that is recomputed would append its keys a second time."""
     for module in model.modules():
         config: Any = module.config if is_transformers_model(module) else None
         if getattr(config, "use_cache", False):
@@ -218,7 +235,7 @@ def _without_cache(model: nn.Module) -> nn.Module:
     return model
 
 
-def _factory(model: Any, sequential: bool) -> Callable[[], nn.Module]:
+def _make_factory(model: Any, sequential: bool) -> Callable[[], nn.Module]:
     if not isinstance(model, ModelSpec):
         return returning_module(model, getattr(model, "__qualname__", type(model).__name__))
     if model.python:
@@ -231,7 +248,7 @@ def _factory(model: Any, sequential: bool) -> Callable[[], nn.Module]:
         kind = _model_class(model, config)
         if model.from_ and not _shapes_only():
             with (
-                as_input_error(f"job: model.from={model.from_}", _WRITE_IT),
+                as_input_error(f"job: model.from={model.from_}", _PRETRAINED_FOLDER_FIX),
                 _read_sequentially() if sequential else nullcontext(),
             ):
                 return kind.from_pretrained(
@@ -250,7 +267,7 @@ def _factory(model: Any, sequential: bool) -> Callable[[], nn.Module]:
 
 @contextmanager
 def _read_sequentially() -> Iterator[None]:
-    """transformers' own switch against threads that read tensors ahead of the ones that are placed."""
+    """Set transformers' environment variable that stops its threads from reading tensors ahead."""
     switch = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(switch)
     os.environ[switch] = "1"
@@ -263,7 +280,7 @@ def _read_sequentially() -> Iterator[None]:
 
 
 def _shapes_only() -> bool:
-    """Whether tensors created now hold no values."""
+    """Whether tensors created now have no values (meta device or FakeTensorMode)."""
     import torch
 
     probe = torch.empty(0)
@@ -271,8 +288,9 @@ def _shapes_only() -> bool:
 
 
 @contextmanager
-def _without_values() -> Iterator[None]:
-    """torch's trunc_normal_ looks at the values that it drew; here there are none, so it draws nothing."""
+def _skip_trunc_normal() -> Iterator[None]:
+    """Replace torch's trunc_normal_ by a function that does nothing: it reads the values it drew,
+    and tensors without values have none."""
     from torch.nn import init
 
     drawn = init._no_grad_trunc_normal_
@@ -296,34 +314,34 @@ def _task_of_architecture(architecture: str) -> str:
     _config_class(architecture)
     from transformers.models.auto import modeling_auto
 
-    for task, table in _TABLE_OF_TASK.items():
+    for task, table in _TRANSFORMERS_TABLES.items():
         if architecture in vars(modeling_auto)[f"MODEL_FOR_{table}_MAPPING_NAMES"]:
             return task
     raise InputError(
         f"job: model.architecture={architecture}",
-        "is for none of the tasks " + ", ".join(_TABLE_OF_TASK),
+        "is for none of the tasks " + ", ".join(_TRANSFORMERS_TABLES),
         "give a python callable that returns the model, and a loss",
     )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a pretrained folder."""
+    """The content of a pretrained folder's config.json. Raises InputError if it cannot be read."""
     asked = f"job: model.from={folder}"
     if not folder.is_dir():
         near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob("*/")], 1)
         raise InputError(
             asked,
             "is a file" if folder.exists() else "no such folder",
-            f"did you mean {folder.parent / near[0]}?" if near else _WRITE_IT,
+            f"did you mean {folder.parent / near[0]}?" if near else _PRETRAINED_FOLDER_FIX,
         )
     try:
         content = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
-        raise InputError(asked, "has no config.json", _WRITE_IT) from None
+        raise InputError(asked, "has no config.json", _PRETRAINED_FOLDER_FIX) from None
     except ValueError as error:
-        raise InputError(asked, f"its config.json is not JSON ({error})", _WRITE_IT) from None
+        raise InputError(asked, f"its config.json is not JSON ({error})", _PRETRAINED_FOLDER_FIX) from None
     if not isinstance(content, dict):
-        raise InputError(asked, "its config.json holds no mapping", _WRITE_IT)
+        raise InputError(asked, "its config.json holds no mapping", _PRETRAINED_FOLDER_FIX)
     return content
 
 
@@ -343,7 +361,8 @@ def _config_class(architecture: str) -> Any:
 
 
 def _config_keys(spec: ModelSpec, kind: Any) -> dict[str, Any]:
-    """The preset's keys with the spec's own over them, under the names the config class stores them by."""
+    """The preset's config keys, overridden by the spec's own, under the names that the config class
+    stores."""
     known = set(_defaults(kind)) | set(kind.attribute_map) | set(kind.sub_configs) | _COMMON_KEYS
     if "rope_parameters" in known:
         known |= _ROPE_KEYS
@@ -355,17 +374,19 @@ def _config_keys(spec: ModelSpec, kind: Any) -> dict[str, Any]:
     base = preset(spec.preset).config if spec.preset else {}
     stored = [{kind.attribute_map.get(key, key): value for key, value in keys.items()} for keys in (base, spec.config)]
     keys = stored[0] | stored[1]
-    _join_rope(keys)
+    _merge_rope_keys(keys)
     vocabulary = keys.get("vocab_size")
-    for key, default in _defaults(kind).items():  # special tokens of the published vocabulary, which this one has not
+    # the default special tokens belong to the published vocabulary; a smaller one does not contain them
+    for key, default in _defaults(kind).items():
         of_token = key.endswith("_token_id") and isinstance(default, int)
         if of_token and isinstance(vocabulary, int) and 0 < vocabulary <= default:
             keys.setdefault(key, None)
     return keys
 
 
-def _join_rope(keys: dict[str, Any]) -> None:
-    """Write rotary embeddings in one way: where both are given, transformers silently reads rope_parameters only."""
+def _merge_rope_keys(keys: dict[str, Any]) -> None:
+    """Merge the older rotary-embedding keys into rope_parameters: transformers silently ignores
+    them if both are given."""
     rope = keys.get("rope_parameters")
     if isinstance(rope, dict):
         scaling = keys.pop("rope_scaling", None)
@@ -375,7 +396,7 @@ def _join_rope(keys: dict[str, Any]) -> None:
 
 
 def _defaults(kind: Any) -> dict[str, Any]:
-    """The config class's own keys and their defaults, those of its parents included."""
+    """The keys of a config class and of its parents, with their defaults."""
     defaults: dict[str, Any] = {}
     for parent in reversed(kind.__mro__[:-1]):
         defaults |= {
@@ -387,7 +408,8 @@ def _defaults(kind: Any) -> dict[str, Any]:
 
 
 def _check_heads(spec: ModelSpec, kind: Any, keys: dict[str, Any]) -> None:
-    """Refuse widths and heads that do not divide: transformers accepts some of them and fails in the first forward."""
+    """Refuse widths that the heads do not divide. transformers accepts some of them and fails in
+    the first forward."""
     defaults = _defaults(kind)
 
     def value(name: str) -> int | None:
@@ -410,7 +432,7 @@ def _check_heads(spec: ModelSpec, kind: Any, keys: dict[str, Any]) -> None:
     if hidden and heads and not value("head_dim") and "rope_parameters" in defaults and hidden // heads % 2:
         refuse(
             "num_attention_heads",
-            f"makes heads of {hidden // heads}, and rotary embeddings turn pairs",
+            f"makes heads of size {hidden // heads}, and rotary embeddings need an even size",
             _nearest_divisor(hidden // 2, heads),
         )
     if heads and groups and heads % groups:
@@ -422,7 +444,8 @@ def _nearest_divisor(number: int, wanted: int) -> str:
 
 
 def _model_class(spec: ModelSpec, config: Any) -> Any:
-    """The transformers class that makes the spec's task of this config."""
+    """The transformers AutoModel class for the spec's task and this config. Raises InputError if
+    there is none."""
     import transformers
 
     task = task_of(spec)
@@ -444,8 +467,11 @@ def _model_class(spec: ModelSpec, config: Any) -> Any:
 
 
 def has_complex(model: Any) -> bool:
-    """Whether a model of the user's own has complex parameters; no other has. One that cannot be created on tensors without
-    values has none as far as is known."""
+    """Whether a user's own model has complex parameters; no other model has any.
+
+    False as well if the model cannot be created on fake tensors, because nothing is known about it
+    then.
+    """
     if isinstance(model, ModelSpec) and not model.python:
         return False
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -460,6 +486,6 @@ def has_complex(model: Any) -> bool:
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Whether a model is one of transformers', which is not imported to know it."""
+    """Whether a model is a transformers PreTrainedModel. Does not import transformers."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)

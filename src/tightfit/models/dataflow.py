@@ -1,8 +1,14 @@
-"""Dataflow: one forward of a model on fake tensors, as the list of what each operation reads, makes and overwrites, and of what
-each of the model's repeated blocks is called with and returns. `models/tracing.py` makes it; `methods/boundaries.py` reads from it
-what crosses the stages of a pipeline.
+"""Dataflow: a record of one forward of a model on fake tensors.
 
-Tensors are told apart by the Python object and by the memory (storage) behind it: views share their storage.
+It lists the tensors that each operation reads, makes and overwrites, and the inputs and outputs of
+each of the model's repeated blocks. `models/tracing.py` records it. `methods/boundaries.py` derives
+from it which tensors cross the stages of a pipeline.
+
+A tensor is identified by its Python object and by its storage. Views share their storage.
+
+Example: in `h = block0(x); y = block1(h)`, block 0 is called with TensorId(tensor=7, storage=5) and
+returns TensorId(9, 6). The call of block 1 has TensorId(9, 6) among its inputs. If block 1 is given
+a view of h instead, its input is TensorId(10, 6): another object, but the same storage.
 """
 
 from __future__ import annotations
@@ -21,14 +27,17 @@ from tightfit.models.hooks import Hooks
 from tightfit.models.objective import Batch
 
 ASKED = "plan: pp"
-BEFORE = -1  # the place of what runs before the first block; what runs after the last one has the number of blocks
+# The block number of operations before the first block. Operations after the last block have the
+# number of blocks as theirs.
+BEFORE = -1
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
-PathTo = tuple[Any, ...]  # where a leaf lies in (args, kwargs): indices and keys
+PathTo = tuple[Any, ...]  # the path to a leaf in (args, kwargs): indices and keys
 
 
 class Seen(NamedTuple):
-    """A tensor: the Python object, and the storage behind it. Numbers that are never used again."""
+    """The identity of a tensor: a number for the Python object and one for its storage. No number
+    is reused."""
 
     tensor: int
     storage: int
@@ -36,11 +45,17 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Operation:
-    """place: the block that it runs in or after; BEFORE the first. inside: whether it runs in that block.
+    """One operation of the forward.
 
-    made     its outputs; written: storages that it overwrites
-    is_random, and decides: whether the program reads a value of its input, to branch on it
-    line     of the model that called it: (file, number)
+    block       the block in which it runs, or the last one that ran before it; BEFORE_BLOCKS if
+                none did
+    inside      whether it runs inside of that block
+    reads       the tensors that it reads
+    outputs     the tensors that it returns
+    written     the storages that it overwrites
+    is_random   whether it draws random numbers
+    reads_value whether Python reads a value of its input, usually to branch on it
+    line        the line of the model that called it: (file, number)
     """
 
     place: int
@@ -55,7 +70,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Called:
-    """A block is called: by path, the tensors that it is given."""
+    """The call of a block. inputs: its input tensors by their path in (args, kwargs)."""
 
     block: int
     given: dict[PathTo, Seen]
@@ -63,7 +78,8 @@ class Called:
 
 @dataclass(frozen=True)
 class Returned:
-    """A block has returned: of each tensor that it returns, what it is, and whether it was given this very tensor."""
+    """The return of a block. outputs: its output tensors, each with whether it is one of the
+    block's inputs."""
 
     block: int
     returned: tuple[tuple[Seen, bool], ...]
@@ -74,8 +90,16 @@ Event = Operation | Called | Returned
 
 @dataclass(frozen=True)
 class Leaf:
-    """One leaf of what a block returns: the tensor that it was given at `same`, one shaped like that at `like`, one of the batch's
-    samples by `tail`, or a constant."""
+    """One leaf of a block's output, described so that a stub can return it without running the
+    block.
+
+    It is one of these:
+    same_as       the input at this path itself
+    like          a tensor with the shape and type of the input at this path
+    sample_shape  a tensor of shape (samples of the batch, *sample_shape) and type `dtype`; None
+                  with a `dtype` is a tensor without dims
+    constant      a value that is no tensor
+    """
 
     same: PathTo | None = None
     like: PathTo | None = None
@@ -86,7 +110,10 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Returns:
-    """What a block returns, in shape. in_place: whether code between the blocks overwrites it."""
+    """The structure and shapes of a block's output.
+
+    in_place: whether operations between the blocks overwrite a tensor of it.
+    """
 
     spec: TreeSpec
     leaves: tuple[Leaf, ...]
@@ -95,17 +122,25 @@ class Returns:
 
 @dataclass
 class Dataflow:
-    """Of one forward of the model and its loss, or of two where the first one leaves something behind.
+    """The events of one forward of the model and its loss, or of two if the first one changes
+    persistent state.
 
-    parameters  by storage, the names of those that lie there
-    persistent  storages that are there before the forward, the batch apart, with a name to say
-    uses        by name, where each parameter was used: numbers of blocks, BEFORE, or the count of blocks
-    changed     attributes of modules that each forward changes, and that are no tensors
-    shapes      of one sample of the batch's tensors
-    is_random   whether it draws random numbers; parameter_count: elements of the model's parameters
-    blocks      how many are recorded; numbers: which of the model's they are, where others were taken out
-    hooks       the model's own on each block; some models install them in their first forward
-    replaced    by name, the tensor that the first forward puts in the place of a buffer
+    forwards          the events of each forward, in order
+    parameters        by storage, the names of the parameters in it
+    persistent        storages that exist before the forward, except the batch's; each with a name
+                      to show
+    uses              by name, the blocks that used each parameter: block numbers, BEFORE_BLOCKS, or
+                      the number of blocks for what comes after them
+    changed           module attributes, other than tensors, that every forward changes
+    block_outputs     the structure of each block's output
+    shapes            of each tensor of the batch, the shape of one sample
+    block_count       how many blocks are recorded
+    is_random         whether the forward draws random numbers
+    parameter_count   elements of all of the model's parameters
+    block_numbers     which of the model's blocks are recorded, if others were left out
+    hooks             the model's own hooks on each block; some models install them in their first
+                      forward
+    replaced          by name, the tensor that the first forward puts in the place of a buffer
     """
 
     forwards: list[list[Event]]
@@ -125,12 +160,13 @@ class Dataflow:
 
 @dataclass(frozen=True)
 class _Attribute:
-    """A key of a path that is an attribute."""
+    """A key of a path that names an attribute."""
 
     name: str
 
 
 def path_of(keys: Any) -> PathTo:
+    """The path of a leaf, from the key entries that torch's tree_flatten_with_path gives."""
     found: list[Any] = []
     for key in keys:
         if hasattr(key, "idx"):
@@ -143,7 +179,7 @@ def path_of(keys: Any) -> PathTo:
 
 
 def at(arguments: tuple[Any, dict[str, Any]], path: PathTo) -> Any:
-    """The leaf of (args, kwargs) at `path`; None where there is none."""
+    """The leaf of (args, kwargs) at `path`; None if there is none."""
     value: Any = arguments
     for key in path:
         try:
@@ -154,7 +190,7 @@ def at(arguments: tuple[Any, dict[str, Any]], path: PathTo) -> Any:
 
 
 def said(line: tuple[str, int] | None) -> str:
-    """A line of the model, as it is shown: where it is, and what it says."""
+    """A line of the model as messages show it: file, line number and code."""
     if line is None:
         return "the loss"
     text = linecache.getline(*line).strip()
@@ -162,15 +198,19 @@ def said(line: tuple[str, int] | None) -> str:
 
 
 def sample_shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
+    """Of each tensor of a batch, the shape of one sample (all dims but the first)."""
     return tuple(tuple(leaf.shape[1:]) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 def not_in_a_row() -> InputError:
+    """The error for a model whose forward does not call each block once, in order: it cannot be a
+    pipeline."""
     return InputError(ASKED, "the model does not call its blocks in a row, each once", "use pp: 1")
 
 
 def line_of(error: Exception) -> tuple[str, int] | None:
-    """The innermost line of the model's own code that an error passed through."""
+    """The innermost line of the model's own code in an error's traceback: (file, number), or
+    None."""
     found, here = None, error.__traceback__
     while here is not None:
         name = here.tb_frame.f_code.co_filename

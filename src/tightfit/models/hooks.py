@@ -1,5 +1,8 @@
-"""Hooks on a model's blocks: those that a method needs run however the model calls a block, and the model's own run where a method
-puts something in the place of a block."""
+"""Hooks on a model's blocks.
+
+A method's hooks on a block must run however the model calls the block. The model's own hooks must
+run even if a method replaces the block by a stub.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +12,32 @@ from typing import Any
 
 from torch import nn
 
-Hook = tuple[Callable[..., Any], bool]  # and whether it takes keyword arguments
+Hook = tuple[Callable[..., Any], bool]  # the hook, and whether it takes keyword arguments
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """A block's own forward hooks, such as those with which a model collects hidden states."""
+    """A block's own forward pre-hooks and forward hooks, such as those that collect hidden
+    states."""
 
     before: tuple[Hook, ...] = ()
     after: tuple[Hook, ...] = ()
 
     def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run those that look at a call. What they return is for the block, which is not there."""
+        """Run the pre-hooks on a call. Their results are dropped: only the block, which does not
+        exist, needs them."""
         for hook, with_kwargs in self.before:
             hook(block, args, kwargs) if with_kwargs else hook(block, args)
 
     def leave(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Run those that look at the output, which is already what they have made of it."""
+        """Run the hooks on the output. Their results are dropped: `output` already contains their
+        changes."""
         for hook, with_kwargs in self.after:
             hook(block, args, kwargs, output) if with_kwargs else hook(block, args, output)
 
 
 def hooks_of(block: nn.Module) -> Hooks:
+    """The hooks that are registered on a block now."""
     before = tuple(
         (hook, key in block._forward_pre_hooks_with_kwargs) for key, hook in block._forward_pre_hooks.items()
     )
@@ -39,10 +46,12 @@ def hooks_of(block: nn.Module) -> Hooks:
 
 
 def run_hooks_on_direct_calls(module: nn.Module, running: Callable[[], bool]) -> None:
-    """Some models call `block.forward(...)`, which runs none of the hooks that a method puts on the block. From now on such a call
-    runs them.
+    """From now on, a direct call `module.forward(...)` runs the module's hooks.
 
-    running  whether the module was called with its hooks, and its forward has not returned
+    Some models call `block.forward(...)` directly, which would skip the hooks of a method.
+
+    running  returns whether the module was called with its hooks and its forward has not returned
+             yet
     """
     forward = module.forward
 

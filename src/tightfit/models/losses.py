@@ -1,7 +1,9 @@
-"""torch's own losses as a job's loss: nn.BCEWithLogitsLoss(), nn.CrossEntropyLoss, functional.mse_loss, on (input, target) samples.
+"""torch's own losses as a job's loss: nn.BCEWithLogitsLoss(), nn.CrossEntropyLoss,
+functional.mse_loss and others.
 
-Their means are over elements, over targets that count, or over samples. Sum and count are kept apart, so that micro-batches add
-up to the same mean.
+They work on (input, target) samples. `models/objective.py` calls `torch_loss`. Each of these losses
+is a mean over elements, over the targets that count, or over samples. Here it is split into a sum
+and a count, so that micro-batches add up to the mean of the whole batch.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch.nn import functional
 
 from tightfit.errors import InputError
 
-_BY_ELEMENT = (
+_PER_ELEMENT = (
     nn.L1Loss,
     nn.MSELoss,
     nn.SmoothL1Loss,
@@ -28,8 +30,8 @@ _BY_ELEMENT = (
     nn.PoissonNLLLoss,
     nn.KLDivLoss,
 )
-_BY_SAMPLE = (nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.MultiMarginLoss)
-_BY_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)
+_PER_SAMPLE = (nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.MultiMarginLoss)
+_PER_CLASS = (nn.CrossEntropyLoss, nn.NLLLoss)
 _FUNCTIONS: dict[Any, type[nn.Module]] = {
     functional.l1_loss: nn.L1Loss,
     functional.mse_loss: nn.MSELoss,
@@ -42,21 +44,29 @@ _FUNCTIONS: dict[Any, type[nn.Module]] = {
     functional.cross_entropy: nn.CrossEntropyLoss,
     functional.nll_loss: nn.NLLLoss,
 }
-_OWN = "write def loss(output, batch), which returns the mean over the batch's samples, or give a tightfit.Objective"
+_CUSTOM_LOSS_FIX = (
+    "write def loss(output, batch), which returns the mean over the batch's samples, or give a tightfit.Objective"
+)
 
 
 @dataclass(frozen=True)
 class TorchLoss:
-    """A loss of torch's in two halves: the sum over what counts in (output, target), and how much that is, from the target."""
+    """One of torch's losses as a sum and a count.
+
+    total  (output, target) -> the sum of the losses of the items that count, a scalar tensor
+    count  target -> how many items count
+    """
 
     total: Callable[[Tensor, Tensor], Tensor]
     count: Callable[[Tensor], int]
 
 
 def torch_loss(loss: Any) -> TorchLoss | None:
-    """The halves of one of torch's losses: its class, an instance of it, or its function; None where it is none of these.
+    """The sum and count of one of torch's losses, given as a class, an instance or a function; None
+    for anything else.
 
-    Raises InputError for one whose mean is no sum over a count.
+    Raises InputError if the loss is not the mean of independent items: its reduction is no mean, it
+    has class weights, or it takes more than an output and a target.
     """
     kind = loss if isinstance(loss, type) else _FUNCTIONS.get(loss) if callable(loss) and _hashable(loss) else None
     if kind is not None and issubclass(kind, nn.modules.loss._Loss):
@@ -64,19 +74,19 @@ def torch_loss(loss: Any) -> TorchLoss | None:
     if not isinstance(loss, nn.modules.loss._Loss):
         return None
     name, reduction = type(loss).__name__, loss.reduction
-    if not isinstance(loss, (*_BY_ELEMENT, *_BY_SAMPLE, *_BY_CLASS)):
-        raise InputError(f"job: loss={name}", "takes more than an output and a target", _OWN)
+    if not isinstance(loss, (*_PER_ELEMENT, *_PER_SAMPLE, *_PER_CLASS)):
+        raise InputError(f"job: loss={name}", "takes more than an output and a target", _CUSTOM_LOSS_FIX)
     if reduction not in ("mean", "batchmean"):
         raise InputError(
             f"job: loss={name}(reduction={reduction!r})",
             "is no mean, so it depends on the batch",
             "use reduction='mean'",
         )
-    if isinstance(loss, _BY_CLASS) and loss.weight is not None:
+    if isinstance(loss, _PER_CLASS) and loss.weight is not None:
         raise InputError(
             f"job: loss={name}(weight=...)",
-            "divides by the weights that a batch happens to have",
-            f"leave them out, or {_OWN}",
+            "divides by the weights that the targets of a batch have",
+            f"leave them out, or {_CUSTOM_LOSS_FIX}",
         )
     return TorchLoss(_Total(loss), _count_of(loss))
 
@@ -86,38 +96,38 @@ def _hashable(thing: Any) -> bool:
 
 
 class _Total:
-    """The sum of a loss over what counts."""
+    """The sum of a loss over the items that count."""
 
     def __init__(self, loss: Any) -> None:
         self.name = type(loss).__name__
         self._loss = copy.copy(loss)
         self._loss.reduction = "sum"
-        self._by_element = isinstance(loss, _BY_ELEMENT)
+        self._is_per_element = isinstance(loss, _PER_ELEMENT)
         self._constants = {name: value.tolist() for name, value in loss.named_buffers()}
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        if self._by_element and output.shape != target.shape:
+        if self._is_per_element and output.shape != target.shape:
             raise InputError(
                 f"job: loss={self.name}",
                 f"the model makes {tuple(output.shape)}, and the targets are {tuple(target.shape)}",
-                "let both have one shape, such as targets of shape (1,) for a model with one output",
+                "give both the same shape, such as targets of shape (1,) for a model with one output",
             )
         loss = self._loss
-        if self._constants:  # where the output is, and of its kind
+        if self._constants:  # on the device and in the type of the output
             loss = copy.copy(loss)
             loss._buffers = {**loss._buffers, **{name: output.new_tensor(one) for name, one in self._constants.items()}}
-        return loss(output, target.to(output.dtype) if self._by_element else target)
+        return loss(output, target.to(output.dtype) if self._is_per_element else target)
 
 
 def _count_of(loss: Any) -> Callable[[Tensor], int]:
-    if isinstance(loss, _BY_SAMPLE) or loss.reduction == "batchmean":
+    if isinstance(loss, _PER_SAMPLE) or loss.reduction == "batchmean":
         return lambda target: target.shape[0]
-    if isinstance(loss, _BY_ELEMENT):
+    if isinstance(loss, _PER_ELEMENT):
         return lambda target: target.numel()
     ignored = loss.ignore_index
 
     def count(target: Tensor) -> int:
-        if target.is_floating_point():  # probabilities of classes, in the second dim
+        if target.is_floating_point():  # class probabilities, with the classes in dim 1
             return target.numel() // target.shape[1]
         return int((target != ignored).sum())
 
@@ -125,7 +135,11 @@ def _count_of(loss: Any) -> Callable[[Tensor], int]:
 
 
 def explained(call: Callable[[], Tensor], asked: str, fix: str) -> Tensor:
-    """What `call` gives; what goes wrong in Python within becomes an InputError. The compiler sees only the call."""
+    """The result of `call`. Errors of the user's Python code in it become an InputError with
+    `asked` and `fix`.
+
+    Under torch.compile only the call is traced.
+    """
     if torch.compiler.is_compiling():
         return call()
     try:
@@ -133,8 +147,8 @@ def explained(call: Callable[[], Tensor], asked: str, fix: str) -> Tensor:
     except InputError:
         raise
     except (TypeError, AttributeError, KeyError, IndexError, ValueError) as error:
-        said = (str(error).strip().splitlines() or [""])[0]
-        raise InputError(asked, f"raised {type(error).__name__}: {said}", fix) from error
+        message = (str(error).strip().splitlines() or [""])[0]
+        raise InputError(asked, f"raised {type(error).__name__}: {message}", fix) from error
 
 
 __all__ = ["TorchLoss", "explained", "torch_loss"]

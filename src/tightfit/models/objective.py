@@ -1,7 +1,12 @@
-"""What is minimised: a sum of losses over the items that count, and how many of them a batch has.
+"""The training objective: the sum of the losses of a batch, and the number of items in that sum.
 
-Keeping sum and count apart is what lets any split of a batch equal the whole of it: the step divides by the
-count of the whole step, never by the number of micro-batches.
+The engine, the loss methods and the dry run all read a job's loss through `Objective`. Sum and
+count are kept apart so that any split of a batch gives the gradients of the whole batch. The step
+divides by the count of the whole step, never by the number of micro-batches.
+
+Example: a step has two micro-batches with 10 and 30 labels that count. The mean of the two
+micro-batch means weights the first ten labels too much. (sum_1 + sum_2) / 40 is the mean over all
+40 labels.
 """
 
 from __future__ import annotations
@@ -20,22 +25,25 @@ from tightfit.errors import InputError
 from tightfit.job import Task
 from tightfit.models.losses import TorchLoss, explained, torch_loss
 
-Batch = Any  # what the data yields: usually dict[str, Tensor], else what torch's default_collate makes of samples
-IGNORED = -100  # the label of a position that does not count
-LABELLED = "tightfit: labelled"  # under which a batch on its device may say how many of its labels count
+# One batch as the data yields it: usually dict[str, Tensor], else the result of torch's default_collate.
+Batch = Any
+IGNORED = -100  # the label of a position that does not count in the loss
+LABELLED = "tightfit: labelled"  # the key of the LabelCount in a batch that was moved to its device
 
 
 class Labelled:
-    """Of `of` labels `count` are not IGNORED, as the host knows it: a device would have to be waited for.
+    """`count` of `total` labels are not IGNORED. The host counts them before it copies the batch to
+    the device, because reading the count from the device would wait for it.
 
-    A plain class, which torch's compiler passes on without a look at its numbers: other ones compile nothing again.
+    This is a plain class, so torch.compile treats it as an opaque object and does not look at its
+    numbers. A new count therefore causes no recompilation.
     """
 
     def __init__(self, count: int, of: int) -> None:
         self.count, self.of = count, of
 
     def among(self, labels: int) -> int:
-        """How many of so many labels count, where they do in this proportion; rounded up."""
+        """How many of `labels` labels count if the proportion is the same; rounded up."""
         return -(-labels * self.count // max(self.of, 1))
 
     def __repr__(self) -> str:
@@ -44,13 +52,15 @@ class Labelled:
 
 @dataclass(frozen=True)
 class Objective:
-    """A job's loss, in the two halves that any split of the batch needs.
+    """A job's loss as a sum and a count, which can be added up over micro-batches and data ranks.
 
     total    (model, batch) -> the sum of the losses of the items that count, a scalar tensor
-    count    batch -> how many items count, an int; must not need the model
+    count    batch -> how many items count, an int; it must not need the model
     unit     what an item is: "tokens" or "samples"
-    logits   (model, batch) -> (..., classes), and targets: batch -> (...) with IGNORED where nothing counts,
-             both for cross entropies only; the chunked loss is built from them
+    logits   (model, batch) -> logits of shape (..., classes); None for anything but a cross entropy
+    targets  batch -> labels of shape (...), IGNORED where a position does not count; None as above
+
+    The chunked loss is built from `logits` and `targets`.
     """
 
     total: Callable[[nn.Module, Batch], Tensor]
@@ -61,7 +71,10 @@ class Objective:
 
 
 def sample_count(batch: Batch) -> int:
-    """How many samples a batch holds: the length of its first tensor's first dim."""
+    """How many samples a batch holds: the size of dim 0 of its first tensor.
+
+    Raises InputError for a batch without tensors.
+    """
     if isinstance(batch, Tensor):
         return batch.shape[0]
     values = batch.values() if isinstance(batch, dict) else batch
@@ -74,14 +87,16 @@ def sample_count(batch: Batch) -> int:
 
 
 def processed_count(batch: Batch) -> int:
-    """What throughput counts: token positions (padding included) of a language batch, else samples."""
+    """The items that throughput counts: token positions, padding included, if the batch has
+    `input_ids`, else samples."""
     if isinstance(batch, dict) and "input_ids" in batch:
         return batch["input_ids"].numel()
     return sample_count(batch)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """The batch with `function` applied to each of its tensors."""
+    """The batch with `function` applied to each of its tensors. Other leaves are returned as they
+    are."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, dict):
@@ -96,25 +111,31 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 def cross_entropy_objective(
     logits: Callable[[nn.Module, Batch], Tensor], targets: Callable[[Batch], Tensor], unit: str
 ) -> Objective:
-    """Cross entropy summed over the targets that are not IGNORED, computed in fp32 whatever the logits are."""
+    """The objective of a cross entropy: the sum over the targets that are not IGNORED.
+
+    logits, targets, unit  as in `Objective`
+
+    The loss is computed in fp32, whatever the type of the logits. It raises InputError if the model
+    returns no logits for some labels, or if a label is not one of its classes.
+    """
 
     def total(model: nn.Module, batch: Batch) -> Tensor:
         values, labels = logits(model, batch), targets(batch)
         if values.dim() < 2 or values.shape[:-1].numel() != labels.numel():
             raise InputError(
                 "job: model",
-                f"makes {tuple(values.shape)} of labels {tuple(labels.shape)}, where each label has logits of its own in the last dim",
-                "let the model return logits (*labels, classes), or give the job its own loss",
+                f"returns logits of shape {tuple(values.shape)} for labels of shape {tuple(labels.shape)}",
+                "let the model return logits of shape (*labels.shape, classes), or give the job its own loss",
             )
         try:
             return functional.cross_entropy(
                 values.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
             )
-        except IndexError as error:  # of a model of the user's own, whose classes nobody knew before
+        except IndexError as error:  # a user's own model: its number of classes is unknown until it runs
             raise InputError(
                 "data",
                 f"has labels that are none of the model's {values.shape[-1]} classes ({error})",
-                f"number the classes from 0 to {values.shape[-1] - 1}, or give the model's last layer as many as there are",
+                f"number the classes from 0 to {values.shape[-1] - 1}, or give the model's last layer one output per class",
             ) from error
 
     def count(batch: Batch) -> int:
@@ -124,7 +145,11 @@ def cross_entropy_objective(
 
 
 def next_token_targets(batch: Batch) -> Tensor:
-    """(batch, sequence) labels, as transformers gives them, moved so that position t holds the label of t + 1."""
+    """Labels (batch, sequence) as transformers gives them, shifted left: position t holds the label
+    of t + 1.
+
+    The last position is IGNORED.
+    """
     return functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
 
 
@@ -133,7 +158,7 @@ def _labels(batch: Batch) -> Tensor:
 
 
 def _model_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits of a model called with everything in the batch but its labels."""
+    """The logits of a model that is called with every field of the batch except its labels."""
     inputs = {name: value for name, value in batch.items() if name not in ("labels", LABELLED)}
     return _logits_of(call_by_name(model, inputs))
 
@@ -150,15 +175,21 @@ def _logits_of(output: Any) -> Tensor:
 
 
 def _seq2seq_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits of an encoder-decoder whose decoder reads the labels moved one to the right (teacher forcing)."""
+    """The logits of an encoder-decoder whose decoder reads the labels shifted right by one (teacher
+    forcing)."""
     if "decoder_input_ids" not in batch:
-        batch = {**batch, "decoder_input_ids": _moved_right(model, batch["labels"])}
+        batch = {**batch, "decoder_input_ids": _shifted_right(model, batch["labels"])}
     return _model_logits(model, batch)
 
 
-def _moved_right(model: nn.Module, labels: Tensor) -> Tensor:
-    """What the decoder reads to predict `labels`: as the model says, else the token that it starts with and then the labels, as
-    transformers' models without a rule of their own do (M2M100, NLLB-MoE, Blenderbot). Raises InputError."""
+def _shifted_right(model: nn.Module, labels: Tensor) -> Tensor:
+    """The decoder's input that predicts `labels`.
+
+    The model's own prepare_decoder_input_ids_from_labels makes it if there is one. Otherwise it is
+    the decoder's start token followed by the labels, which is what transformers does for models
+    without that function (M2M100, NLLB-MoE, Blenderbot). Raises InputError if the model names no
+    start token.
+    """
     prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None:
         return prepare(labels=labels)
@@ -167,7 +198,7 @@ def _moved_right(model: nn.Module, labels: Tensor) -> Tensor:
     if start is None:
         raise InputError(
             "job: model",
-            f"{type(model).__name__} does not say which token its decoder starts with",
+            f"{type(model).__name__} has no config.decoder_start_token_id",
             "add the field decoder_input_ids to the samples, or give the model a config with decoder_start_token_id",
         )
     padding = getattr(config, "pad_token_id", None) or 0
@@ -184,7 +215,7 @@ def _class_logits(model: nn.Module, batch: Batch) -> Tensor:
 def _class_targets(batch: Batch) -> Tensor:
     if isinstance(batch, dict) and "labels" not in batch:
         raise InputError(
-            "data", f"gives {_described(batch)} and no labels", "add the field labels, or give the job a loss"
+            "data", f"gives {_describe(batch)} and no labels", "add the field labels, or give the job a loss"
         )
     return batch["labels"] if isinstance(batch, dict) else batch[1]
 
@@ -199,27 +230,35 @@ assert set(TASKS) == set(get_args(Task))
 
 
 def objective_of(loss: Any, task: str | None) -> Objective:
-    """The objective of a job: its own Objective, one of torch's losses, its callable `loss(output, batch)`, or that of the
-    model's task.
+    """The objective of a job.
 
-    A callable returns the mean loss over the samples of `batch`, a micro-batch, and the model is called with
-    batch["inputs"] or batch[0], or with everything but "labels" where the batch is a dict without "inputs". A mean over
-    something else, such as the tokens that count, depends on how micro-batches cut the batch: that is an Objective's.
+    loss  an Objective; a loss of torch's (a class, an instance or a function); a callable
+          `loss(output, batch)`; or None, which takes the objective of `task`
+    task  the model's task (a key of TASKS); None means classification
+
+    A callable returns the mean loss over the samples of `batch`, which is one micro-batch. The
+    model is then called with batch["inputs"] or batch[0], or with every field except "labels" if
+    the batch is a dict without "inputs". A mean over anything else, such as the tokens that count,
+    would depend on how the batch is split into micro-batches: give an Objective instead.
+
+    Raises InputError for a loss of torch's that cannot be split into a sum and a count. The
+    objective's `total` raises InputError if the loss is no scalar tensor or does not require
+    gradients.
     """
     if isinstance(loss, Objective):
-        return replace(loss, total=partial(_with_graph, loss.total))
+        return replace(loss, total=partial(_require_graph, loss.total))
     if loss is None:
         return TASKS[task or "classification"]
     standard = torch_loss(loss)
     if standard is not None:
-        return _of_torch(standard)
+        return _torch_objective(standard)
 
     def total(model: nn.Module, batch: Batch) -> Tensor:
         output = _call(model, batch)
         value = explained(
             lambda: loss(output, batch),
             "job: loss",
-            f"it is called as loss(output, batch), where batch is {_described(batch)}, as the data gives it",
+            f"it is called as loss(output, batch); the data gives {_describe(batch)} as batch",
         )
         if not isinstance(value, Tensor) or value.dim() != 0:
             raise InputError(
@@ -229,11 +268,11 @@ def objective_of(loss: Any, task: str | None) -> Objective:
             )
         return value * sample_count(batch)
 
-    return Objective(partial(_with_graph, total), sample_count, "samples")
+    return Objective(partial(_require_graph, total), sample_count, "samples")
 
 
-def _with_graph(total: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch) -> Tensor:
-    """The loss, held to be one that gradients can be had of."""
+def _require_graph(total: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch) -> Tensor:
+    """The loss. Raises InputError if it has no autograd graph although gradients are enabled."""
     value = total(model, batch)
     if torch.is_grad_enabled() and isinstance(value, Tensor) and not value.requires_grad:
         raise InputError(
@@ -244,7 +283,7 @@ def _with_graph(total: Callable[[nn.Module, Batch], Tensor], model: nn.Module, b
     return value
 
 
-def _of_torch(loss: TorchLoss) -> Objective:
+def _torch_objective(loss: TorchLoss) -> Objective:
     def total(model: nn.Module, batch: Batch) -> Tensor:
         target = _target(batch)
         inputs = batch
@@ -254,11 +293,11 @@ def _of_torch(loss: TorchLoss) -> Objective:
         fix = "let targets suit the model's output, or write def loss(output, batch)"
         return explained(lambda: loss.total(output, target), "job: loss", fix)
 
-    return Objective(partial(_with_graph, total), lambda batch: loss.count(_target(batch)), "samples")
+    return Objective(partial(_require_graph, total), lambda batch: loss.count(_target(batch)), "samples")
 
 
 def _target(batch: Batch) -> Tensor:
-    """What one of torch's losses compares the output with."""
+    """The target in a batch for one of torch's losses. Raises InputError if the batch has none."""
     if isinstance(batch, dict):
         for name in ("labels", "targets", "target"):
             if isinstance(batch.get(name), Tensor):
@@ -267,12 +306,12 @@ def _target(batch: Batch) -> Tensor:
         return batch[1]
     raise InputError(
         "data",
-        f"gives {_described(batch)}, and the loss needs a target",
+        f"gives {_describe(batch)}, and the loss needs a target",
         "let samples be (input, target), or dicts with the field labels; or write def loss(output, batch)",
     )
 
 
-def _described(batch: Batch) -> str:
+def _describe(batch: Batch) -> str:
     if isinstance(batch, dict):
         return f"a dict of {', '.join(map(str, batch))}"
     if isinstance(batch, list | tuple):
@@ -290,7 +329,8 @@ def _call(model: nn.Module, batch: Batch) -> Any:
 
 
 def call_by_name(model: nn.Module, inputs: dict[str, Any]) -> Any:
-    """The model called with named inputs. Raises InputError where it does not take these."""
+    """The model's output for named inputs. Raises InputError if its forward does not accept these
+    names."""
     if torch.compiler.is_compiling():
         return model(**inputs)
     try:

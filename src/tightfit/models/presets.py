@@ -1,4 +1,7 @@
-"""Presets: models by name. Dimensions as data (presets.yaml), each with its source and published parameter count."""
+"""Presets: published models by name.
+
+Their dimensions are data (presets.yaml), each with its source and its published parameter count.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from tightfit.values import Value, nearest, read_yaml
 class Preset(Value):
     """One published model.
 
-    architecture  a transformers model type; `config` its dimensions in transformers' own keys
-    parameters    the published count: exact, or the paper's rounded figure
+    architecture  a transformers model type
+    config        its dimensions, in transformers' own config keys
+    parameters    the published number of parameters: exact, or rounded as in the paper
     source        the paper and table, or the published config
     """
 
@@ -32,7 +36,7 @@ def presets() -> dict[str, Preset]:
 
 
 def preset(name: str) -> Preset:
-    """The preset of this name. Raises InputError with the nearest name."""
+    """The preset of this name. Raises InputError, which suggests the nearest name."""
     if name not in presets():
         raise InputError(f"job: model.preset={name}", "unknown preset", nearest(name, list(presets())))
     return presets()[name]

@@ -1,4 +1,8 @@
-"""The user's own Python: functions found by name, called without arguments, their mistakes reported as such."""
+"""The user's own Python code: load a function by name, check it, and report its errors as
+InputError.
+
+`models/create.py` loads models with it and `data/user.py` datasets.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +26,16 @@ if TYPE_CHECKING:
 
 
 def load_python(reference: str) -> Callable[..., Any]:
-    """The function that "file.py:function" or "package.module:function" names; a file is run once a process.
+    """The function that "file.py:function" or "package.module:function" names.
 
-    Raises InputError if there is no such file, module or function, or if running it fails.
+    A file runs once in each process. Raises InputError if there is no such file, module or
+    function, or if running the file or importing the module fails.
     """
     source, colon, name = reference.rpartition(":")
     asked = f"python: {reference}"
     if not colon or not source or not name:
         raise InputError(asked, "names no function", "write it like file.py:function or package.module:function")
-    module = _module_of_file(Path(source), asked) if source.endswith(".py") else _module_of_package(source, asked)
+    module = _load_file(Path(source), asked) if source.endswith(".py") else _import_module(source, asked)
     if not hasattr(module, name):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise InputError(
@@ -45,7 +50,11 @@ def load_python(reference: str) -> Callable[..., Any]:
 
 
 def returning_module(function: Any, name: str) -> Callable[[], nn.Module]:
-    """`function`, held to what a model's function must be: callable without arguments, and returning an nn.Module."""
+    """A function that calls `function` and checks that it returns an nn.Module.
+
+    name: of the function, for messages. Raises InputError if `function` is a module instead of a
+    function, needs arguments, fails, or returns something else.
+    """
     from torch import nn
 
     if isinstance(function, nn.Module) or not callable(function):
@@ -53,7 +62,7 @@ def returning_module(function: Any, name: str) -> Callable[[], nn.Module]:
         raise InputError(
             f"job: model={made}(...)" if isinstance(function, nn.Module) else f"job: model={function!r}",
             f"is a {made}, not a function that returns a model",
-            f"give a function that makes it, as plans create it where they need it: model=lambda: {made}(...)"
+            f"give a function that makes it, so that a plan can create it on any device: model=lambda: {made}(...)"
             if isinstance(function, nn.Module)
             else "give a function that returns the model",
         )
@@ -66,7 +75,7 @@ def returning_module(function: Any, name: str) -> Callable[[], nn.Module]:
             f"cannot be called without arguments ({error})",
             "give its arguments defaults, or wrap it: lambda: make_model(...)",
         ) from None
-    except ValueError:  # a builtin that does not tell its signature
+    except ValueError:  # a builtin function without a signature
         pass
 
     def create() -> nn.Module:
@@ -82,7 +91,11 @@ def returning_module(function: Any, name: str) -> Callable[[], nn.Module]:
 
 @contextmanager
 def as_input_error(asked: str, fix: str, file: str | None = None) -> Iterator[None]:
-    """Turn what goes wrong inside into an InputError, with its line in `file`. Running out of memory passes through."""
+    """Turn an exception raised inside into an InputError with `asked` and `fix`.
+
+    file: the user's file; the message names the line of it that failed. Running out of memory is
+    not turned into an InputError.
+    """
     try:
         yield
     except InputError:
@@ -91,18 +104,24 @@ def as_input_error(asked: str, fix: str, file: str | None = None) -> Iterator[No
         if isinstance(error, MemoryError) or "memory" in str(error).lower():
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        own = f"{type(error).__name__}: {lines[0] if lines else ''}"
-        message = next((line for line in lines[1:2] if "Error: " in line), own)  # what a validation error wraps
-        places = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        place = f" (line {places[-1]} of {file})" if places else ""
+        described = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        message = next(
+            (line for line in lines[1:2] if "Error: " in line), described
+        )  # the cause that a validation error wraps
+        line_numbers = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        place = f" (line {line_numbers[-1]} of {file})" if line_numbers else ""
         raise InputError(asked, f"{message}{place}", fix) from error
 
 
-def _module_of_file(path: Path, asked: str) -> Any:
+def _load_file(path: Path, asked: str) -> Any:
     path = path.resolve()
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1)
-        raise InputError(asked, f"there is no file {path}", f"did you mean {near[0]}?" if near else "check the path")
+        nearest_names = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1)
+        raise InputError(
+            asked,
+            f"there is no file {path}",
+            f"did you mean {nearest_names[0]}?" if nearest_names else "check the path",
+        )
     name = f"{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -120,13 +139,15 @@ def _module_of_file(path: Path, asked: str) -> Any:
     return module
 
 
-def _module_of_package(name: str, asked: str) -> Any:
+def _import_module(name: str, asked: str) -> Any:
     with _importable(Path.cwd()):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise InputError(asked, f"{name} imports {error.name}, which is not there", "install it") from error
+                raise InputError(
+                    asked, f"{name} imports {error.name}, which is not installed", f"install {error.name}"
+                ) from error
             raise InputError(
                 asked,
                 f"there is no module {error.name}",
@@ -138,7 +159,7 @@ def _module_of_package(name: str, asked: str) -> Any:
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Modules of `folder` can be imported inside, as if Python had been started in it."""
+    """Inside, modules of `folder` can be imported, as if Python had been started in it."""
     sys.path.insert(0, str(folder))
     try:
         yield

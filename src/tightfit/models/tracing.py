@@ -1,4 +1,9 @@
-"""Tracing: a forward of a model is followed on fake tensors, and the model is left as it was. See `models/dataflow.py`."""
+"""Tracing: record a forward of a model on fake tensors as a `Dataflow`, and restore the model
+afterwards.
+
+The pipeline's planner and runtime call `trace` to find which tensors cross the stages; see
+`models/dataflow.py`.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +32,17 @@ def trace(
     blocks: list[tuple[str, nn.Module]],
     numbers: tuple[int, ...] = (),
 ) -> Dataflow:
-    """Run `total(model, batch)`, the loss, on tensors without values, and record what it does. The model is left as it was.
+    """Run `total(model, batch)`, the loss, on fake tensors and record its dataflow. The model does
+    not change.
 
-    Raises InputError for a model that cannot be followed, or does not call its blocks in a row.
+    blocks   the blocks to record, as (full name, module)
+    numbers  which of the model's blocks these are, if others were left out; by default all of them
+
+    A second forward is recorded if the first one changes tensors or attributes that persist. Raises
+    InputError if the model fails on fake tensors, or does not call each block once, in order.
     """
     mode = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
-    was_training = [module for module in model.modules() if not module.training]
+    in_evaluation = [module for module in model.modules() if not module.training]
     with left_as_it_was(model) as attributes, failures_unlogged(), mode:
         model.train()
         fakes = _with_fake_tensors(model)
@@ -42,7 +52,7 @@ def trace(
             with torch.enable_grad(), recorder:
                 recorder.forward(total)
                 before = attributes.read()
-                if recorder.leaves_something() or attributes.changed():
+                if recorder.changes_persistent_state() or attributes.changed():
                     recorder.forward(total)
                 changed = attributes.changed(before) if len(recorder.forwards) > 1 else []
         except InputError as error:
@@ -50,13 +60,13 @@ def trace(
                 raise
             raise InputError(error.asked, error.found, error.fix) from None
         except Exception as error:
-            raise _not_followed(error) from error
-    for module in was_training:
+            raise _trace_error(error) from error
+    for module in in_evaluation:
         module.training = False
     return recorder.dataflow(changed, numbers or tuple(range(len(blocks))))
 
 
-def _not_followed(error: Exception) -> InputError:
+def _trace_error(error: Exception) -> InputError:
     message = (str(error).strip() or type(error).__name__).partition("\n")[0]
     return InputError(
         ASKED,
@@ -67,7 +77,7 @@ def _not_followed(error: Exception) -> InputError:
 
 
 class _Attributes:
-    """What the modules of a model hold beside parameters, buffers and modules."""
+    """The attributes of a model's modules, except parameters, buffers, submodules and hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -82,7 +92,11 @@ class _Attributes:
         return found
 
     def changed(self, before: dict[tuple[str, str], Any] | None = None) -> list[str]:
-        """Of those that changed since `before`, the names; where that is given, tensors and what holds only tensors apart."""
+        """The names of the attributes that changed since `before`, by default since this object was
+        made.
+
+        If `before` is given, attributes that hold only tensors do not count.
+        """
         old, now = before or self.first, self.read()
         names = []
         for key in old.keys() | now.keys():
@@ -108,17 +122,18 @@ def _only_tensors(value: Any) -> bool:
 
 @contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[_Attributes]:
-    """Within, a forward may leave what it likes on the model's modules, and draw numbers; afterwards all is as before."""
-    kept = []
+    """Inside, a forward may change the attributes of the model's modules and draw random numbers.
+    On exit, the attributes and the states of the random generators are restored."""
+    saved = []
     for module in model.modules():
         own = dict(vars(module))
         contents = {name: value.copy() for name, value in own.items() if isinstance(value, list | dict | set)}
-        kept.append((module, own, contents))
+        saved.append((module, own, contents))
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:
         yield _Attributes(model)
     finally:
-        for module, own, contents in kept:
+        for module, own, contents in saved:
             for name, content in contents.items():
                 held = own[name]
                 held.clear()
@@ -131,7 +146,8 @@ def left_as_it_was(model: nn.Module) -> Iterator[_Attributes]:
 
 
 def _with_fake_tensors(model: nn.Module) -> dict[int, Tensor]:
-    """Put fake tensors in the place of the model's parameters and buffers; by id of each real one, what stands for it."""
+    """Replace the model's parameters and buffers by fake tensors. Returns the fake tensors by id of
+    the real ones."""
     fakes: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:

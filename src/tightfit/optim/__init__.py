@@ -1,4 +1,8 @@
-"""Optimizers: torch's, and LAMB, LARS and Lion, which torch does not have. `make_optimizer` reads a job's Train."""
+"""Optimizers: torch's own, and LAMB, LARS and Lion, which torch does not have.
+
+`make_optimizer` creates the optimizer that a job's `train` section names.
+`methods/optimizer_states.py` wraps it in what the plan asks for.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from tightfit.optim.lion import Lion
 from tightfit.optim.muon import MuonWithAdamW, hidden_matrices
 from tightfit.optim.per_parameter import load_plain
 
-FUSED = ("adamw", "sgd")  # what torch has a fused kernel for
+FUSED = ("adamw", "sgd")  # the optimizers for which torch has a fused kernel
 
 
 def make_optimizer(
@@ -26,13 +30,19 @@ def make_optimizer(
     fused: bool = False,
     weights: dict[nn.Parameter, nn.Parameter] | None = None,
 ) -> Optimizer:
-    """The job's optimizer over the model's trainable parameters, shared ones once.
+    """The job's optimizer over the model's trainable parameters; a shared parameter is included
+    once.
 
-    Matrices (dim >= 2) decay, the others (norms, biases) do not. `fused` takes torch's fused kernel, on any device.
-    It also loads what a PerParameter around an optimizer like it has saved.
-    weights  what is updated in place of a parameter: a view of the part of it that this device keeps
-    `train.epsilon` is that of AdamW and LAMB; Adafactor keeps torch's own, which mean something else.
-    Raises InputError where nothing is trainable, where gradients would be sparse, or where the optimizer has no fused kernel.
+    train    the job's optimizer and its options. `epsilon` is that of AdamW and LAMB; Adafactor
+             keeps torch's own epsilons, which mean something else
+    fused    use torch's fused kernel, on any device
+    weights  by parameter, the tensor to update instead: a view of this device's shard of it
+
+    Weight decay applies to matrices (dim >= 2), not to norms and biases. The optimizer also loads
+    the states that a PerParameter around a similar optimizer has saved.
+
+    Raises InputError if no parameter is trainable, if gradients would be sparse, if there is no
+    fused kernel, or if Muon finds no hidden matrix or nothing else.
     """
     _check_dense(model)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -47,15 +57,16 @@ def make_optimizer(
     if train.optimizer == "muon":
         optimizer = _make_muon(model, trainable, train)
     else:
-        optimizer = _make(train, decay_groups(trainable, train.weight_decay), fused)
+        optimizer = _make_torch_or_own(train, decay_groups(trainable, train.weight_decay), fused)
     if weights:
-        _put(optimizer, weights)
+        _replace_parameters(optimizer, weights)
     optimizer.register_load_state_dict_pre_hook(load_plain)
     return optimizer
 
 
 def _check_dense(model: nn.Module) -> None:
-    """Refuse sparse gradients, which neither accumulate in place, nor are divided, nor saved in what an optimizer keeps of them."""
+    """Refuse sparse gradients: they cannot be accumulated in place, sharded, or saved in an
+    optimizer's states."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise InputError(
@@ -65,21 +76,22 @@ def _check_dense(model: nn.Module) -> None:
             )
 
 
-def _put(optimizer: Optimizer, weights: dict[nn.Parameter, nn.Parameter]) -> None:
-    """`weights` in place of a fresh optimizer's parameters."""
+def _replace_parameters(optimizer: Optimizer, weights: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Replace the parameters of a fresh optimizer by those that `weights` gives for them."""
     for group in optimizer.param_groups:
         group["params"] = [weights.get(parameter, parameter) for parameter in group["params"]]
 
 
 def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Up to two parameter groups: what decays (dim >= 2) and what does not."""
+    """Up to two parameter groups: matrices (dim >= 2) with weight decay, other parameters
+    without."""
     matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
     others = [parameter for parameter in parameters if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
-def _make(train: Train, groups: list[dict[str, Any]], fused: bool) -> Optimizer:
+def _make_torch_or_own(train: Train, groups: list[dict[str, Any]], fused: bool) -> Optimizer:
     rate = train.scaled_learning_rate
     kernel = True if fused else None  # None: torch chooses among its other kernels
     match train.optimizer:
@@ -102,12 +114,15 @@ def _make(train: Train, groups: list[dict[str, Any]], fused: bool) -> Optimizer:
 
 
 def _begin_late_momenta(optimizer: Optimizer, *arguments: Any) -> None:
-    """Zeros as momentum where a parameter's first gradient comes late: torch's fused kernel knows only a first step of all."""
+    """Start the momentum of a parameter at zero if its first gradient comes after the others'.
+
+    torch's fused kernel expects either no parameter or all of them to have a momentum.
+    """
     for group in optimizer.param_groups:
         moving = [parameter for parameter in group["params"] if parameter.grad is not None and group["momentum"]]
-        late = [one for one in moving if optimizer.state.get(one, {}).get("momentum_buffer") is None]
-        if len(late) < len(moving):
-            for parameter in late:
+        without_momentum = [one for one in moving if optimizer.state.get(one, {}).get("momentum_buffer") is None]
+        if len(without_momentum) < len(moving):
+            for parameter in without_momentum:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 

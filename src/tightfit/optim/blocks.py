@@ -1,13 +1,20 @@
-"""Block-wise quantisation of optimizer states, 8 or 4 bits an element.
+"""Block-wise quantization of optimizer states to 8 or 4 bits per element.
 
-A block is divided by its largest magnitude, and each element coded by the nearest value of a fixed map. Maps, block
-sizes and the smallest tensor are torchao's but for one value: no map for second moments has a zero, in 8 bits either.
-Adam divides by their root, and a weight whose second moment was rounded to zero is thrown away by its next update.
-torchao's code is not used for two more reasons: it cannot start on fake tensors, and its search for the nearest value
-holds several int64 tensors of the state's size.
+Each block is divided by its largest magnitude, its scale. Each element is then stored as the code
+of the nearest value of a fixed map. The maps, block sizes and smallest tensor are torchao's, with
+one exception: no map for second moments contains zero, in 8 bits either. Adam divides by the root
+of the second moment, so the next update would throw away a weight whose second moment was rounded
+to zero.
 
-Source  8 bits, dynamic map: Dettmers et al. 2022, arXiv:2110.02861. 4 bits, dynamic for signed states and linear for
-        unsigned ones, and why these need a map without zero: Li et al. 2023, arXiv:2309.01507.
+torchao's code is not used for two more reasons: it cannot start on fake tensors, and its search for
+the nearest value holds several int64 tensors of the state's size.
+
+Example: an exp_avg of 1M fp32 elements (4 MiB) in 8 bits becomes 1 MiB of codes and 4096 fp32
+scales (16 KiB), one for each block of 256 elements.
+
+Source  8 bits, dynamic map: Dettmers et al. 2022, arXiv:2110.02861. 4 bits, dynamic for signed
+        states and linear for unsigned ones, and why these need a map without zero: Li et al. 2023,
+        arXiv:2309.01507.
 """
 
 from __future__ import annotations
@@ -17,11 +24,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-SMALLEST = 4096  # elements; smaller states are not worth it, and norms and biases are the sensitive ones
+# Elements. Smaller states save little, and those of norms and biases are the most sensitive to rounding.
+SMALLEST = 4096
 _UNSIGNED = frozenset(["exp_avg_sq", "max_exp_avg_sq"])  # second moments are never negative
 
 Bits = Literal[8, 4]
-Packed = dict[str, Tensor]  # "codes": uint8, flat, in 4 bits two to a byte; "scale": fp32, one for each block
+# "codes": flat uint8, in 4 bits two codes to a byte, the first in the upper half; "scale": fp32, one per block
+Packed = dict[str, Tensor]
 
 
 def block_size(bits: Bits) -> int:
@@ -35,7 +44,13 @@ def is_packed(elements: int, bits: Bits) -> bool:
 
 
 class Blocks:
-    """Packs and unpacks states on one device. `name` is the state's name, which says whether it is signed."""
+    """Quantizes and dequantizes states on one device.
+
+    bits  8 (blocks of 256 elements) or 4 (blocks of 128)
+
+    The methods' `name` is that of the state: exp_avg_sq and max_exp_avg_sq are unsigned, others
+    signed.
+    """
 
     def __init__(self, bits: Bits, device: torch.device) -> None:
         self.bits, self.size = bits, block_size(bits)
@@ -46,11 +61,12 @@ class Blocks:
         self._midpoints = {signed: (values[1:] + values[:-1]) / 2 for signed, values in self._values.items()}
 
     def divide(self, values: Tensor) -> bool:
-        """Whether `values` is large enough and a whole number of blocks."""
+        """Whether `values` can be quantized: it has at least 4096 elements and a whole number of
+        blocks."""
         return is_packed(values.numel(), self.bits)
 
     def pack(self, name: str, values: Tensor) -> Packed:
-        """Floating values of any shape -> codes and scales."""
+        """Floating-point values of any shape -> their codes and scales."""
         blocks = values.reshape(-1, self.size).float()
         scale = blocks.abs().amax(1, keepdim=True).clamp_(min=1e-12)
         midpoints = self._midpoints[name not in _UNSIGNED]
@@ -58,12 +74,12 @@ class Blocks:
         return {"codes": codes if self.bits == 8 else (codes[::2] << 4) | codes[1::2], "scale": scale.flatten()}
 
     def unpack(self, name: str, packed: Packed, like: Tensor) -> Tensor:
-        """What `packed` stands for, with the type, shape and layout of `like`."""
+        """The dequantized values, with the type, shape and memory layout of `like`."""
         values = self.decode(name, packed["codes"], packed["scale"]).view(like.shape).to(like.dtype)
         return values if like.is_contiguous() else torch.empty_like(like, requires_grad=False).copy_(values)
 
     def decode(self, name: str, codes: Tensor, scale: Tensor) -> Tensor:
-        """What codes and scales stand for, flat, in fp32."""
+        """The values of codes and scales, as a flat fp32 tensor."""
         if self.bits == 4:
             codes = torch.stack([codes >> 4, codes & 15], dim=1).flatten()
         codes = codes.int()
@@ -74,15 +90,17 @@ class Blocks:
 
 
 def bits_of(packed: Packed, parameter: Tensor) -> Bits:
-    """How wide the packed state of `parameter` is."""
+    """The bits per element of a quantized state of `parameter`."""
     return 8 if packed["codes"].numel() == parameter.numel() else 4
 
 
 def code_values(bits: Bits, signed: bool) -> list[float]:
-    """The 2**bits values in [-1, 1] that codes stand for, ascending.
+    """The quantization map: the 2**bits values in [-1, 1], ascending; a code is the index of its
+    value.
 
-    Dynamic map: `bits - 1` decades down from 1, each lower one with half as many values; plus 1, and plus 0 or, where
-    unsigned, the lower end of the lowest decade.
+    A dynamic map has `bits - 1` decades below 1, each with half as many values as the one above. It
+    also has the value 1 and, if signed, 0, or if unsigned, the lower end of the lowest decade. The
+    unsigned 4-bit map is linear: 1/16, 2/16, ..., 1.
     """
     if bits == 4 and not signed:
         return [(code + 1) / 16 for code in range(16)]

@@ -1,4 +1,4 @@
-"""Hooks on gradients that do not keep what they call in memory."""
+"""Gradient hooks that do not keep the object they call, and so the model, in memory."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from torch import Tensor
 
 
 def when_complete(parameters: Iterable[Tensor], method: Callable[..., None], *more: Any) -> None:
-    """From now on `method(parameter, *more)` is called when backward has completed a parameter's gradient.
+    """From now on, backward calls `method(parameter, *more)` when it has completed a parameter's
+    gradient.
 
-    method  bound to what takes the gradients. It is held weakly: Python's collector does not look into the hooks of a
-            tensor, so one that held an object which holds the parameters would keep the model in memory for good.
+    method  a bound method. Its object is held by a weak reference: Python's garbage collector does
+            not look into the hooks of a tensor, so a hook that held an object which holds the
+            parameters would keep the model in memory forever.
     """
-    held = weakref.WeakMethod(method)
+    reference = weakref.WeakMethod(method)
 
-    def see(parameter: Tensor) -> None:
-        alive = held()
-        if alive is not None:
-            alive(parameter, *more)
+    def call(parameter: Tensor) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(parameter, *more)
 
     for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(see)
+        parameter.register_post_accumulate_grad_hook(call)
 
 
 __all__ = ["when_complete"]

@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step is scaled, for each layer, to the norm of its weights. For large batches.
+"""LAMB: Adam with each layer's step scaled to the norm of its weights. For large batches.
 
 Source  You et al. 2020, Large Batch Optimization for Deep Learning, arXiv:1904.00962, algorithm 2.
 """
@@ -18,13 +18,15 @@ from tightfit.optim.norms import norms
 
 
 class LAMB(Optimizer):
-    """w <- w - lr * phi(|w|) / |u| * u, with u = m / (sqrt(v) + eps) + weight_decay * w and bias-corrected m and v.
+    """w <- w - lr * phi(|w|) / |u| * u, with u = m / (sqrt(v) + eps) + weight_decay * w and
+    bias-corrected m and v.
 
-    clamp  phi(z) = min(max(z, low), high). The paper names this form and no bounds; its authors' code has none.
+    clamp  (low, high) of phi(z) = min(max(z, low), high). The paper gives this form without bounds,
+           and its authors' code does not clamp
 
-    Parameters of fewer than two dims (norms, biases) take Adam's step with neither decay nor trust ratio, as in the
-    authors' code. The ratio is 1 where a weight or its update is zero, so that weights that start at zero can move.
-    State: 8 bytes for each fp32 parameter.
+    Parameters with fewer than two dims (norms, biases) take Adam's step without weight decay and
+    without the trust ratio, as in the authors' code. The ratio is 1 if the weight or its update is
+    zero, so that weights that start at zero can move. State: 8 bytes for each fp32 parameter.
     """
 
     def __init__(
@@ -40,7 +42,8 @@ class LAMB(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. `closure` computes the loss anew and returns it."""
+        """Update every parameter that has a gradient. closure: computes the loss again and returns
+        it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -68,7 +71,8 @@ def _update(weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict
 
 
 def _trust_ratio(weight: Tensor, update: Tensor, clamp: tuple[float, float]) -> Tensor:
-    """phi(|weight|) / |update|, a scalar tensor; 1 where either norm is zero. Reads no value on the host."""
+    """phi(|weight|) / |update| as a scalar tensor; 1 if either norm is zero. The host reads no
+    value."""
     weight_norm, update_norm = norms(weight, weight, update)
     weight_norm = weight_norm.clamp(*clamp)
     usable = (weight_norm > 0) & (update_norm > 0)

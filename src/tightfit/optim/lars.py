@@ -1,6 +1,8 @@
-"""LARS: momentum SGD whose rate is, for each layer, in proportion to |weight| / |gradient|. For large batches.
+"""LARS: momentum SGD with a rate for each layer, proportional to |weight| / |gradient|. For large
+batches.
 
-Source  You et al. 2017, Large Batch Training of Convolutional Networks, arXiv:1708.03888, algorithm 1.
+Source  You et al. 2017, Large Batch Training of Convolutional Networks, arXiv:1708.03888, algorithm
+        1.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ class LARS(Optimizer):
     """v <- momentum * v + lr * rate * (g + weight_decay * w), then w <- w - v.
 
     rate   trust * |w| / (|g| + weight_decay * |w|), for each parameter
-    trust  the paper's eta: how far, as a share of its norm, a layer may move in one step
+    trust  the paper's eta: how far a layer may move in one step, as a share of its norm
 
-    The learning rate is inside the momentum, as in the paper. Parameters of fewer than two dims (norms, biases) take
-    plain momentum SGD, with neither decay nor rate. The rate is 1 where a weight or its gradient is zero.
-    State: 4 bytes for each fp32 parameter.
+    The momentum includes the learning rate, as in the paper. Parameters with fewer than two dims
+    (norms, biases) take plain momentum SGD, without weight decay and without the layer's rate. The
+    rate is 1 if the weight or its gradient is zero. State: 4 bytes for each fp32 parameter.
     """
 
     def __init__(
@@ -34,7 +36,8 @@ class LARS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. `closure` computes the loss anew and returns it."""
+        """Update every parameter that has a gradient. closure: computes the loss again and returns
+        it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -59,7 +62,7 @@ def _update(weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict
 
 
 def _local_rate(weight: Tensor, gradient: Tensor, trust: float, weight_decay: float) -> Tensor:
-    """trust * |w| / (|g| + weight_decay * |w|), a scalar tensor; 1 where either norm is zero."""
+    """trust * |w| / (|g| + weight_decay * |w|) as a scalar tensor; 1 if either norm is zero."""
     weight_norm, gradient_norm = norms(weight, weight, gradient)
     usable = (weight_norm > 0) & (gradient_norm > 0)
     rate = trust * weight_norm / (gradient_norm + weight_decay * weight_norm)

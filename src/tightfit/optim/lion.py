@@ -1,6 +1,7 @@
-"""Lion: the sign of an interpolated momentum. One state where Adam has two.
+"""Lion: an update by the sign of an interpolated momentum. It has one state; Adam has two.
 
-Source  Chen et al. 2023, Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675, algorithm 2.
+Source  Chen et al. 2023, Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675, algorithm
+        2.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from torch.optim.optimizer import ParamsT
 
 
 class Lion(Optimizer):
-    """w <- w - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * w), then m <- beta2 * m + (1 - beta2) * g.
+    """w <- w - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * w), then m <- beta2 * m +
+    (1 - beta2) * g.
 
-    Every weight moves by lr, so the paper takes 3 to 10 times less learning rate than for AdamW, and as much more
-    weight decay. State: 4 bytes for each fp32 parameter.
+    Every weight moves by lr. The paper therefore uses a learning rate 3 to 10 times smaller than
+    AdamW's and a weight decay larger by the same factor. State: 4 bytes for each fp32 parameter.
     """
 
     def __init__(
@@ -30,7 +32,8 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. `closure` computes the loss anew and returns it."""
+        """Update every parameter that has a gradient. closure: computes the loss again and returns
+        it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

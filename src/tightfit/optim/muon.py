@@ -1,7 +1,9 @@
-"""Muon for the hidden matrices, AdamW for everything else, in one optimizer with one state_dict.
+"""Muon for the hidden matrices and AdamW for all other parameters, as one optimizer with one
+state_dict.
 
-Source  Jordan et al. 2024, kellerjordan.github.io/posts/muon; the step scaled to AdamW's size, so that one learning
-        rate serves both: Liu et al. 2025, Muon is Scalable for LLM Training, arXiv:2502.16982.
+Source  Jordan et al. 2024, kellerjordan.github.io/posts/muon. The step is scaled to the size of
+        AdamW's, so that both use the same learning rate: Liu et al. 2025, Muon is Scalable for LLM
+        Training, arXiv:2502.16982.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from torch.optim import Optimizer
 
 
 class MuonWithAdamW(Optimizer):
-    """torch's Muon and torch's AdamW side by side, each for the parameters that it was made with.
+    """torch's Muon and torch's AdamW, each for the parameters that it was created with.
 
-    A parameter group says in `algorithm` (muon or adamw) which of the two updates it.
+    The key `algorithm` of a parameter group (muon or adamw) names the optimizer that updates it.
     """
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
@@ -27,7 +29,8 @@ class MuonWithAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. `closure` computes the loss anew and returns it."""
+        """Update every parameter that has a gradient. closure: computes the loss again and returns
+        it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -40,7 +43,8 @@ class MuonWithAdamW(Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The trainable 2-D weights that are neither of an embedding (by module type) nor of the last Linear, the head."""
+    """The trainable 2-D weights, without those of embeddings (by module type) and of the last
+    Linear, the head."""
     modules = list(model.modules())
     outer = {p for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag) for p in module.parameters()}
     linears = [module for module in modules if isinstance(module, nn.Linear)]

@@ -1,4 +1,4 @@
-"""Norms of whole parameters, of which this device may hold a part only."""
+"""Norms of full parameters, of which this device may hold only a shard. LAMB and LARS need them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,31 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Sum = Callable[[Tensor], Tensor]
+Sum = Callable[[Tensor], Tensor]  # an all-reduce over the devices that hold the shards of one parameter
 
 
 def mark_part(weight: Tensor, total: Sum) -> None:
-    """Say that `weight` is a part of a parameter; `total` sums a vector over the devices that hold the other parts."""
-    weight.total_over_parts = total  # type: ignore[attr-defined]
+    """Mark `weight` as a shard of a parameter. total: all-reduces a vector over the devices that
+    hold its shards."""
+    weight.all_reduce_over_shards = total  # type: ignore[attr-defined]
 
 
 def mark_alike(copy: Tensor, weight: Tensor) -> Tensor:
-    """`copy`, marked as `weight` is."""
-    if hasattr(weight, "total_over_parts"):
-        mark_part(copy, weight.total_over_parts)
+    """`copy`, marked as a shard if `weight` is one."""
+    if hasattr(weight, "all_reduce_over_shards"):
+        mark_part(copy, weight.all_reduce_over_shards)
     return copy
 
 
 def norms(weight: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """The norms of `tensors`, each of which lies as `weight` does: scalar tensors, of the whole parameter. All devices that
-    hold a part of it take part. Reads no value on the host."""
+    """The norms of full tensors, as scalar tensors.
+
+    tensors  sharded as `weight` is, such as the weight, its gradient and its update
+
+    If `weight` is a shard, this is a collective operation of all devices that hold a shard of the
+    parameter. The host reads no value.
+    """
     found = [torch.linalg.vector_norm(tensor) for tensor in tensors]
-    if hasattr(weight, "total_over_parts"):
-        found = list(weight.total_over_parts(torch.stack(found).square()).sqrt().unbind())
+    if hasattr(weight, "all_reduce_over_shards"):
+        found = list(weight.all_reduce_over_shards(torch.stack(found).square()).sqrt().unbind())
     return found

@@ -1,4 +1,5 @@
-"""Learning-rate schedules: pure functions of the step, so that a resumed run needs to restore nothing."""
+"""Learning-rate schedules: pure functions of the step, so a resumed run has no scheduler state to
+restore."""
 
 from __future__ import annotations
 
@@ -10,9 +11,11 @@ from tightfit.job import Train
 
 
 def total_steps(train: Train, samples: int | None) -> int | None:
-    """Optimizer steps of the whole training over `samples` an epoch; None where nothing says when it ends.
+    """The number of optimizer steps of the whole training; None if it is endless.
 
-    A job that says neither steps nor epochs runs one epoch.
+    samples  in one epoch; None for a stream of unknown length
+
+    A job with neither steps nor epochs runs one epoch.
     """
     if train.steps is not None or samples is None:
         return train.steps
@@ -20,13 +23,16 @@ def total_steps(train: Train, samples: int | None) -> int | None:
 
 
 def learning_rate(train: Train, total_steps: int | None) -> Callable[[int], float]:
-    """step (from 0) -> learning rate: linear warm-up, then constant | linear | cosine | warmup-stable-decay.
+    """A function from the step (from 0) to the learning rate.
 
-    Step `warmup - 1` is the first at the full rate. The rate reaches `final_learning_rate` (a share of the full one)
-    at step `total_steps`, one past the last, so that no step is taken at a rate of zero.
+    The rate warms up linearly, then follows constant | linear | cosine | warmup-stable-decay. Step
+    `warmup - 1` is the first at the full rate. The rate reaches `final_learning_rate` (a share of
+    the full one) at step `total_steps`, one past the last step, so no step is taken at a rate of
+    zero.
 
-    Raises InputError where the schedule needs a length and there is none, or the warm-up is longer than the training.
-    Source: cosine, Loshchilov & Hutter 2017, arXiv:1608.03983; warmup-stable-decay, Hu et al. 2024, arXiv:2404.06395.
+    Raises InputError if the schedule needs a length and there is none, or if the warm-up is longer
+    than the training. Source: cosine, Loshchilov & Hutter 2017, arXiv:1608.03983;
+    warmup-stable-decay, Hu et al. 2024, arXiv:2404.06395.
     """
     _check(train, total_steps)
     base, warmup = train.scaled_learning_rate, train.warmup
@@ -41,7 +47,8 @@ def learning_rate(train: Train, total_steps: int | None) -> Callable[[int], floa
 
 
 def _remaining_share(train: Train, step: int, total_steps: int | None) -> float:
-    """How much of the way from the full to the final rate is left: 1 at first, 0 at the end and ever after."""
+    """The remaining share of the way from the full to the final rate: 1 at first, 0 at the end and
+    after it."""
     if train.schedule == "constant" or total_steps is None:
         return 1.0
     start = train.warmup
@@ -56,7 +63,7 @@ def _check(train: Train, total_steps: int | None) -> None:
         if train.schedule != "constant":
             raise InputError(
                 f"job: train.schedule={train.schedule}",
-                "the data is endless and the job says no steps",
+                "the data is endless and the job sets no number of steps",
                 "add train.steps, or use schedule: constant",
             )
     elif train.warmup > total_steps:

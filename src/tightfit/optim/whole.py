@@ -1,4 +1,8 @@
-"""WholeParameters: an optimizer that looks at rows and columns of a matrix, over parameters that devices divide."""
+"""UnshardingOptimizer: run an optimizer that needs full matrices (Adafactor, Muon) on sharded
+parameters.
+
+`methods/optimizer_states.py` wraps such an optimizer in it if parameters are sharded.
+"""
 
 from __future__ import annotations
 
@@ -10,36 +14,48 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-_FACTORS = ("row_var", "col_var")  # of Adafactor: for rows and columns, whatever shape a part happens to have
+# Adafactor's row and column factors are never sharded, even if a shard happens to have their shape.
+_FACTORS = ("row_var", "col_var")
 
 
 def lies_as(name: str, value: Any, shape: torch.Size) -> bool:
-    """Whether a state has one number for each of its parameter's; what has no dims is a counter."""
+    """Whether a state has the shape of its parameter, and so is sharded like it. A tensor without
+    dims is a counter."""
     return name not in _FACTORS and isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape
 
 
 class WholeParameters(Optimizer):
-    """Wraps a fresh optimizer and updates one parameter at a time, brought together for the time of its update.
+    """Wraps a fresh optimizer and updates one parameter at a time, unsharded during its update.
 
-    whole  (weight, tensor that lies as the weight does) -> the whole tensor, on every device
-    part   (weight, whole tensor) -> this device's part
+    unshard  (weight, tensor sharded as the weight is) -> the full tensor, on every device
+             (all-gather)
+    shard    (weight, full tensor) -> this device's shard
 
-    States of a parameter's shape are kept in parts, others (factors, counters) whole on every device. Every device
-    makes the same update; beyond what is kept, memory is needed for one whole parameter, its gradient and its states.
+    States with the shape of their parameter are sharded; others (factors, counters) are replicated.
+    Every device computes the same update. Beyond what stays between updates, the memory needed is
+    that of one full parameter, its gradient and its states.
+
+    Example: a (4096, 4096) fp32 matrix on 8 devices. Each device stores 8 MiB of it. During its
+    update with Muon, the weight, its gradient and its momentum are gathered: 3 x 64 MiB on each
+    device.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        whole: Callable[[Tensor, Tensor], Tensor],
-        part: Callable[[Tensor, Tensor], Tensor],
+        unshard: Callable[[Tensor, Tensor], Tensor],
+        shard: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
-        self._inner, self._whole, self._part = optimizer, whole, part
+        self._inner, self._unshard, self._shard = optimizer, unshard, shard
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. All devices take part. `closure` computes the loss anew."""
+        """Update every parameter that has a gradient. This is a collective operation of all
+        devices.
+
+        closure  computes the loss again and returns it, as in torch
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -51,13 +67,13 @@ class WholeParameters(Optimizer):
         return loss
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        inner, kept = self._inner, self.state[parameter]
-        weight = self._whole(parameter, parameter.detach())
+        inner, saved = self._inner, self.state[parameter]
+        weight = self._unshard(parameter, parameter.detach())
         weight = weight.clone() if weight.data_ptr() == parameter.data_ptr() else weight
-        weight.grad = self._whole(parameter, parameter.grad)  # type: ignore[arg-type]
+        weight.grad = self._unshard(parameter, parameter.grad)  # type: ignore[arg-type]
         states = {
-            name: self._whole(parameter, value) if lies_as(name, value, parameter.shape) else value
-            for name, value in kept.items()
+            name: self._unshard(parameter, value) if lies_as(name, value, parameter.shape) else value
+            for name, value in saved.items()
         }
         inner.param_groups, inner.state = [{**group, "params": [weight]}], defaultdict(dict)
         if states:
@@ -66,5 +82,5 @@ class WholeParameters(Optimizer):
         states = inner.state[weight]
         inner.param_groups, inner.state = [], defaultdict(dict)
         for name, value in states.items():
-            kept[name] = self._part(parameter, value).clone() if lies_as(name, value, weight.shape) else value
-        parameter.copy_(self._part(parameter, weight))
+            saved[name] = self._shard(parameter, value).clone() if lies_as(name, value, weight.shape) else value
+        parameter.copy_(self._shard(parameter, weight))
