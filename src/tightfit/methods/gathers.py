@@ -258,7 +258,9 @@ class _ReadTracker(TorchDispatchMode):
     def __init__(self, owned: dict[nn.Module, list[nn.Parameter]]) -> None:
         super().__init__()
         self._owned = owned
-        self._blocks_by_storage: dict[int, set[nn.Module]] = defaultdict(set)  # by storage, which views share
+        self._blocks_by_storage: dict[int, set[nn.Module]] = defaultdict(
+            set
+        )  # a storage, which views share -> the blocks
         for block, parameters in owned.items():
             for parameter in parameters:
                 self._blocks_by_storage[_storage(parameter)].add(block)

@@ -52,8 +52,8 @@ from tightfit.target_device import is_apart
 
 
 def narrow_names(ledger: Ledger) -> set[str]:
-    """Names (with * for a block's number) of the parameters that are gathered in a narrower dtype than
-    they are stored in. Their gradients in the dry run are smaller than they are.
+    """Names of the parameters that are gathered in a narrower dtype than they are stored in, with *
+    for a block's number. In the recorded step, their gradients have fewer bytes than they have.
     """
     kept = {parameter.name: parameter.bytes for parameter in ledger.parameters}
     return {
@@ -88,7 +88,7 @@ def gathered_of(ledger: Ledger, plan: Plan, narrow: set[str]) -> Gathered:
         else:
             blocks[found.group(1)] += math.ceil(gathered_bytes(parameter, narrow))
             reduced[found.group(1)] += parameter.bytes
-    devices = math.inf if "gradients" in plan.offload else plan.shards  # what is left of a gradient on this one
+    devices = math.inf if "gradients" in plan.offload else plan.shards  # 1/devices of a gradient stays on this device
     block = float(max(blocks.values(), default=0))
     as_kept = float(max(reduced.values(), default=0))
     alone = plan.shards == 1  # then blocks are copied in their stored dtype, and prefetched in forward too
