@@ -224,7 +224,7 @@ def positions_divided() -> None:
 
 
 def own_positions(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return sequences._parts(everyone_has(whole, group), 2)[dist.get_rank(group)]
+    return sequences._padded_chunks(everyone_has(whole, group), 2)[dist.get_rank(group)]
 
 
 def positions_joined() -> None:

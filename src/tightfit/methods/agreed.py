@@ -76,8 +76,8 @@ class Agreement:
     def sum(self, number: int, which: int) -> None:
         """Check a reduction of gradients.
 
-        number  the parameter group's
-        which   a hash of which of its parameters have gradients
+        number           the parameter group's number
+        parameters_hash  a hash of which of its parameters have gradients
         """
         self._check(_SUM, number, which)
 
@@ -130,7 +130,9 @@ class Agreement:
 
 
 class _CheckedAllGather:
-    """fully_shard's all-gather of a parameter group, after the check that all devices gather this one."""
+    """fully_shard's all-gather of a parameter group, after the check that all devices gather this
+    one.
+    """
 
     def __init__(self, inner: Any, agreement: Agreement, number: int) -> None:
         self.inner, self.agreement, self.number = inner, agreement, number

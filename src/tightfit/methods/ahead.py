@@ -1,5 +1,5 @@
-"""Prefetch of offloaded parameters: the next block's are copied to the device while the block before
-it computes.
+"""Prefetch of offloaded parameters: the next block's are copied to the device while the block
+before it computes.
 
 With several devices, fully_shard begins the all-gather of the next block early, and the copy from
 host memory is part of it. One device has nothing to gather, so fully_shard would begin the copy
@@ -21,7 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def bring_ahead(model: nn.Module, blocks: Sequence[nn.Module], groups: Iterable[Any], device: torch.device) -> None:
-    """Prefetch each block's parameters while the block before it computes, in forward and in backward.
+    """Prefetch each block's parameters while the block before it computes, in forward and in
+    backward.
 
     blocks  the model's blocks in forward order
     groups  fully_shard's parameter groups of the whole model. Their order in backward is
@@ -55,7 +56,8 @@ class _Prefetch:
         self.unshard(async_op)
         if self.group._all_gather_result is None or self.prefetched:
             return
-        self.stream.wait_stream(self.streams.current_stream())  # a copy of updated weights to the host may be in flight
+        # a copy of updated weights to the host may be in flight
+        self.stream.wait_stream(self.streams.current_stream())
         with self.streams.stream(self.stream):
             for held in self.group.fsdp_params:
                 there = held._sharded_param_data

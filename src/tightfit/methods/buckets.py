@@ -1,7 +1,7 @@
 """Buckets of gradients: many gradients in one flat buffer, reduced while backward still computes.
 
 A bucket fills in the order in which backward computes gradients. When it is full, its reduction
-begins. `Summed` all-reduces it (data parallelism). `Scattered` reduce-scatters it, so that each
+begins. `AllReducedGradients` all-reduces it (data parallelism). `ReduceScatteredGradients` reduce-scatters it, so that each
 device gets the sum of its own shards (ZeRO-1 and ZeRO-2). Buckets are reduced in the same order on
 all devices, because collectives match by their order.
 
@@ -12,8 +12,8 @@ MiB, so there are five buckets of two gradients, 20 MiB each.
     bucket that fills    0          | 1        | 2        | 3        | 4
     reduction begins                  of 0       of 1       of 2       of 3       of 4
 
-With `Summed` all buckets may be in flight. Their buffers become the gradients, so all five exist at
-the end of backward: 100 MiB. With `Scattered` one bucket is in flight: when the reduction of bucket
+With `AllReducedGradients` all buckets may be in flight. Their buffers become the gradients, so all five exist at
+the end of backward: 100 MiB. With `ReduceScatteredGradients` one bucket is in flight: when the reduction of bucket
 1 has begun, the device waits for bucket 0 and frees its buffer. So at most two buffers exist at a
 time (one in flight and one that fills): 40 MiB. What stays of each bucket is this device's shard of
 its gradients, 5 MiB, 25 MiB in all.
@@ -45,8 +45,8 @@ PIECE_BYTES = 2**20
 
 
 def bucket_bytes(devices: int) -> int:
-    """The largest size of a bucket in bytes for this many devices. A ring of n devices takes about n
-    steps, each with 1/n of the bucket: with 64 devices, buckets have 64 MiB.
+    """The largest size of a bucket in bytes for this many devices. A ring of n devices takes about
+    n steps, each with 1/n of the bucket: with 64 devices, buckets have 64 MiB.
     """
     return max(BUCKET_BYTES, devices * PIECE_BYTES)
 
@@ -57,7 +57,7 @@ class Bucket:
 
     parameters  the parameters, in the order in which backward computes their gradients
     buffer      the flat buffer, from the first gradient until the reduction or the step ends
-    arrived     indices of the parameters whose gradients are in the buffer
+    ready       indices of the parameters whose gradients are in the buffer
     work        the reduction in flight, or None
     """
 
@@ -129,7 +129,7 @@ class Reducer:
     def begin(self, sending: bool) -> None:
         """Call before each micro-batch.
 
-        sending  whether the gradients that its backward completes are reduced. False: they
+        reduces  whether the gradients that its backward completes are reduced. False: they
                  accumulate in `.grad`
         """
         self._sending = sending
@@ -168,7 +168,8 @@ class Reducer:
         for bucket in self.buckets[self._next :]:
             for place, parameter in enumerate(bucket.parameters):
                 if place not in bucket.arrived:
-                    self._write_gradient(bucket, place, parameter.grad)  # accumulated by earlier micro-batches, or None
+                    # accumulated by earlier micro-batches, or None
+                    self._write_gradient(bucket, place, parameter.grad)
                     parameter.grad = None
             self._send()
         for bucket in self.buckets:
@@ -255,11 +256,12 @@ class _CastBack:
 
 
 class Scattered:
-    """Reduce-scatters gradients: each device gets the sum of its shards, in the `.grad` of `shares`.
+    """Reduce-scatters gradients: each device gets the sum of its shards, in the `.grad` of
+    `shards`.
 
-    `shares` maps each parameter to this device's shard of it, as Shard(0) of a DTensor. The
+    `shards` maps each parameter to this device's shard of it, as Shard(0) of a DTensor. The
     optimizer updates these shards. They are views of the parameters, so it updates the model
-    itself. `Gathers` then all-gathers the updated shards.
+    itself. `WeightGathers` then all-gathers the updated shards.
 
     Example: a parameter of shape (10, 3) over 4 devices has ceil(10 / 4) = 3 rows in each shard but
     the last: rows 0-2, 3-5, 6-8 and 9. A bucket's buffer has one row for each device. In it the
@@ -286,13 +288,14 @@ class Scattered:
         self._reducer = Reducer(
             parameters, self.count, self._allocate, self._write, self._send, self._on_reduced, in_flight=1
         )
-        self._offsets = {  # id of a bucket -> offsets in a row: of each parameter, the counts, the end
-            id(b): self.offsets(b.parameters, len(b.parameters)) for b in self._reducer.buckets
-        }
+        # id of a bucket -> offsets in a row: of each parameter, the counts, the end
+        self._offsets = {id(b): self.offsets(b.parameters, len(b.parameters)) for b in self._reducer.buckets}
         self.shares = {parameter: self._share(parameter, self.rank) for parameter in parameters}
         self._parts: dict[int, Tensor] = {}
-        self._counts: dict[int, Tensor] = {}  # id of a bucket -> how many devices computed each gradient
-        self._made: set[nn.Parameter] = set()  # parameters whose gradients this device computed in this step
+        # id of a bucket -> how many devices computed each gradient
+        self._counts: dict[int, Tensor] = {}
+        # parameters whose gradients this device computed in this step
+        self._made: set[nn.Parameter] = set()
         self.begin = self._reducer.begin
 
     def rows(self, parameter: Tensor) -> int:
@@ -300,8 +303,8 @@ class Scattered:
         return -(-_height(parameter) // self.count)
 
     def offsets(self, parameters: Sequence[Tensor], *more: int) -> list[int]:
-        """Offsets of the parameters' shards in a row of a buffer, then of fields with `more` elements
-        each, then of the row's end.
+        """Offsets of the parameters' shards in a row of a buffer, then of fields with `more`
+        elements each, then of the row's end.
         """
         return _offsets([*(self.rows(p) * _width(p) for p in parameters), *more])
 
@@ -365,8 +368,8 @@ class Scattered:
         self._reducer.finish()
 
     def complete(self) -> None:
-        """Call once a step: all-reduce the shards' gradients over the replicas, and remove gradients
-        that no device has computed.
+        """Call once a step: all-reduce the shards' gradients over the replicas, and remove
+        gradients that no device has computed.
         """
         self._sum_replicas()
         for bucket in self._reducer.buckets:
@@ -399,13 +402,13 @@ def _completed_twice(parameter: Tensor) -> InputError:
 
 
 def absent(counts: Tensor, places: list[int]) -> list[int]:
-    """Of `places`, those at which no device computed a gradient.
+    """Of `missing`, those at which no device computed a gradient.
 
     Nothing is read if this device has computed all of them. A dry run assumes that the other
-    devices are like this one, and returns all `places`.
+    devices are like this one, and returns all of `missing`.
 
-    counts  (parameters): how many devices computed each gradient
-    places  the indices at which this device computed none
+    counts   (parameters): how many devices computed each gradient
+    missing  the indices at which this device computed none
     """
     if not places or active_fake_mode() is not None:
         return places
@@ -418,7 +421,7 @@ def made_everywhere(weights: Sequence[Tensor], total: Callable[[Tensor], object]
     """Within the context, each weight has a gradient: zeros where this device has computed none.
     Afterwards, gradients that no device has computed are removed.
 
-    total  all-reduces (sums) a tensor over the devices in place. All of them must enter the context
+    all_reduce  all-reduces (sums) a tensor over the devices in place. All of them must enter the context
            with the same weights
     """
     missed = [place for place, weight in enumerate(weights) if weight.grad is None]

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
 
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+# renamed in torch 2.13
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -61,8 +62,8 @@ def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup) -> None:
-    """All-gather in place: each device has filled row `rank` of `rows`, (group size, ...); afterwards
-    all devices have all rows.
+    """All-gather in place: each device has filled row `rank` of `rows`, (group size, ...);
+    afterwards all devices have all rows.
     """
     if not goes_by_row(group):
         _all_gather(rows.view(-1), rows[dist.get_rank(group)].view(-1), group=group)
@@ -80,8 +81,8 @@ class _Allocator:
 
 
 class ScatterByRow(_Allocator):
-    """`reduce_scatter` with the signature that fully_shard asks a custom reduce-scatter for. It sums,
-    whatever `op` is.
+    """`reduce_scatter` with the signature that fully_shard asks a custom reduce-scatter for. It
+    sums, whatever `op` is.
     """
 
     def __call__(
@@ -91,8 +92,8 @@ class ScatterByRow(_Allocator):
 
 
 class GatherByRow(_Allocator):
-    """`all_gather` with the signature that fully_shard asks a custom all-gather for: `input_tensor` is
-    this device's row of `output_tensor`.
+    """`all_gather` with the signature that fully_shard asks a custom all-gather for: `input_tensor`
+    is this device's row of `output_tensor`.
     """
 
     def __call__(
@@ -102,16 +103,16 @@ class GatherByRow(_Allocator):
 
 
 def goes_by_row(group: dist.ProcessGroup) -> bool:
-    """Whether rows are sent one by one: on gloo, but not in compiled code, since a compiler knows only
-    the common collectives.
+    """Whether rows are sent one by one: on gloo, but not in compiled code, since a compiler knows
+    only the common collectives.
     """
     return not torch.compiler.is_compiling() and bool(dist.get_backend(group) == "gloo")
 
 
 @dataclass
 class _RowReduces:
-    """The pending reduces of all rows. `wait` waits for all of them and copies this device's row into
-    `part`.
+    """The pending reduces of all rows. `wait` waits for all of them and copies this device's row
+    into `part`.
     """
 
     works: list[Any]

@@ -1,4 +1,5 @@
-"""Shards a model's modules for tensor parallelism and inserts the communication between the devices.
+"""Shards a model's modules for tensor parallelism and inserts the communication between the
+devices.
 
 `tensor_parallel` calls a `Sharder` for each module in its table of styles. A column-parallel module
 ("colwise") holds some of the output features; its input is the same on all devices. A row-parallel
@@ -59,8 +60,10 @@ class Cutter:
         self.draws = Draws(model, self.rank)
         self.compiled = None if blocks is None else [block for _, block in blocks]
         self.regions: set[nn.Module] = set()
-        self.copied: tuple[Tensor, Tensor] | None = None  # the last input of column-parallel modules, and its copy
-        if sequences is not None:  # devices have different positions, so a block's dropout differs too
+        # the last input of column-parallel modules, and its copy
+        self.copied: tuple[Tensor, Tensor] | None = None
+        # devices have different positions, so a block's dropout differs too
+        if sequences is not None:
             for _, block in sequences.blocks:
                 block.register_forward_pre_hook(self.draws.enter)
                 block.register_forward_hook(self.draws.leave)
@@ -217,8 +220,8 @@ class Cutter:
         )
 
     def divide_vocabulary(self, model: Any, head: nn.Linear, objective: Objective) -> Objective:
-        """Shard the embedding and the head by vocabulary. Full logits never exist; only a few numbers
-        for each token are sent.
+        """Shard the embedding and the head by vocabulary. Full logits never exist; only a few
+        numbers for each token are sent.
 
         head       the linear module that computes logits
         objective  the objective, which has logits and targets
@@ -273,8 +276,8 @@ class Cutter:
 
 
 class Draws:
-    """Gives dropout its random numbers, as Megatron's RNG tracker does. Between a column-parallel and
-    a row-parallel module each device draws different numbers; elsewhere all draw the same. With
+    """Gives dropout its random numbers, as Megatron's RNG tracker does. Between a column-parallel
+    and a row-parallel module each device draws different numbers; elsewhere all draw the same. With
     sequence parallelism everything in a block is drawn differently.
 
     In the sharded region the generator is seeded with a number drawn from the common generator, so
@@ -297,7 +300,8 @@ class Draws:
         if self.needed:
             self._leave_sharded()
 
-    @torch.compiler.disable  # it reads a random number; without dropout it is not called and breaks no graph
+    # it reads a random number; without dropout it is not called and breaks no graph
+    @torch.compiler.disable
     def _enter_sharded(self, module: nn.Module) -> None:
         if self.outside is None:
             seed = int(torch.randint(2**31, ()))

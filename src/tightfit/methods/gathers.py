@@ -1,6 +1,6 @@
 """All-gathers of updated weights that overlap with the next forward.
 
-In ZeRO-1 and ZeRO-2 each device updates its shards of the parameters (see `Scattered`). After an
+In ZeRO-1 and ZeRO-2 each device updates its shards of the parameters (see `ReduceScatteredGradients`). After an
 update, the all-gathers of all shards begin at once, in the order in which a forward needs them, and
 the step ends. Each of the model's blocks waits for its own weights when it is called. The forward
 waits at its start for weights outside of the blocks, such as embeddings. All gathers begin in one
@@ -37,8 +37,8 @@ IN_PLACE_BYTES = 2**17
 
 
 def goes_in_place(size: float, devices: int) -> bool:
-    """Whether a CPU receives a parameter of `size` bytes directly in its memory, and not in a buffer
-    that it shares with other parameters.
+    """Whether a CPU receives a parameter of `size` bytes directly in its memory, and not in a
+    buffer that it shares with other parameters.
     """
     return size / devices >= IN_PLACE_BYTES
 
@@ -69,7 +69,7 @@ class _Bucket:
 class Gathers:
     """All-gathers the shards that each device has updated.
 
-    rows      the sharding of the parameters
+    sharding  how the parameters are sharded
     blocks    the model's blocks in forward order, each of which waits for its own weights. If there
               are none, `begin` waits for all
     group     the devices that share the parameters
@@ -89,7 +89,8 @@ class Gathers:
     ) -> None:
         self.rows, self.group, self.in_place, self.device = rows, group, in_place, device
         self.overlaps = bool(blocks)
-        self.is_running = False  # True within a training forward, whose blocks wait for their own weights
+        # True within a training forward, whose blocks wait for their own weights
+        self.is_running = False
         owned = {block: [p for p in block.parameters() if p in rows.shares] for block in blocks}
         inside = dict.fromkeys(parameter for own in owned.values() for parameter in own)
         self._outside_blocks = [parameter for parameter in rows.shares if parameter not in inside]
@@ -103,7 +104,8 @@ class Gathers:
             bucket.offsets = rows.offsets(bucket.buffered)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and self.overlaps else None
         self._pending = 0  # number of pending buckets
-        self._reads = _ReadTracker(owned) if owned else None  # until the first training forward has ended
+        # until the first training forward has ended
+        self._reads = _ReadTracker(owned) if owned else None
         for block, own in owned.items():
             self._wait_before_calls(block, own)
 
@@ -141,12 +143,13 @@ class Gathers:
                 self._pending -= 1
 
     def in_forward(self, loss_sum: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-        """`loss_sum`, which first waits for the weights outside of blocks. In evaluation it waits for
-        all weights.
+        """`loss_sum`, which first waits for the weights outside of blocks. In evaluation it waits
+        for all weights.
         """
 
         def computed(batch: Batch) -> Tensor:
-            if not torch.is_grad_enabled():  # an evaluation, which may read weights in another order than training
+            # an evaluation, which may read weights in another order than training
+            if not torch.is_grad_enabled():
                 self.wait()
                 return loss_sum(batch)
             self.wait(self._outside_blocks)

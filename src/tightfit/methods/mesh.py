@@ -1,4 +1,5 @@
-"""The device mesh of a run: the parallel axes, their process groups, and this process's rank in them.
+"""The device mesh of a run: the parallel axes, their process groups, and this process's rank in
+them.
 
 There is one process for each device. The axes are, outermost first: pp (the stages of `pipeline`),
 dp_replicate (replicas of the model), dp_shard (what `zero` shards) and tp (what `tensor_parallel`
@@ -7,7 +8,7 @@ other. The devices of `context_parallel` share the same samples. They are neighb
 or, without `zero`, along dp_replicate.
 
 The methods call `make_mesh` once for a plan. The cost functions of the methods call `message`,
-`link` and `latency`, which predict the time of the communication along an axis.
+`bandwidth` and `latency`, which predict the time of the communication along an axis.
 
 Source  PyTorch's DeviceMesh; the order of the axes is that of Narayanan et al. 2021,
         arXiv:2104.04473.
@@ -83,8 +84,8 @@ class Mesh:
 
     @property
     def part(self) -> tuple[int, int]:
-        """(rank, size) in data parallelism: which shard of a step's samples this device trains on, and
-        the number of shards. The `cp` devices that share samples have the same rank.
+        """(rank, size) in data parallelism: which shard of a step's samples this device trains on,
+        and the number of shards. The `cp` devices that share samples have the same rank.
         """
         number, count = self._data_position
         return number // self.cp, count // self.cp
@@ -98,8 +99,8 @@ class Mesh:
 
     @property
     def draws(self) -> int:
-        """A number that selects this device's random numbers. The tp devices share their activations,
-        so they have the same number and draw the same dropout masks.
+        """A number that selects this device's random numbers. The tp devices share their
+        activations, so they have the same number and draw the same dropout masks.
         """
         return self._data_position[0] * self.size("pp") + self.rank("pp")
 
@@ -191,7 +192,7 @@ class Slice:
         return min(rank * each, size), min((rank + 1) * each, size)
 
     def part(self, whole: Tensor) -> Tensor:
-        """This device's shard of `whole`, a tensor of the full parameter's shape."""
+        """This device's shard of `full`, a tensor of the full parameter's shape."""
         first, last = self.range()
         if self.pieces == 1:
             return whole.narrow(self.dim, first, last - first)
@@ -226,7 +227,7 @@ def shrink(parameter: Tensor, mesh: Mesh, whole: Tensor) -> None:
     The parameter keeps its full shape, but its data occupies no memory (one number, expanded).
 
     parameter  the parameter; changed in place
-    whole      the full values, of the parameter's shape. They are sharded along dimension 0 over
+    full       the full values, of the parameter's shape. They are sharded along dimension 0 over
                dp_shard as torch's `chunk` does; a device beyond the last chunk has a shard of no
                rows
     """
@@ -239,8 +240,8 @@ def shrink(parameter: Tensor, mesh: Mesh, whole: Tensor) -> None:
 
 
 def onto_meta(model: nn.Module) -> None:
-    """Move the parameters that `shard_parameter` has sharded to the meta device: fully_shard accepts
-    only full parameters or parameters on the meta device.
+    """Move the parameters that `shard_parameter` has sharded to the meta device: fully_shard
+    accepts only full parameters or parameters on the meta device.
     """
     put: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -271,8 +272,8 @@ def grown(parameter: Tensor, mesh: Mesh) -> Tensor:
 
 
 def on_mesh(tensor: DTensor) -> DTensor:
-    """`tensor` with its local shard on the device of its mesh, so that a collective can send it. The
-    shard of an offloaded tensor is in another memory, from which it is copied.
+    """`tensor` with its local shard on the device of its mesh, so that a collective can send it.
+    The shard of an offloaded tensor is in another memory, from which it is copied.
     """
     local, kind = tensor.to_local(), tensor.device_mesh.device_type
     if local.device.type == kind:
@@ -371,9 +372,11 @@ def _mesh(kind: str, sizes: tuple[int, ...], servers: int, cp: int) -> Mesh:
                 DATA: devices[DATA],
             }
             lines = _p2p_groups(devices) if sizes[0] > 1 else {}
-            if servers:  # messages are in host memory, and the server receives from any worker (gloo)
+            # messages are in host memory, and the server receives from any worker (gloo)
+            if servers:
                 lines["server"] = dist.new_group(backend=None if dist.get_backend() == "fake" else "gloo")
-            if sizes[2] > 1 or (sizes[1] > 1 and kind != "cpu"):  # parameters may be sharded or offloaded
+            # parameters may be sharded or offloaded
+            if sizes[2] > 1 or (sizes[1] > 1 and kind != "cpu"):
                 lines["layers"] = _same_layers_group(devices)
             if cp > 1:
                 lines["context"] = _context_group(devices, cp)
@@ -415,7 +418,8 @@ def _p2p_groups(devices: DeviceMesh) -> dict[str, dist.ProcessGroup]:
     that a send in one direction never waits for a receive in the other.
     """
     found = {}
-    for row in devices.mesh.flatten(1).t().tolist():  # every process must create all groups, in the same order
+    # every process must create all groups, in the same order
+    for row in devices.mesh.flatten(1).t().tolist():
         for name in LINES:
             members = [row[0], row[-1]] if name == "ends" else row
             group = dist.new_group(members)
@@ -425,7 +429,9 @@ def _p2p_groups(devices: DeviceMesh) -> dict[str, dist.ProcessGroup]:
 
 
 def _context_group(devices: DeviceMesh, cp: int) -> dist.ProcessGroup:
-    """The group of the `cp` devices, neighbours along the data axes, that share samples with this one."""
+    """The group of the `cp` devices, neighbours along the data axes, that share samples with this
+    one.
+    """
     rows = devices.mesh.flatten(1, 2).transpose(1, 2).reshape(-1, cp).tolist()
     groups = [
         (members, dist.new_group(members)) for members in rows
@@ -443,8 +449,8 @@ def _same_layers_group(devices: DeviceMesh) -> dist.ProcessGroup:
 
 
 def local_device(kind: str) -> torch.device:
-    """The device of this process on its host. A launcher may show each process only its own GPU, which
-    is then GPU 0.
+    """The device of this process on its host. A launcher may show each process only its own GPU,
+    which is then GPU 0.
 
     Raises InputError when more than one GPU is visible, but fewer than there are processes.
     """
@@ -461,8 +467,8 @@ def local_device(kind: str) -> torch.device:
 
 
 def on_device(numbers: list[float], device: torch.device) -> Tensor:
-    """An fp32 tensor of `numbers` on `device`, without waiting: a copy from pageable memory would wait
-    for the device's other work.
+    """An fp32 tensor of `numbers` on `device`, without waiting: a copy from pageable memory would
+    wait for the device's other work.
     """
     there = torch.tensor(numbers, dtype=torch.float32)
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)
@@ -470,8 +476,8 @@ def on_device(numbers: list[float], device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def same_everywhere(model: nn.Module, mesh: Mesh) -> None:
-    """Broadcast the parameters and buffers of the first replica to all others, in place. Models that
-    are initialized at random may differ between processes.
+    """Broadcast the parameters and buffers of the first replica to all others, in place. Models
+    that are initialized at random may differ between processes.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         for axis in DATA:
@@ -521,11 +527,12 @@ class Statistics:
                 flat.zero_()
             self.mesh.sum(flat, DATA).div_(self.mesh.part[1] * self.mesh.cp)
             for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-                buffer.data.copy_(mean.view(buffer.shape))  # safe: no later backward reads these buffers
+                # safe: no later backward reads these buffers
+                buffer.data.copy_(mean.view(buffer.shape))
 
     def _find_written(self) -> None:
-        """Add the buffers that any replica has written since this object was made. The replicas agree
-        on them by an all-reduce.
+        """Add the buffers that any replica has written since this object was made. The replicas
+        agree on them by an all-reduce.
         """
         if not self._candidates:
             return
@@ -591,7 +598,8 @@ def latency(plan: Plan, machine: Machine, axes: tuple[str, ...], rounds: int) ->
     between = machine.network_latency_s.value if machine.network_latency_s else inside
     start = machine.call_s.value if machine.call_s else 0.0
     stride, size = _stride(plan, axes)
-    within = max(machine.devices_per_node // stride, 1)  # how many devices along the axis are in one node
+    # how many devices along the axis are in one node
+    within = max(machine.devices_per_node // stride, 1)
     if axes[0] in ("pp", "cp") or plan.servers:
         return start + (inside if stride * size <= machine.devices_per_node else between)
     nodes = math.ceil(size / within)

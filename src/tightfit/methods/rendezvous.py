@@ -24,7 +24,9 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # gloo and NCCL read 
 
 
 def on_one_host(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether all processes of the run are on this host, as the launcher's environment variables say."""
+    """Whether all processes of the run are on this host, as the launcher's environment variables
+    say.
+    """
     world, local = environ.get("WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE")
     if local is not None or world == "1":
         return (local or "1") == world
@@ -49,8 +51,8 @@ def addresses() -> dict[str, list[str]]:
 
 
 def choose_interface(named: str | None, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the interface that gloo and NCCL listen on. Environment variables that the user has set are
-    kept.
+    """Set the interface that gloo and NCCL listen on. Environment variables that the user has set
+    are kept.
 
     named  the interface's name (`--interface`); None: loopback for a run on one host, else the
            libraries' own choice
@@ -95,8 +97,8 @@ def meet(environ: Mapping[str, str] = os.environ) -> dist.Store:
 
 
 def within(store: dist.Store, environ: Mapping[str, str] = os.environ) -> dist.Store:
-    """`store` with a key prefix for this start of the processes: a launcher that restarts them keeps
-    its store.
+    """`store` with a key prefix for this start of the processes: a launcher that restarts them
+    keeps its store.
     """
     return dist.PrefixStore(f"tightfit/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 

@@ -39,7 +39,8 @@ aten = torch.ops.aten
 NAME = "tightfit_ring"
 ALIGNED = 8  # elements: CUDA's kernels need head widths and mask rows of a multiple of this
 WIDEST_FLASH = 256  # elements: the widest head of the flash kernel
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")  # arguments of some models' attention
+# arguments of some models' attention
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")
 
 
 class Ring:
@@ -49,8 +50,8 @@ class Ring:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
 
     def hand_on(self, tensors: tuple[Tensor, ...]) -> _Transfer:
-        """Begin to send `tensors`, of one dtype, to the next device and to receive tensors of the same
-        shapes from the previous one. Returns the transfer; `wait` gives the received tensors.
+        """Begin to send `tensors`, of one dtype, to the next device and to receive tensors of the
+        same shapes from the previous one. Returns the transfer; `wait` gives the received tensors.
         """
         sent = torch.cat([tensor.reshape(-1) for tensor in tensors])
         received = torch.empty_like(sent)
@@ -68,7 +69,8 @@ class _Transfer:
     """A send and a receive in flight."""
 
     def __init__(self, work: list[dist.Work], sent: Tensor, received: Tensor, like: tuple[Tensor, ...]) -> None:
-        self.work, self.sent, self.received = work, sent, received  # keeps `sent` alive until the send has ended
+        # keeps `sent` alive until the send has ended
+        self.work, self.sent, self.received = work, sent, received
         self.shapes = [tensor.shape for tensor in like]
 
     def wait(self) -> list[Tensor]:
@@ -138,7 +140,7 @@ def attend(
     if attention_mask is not None and attention_mask.dtype is not torch.bool:
         raise InputError(
             "plan: cp",
-            "the model adds a bias of its own to the scores of attention, which the ring has not",
+            "the model adds a bias of its own to the scores of attention, which ring attention does not add",
             "use cp: 1",
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -150,7 +152,8 @@ def attend(
     most = max(narrow, wide)
     if _is_on_accelerator(query):
         most += -most % ALIGNED
-    if not narrow == wide == most:  # kernels need equal widths; zero columns change nothing, as the scale is fixed
+    # kernels need equal widths; zero columns change nothing, as the scale is fixed
+    if not narrow == wide == most:
         query, key = (functional.pad(x, (0, most - narrow)) for x in (query, key))
         value = functional.pad(value, (0, most - wide))
     output = RingAttention.apply(query, key, value, attention_mask, causal, scale, _rings[module])
@@ -220,7 +223,8 @@ class RingAttention(torch.autograd.Function):
                 _mask_columns(bias, columns), output[:, :, rows], total[:, :, rows], ctx.causal and not step, ctx.scale,
             )  # fmt: skip
             grad_query[:, :, rows] += parts[0]
-            # gradients follow their keys and values around the ring, back to the device that owns them
+            # gradients follow their keys and values around the ring, back to the device that owns
+            # them
             if transfer is None:
                 grad_keys, grad_values = (torch.zeros(key.shape, dtype=wide, device=key.device) for _ in range(2))
             else:
@@ -236,8 +240,8 @@ class RingAttention(torch.autograd.Function):
 def _ring_steps(
     ring: Ring, key: Tensor, value: Tensor, seen: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Yields keys, values and mask of this device, then of the previous one, and so on, while the next
-    ones are received.
+    """Yields keys, values and mask of this device, then of the previous one, and so on, while the
+    next ones are received.
     """
     held = [key, value, *([] if seen is None else [seen.to(key.dtype)])]
     for step in range(ring.size):
@@ -350,7 +354,8 @@ def attention_backward(
         inner = shares * (gradient @ value.mT - (gradient * output).sum(-1, keepdim=True)) * scale
         found = inner @ key, inner.mT @ query, shares.mT @ gradient
     else:
-        padded = functional.pad(sums, (0, -sums.shape[-1] % 32), value=float("inf"))  # padded as in the forward
+        # padded as in the forward
+        padded = functional.pad(sums, (0, -sums.shape[-1] % 32), value=float("inf"))
         seed = torch.zeros((), dtype=torch.int64, device=query.device)  # for dropout, which is 0
         found = aten._scaled_dot_product_efficientattention_backward(
             gradient,

@@ -1,4 +1,5 @@
-"""Shards sequences for context parallelism: each device of a group gets two chunks of each sequence.
+"""Shards sequences for context parallelism: each device of a group gets two chunks of each
+sequence.
 
 `context_parallel` wraps a run's data with `SequenceChunks`. With cp devices, a sequence has 2 x cp
 chunks, and the device with rank r gets chunks r and 2 x cp - 1 - r. Under a causal mask later
@@ -82,8 +83,8 @@ def _chunks(value: Tensor, piece: int, pieces: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SequenceChunks:
-    """The `Data` of one device: its chunks of each sequence. The other devices of its group read the
-    same samples.
+    """The `Data` of one device: its chunks of each sequence. The other devices of its group read
+    the same samples.
 
     data     the data of full sequences
     causal   whether the model predicts next tokens

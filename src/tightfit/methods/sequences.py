@@ -88,7 +88,7 @@ class Sequences:
         """Names of the parameters whose gradients are partial on each device: they come from its
         positions only.
 
-        cut  names of the sharded parameters, which are left out
+        sharded  names of the sharded parameters, which are left out
 
         Raises InputError when a sharded module contains a parameter that is replicated.
         """
@@ -118,7 +118,9 @@ class Sequences:
         return _ScatterToSequence.apply(hidden, self.group)
 
     def _note_length(self, length: int) -> None:
-        """Remember the length if tp does not divide it: the padding has to be removed after gathers."""
+        """Remember the length if tp does not divide it: the padding has to be removed after
+        gathers.
+        """
         self.length = length if length % self.size else None
         if self.length is not None and self.plan.pp > 1 and self.plan.recompute != "none":
             raise InputError(  # a recomputation may follow forwards of another length
@@ -142,7 +144,8 @@ class Sequences:
 
     def _gather(self, hidden: Tensor) -> Tensor:
         """All-gather the input of column-parallel modules."""
-        if torch.is_autocast_enabled(hidden.device.type):  # the products would cast it too; so half the bytes are sent
+        # the products would cast it too; so half the bytes are sent
+        if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         if not self.again or not hidden.requires_grad:
             return _AllGather.apply(hidden, self.length, self.group, None)
@@ -162,15 +165,17 @@ def dividing(block: nn.Module) -> Sequences | None:
 
 
 def gathers_again(plan: Plan) -> bool:
-    """Whether each device saves its shard of the inputs of products and gathers it again in backward.
-    Not with recompute or offloaded activations, which have these inputs anyway, nor in compiled
-    blocks.
+    """Whether each device saves its shard of the inputs of products and gathers it again in
+    backward. Not with recompute or offloaded activations, which have these inputs anyway, nor in
+    compiled blocks.
     """
     return plan.recompute == "none" and "activations" not in plan.offload and plan.compile == "none"
 
 
 def before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Apply `change` to the first argument of a module's forward, whether it is positional or named."""
+    """Apply `change` to the first argument of a module's forward, whether it is positional or
+    named.
+    """
     name = next(iter(inspect.signature(module.forward).parameters))
 
     def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -193,7 +198,9 @@ def _reduced_biases(region: nn.Module, names: dict[int, str]) -> set[str]:
 
 
 class _SavedShard:
-    """This device's shard of a gathered tensor. It is saved for backward in place of the full tensor."""
+    """This device's shard of a gathered tensor. It is saved for backward in place of the full
+    tensor.
+    """
 
     def __init__(self, part: Tensor, length: int | None, group: dist.ProcessGroup) -> None:
         self.part, self.length, self.group = part, length, group
@@ -262,7 +269,8 @@ class _ScatterToSequence(torch.autograd.Function):
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.length, ctx.group = whole.shape[1], group
         missing = -whole.shape[1] % dist.get_world_size(group)
-        if missing:  # by repeating the last position: on zeros a norm's 1/std may be infinite in fp16
+        # by repeating the last position: on zeros a norm's 1/std may be infinite in fp16
+        if missing:
             whole = torch.cat((whole, whole[:, -1:].expand(-1, missing, -1)), 1)
         return own(whole, group)
 

@@ -1,5 +1,5 @@
-"""The processes of a parameter server: the server, and the workers that send it gradients and receive
-weights.
+"""The processes of a parameter server: the server, and the workers that send it gradients and
+receive weights.
 
 `parameter_server` makes one of the four classes for each process: Worker or Server (synchronous),
 AsyncWorker or AsyncServer (asynchronous). Each is the run's StepExecutor and its Reduction.
@@ -211,8 +211,8 @@ class Server(_ServerProcess):
     """A server with synchronous updates: it sums the workers' gradients, then updates once."""
 
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
-        """Receive all workers' gradients and sum them in the order of the workers. Returns a loss of
-        0.
+        """Receive all workers' gradients and sum them in the order of the workers. Returns a loss
+        of 0.
         """
         total = torch.zeros_like(self.box.empty())
         for worker in self.box.workers:
@@ -230,12 +230,13 @@ class Server(_ServerProcess):
             dist.broadcast(self.box.weights(), SERVER, group=self.box.group)
 
 
-_HEADER_LENGTH = 7  # worker, its step, the version of its weights, items, samples, processed items, summed loss
+# worker, its step, the version of its weights, items, samples, processed items, summed loss
+_HEADER_LENGTH = 7
 
 
 class AsyncWorker(Worker):
-    """A worker with asynchronous updates: it sends the mean gradient of its own samples, and continues
-    with the weights that come back.
+    """A worker with asynchronous updates: it sends the mean gradient of its own samples, and
+    continues with the weights that come back.
     """
 
     free = True
@@ -297,8 +298,8 @@ class AsyncServer(_ServerProcess):
         self.log: list[tuple[int, int, int]] = []
 
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
-        """Receive as many gradients as there are workers, with an update after each but the last. The
-        caller does the last update.
+        """Receive as many gradients as there are workers, with an update after each but the last.
+        The caller does the last update.
         """
         counts, total = [0, 0, 0], 0.0
         self.staleness = []

@@ -75,8 +75,8 @@ def gathered_bytes(parameter: Parameter, narrow: set[str]) -> float:
 
 
 def gathered_of(ledger: Ledger, plan: Plan, narrow: set[str]) -> Gathered:
-    """The entry of sharded parameters in the ledger: bytes of the largest block, and of the parameters
-    outside of blocks. A parameter's block is recognized by the number in its name.
+    """The entry of sharded parameters in the ledger: bytes of the largest block, and of the
+    parameters outside of blocks. A parameter's block is recognized by the number in its name.
     """
     blocks: Counter[str] = Counter()
     reduced: Counter[str] = Counter()
@@ -88,10 +88,12 @@ def gathered_of(ledger: Ledger, plan: Plan, narrow: set[str]) -> Gathered:
         else:
             blocks[found.group(1)] += math.ceil(gathered_bytes(parameter, narrow))
             reduced[found.group(1)] += parameter.bytes
-    devices = math.inf if "gradients" in plan.offload else plan.shards  # 1/devices of a gradient stays on this device
+    # 1/devices of a gradient stays on this device
+    devices = math.inf if "gradients" in plan.offload else plan.shards
     block = float(max(blocks.values(), default=0))
     as_kept = float(max(reduced.values(), default=0))
-    alone = plan.shards == 1  # then blocks are copied in their stored dtype, and prefetched in forward too
+    # then blocks are copied in their stored dtype, and prefetched in forward too
+    alone = plan.shards == 1
     return Gathered(devices, block, rest, as_kept, as_kept if alone else block, alone)
 
 
@@ -128,15 +130,15 @@ def blocks_of(run: Run) -> list[nn.Module]:
 
 
 def narrow_type(plan: Plan) -> torch.dtype | None:
-    """The dtype in which weights of matrix products are gathered: in mixed precision the 16-bit one.
-    None: the parameters' own.
+    """The dtype in which weights of matrix products are gathered: in mixed precision the 16-bit
+    one. None: the parameters' own.
     """
     return {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(plan.precision)
 
 
 def products_of(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Modules of a block with parameters of their own: those whose weights autocast converts (linear
-    and convolution), and the others.
+    """Modules of a block with parameters of their own: those whose weights autocast converts
+    (linear and convolution), and the others.
     """
     own = [module for module in block.modules() if next(module.parameters(recurse=False), None) is not None]
     kinds = (nn.Linear, nn.modules.conv._ConvNd)
@@ -160,9 +162,9 @@ def _keep_dtype(module: nn.Module) -> None:
 
 
 def _modules_of_other_dtype(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """Modules with parameters that are not of the model's most common dtype, such as fp32 norms among
-    16-bit weights. They are gathered apart, because parameters that are gathered together must have
-    one dtype.
+    """Modules with parameters that are not of the model's most common dtype, such as fp32 norms
+    among 16-bit weights. They are gathered apart, because parameters that are gathered together
+    must have one dtype.
 
     Raises InputError when the model itself, or a block itself, has such parameters beside others.
     """
@@ -183,8 +185,8 @@ def _modules_of_other_dtype(model: nn.Module, blocks: Iterable[nn.Module]) -> li
 
 
 def _load_shards(model: nn.Module, rows: dict[str, Tensor]) -> None:
-    """Replace fully_shard's parameters, which are on the meta device, by the values that were sharded
-    when the model was created.
+    """Replace fully_shard's parameters, which are on the meta device, by the values that were
+    sharded when the model was created.
 
     rows  a parameter's name -> this device's shard
     """
@@ -199,7 +201,8 @@ def _load_shards(model: nn.Module, rows: dict[str, Tensor]) -> None:
     names = {name: filled[id(p)] for name, p in model.state_dict(keep_vars=True).items() if id(p) in filled}
     model.load_state_dict(names, strict=False, assign=True)
     for held in _fsdp_params(model):
-        held.reset_sharded_param()  # now, because it may replace the tensors that the optimizer gets next
+        # now, because it may replace the tensors that the optimizer gets next
+        held.reset_sharded_param()
 
 
 def _fsdp_param_groups(model: nn.Module) -> Iterator[Any]:
@@ -288,9 +291,9 @@ class Shards:
     model        the model; sharded in place
     blocks       its blocks, each of which is gathered on its own
     mesh         the devices: sharded over dp_shard, replicated over dp_replicate (HSDP)
-    narrow_type  the dtype in which weights of products are gathered; None: their own
+    gather_dtype  the dtype in which weights of products are gathered; None: their own
     store        where this device's shards are stored; None: in the device's memory
-    takes        whether their gradients are offloaded to the store too
+    offloads_gradients  whether their gradients are offloaded to the store too
     """
 
     def __init__(
@@ -330,7 +333,8 @@ class Shards:
         shard(model, mp_policy=policy)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)  # the step divides by the count of targets over all devices
+                # the step divides by the count of targets over all devices
+                module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 if mesh.size("dp_shard") > 1 and goes_by_row(mesh.group("dp_shard")):
                     module.set_custom_reduce_scatter(ScatterByRow())  # type: ignore[arg-type]
@@ -339,7 +343,8 @@ class Shards:
                 run_hooks_on_direct_calls(module, partial(_is_running, module))
         self.statistics = Statistics(model, mesh)
         _load_shards(model, rows)
-        if store is not None and not (apart and pinned):  # fully_shard itself holds shards in page-locked memory
+        # fully_shard itself holds shards in page-locked memory
+        if store is not None and not (apart and pinned):
             _move_to_store(model, store)
         if store is not None and is_apart(store.device) and mesh.size("dp_shard") == 1:
             bring_ahead(model, blocks, _fsdp_param_groups(model), store.device)
@@ -399,8 +404,8 @@ class Shards:
         return []
 
     def whole(self, weight: Tensor, value: Tensor) -> Tensor:
-        """The full tensor of `value`, this device's shard of a tensor like `weight`. All devices must
-        call it.
+        """The full tensor of `value`, this device's shard of a tensor like `weight`. All devices
+        must call it.
         """
         owner: Any = self.owner[weight]  # type: ignore[index]
         return on_mesh(DTensor(value, owner._spec, requires_grad=False)).full_tensor()

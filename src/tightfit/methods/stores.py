@@ -39,7 +39,8 @@ from tightfit.target_device import is_apart
 from tightfit.units import format_bytes
 
 SMALL = 2**16  # bytes; saved tensors up to this size are not offloaded
-AHEAD = 2**28  # bytes; the most saved tensors that are prefetched at a time, unless one tensor is larger
+# bytes; the most saved tensors that are prefetched at a time, unless one tensor is larger
+AHEAD = 2**28
 
 
 class Store:
@@ -58,9 +59,12 @@ class Store:
         self.taken = 0
         self._out_stream: torch.cuda.Stream | None = None  # the stream of copies to the store
         self._in_stream: torch.cuda.Stream | None = None  # the stream of copies to the device
-        self._copies_out: dict[int, torch.cuda.Event] = {}  # id of a storage here -> the end of the last copy into it
-        self._prefetched: dict[tuple[int, int], Coming] = {}  # key of a tensor here -> its copy, prefetched
-        self._pending_sends: tuple[list[Left], list[Left]] = [], []  # of the previous update, and of this one
+        # id of a storage here -> the end of the last copy into it
+        self._copies_out: dict[int, torch.cuda.Event] = {}
+        # key of a tensor here -> its copy, prefetched
+        self._prefetched: dict[tuple[int, int], Coming] = {}
+        # of the previous update, and of this one
+        self._pending_sends: tuple[list[Left], list[Left]] = [], []
         self.note: Callable[[Tensor], None] | None = (
             None  # called with each tensor allocated here, for the memory watch
         )
@@ -89,7 +93,8 @@ class Store:
         count = shape.numel()
         size = count * dtype.itemsize
         self.taken += size
-        if active_fake_mode() is not None:  # a dry run counts it in stored_bytes, not in the device's memory
+        # a dry run counts it in stored_bytes, not in the device's memory
+        if active_fake_mode() is not None:
             return torch.empty(shape, dtype=dtype)
         if not self.on_disk or size == 0:
             return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
@@ -141,13 +146,15 @@ class Store:
             self._prefetched[_storage_key(value)] = self.begin(value)
 
     def fetch(self, value: Tensor) -> Tensor:
-        """A stored tensor as the device computes with it: a copy on a GPU; on a CPU the tensor itself."""
+        """A stored tensor as the device computes with it: a copy on a GPU; on a CPU the tensor
+        itself.
+        """
         coming = self._prefetched.pop(_storage_key(value), None) if self._prefetched else None
         return (coming or self.begin(value)).end()
 
     def next_update(self) -> None:
-        """Call before each update. The copies out of the update before the last one must have ended,
-        because their device memory is freed here.
+        """Call before each update. The copies out of the update before the last one must have
+        ended, because their device memory is freed here.
         """
         before, last = self._pending_sends
         if before and before[-1].left is not None:  # copies end in order, so the last one is enough
@@ -155,7 +162,9 @@ class Store:
         self._pending_sends = last, []
 
     def end_updates(self) -> None:
-        """Call after the last update: the device's stream waits for all copies out. The host does not."""
+        """Call after the last update: the device's stream waits for all copies out. The host does
+        not.
+        """
         self.next_update()
         self.next_update()
 
@@ -259,8 +268,8 @@ class Store:
         return here
 
     def take_back(self, weight: Tensor, here: Tensor) -> None:
-        """Call after the update of a weight that `bring` has returned: stores the weight and frees its
-        gradient.
+        """Call after the update of a weight that `bring` has returned: stores the weight and frees
+        its gradient.
         """
         here.grad = None
         if weight not in self.owners:
@@ -307,7 +316,7 @@ class Left:
     """A tensor on the device that is being copied to the store.
 
     value  the tensor, held until the copy has ended
-    left   the end of the copy; None: no copy is in flight
+    done   the end of the copy; None: no copy is in flight
     """
 
     value: Tensor
@@ -341,7 +350,8 @@ class Coming:
         return self.here
 
     def __del__(self) -> None:
-        if self.arrived is not None:  # unused: its memory must not be reused before the copy has ended
+        # unused: its memory must not be reused before the copy has ended
+        if self.arrived is not None:
             self.stream.wait_event(self.arrived)
 
 
@@ -446,8 +456,8 @@ def is_dense(value: Tensor) -> bool:
 
 
 class Gradients:
-    """Moves each gradient to the store as soon as backward has computed it, and accumulates a step's
-    gradients there.
+    """Moves each gradient to the store as soon as backward has computed it, and accumulates a
+    step's gradients there.
 
     weights  a parameter -> the weight that the optimizer updates in its place, and on which it
              finds the gradient; may be the parameter itself
@@ -462,7 +472,9 @@ class Gradients:
 
     @torch.no_grad()
     def _offload(self, parameter: Tensor) -> None:
-        """The hook of a completed gradient: stores it, or adds it to the one of earlier micro-batches."""
+        """The hook of a completed gradient: stores it, or adds it to the one of earlier
+        micro-batches.
+        """
         gradient: Any = parameter.grad
         assert gradient is not None
         if isinstance(gradient, DTensor):

@@ -27,8 +27,8 @@ from tightfit.methods.mesh import on_device
 
 
 class Made:
-    """Gives zero gradients to parameters of a block that got none in its backward, since all devices
-    must send the same tensors. It remembers which gradients of a step are real.
+    """Gives zero gradients to parameters of a block that got none in its backward, since all
+    devices must send the same tensors. It remembers which gradients of a step are real.
 
     groups     fully_shard's parameter groups
     agreement  checks that the devices reduce the same parameters
@@ -65,7 +65,7 @@ class Made:
         """Indices of the parameters that no device computed a gradient for in this step.
 
         parameters  the parameters, the same on all devices
-        total       all-reduces (sums) a tensor over the devices, in place
+        all_reduce  all-reduces (sums) a tensor over the devices, in place
         """
         counts = on_device([float(parameter in self.made) for parameter in parameters], device)
         missed = [place for place, parameter in enumerate(parameters) if parameter not in self.made]

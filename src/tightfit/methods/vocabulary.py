@@ -1,5 +1,5 @@
-"""Vocabulary-parallel cross entropy: logits stay sharded by class, and no device has all classes of a
-token.
+"""Vocabulary-parallel cross entropy: logits stay sharded by class, and no device has all classes of
+a token.
 
 `tensor_parallel` calls it when the head is sharded by vocabulary, and so do the loss kernels.
 
@@ -68,8 +68,9 @@ def divided_cross_entropy_with_gradient(
 def _forward(
     logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For each token: its loss (tokens), the probabilities of this device's classes (tokens, classes),
-    its target's index among them (tokens), and whether this device has its target (tokens).
+    """For each token: its loss (tokens), the probabilities of this device's classes (tokens,
+    classes), its target's index among them (tokens), and whether this device has its target
+    (tokens).
     """
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     largest = values.amax(-1)
