@@ -212,17 +212,17 @@ def test_a_block_s_parameters_come_while_the_one_before_is_at_work(
         return str(one.group._module_fqn or "model")
 
     def begins(one: Any, async_op: bool = False) -> None:
-        before = len(one.coming)
+        before = len(one.prefetched)
         begin(one, async_op)
-        if len(one.coming) > before:
+        if len(one.prefetched) > before:
             seen.append(f"{name_of(one)} comes")
 
     def ends(one: Any) -> None:
-        had = bool(one.coming)
+        had = bool(one.prefetched)
         end(one)
         if had:
             seen.append(f"{name_of(one)} is there")
-        assert not one.coming
+        assert not one.prefetched
 
     monkeypatch.setattr(ahead._Prefetch, "begin", begins)
     monkeypatch.setattr(ahead._Prefetch, "end", ends)
