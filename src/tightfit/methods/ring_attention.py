@@ -336,7 +336,7 @@ def attention_backward(
     kernel, heads = kernel_of(query, seen), key.shape[1]
     if kernel == "flash":
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # for dropout, which is 0
-        return aten._scaled_dot_product_flashattention_backward(
+        return aten._scaled_dot_product_flash_attention_backward(
             gradient.contiguous(), query, key, value, output.contiguous(), sums.contiguous(), None, None, query.shape[2],
             key.shape[2], 0.0, causal, seed, seed, scale=scale,
         )  # fmt: skip
@@ -357,7 +357,7 @@ def attention_backward(
         # padded as in the forward
         padded = functional.pad(sums, (0, -sums.shape[-1] % 32), value=float("inf"))
         seed = torch.zeros((), dtype=torch.int64, device=query.device)  # for dropout, which is 0
-        found = aten._scaled_dot_product_efficientattention_backward(
+        found = aten._scaled_dot_product_efficient_attention_backward(
             gradient,
             query,
             key,
