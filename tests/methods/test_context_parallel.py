@@ -262,6 +262,6 @@ def test_the_kernels_of_a_gpu_are_called_as_they_want(
     kernels = KernelsOfCuda()
     monkeypatch.setattr(ring_attention, "kernel_of", lambda query, seen: kernel)
     monkeypatch.setattr(ring_attention, "aten", kernels)
-    monkeypatch.setattr(ring_attention, "_is_apart", lambda tensor: True)
+    monkeypatch.setattr(ring_attention, "_is_on_accelerator", lambda tensor: True)
     hold_a_part(causal, masked, "cpu", 13)
     assert kernels.called == (set() if kernel == "plain" else {kernel, f"{kernel} backward"})

@@ -149,7 +149,7 @@ class Everyones(torch.autograd.Function):
 
 def everyone_has(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`whole` as each device has it, whose gradient is the sum over what they do with it."""
-    return cutter._Copied.apply(whole, group)
+    return cutter._CopyToRegion.apply(whole, group)
 
 
 def group_of(fields: dict[str, Any], axis: str) -> tuple[dist.ProcessGroup, int]:
@@ -191,19 +191,21 @@ def divided_cross_entropy() -> None:
 
 def copied() -> None:
     group, rank = group_of({"tp": 2}, "tp")
-    assert gradcheck(lambda x: Everyones.apply(cutter._Copied.apply(x, group) * (rank + 2), group), (random(3, 4),))
+    assert gradcheck(
+        lambda x: Everyones.apply(cutter._CopyToRegion.apply(x, group) * (rank + 2), group), (random(3, 4),)
+    )
 
 
 def summed() -> None:
     group, rank = group_of({"tp": 2}, "tp")
-    assert gradcheck(lambda x: cutter._Summed.apply(everyone_has(x, group)[rank], group), (random(2, 3, 4),))
+    assert gradcheck(lambda x: cutter._ReduceFromRegion.apply(everyone_has(x, group)[rank], group), (random(2, 3, 4),))
 
 
 def columns_gathered() -> None:
     group, rank = group_of({"tp": 2}, "tp")
 
     def output(x: Tensor) -> Tensor:
-        return cutter._Gathered.apply(everyone_has(x, group).chunk(2, -1)[rank], group)
+        return cutter._GatherFromRegion.apply(everyone_has(x, group).chunk(2, -1)[rank], group)
 
     assert gradcheck(output, (random(3, 4),))
 
@@ -216,13 +218,13 @@ def positions_divided() -> None:
         counts[-1] = 0.0 if length == 5 and rank else 1.0
 
         def output(x: Tensor, counts: Tensor = counts) -> Tensor:
-            return Everyones.apply(sequences._Divided.apply(x, group) * counts, group)
+            return Everyones.apply(sequences._ScatterToSequence.apply(x, group) * counts, group)
 
         assert gradcheck(output, (random(2, length, 3),))
 
 
 def own_positions(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return sequences._parts(everyone_has(whole, group), 2)[dist.get_rank(group)]
+    return sequences._padded_chunks(everyone_has(whole, group), 2)[dist.get_rank(group)]
 
 
 def positions_joined() -> None:
@@ -230,7 +232,7 @@ def positions_joined() -> None:
     for length in (4, 5):
         uneven = length if length % 2 else None
         assert gradcheck(
-            lambda x, uneven=uneven: sequences._Joined.apply(own_positions(x, group), uneven, group),
+            lambda x, uneven=uneven: sequences._GatherFromSequence.apply(own_positions(x, group), uneven, group),
             (random(2, length, 3),),
         )
 
@@ -241,7 +243,7 @@ def positions_gathered() -> None:
         uneven = length if length % 2 else None
 
         def output(x: Tensor, uneven: int | None = uneven) -> Tensor:
-            whole = sequences._Gathered.apply(own_positions(x, group), uneven, group, None)
+            whole = sequences._AllGather.apply(own_positions(x, group), uneven, group, None)
             return Everyones.apply(whole * (rank + 2), group)
 
         assert gradcheck(output, (random(2, length, 3),))
@@ -252,7 +254,7 @@ def positions_scattered() -> None:
     for length in (4, 5):
 
         def output(x: Tensor) -> Tensor:
-            return Everyones.apply(sequences._Scattered.apply(everyone_has(x, group)[rank], group), group)
+            return Everyones.apply(sequences._ReduceScatter.apply(everyone_has(x, group)[rank], group), group)
 
         assert gradcheck(output, (random(2, 2, length, 3),))
 
@@ -267,14 +269,14 @@ ALONE: dict[str, Callable[[], None]] = {
 }
 TOGETHER: dict[str, Callable[[], None]] = {
     "tightfit.methods.ring_attention.RingAttention": ring,
-    "tightfit.methods.vocabulary._DividedCrossEntropy": divided_cross_entropy,
-    "tightfit.methods.cutter._Copied": copied,
-    "tightfit.methods.cutter._Summed": summed,
-    "tightfit.methods.cutter._Gathered": columns_gathered,
-    "tightfit.methods.sequences._Divided": positions_divided,
-    "tightfit.methods.sequences._Joined": positions_joined,
-    "tightfit.methods.sequences._Gathered": positions_gathered,
-    "tightfit.methods.sequences._Scattered": positions_scattered,
+    "tightfit.methods.vocabulary._VocabCrossEntropy": divided_cross_entropy,
+    "tightfit.methods.cutter._CopyToRegion": copied,
+    "tightfit.methods.cutter._ReduceFromRegion": summed,
+    "tightfit.methods.cutter._GatherFromRegion": columns_gathered,
+    "tightfit.methods.sequences._ScatterToSequence": positions_divided,
+    "tightfit.methods.sequences._GatherFromSequence": positions_joined,
+    "tightfit.methods.sequences._AllGather": positions_gathered,
+    "tightfit.methods.sequences._ReduceScatter": positions_scattered,
 }
 
 

@@ -206,26 +206,26 @@ def test_a_block_s_parameters_come_while_the_one_before_is_at_work(
 ) -> None:
     """In forward and in backward; the copy that was begun is the one that is used, and it is forgotten then."""
     seen: list[str] = []
-    begin, end = ahead._Ahead.begin, ahead._Ahead.end
+    begin, end = ahead._Prefetch.begin, ahead._Prefetch.end
 
     def name_of(one: Any) -> str:
         return str(one.group._module_fqn or "model")
 
     def begins(one: Any, async_op: bool = False) -> None:
-        before = len(one.coming)
+        before = len(one.prefetched)
         begin(one, async_op)
-        if len(one.coming) > before:
+        if len(one.prefetched) > before:
             seen.append(f"{name_of(one)} comes")
 
     def ends(one: Any) -> None:
-        had = bool(one.coming)
+        had = bool(one.prefetched)
         end(one)
         if had:
             seen.append(f"{name_of(one)} is there")
-        assert not one.coming
+        assert not one.prefetched
 
-    monkeypatch.setattr(ahead._Ahead, "begin", begins)
-    monkeypatch.setattr(ahead._Ahead, "end", ends)
+    monkeypatch.setattr(ahead._Prefetch, "begin", begins)
+    monkeypatch.setattr(ahead._Prefetch, "end", ends)
     plan = tightfit.Plan(offload=("gradients", "parameters"), offload_to="disk", recompute=recompute)
     run = tightfit.build(cases.make_case("llama").job, plan)
     take_step(run, next(iter(run.data.steps(0, None))), 0)

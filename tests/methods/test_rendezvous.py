@@ -56,7 +56,7 @@ def test_one_host_uses_loopback_several_what_they_are_told() -> None:
     ],
 )
 def test_the_store_listens_where_the_others_know_it(environ: dict[str, str], host: str, address: str) -> None:
-    assert rendezvous._address_of(host, environ) == address
+    assert rendezvous._listening_address(host, environ) == address
 
 
 def test_a_socket_listens_on_one_address_or_on_all() -> None:

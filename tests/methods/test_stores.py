@@ -40,7 +40,7 @@ class Watched:
     def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         self.saved: list[int] = []
         self.seen: list[str] = []
-        begin, put, fetch = store.begin, stores._Order.put, stores._Order.fetch
+        begin, put, fetch = store.begin, stores._SaveOrder.put, stores._SaveOrder.fetch
 
         def begins(value: Tensor) -> Coming:
             self.seen.append(f"{self.saved.index(value.data_ptr())} comes")
@@ -59,8 +59,8 @@ class Watched:
             return here
 
         monkeypatch.setattr(store, "begin", begins)
-        monkeypatch.setattr(stores._Order, "put", puts)
-        monkeypatch.setattr(stores._Order, "fetch", fetches)
+        monkeypatch.setattr(stores._SaveOrder, "put", puts)
+        monkeypatch.setattr(stores._SaveOrder, "fetch", fetches)
 
 
 def chain(length: int, begin: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def test_a_graph_without_a_backward_leaves_nothing(store: Store) -> None:
         torch.autograd.grad(loss, middle)  # the first sine is never asked for, though it has come
         del loss, middle
         assert store.taken == 0
-        assert not store._leaving
+        assert not store._copies_out
     finally:
         gc.enable()
 
@@ -386,7 +386,7 @@ def test_three_updates_states_are_on_the_device_at_a_time(store: Store) -> None:
     held: list[int] = []
 
     def look(*_: Any) -> None:
-        held.append(len(store._coming) + len(store._sent[0]) + 1)
+        held.append(len(store._prefetched) + len(store._pending_sends[0]) + 1)
 
     inner.register_step_pre_hook(look)
     for _ in range(2):
@@ -395,5 +395,5 @@ def test_three_updates_states_are_on_the_device_at_a_time(store: Store) -> None:
             weight.grad = torch.ones_like(weight)
         optimizer.step()
     assert held == [2, 3, 3, 3, 2]
-    assert not store._coming
-    assert store._sent == ([], [])
+    assert not store._prefetched
+    assert store._pending_sends == ([], [])

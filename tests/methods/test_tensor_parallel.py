@@ -264,7 +264,7 @@ def refusal(model: Any, fields: dict[str, Any]) -> str:
         (
             {**cases.LLAMA, "tensor_parallel": {"*.mlp.up_proj": "colwise", "*.mlp.down_proj": "rowwise"}},
             {"tp": 2, "sequence_parallel": True},
-            "is whole within a module that is divided",
+            "is replicated within a module that is sharded",
         ),
     ],
 )

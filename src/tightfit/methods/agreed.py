@@ -1,16 +1,21 @@
-"""Agreed: before ZeRO's third stage gathers a layer's parameters or sums its gradients, all devices say which layer that is.
+"""A check, before each collective of ZeRO-3, that all devices are about to run the same one.
 
-fully_shard's collectives match only where all devices call the same layers in the same order. Where they do not, as with layers
-that are dropped by chance or that the samples choose, a device waits for ever, or takes one layer's weights for another's of equal
-size. So before each collective, all devices that share the layers exchange a few whole numbers in host memory. Where those differ, all
-devices refuse alike.
+fully_shard's collectives match only if all devices call the same layers in the same order. Layers
+that are dropped at random, or that the samples choose, break this. Then a device waits forever, or
+takes one layer's weights for another's of equal size. So before each all-gather and each
+reduce-scatter, all devices that share the layers exchange three integers in host memory: the kind
+of the collective, the layer, and its parameters. If the integers differ, all devices raise the same
+error.
 
-Processors do this for the whole run. GPUs, whose queues would run empty, do it in the first backward passes only. After those, each
-device keeps a checksum of what it called. The checksums are compared once in each step, before the update. The watch
-(engine/watch.py) finds a device that waits for another.
+CPUs do this for the whole run. On GPUs it would let the queue of kernels run empty, so they do it
+only in the first backward passes. After those, each device keeps a checksum of its collectives, and
+the checksums are compared once a step, before the update. The watch (engine/watch.py) finds a
+device that waits for another one.
 
-Costs   each device's numbers go around before each gather and each sum, a round trip between hosts; later one round trip a step
-Source  ours; of what it checks: Zhao et al. 2023, arXiv:2304.11277, section 3.3 (the order of collectives).
+Costs   one all-gather of three integers, a round trip between hosts, before each gather and each
+        reduction; later one round trip a step
+Source  our own. For what it checks: Zhao et al. 2023, arXiv:2304.11277, section 3.3 (the order of
+        collectives).
 """
 
 from __future__ import annotations
@@ -26,10 +31,10 @@ from torch._guards import active_fake_mode
 from tightfit.errors import InputError
 from tightfit.methods.progress import doing
 
-FIRST = 16  # backward passes in which GPUs agree before each collective
+FIRST = 16  # number of backward passes in which GPUs check each collective
 
 _GATHER, _SUM, _FORWARD, _BACKWARD, _CHECKSUM = range(5)
-_SAYS = {
+_EVENTS = {
     _GATHER: "parameters of {} are gathered",
     _SUM: "gradients of {} are summed",
     _FORWARD: "the forward ends",
@@ -39,10 +44,12 @@ _SAYS = {
 
 
 class Agreement:
-    """What the devices tell each other before each collective of fully_shard's.
+    """Checks that all devices run fully_shard's collectives in the same order.
 
-    groups  fully_shard's, whose parameters are gathered together; group: of all devices that share them, in host memory
-    first   in how many backward passes they agree before each collective; None: in all
+    model   the sharded model
+    groups  fully_shard's parameter groups: the parameters of each are gathered together
+    group   the process group, for host memory, of all devices that share these parameters
+    first   in how many backward passes each collective is checked; None: in all
     """
 
     def __init__(
@@ -55,25 +62,31 @@ class Agreement:
         for number, sharded in enumerate(groups):
             found = [names[module] for module in sharded.modules]
             self.names.append(" and ".join(name for name in found[:2] if name) or "what is in no layer")
-            sharded._all_gather_comm = _Gather(sharded._all_gather_comm, self, number)
-        model.register_forward_hook(lambda *_: self._agree(_FORWARD))
+            sharded._all_gather_comm = _CheckedAllGather(sharded._all_gather_comm, self, number)
+        model.register_forward_hook(lambda *_: self._check(_FORWARD))
 
     def end_backward(self, last: bool) -> None:
-        """last: of the step, whose update comes next."""
-        self._agree(_BACKWARD)
+        """Call after each backward. last: whether it is the step's last one, before the update."""
+        self._check(_BACKWARD)
         self.passes += 1
         if last and self.checksum:
             checksum, self.checksum = self.checksum, 0
             self._compare(_CHECKSUM, which=checksum)
 
     def sum(self, number: int, which: int) -> None:
-        """Before the gradients of a group are summed. which: a number that tells of which of its parameters there are some."""
-        self._agree(_SUM, number, which)
+        """Check a reduction of gradients.
+
+        number           the parameter group's number
+        parameters_hash  a hash of which of its parameters have gradients
+        """
+        self._check(_SUM, number, which)
 
     def gather(self, number: int) -> None:
-        self._agree(_GATHER, number)
+        """Check an all-gather of the parameter group `number`."""
+        self._check(_GATHER, number)
 
-    def _agree(self, kind: int, place: int = 0, which: int = 0) -> None:
+    def _check(self, kind: int, place: int = 0, which: int = 0) -> None:
+        """Compare this event with the other devices', or add it to the checksum."""
         if active_fake_mode() is not None or dist.get_backend(self.group) == "fake":
             return
         if kind in (_GATHER, _SUM):
@@ -85,17 +98,18 @@ class Agreement:
                 self.checksum = (self.checksum * 1_000_003 + number + 1) % (2**61 - 1)
 
     def _compare(self, kind: int, place: int = 0, which: int = 0) -> None:
-        """Raises InputError, on all devices, where they are not about to do the same."""
+        """Exchange an event with all devices. Raises InputError, on all of them, if they differ."""
         mine = torch.tensor([kind, place, which], device="cpu")
         said = [torch.empty_like(mine) for _ in range(self.group.size())]
         dist.all_gather(said, mine, group=self.group)
         if not all(torch.equal(one, mine) for one in said):
-            raise self._refusal([one.tolist() for one in said])
+            raise self._mismatch([one.tolist() for one in said])
 
-    def _refusal(self, said: Sequence[list[int]]) -> InputError:
+    def _mismatch(self, said: Sequence[list[int]]) -> InputError:
+        """The error that says which ranks are about to do what."""
         ranks: dict[str, list[int]] = {}
         for number, (kind, place, *_) in enumerate(said):
-            says = _SAYS[kind].format(self.names[place])
+            says = _EVENTS[kind].format(self.names[place])
             ranks.setdefault(says, []).append(dist.get_global_rank(self.group, number))
         told = "; ".join(
             f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who[:8]))}: {says}" for says, who in ranks.items()
@@ -115,8 +129,10 @@ class Agreement:
         )
 
 
-class _Gather:
-    """fully_shard's gather of a layer's parameters, once all devices agree that it is this one's."""
+class _CheckedAllGather:
+    """fully_shard's all-gather of a parameter group, after the check that all devices gather this
+    one.
+    """
 
     def __init__(self, inner: Any, agreement: Agreement, number: int) -> None:
         self.inner, self.agreement, self.number = inner, agreement, number

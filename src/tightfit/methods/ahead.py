@@ -1,10 +1,13 @@
-"""Ahead: parameters that lie in another memory come over while the block before theirs is at work.
+"""Prefetch of offloaded parameters: the next block's are copied to the device while the block
+before it computes.
 
-Of several devices fully_shard begins to gather a block ahead of time, and what lies on the host goes over with it. One device
-alone has nobody to gather from, and would copy a block when it begins. Here that copy begins where the gathering would, on a
-stream of its own; into which memory, and what is freed when, stays fully_shard's.
+With several devices, fully_shard begins the all-gather of the next block early, and the copy from
+host memory is part of it. One device has nothing to gather, so fully_shard would begin the copy
+only when the block begins. This module begins the copy where the all-gather would begin, on a
+stream of its own. fully_shard still decides which memory is used and when it is freed.
 
-Source  Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv:2104.07857, section 6.2 (overlap by prefetching).
+Source  Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv:2104.07857, section 6.2 (overlap by
+        prefetching).
 """
 
 from __future__ import annotations
@@ -18,13 +21,17 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def bring_ahead(model: nn.Module, blocks: Sequence[nn.Module], groups: Iterable[Any], device: torch.device) -> None:
-    """Let each block's parameters come while the one before it runs, in forward and in backward.
+    """Prefetch each block's parameters while the block before it computes, in forward and in
+    backward.
 
-    groups  fully_shard's of the whole model. Their order in backward is fully_shard's own: that of forward, reversed.
+    blocks  the model's blocks in forward order
+    groups  fully_shard's parameter groups of the whole model. Their order in backward is
+            fully_shard's own, the reverse of forward
+    device  the device that they are copied to
     """
     stream = torch.get_device_module(device).Stream()
     for group in groups:
-        _Ahead(group, device, stream)
+        _Prefetch(group, device, stream)
     before = model
     for block in blocks:
         assert isinstance(before, FSDPModule)
@@ -32,33 +39,37 @@ def bring_ahead(model: nn.Module, blocks: Sequence[nn.Module], groups: Iterable[
         before = block
 
 
-class _Ahead:
-    """Stands before `unshard` and `wait_for_unshard` of one of fully_shard's groups of parameters: the first begins the copy,
-    the second is given it in place of what lies elsewhere."""
+class _Prefetch:
+    """Wraps `unshard` and `wait_for_unshard` of one of fully_shard's parameter groups. `unshard`
+    begins the copy. `wait_for_unshard` then uses the copy in place of the shard in host memory.
+    """
 
     def __init__(self, group: Any, device: torch.device, stream: Any) -> None:
         self.group, self.device, self.stream = group, device, stream
         self.streams = torch.get_device_module(device)
         self.unshard, self.wait_for_unshard = group.unshard, group.wait_for_unshard
-        self.coming: dict[Any, Tensor] = {}
+        self.prefetched: dict[Any, Tensor] = {}
         group.unshard, group.wait_for_unshard = self.begin, self.end
 
     def begin(self, async_op: bool = False) -> None:
+        """Replaces `unshard`."""
         self.unshard(async_op)
-        if self.group._all_gather_result is None or self.coming:
+        if self.group._all_gather_result is None or self.prefetched:
             return
-        self.stream.wait_stream(self.streams.current_stream())  # an update may be on its way to the host
+        # a copy of updated weights to the host may be in flight
+        self.stream.wait_stream(self.streams.current_stream())
         with self.streams.stream(self.stream):
             for held in self.group.fsdp_params:
                 there = held._sharded_param_data
                 here = torch.empty_like(there, device=self.device, pin_memory=False)
-                self.coming[held] = here.copy_(there, non_blocking=True)
+                self.prefetched[held] = here.copy_(there, non_blocking=True)
 
     def end(self) -> None:
+        """Replaces `wait_for_unshard`."""
         current = self.streams.current_stream()
         current.wait_stream(self.stream)
-        there = {held: held._sharded_param_data for held in self.coming}
-        for held, here in self.coming.items():
+        there = {held: held._sharded_param_data for held in self.prefetched}
+        for held, here in self.prefetched.items():
             held._sharded_param_data = here
             if self.device.type != "cpu":
                 here.record_stream(current)
@@ -67,4 +78,4 @@ class _Ahead:
         finally:
             for held, rows in there.items():
                 held._sharded_param_data = rows
-            self.coming.clear()
+            self.prefetched.clear()

@@ -1,7 +1,10 @@
-"""Collectives: rows of a tensor, one for each device of a group, that are summed for it or come from it.
+"""Reduce-scatter, all-gather and all-reduce of tensors with one row for each device of a group.
 
-gloo has no reduce-scatter of its own: it sums everything everywhere and takes a part, which sends twice as much, and what it gathers
-it copies once more. On its groups each row is reduced to its device, and sent from it, by itself.
+The gradient buckets, the weight gathers, tensor parallelism and fully_shard (ZeRO-3) call them.
+
+gloo has no reduce-scatter of its own: it all-reduces the tensor and takes a part, which sends twice
+as many bytes. Its all-gather makes one more copy. On gloo groups this module therefore reduces each
+row to its device, and broadcasts each row from its device.
 """
 
 from __future__ import annotations
@@ -15,21 +18,30 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
 
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+# renamed in torch 2.13
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def begin_scatter_rows(part: Tensor, rows: Tensor, group: dist.ProcessGroup) -> Any:
-    """Begin to sum all devices' rows, (count, ...), each for the device of its number, which finds it in `part` when what is
-    returned has been waited for. What is left in `rows` is of no use."""
+    """Begin a reduce-scatter (sum) of `rows`.
+
+    part   this device's result, with as many elements as one row; valid when the returned work has
+           been waited for
+    rows   (group size, ...): row i is this device's contribution to device i. Its contents are
+           undefined afterwards
+    group  the devices; all must call it
+
+    Returns a work with a `wait` method.
+    """
     if not goes_by_row(group):
         return _reduce_scatter(part.view(-1), rows.view(-1), group=group, async_op=True)
     works = [dist.reduce(row, group=group, group_dst=place, async_op=True) for place, row in enumerate(rows)]
-    return _Summed(works, rows[dist.get_rank(group)], part)
+    return _RowReduces(works, rows[dist.get_rank(group)], part)
 
 
 def scatter_rows(part: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
-    """The same, waited for."""
+    """The blocking reduce-scatter: see `begin_reduce_scatter`."""
     if goes_by_row(group):
         begin_scatter_rows(part, rows, group).wait()
     else:
@@ -37,8 +49,11 @@ def scatter_rows(part: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of all devices' tensors, a new one. In a compiled region nothing is summed in place: of what a forward returns so,
-    torch 2.11 makes gradients that are zero."""
+    """The all-reduced (summed) tensor, a new one of the same shape.
+
+    A compiled region does not reduce in place: if a forward returns a tensor that was reduced in
+    place, torch 2.11 computes zero gradients for it.
+    """
     if torch.compiler.is_compiling():
         return all_reduce(tensor.contiguous(), "sum", group)
     total = tensor.contiguous().clone()
@@ -47,7 +62,9 @@ def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup) -> None:
-    """Of (count, ...) each device has filled the row of its number: now they have all."""
+    """All-gather in place: each device has filled row `rank` of `rows`, (group size, ...);
+    afterwards all devices have all rows.
+    """
     if not goes_by_row(group):
         _all_gather(rows.view(-1), rows[dist.get_rank(group)].view(-1), group=group)
         return
@@ -56,13 +73,17 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup) -> None:
         work.wait()
 
 
-class _Allocates:
+class _Allocator:
+    """The `allocate` method that fully_shard asks a custom collective for."""
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class ScatterByRow(_Allocates):
-    """`scatter_rows` as what fully_shard reduces gradients by, in its signature. Sums only."""
+class ScatterByRow(_Allocator):
+    """`reduce_scatter` with the signature that fully_shard asks a custom reduce-scatter for. It
+    sums, whatever `op` is.
+    """
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -70,8 +91,10 @@ class ScatterByRow(_Allocates):
         scatter_rows(output_tensor, input_tensor.view(group.size(), -1), group)
 
 
-class GatherByRow(_Allocates):
-    """`gather_rows` as what fully_shard gathers parameters by: `input_tensor` is this device's row of `output_tensor`."""
+class GatherByRow(_Allocator):
+    """`all_gather` with the signature that fully_shard asks a custom all-gather for: `input_tensor`
+    is this device's row of `output_tensor`.
+    """
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -80,13 +103,17 @@ class GatherByRow(_Allocates):
 
 
 def goes_by_row(group: dist.ProcessGroup) -> bool:
-    """Not what is compiled: a compiler knows the common collectives only."""
+    """Whether rows are sent one by one: on gloo, but not in compiled code, since a compiler knows
+    only the common collectives.
+    """
     return not torch.compiler.is_compiling() and bool(dist.get_backend(group) == "gloo")
 
 
 @dataclass
-class _Summed:
-    """Work on rows, of which this device's is taken when all are done."""
+class _RowReduces:
+    """The pending reduces of all rows. `wait` waits for all of them and copies this device's row
+    into `part`.
+    """
 
     works: list[Any]
     row: Tensor

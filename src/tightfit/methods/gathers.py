@@ -1,12 +1,17 @@
-"""Gathers: updated weights on their way to all devices while the next forward begins.
+"""All-gathers of updated weights that overlap with the next forward.
 
-ZeRO's first and second stage update rows of parameters. After an update the gathers of all rows begin at once, in the order in
-which a forward needs them, and the step ends. Each of the model's blocks waits for its own weights when it is called; what
-is in no block is waited for when the forward begins. Collectives are started in one place only, so their order is the same on
-all devices, whichever blocks a device calls.
+In ZeRO-1 and ZeRO-2 each device updates its shards of the parameters (see `ReduceScatteredGradients`). After an
+update, the all-gathers of all shards begin at once, in the order in which a forward needs them, and
+the step ends. Each of the model's blocks waits for its own weights when it is called. The forward
+waits at its start for weights outside of the blocks, such as embeddings. All gathers begin in one
+place, so their order is the same on all devices, whichever blocks a device calls.
 
-Source  Megatron-LM's distributed optimizer (--overlap-param-gather): pre-forward hooks; DeepSpeed (allgather_bucket_size):
-        Rajbhandari et al. 2020, arXiv:1910.02054.
+Example: an embedding and three blocks are gathered in two buckets: 0 (embedding, block 0) and 1
+(blocks 1 and 2). The forward waits for bucket 0 at its start. Bucket 1 arrives while block 0
+computes, and block 1 waits for it when it is called.
+
+Source  Megatron-LM's distributed optimizer (--overlap-param-gather): pre-forward hooks; DeepSpeed
+        (allgather_bucket_size): Rajbhandari et al. 2020, arXiv:1910.02054.
 """
 
 from __future__ import annotations
@@ -27,20 +32,29 @@ from tightfit.methods.buckets import Scattered, bucket_bytes, in_buckets
 from tightfit.methods.collectives import gather_rows
 from tightfit.models.objective import Batch
 
-IN_PLACE_BYTES = 2**17  # of a share: from here on gloo takes longer to send it than to begin a message for it
+# From this size of a shard on, gloo takes longer to send it than to begin a message.
+IN_PLACE_BYTES = 2**17
 
 
 def goes_in_place(size: float, devices: int) -> bool:
-    """Whether a processor receives a parameter of `size` bytes where it lies, and not in a buffer with others."""
+    """Whether a CPU receives a parameter of `size` bytes directly in its memory, and not in a
+    buffer that it shares with other parameters.
+    """
     return size / devices >= IN_PLACE_BYTES
 
 
 @dataclass(eq=False)
 class _Bucket:
-    """Parameters whose rows travel together, by a buffer or in place.
+    """Parameters that are gathered together.
 
-    works   what is to be waited for on a processor
-    event   on a GPU, when the parameters have all rows
+    parameters  the parameters
+    buffered    those that are gathered through `buffer`; the others are received in place
+    offsets     where each buffered parameter's shard begins in a row of the buffer, and where the
+                last ends
+    buffer      (devices, elements of a row) while a gather on a CPU is in flight
+    works       the broadcasts in flight, on a CPU
+    event       on a GPU, recorded when the parameters are complete
+    pending     whether a gather has begun that nobody has waited for
     """
 
     parameters: list[nn.Parameter]
@@ -49,15 +63,20 @@ class _Bucket:
     buffer: Tensor | None = None
     works: list[Any] = field(default_factory=list)
     event: Any = None
-    coming: bool = False
+    pending: bool = False
 
 
 class Gathers:
-    """Brings the rows that each device has updated to all devices.
+    """All-gathers the shards that each device has updated.
 
-    blocks    of the model, in the order of a forward, that wait for their own weights. Without any, `begin` waits for all
-    in_place  whether each device's rows are sent by themselves, to where they belong, as suits gloo; else the rows of a bucket
-              are gathered in a buffer: on a GPU on a stream of its own, one bucket after another in the same memory
+    sharding  how the parameters are sharded
+    blocks    the model's blocks in forward order, each of which waits for its own weights. If there
+              are none, `begin` waits for all
+    group     the devices that share the parameters
+    in_place  whether each device's shards are broadcast one by one into the parameters, which suits
+              gloo. Otherwise the shards of a bucket are all-gathered through a buffer; on a GPU
+              this runs on a stream of its own, and one bucket after another uses the same memory
+    device    this process's device
     """
 
     def __init__(
@@ -70,11 +89,12 @@ class Gathers:
     ) -> None:
         self.rows, self.group, self.in_place, self.device = rows, group, in_place, device
         self.overlaps = bool(blocks)
-        self.is_running = False  # a forward of the training, whose blocks wait for themselves
+        # True within a training forward, whose blocks wait for their own weights
+        self.is_running = False
         owned = {block: [p for p in block.parameters() if p in rows.shares] for block in blocks}
         inside = dict.fromkeys(parameter for own in owned.values() for parameter in own)
-        self._outside = [parameter for parameter in rows.shares if parameter not in inside]
-        order = [*self._outside, *inside]
+        self._outside_blocks = [parameter for parameter in rows.shares if parameter not in inside]
+        order = [*self._outside_blocks, *inside]
         self._buckets = [_Bucket(one.parameters) for one in in_buckets(order[::-1], bucket_bytes(rows.count))]
         self._bucket = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         for bucket in self._buckets:
@@ -83,14 +103,15 @@ class Gathers:
             ]
             bucket.offsets = rows.offsets(bucket.buffered)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and self.overlaps else None
-        self._coming = 0  # how many buckets are
-        self._reads = _Reads(owned) if owned else None  # until a forward has been watched
+        self._pending = 0  # number of pending buckets
+        # until the first training forward has ended
+        self._reads = _ReadTracker(owned) if owned else None
         for block, own in owned.items():
-            self._let_wait(block, own)
+            self._wait_before_calls(block, own)
 
     @torch.no_grad()
     def begin(self) -> None:
-        """After an update: send this device's rows, and receive all others."""
+        """Call after an update: begin to send this device's shards and to receive all others."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream):
@@ -99,33 +120,39 @@ class Gathers:
                     bucket.event = self._stream.record_event()
         else:
             for bucket in self._buckets:
-                self._send(bucket) if self.in_place else self._gather(bucket)
+                self._begin_broadcasts(bucket) if self.in_place else self._gather(bucket)
         for bucket in self._buckets:
-            bucket.coming = True
-        self._coming = len(self._buckets)
+            bucket.pending = True
+        self._pending = len(self._buckets)
         if not self.overlaps:
             self.wait()
 
     def wait(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Until these parameters, or all, are as the last update left them on every device; on a GPU whatever its stream is given
-        from now on comes after that."""
-        if not self._coming:
+        """Wait until these parameters (None: all) have their updated values.
+
+        On a GPU the host does not wait: kernels that are launched afterwards on the current stream
+        do.
+        """
+        if not self._pending:
             return
         buckets = self._buckets if parameters is None else dict.fromkeys(self._bucket[p] for p in parameters)
         for bucket in buckets:
-            if bucket.coming:
+            if bucket.pending:
                 self._end(bucket)
-                bucket.coming = False
-                self._coming -= 1
+                bucket.pending = False
+                self._pending -= 1
 
     def in_forward(self, loss_sum: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-        """`loss_sum`, which waits when it begins for what no block waits for."""
+        """`loss_sum`, which first waits for the weights outside of blocks. In evaluation it waits
+        for all weights.
+        """
 
         def computed(batch: Batch) -> Tensor:
-            if not torch.is_grad_enabled():  # an evaluation, which may run other code than was watched
+            # an evaluation, which may read weights in another order than training
+            if not torch.is_grad_enabled():
                 self.wait()
                 return loss_sum(batch)
-            self.wait(self._outside)
+            self.wait(self._outside_blocks)
             self.is_running = True
             try:
                 if self._reads is None:
@@ -134,15 +161,19 @@ class Gathers:
                     total = loss_sum(batch)
             finally:
                 self.is_running = False
-            self._outside += self._reads.found()
+            self._outside_blocks += self._reads.found()
             self._reads = None
             return total
 
         return computed
 
-    def _let_wait(self, block: nn.Module, own: list[nn.Parameter]) -> None:
-        """From now on a call of the block waits first. A compiled block's hooks are compiled with it, and would break its
-        graph: so the wait comes before the call. torch leaves `_compiled_call_impl` out of a model's copies."""
+    def _wait_before_calls(self, block: nn.Module, own: list[nn.Parameter]) -> None:
+        """Make calls of `block` wait for its weights first.
+
+        The wait precedes the call and is no forward hook: the hooks of a compiled block are
+        compiled with it, and a wait would break its graph. torch does not copy
+        `_compiled_call_impl` to copies of a model.
+        """
         is_compiled = block._compiled_call_impl is not None
         call: Callable[..., Any] = block._compiled_call_impl or block._call_impl
 
@@ -156,15 +187,18 @@ class Gathers:
         block._compiled_call_impl = arrived_first
 
     def _gather(self, bucket: _Bucket) -> None:
-        there = self._filled(bucket)
-        gather_rows(there, self.group)
-        self._take(bucket, there)
+        """All-gather a bucket through a buffer, and wait (on a GPU: in the current stream)."""
+        buffer = self._pack(bucket)
+        gather_rows(buffer, self.group)
+        self._unpack(bucket, buffer)
 
-    def _send(self, bucket: _Bucket) -> None:
-        """Begin as many broadcasts as devices for what travels in a buffer, and for each parameter that does not."""
+    def _begin_broadcasts(self, bucket: _Bucket) -> None:
+        """Begin one broadcast from each device for the buffer, and one for each parameter that is
+        received in place.
+        """
         pieces = []
         if bucket.buffered:
-            bucket.buffer = self._filled(bucket)
+            bucket.buffer = self._pack(bucket)
             pieces += list(enumerate(bucket.buffer))
         buffered = set(bucket.buffered)
         for parameter in bucket.parameters:
@@ -180,31 +214,32 @@ class Gathers:
 
     @torch.no_grad()
     def _end(self, bucket: _Bucket) -> None:
+        """Wait for a bucket's gather and complete its parameters."""
         for work in bucket.works:
             work.wait()
         bucket.works = []
         if bucket.event is not None:
             torch.cuda.current_stream(self.device).wait_event(bucket.event)
         if bucket.buffer is not None:
-            self._take(bucket, bucket.buffer)
+            self._unpack(bucket, bucket.buffer)
             bucket.buffer = None
-        # so that a backward refuses what was computed from them before
+        # so that autograd rejects a backward through activations of the weights before the update
         torch.autograd.graph.increment_version(bucket.parameters)
 
-    def _filled(self, bucket: _Bucket) -> Tensor:
-        """A row for each device, and in this device's what it has updated."""
+    def _pack(self, bucket: _Bucket) -> Tensor:
+        """A buffer with one row for each device; this device's row holds its updated shards."""
         like = bucket.parameters[0]
-        there = torch.empty(self.rows.count, bucket.offsets[-1], dtype=like.dtype, device=like.device)
-        mine = there[self.rows.rank]
+        buffer = torch.empty(self.rows.count, bucket.offsets[-1], dtype=like.dtype, device=like.device)
+        mine = buffer[self.rows.rank]
         for place, parameter in enumerate(bucket.buffered):
             share = self.rows.shares[parameter]
             mine[bucket.offsets[place] : bucket.offsets[place] + share.numel()].copy_(share.detach().reshape(-1))
-        return there
+        return buffer
 
-    def _take(self, bucket: _Bucket, there: Tensor) -> None:
-        """Everyone's rows into the parameters."""
+    def _unpack(self, bucket: _Bucket, buffer: Tensor) -> None:
+        """Copy all devices' shards from the buffer into the parameters."""
         for place, parameter in enumerate(bucket.buffered):
-            slots = there[:, bucket.offsets[place] : bucket.offsets[place + 1]]
+            slots = buffer[:, bucket.offsets[place] : bucket.offsets[place + 1]]
             if slots.numel() == parameter.numel():
                 parameter.detach().view(self.rows.count, -1).copy_(slots)
                 continue
@@ -215,36 +250,39 @@ class Gathers:
                 flat[first * width : last * width].copy_(slot[: (last - first) * width])
 
 
-class _Reads(TorchDispatchMode):
-    """Sees in one forward of the training which blocks' weights are read before the block is called, or by what is in no block:
-    weights that are tied, normalised or multiplied with elsewhere. Those are waited for at the start of a forward.
+class _ReadTracker(TorchDispatchMode):
+    """Finds, in the first training forward, weights of blocks that are read before their block is
+    called or outside of any block. Examples are weights that are tied, normalized or multiplied
+    elsewhere. The next forwards wait for these weights at their start.
 
-    Into compiled blocks it does not look: torch compiles nothing under such a mode.
+    It does not look into compiled blocks, because torch compiles nothing under such a mode.
     """
 
     def __init__(self, owned: dict[nn.Module, list[nn.Parameter]]) -> None:
         super().__init__()
         self._owned = owned
-        self._owners: dict[int, set[nn.Module]] = defaultdict(set)  # by storage, which views share
+        self._blocks_by_storage: dict[int, set[nn.Module]] = defaultdict(
+            set
+        )  # a storage, which views share -> the blocks
         for block, parameters in owned.items():
             for parameter in parameters:
-                self._owners[_storage(parameter)].add(block)
-        self._begun: set[nn.Module] = set()
+                self._blocks_by_storage[_storage(parameter)].add(block)
+        self._called: set[nn.Module] = set()
         self._depth = 0  # of calls of blocks
-        self._read: set[nn.Module] = set()
+        self._read_early: set[nn.Module] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                owners = self._owners.get(_storage(leaf), set())
-                if owners and not (self._depth and owners & self._begun):
-                    self._read |= owners
+                owners = self._blocks_by_storage.get(_storage(leaf), set())
+                if owners and not (self._depth and owners & self._called):
+                    self._read_early |= owners
         return func(*args, **(kwargs or {}))
 
     @contextmanager
     def within(self, block: nn.Module, is_compiled: bool) -> Iterator[None]:
-        """A call of a block."""
-        self._begun.add(block)
+        """The context of one call of a block."""
+        self._called.add(block)
         self._depth += 1
         leaves = is_compiled and _get_current_dispatch_mode_stack()[-1:] == [self]
         if leaves:
@@ -257,17 +295,19 @@ class _Reads(TorchDispatchMode):
             self._depth -= 1
 
     def found(self) -> list[nn.Parameter]:
-        """The parameters of the blocks that something else reads."""
-        return [parameter for block, own in self._owned.items() if block in self._read for parameter in own]
+        """The parameters of blocks that other code reads."""
+        return [parameter for block, own in self._owned.items() if block in self._read_early for parameter in own]
 
 
 def _storage(tensor: Tensor) -> int:
+    """An identity of a tensor's storage, the same for all views of it."""
     return tensor.untyped_storage()._cdata
 
 
 class Waits:
-    """A hook by which a model waits for all of its weights: before a forward that is not the training's, and before its state_dict.
-    A copy of the model has one that waits for nothing."""
+    """A model hook that waits for all of the model's weights: before a forward outside of training,
+    and before its state_dict. The hook of a copy of the model waits for nothing.
+    """
 
     def __init__(self, gathers: Gathers | None = None) -> None:
         self._gathers = gathers

@@ -1,9 +1,17 @@
-"""Mesh: where this process stands among those that train together, one for each device.
+"""The device mesh of a run: the parallel axes, their process groups, and this process's rank in
+them.
 
-The axes, outermost first, so that what talks most lies closest: pp (the stages of `pipeline`), dp_replicate (replicas of
-everything), dp_shard (what `zero` divides), tp (what `tensor_parallel` divides). Those of `context_parallel`, which share
-samples, are neighbours within dp_shard, or without `zero` within dp_replicate.
-Source  PyTorch's DeviceMesh; the order is that of Narayanan et al. 2021, arXiv:2104.04473.
+There is one process for each device. The axes are, outermost first: pp (the stages of `pipeline`),
+dp_replicate (replicas of the model), dp_shard (what `zero` shards) and tp (what `tensor_parallel`
+shards). The axis that communicates most is innermost, so that its devices are closest to each
+other. The devices of `context_parallel` share the same samples. They are neighbours along dp_shard
+or, without `zero`, along dp_replicate.
+
+The methods call `make_mesh` once for a plan. The cost functions of the methods call `message`,
+`bandwidth` and `latency`, which predict the time of the communication along an axis.
+
+Source  PyTorch's DeviceMesh; the order of the axes is that of Narayanan et al. 2021,
+        arXiv:2104.04473.
 """
 
 from __future__ import annotations
@@ -30,22 +38,31 @@ from tightfit.plan import Plan
 from tightfit.target_device import is_apart
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-DATA = ("dp_replicate", "dp_shard")  # along these the samples are divided
-UNKNOWN_LINK = 1e9  # bytes/s, until somebody calibrates
-_Place = tuple[nn.Module, str]  # a module, and the name of a buffer of it
+DATA = ("dp_replicate", "dp_shard")  # the axes along which samples are sharded
+UNKNOWN_LINK = 1e9  # bytes/s; used until the machine has been calibrated
+_BufferRef = tuple[nn.Module, str]  # a module and the name of one of its buffers
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The devices of a run, and this process's place among them.
+    """The devices of a run, and this process's position among them.
 
-    axes   the mesh along one axis, or several, by name
-    lines  groups of their own of the devices in a pipeline, for what travels through it: "forward" and "backward", each also
-           "around" from the last to the first; and of its two "ends". Of a parameter server and its workers: "server".
-           Of those that divide sequences: "context". Of those that divide the same layers' parameters: "layers"
-    servers  processes along dp_replicate, the first ones, that have no samples
-    cp       how many devices share the same samples, and divide their sequences
+    axes        the DeviceMesh of each axis, by name, and of several axes, by the tuple of their
+                names
+    p2p_groups  process groups besides those of the axes, by name. "forward" and "backward": a
+                pipeline's devices, for messages in that direction; "forward around" and "backward
+                around": the same, for messages between its last and its first device; "ends": its
+                first and last device. "server": a parameter server and its workers. "context": the
+                devices that share the same samples. "layers": the devices that hold the same
+                layers' parameters, or shards of them
+    servers     how many of the first processes along dp_replicate are servers, which have no
+                samples
+    cp          how many devices share the same samples and shard their sequences
+
+    Example: pp=2, dp_replicate=1, dp_shard=2, tp=2 is eight processes. Ranks 0 to 3 hold the first
+    stage and ranks 4 to 7 the second. Rank 5 has coordinates (1, 0, 0, 1): its tp group is {4, 5},
+    its dp_shard group {5, 7}, and it exchanges activations with rank 1.
     """
 
     axes: dict[str | tuple[str, ...], DeviceMesh]
@@ -54,38 +71,51 @@ class Mesh:
     cp: int = 1
 
     def size(self, axis: str) -> int:
+        """The number of devices along an axis."""
         return self.axes[axis].size()
 
     def rank(self, axis: str) -> int:
+        """This process's rank along an axis, from 0."""
         return self.axes[axis].get_local_rank()
 
     def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group along an axis that contains this process."""
         return self.axes[axis].get_group()
 
     @property
     def part(self) -> tuple[int, int]:
-        """Which part of a step's samples is this device's, and of how many."""
-        number, count = self._place
+        """(rank, size) in data parallelism: which shard of a step's samples this device trains on,
+        and the number of shards. The `cp` devices that share samples have the same rank.
+        """
+        number, count = self._data_position
         return number // self.cp, count // self.cp
 
     @property
     def piece(self) -> int:
-        """Which piece of its samples' sequences is this device's, of `cp`."""
-        return self._place[0] % self.cp
+        """The rank in context parallelism, from 0 to `cp` - 1: which chunks of each sequence this
+        device has.
+        """
+        return self._data_position[0] % self.cp
 
     @property
     def draws(self) -> int:
-        """A number of the devices that have the same dropout: the tp devices, which share their activations."""
-        return self._place[0] * self.size("pp") + self.rank("pp")
+        """A number that selects this device's random numbers. The tp devices share their
+        activations, so they have the same number and draw the same dropout masks.
+        """
+        return self._data_position[0] * self.size("pp") + self.rank("pp")
 
     @property
-    def _place(self) -> tuple[int, int]:
-        """Which of the devices along DATA this is, servers apart, and of how many."""
+    def _data_position(self) -> tuple[int, int]:
+        """(rank, size) along both axes of DATA, without the servers. A server has rank 0."""
         replica, replicas = self.rank("dp_replicate") - self.servers, self.size("dp_replicate") - self.servers
         return max(replica, 0) * self.size("dp_shard") + self.rank("dp_shard"), replicas * self.size("dp_shard")
 
     def sum(self, values: Tensor, axes: tuple[str, ...], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """`values`, in place, summed over the devices along `axes`."""
+        """All-reduce `values` in place over the devices along `axes`, and return it.
+
+        values  a tensor of any shape, on any device
+        op      the reduction: a sum unless another one is given
+        """
         for axis in axes:
             if self.size(axis) > 1:
                 self.sum_in(values, self.group(axis), op)
@@ -94,24 +124,32 @@ class Mesh:
     def sum_in(
         self, values: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Tensor:
-        """`values`, in place, summed over the devices of a group. NCCL takes only what lies on the device, in one piece: what is
-        offloaded, or is not contiguous, goes there and back."""
+        """All-reduce `values` in place over the devices of `group`, and return it.
+
+        NCCL takes only contiguous tensors on the device. A tensor that is offloaded or not
+        contiguous is copied to the device, reduced there and copied back.
+        """
         there = self.here(values)
         dist.all_reduce(there, op, group=group)
         return values if there is values else values.copy_(there)
 
     @property
     def device(self) -> torch.device:
-        """This process's device."""
+        """The device of this process."""
         return local_device(self.axes["pp"].device_type)
 
     def here(self, tensor: Tensor) -> Tensor:
-        """A tensor as the devices can send it to each other: on this process's device, and contiguous."""
+        """`tensor` as a collective can take it: contiguous and on this process's device."""
         elsewhere = tensor.device.type != self.device.type
         return (tensor.to(self.device) if elsewhere else tensor).contiguous()
 
     def begin_sum(self, values: Tensor, axes: tuple[str, ...]) -> Callable[[], Tensor]:
-        """As `sum`, under way while the caller goes on; what it returns waits for it."""
+        """Begin an all-reduce (sum) of `values`, in place.
+
+        Returns a callable that waits for the result and returns it. The caller can compute
+        meanwhile. Only the first axis is reduced asynchronously: a second one is reduced in the
+        wait, because it needs the result of the first.
+        """
         first, *others = [axis for axis in axes if self.size(axis) > 1] or [""]
         if not first:
             return lambda: values
@@ -126,8 +164,17 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Slice:
-    """How a parameter is cut along `dim` among the devices of the mesh's tp axis; pieces: as many matrices side by side, each
-    cut by itself."""
+    """How a parameter is sharded along `dim` over the devices of the tp axis.
+
+    mesh         the mesh, whose tp axis shards the parameter
+    shape        the shape of the full parameter
+    dim          the sharded dimension
+    fused_count  how many matrices the parameter holds side by side along `dim`. Each of them is
+                 sharded by itself
+
+    Example: a fused query-key-value weight of shape (3 x 64, 64) has dim=0 and fused_count=3. With
+    tp=2, rank 1 holds rows 32 to 63 of each of the three matrices. Its shard has shape (96, 64).
+    """
 
     mesh: Mesh
     shape: torch.Size
@@ -135,14 +182,17 @@ class Slice:
     pieces: int = 1
 
     def range(self, rank: int | None = None) -> tuple[int, int]:
-        """First and last place along `dim` of a device's part of one piece."""
+        """(begin, end) along `dim` of a device's shard within one fused matrix; end is exclusive.
+
+        rank  the rank along tp; None: this process's
+        """
         size, count = self.shape[self.dim] // self.pieces, self.mesh.size("tp")
         rank = self.mesh.rank("tp") if rank is None else rank
         each = -(-size // count)
         return min(rank * each, size), min((rank + 1) * each, size)
 
     def part(self, whole: Tensor) -> Tensor:
-        """This device's part of a tensor of the whole parameter's shape."""
+        """This device's shard of `full`, a tensor of the full parameter's shape."""
         first, last = self.range()
         if self.pieces == 1:
             return whole.narrow(self.dim, first, last - first)
@@ -150,11 +200,13 @@ class Slice:
         return torch.cat(parts, self.dim)
 
     def whole(self, part: Tensor) -> Tensor:
-        """The whole of a tensor whose part each device has. All devices of the axis take part."""
+        """All-gather the full tensor from each device's shard. All devices of the tp axis must call
+        it.
+        """
         count, part = self.mesh.size("tp"), self.mesh.here(part)
         most = (self.range(0)[1] - self.range(0)[0]) * self.pieces
         missing = most - part.shape[self.dim]
-        padded = torch.cat([part, part.new_zeros(*self._sized(part, missing))], self.dim) if missing else part
+        padded = torch.cat([part, part.new_zeros(*self._padding_shape(part, missing))], self.dim) if missing else part
         parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in range(count)]
         dist.all_gather(parts, padded.contiguous(), group=self.mesh.group("tp"))
         lengths = [last - first for first, last in map(self.range, range(count))]
@@ -164,14 +216,21 @@ class Slice:
                 found.append(there.narrow(self.dim, piece * length, length))
         return torch.cat(found, self.dim)
 
-    def _sized(self, part: Tensor, length: int) -> list[int]:
+    def _padding_shape(self, part: Tensor, length: int) -> list[int]:
         return [length if dim == self.dim else size for dim, size in enumerate(part.shape)]
 
 
 @torch.no_grad()
 def shrink(parameter: Tensor, mesh: Mesh, whole: Tensor) -> None:
-    """Keep of `whole`, a parameter's values, only the rows that ZeRO's third stage gives this device, in `parameter.rows`. Its
-    data is then of the same shape, and takes no memory."""
+    """Replace a parameter's values by its ZeRO-3 shard on this device, stored in `parameter.rows`.
+
+    The parameter keeps its full shape, but its data occupies no memory (one number, expanded).
+
+    parameter  the parameter; changed in place
+    full       the full values, of the parameter's shape. They are sharded along dimension 0 over
+               dp_shard as torch's `chunk` does; a device beyond the last chunk has a shard of no
+               rows
+    """
     rows = (whole if whole.dim() else whole.view(1)).chunk(mesh.size("dp_shard"))
     rank = mesh.rank("dp_shard")
     mine = rows[rank] if rank < len(rows) else rows[0][:0]
@@ -181,7 +240,9 @@ def shrink(parameter: Tensor, mesh: Mesh, whole: Tensor) -> None:
 
 
 def onto_meta(model: nn.Module) -> None:
-    """Put shrunk parameters on the meta device, for fully_shard asks for whole ones, or those."""
+    """Move the parameters that `shard_parameter` has sharded to the meta device: fully_shard
+    accepts only full parameters or parameters on the meta device.
+    """
     put: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -196,7 +257,9 @@ def onto_meta(model: nn.Module) -> None:
 
 @torch.no_grad()
 def grown(parameter: Tensor, mesh: Mesh) -> Tensor:
-    """The values of a parameter, brought together from all devices where it was shrunk. All of them take part."""
+    """The full values of a parameter. If `shard_parameter` has sharded it, its shards are
+    all-gathered, and all devices along dp_shard must call this.
+    """
     rows: Tensor | None = getattr(parameter, "rows", None)
     if rows is None:
         return parameter.detach()
@@ -209,7 +272,9 @@ def grown(parameter: Tensor, mesh: Mesh) -> Tensor:
 
 
 def on_mesh(tensor: DTensor) -> DTensor:
-    """A tensor whose part lies in another memory than the devices' that share it, where they can send each other theirs."""
+    """`tensor` with its local shard on the device of its mesh, so that a collective can send it.
+    The shard of an offloaded tensor is in another memory, from which it is copied.
+    """
     local, kind = tensor.to_local(), tensor.device_mesh.device_type
     if local.device.type == kind:
         return tensor
@@ -217,30 +282,34 @@ def on_mesh(tensor: DTensor) -> DTensor:
 
 
 def world_size() -> int:
-    """How many processes train together: as the launcher (torchrun, srun, `tightfit train --nproc`) says."""
+    """The number of processes of the run, as the process group or the launcher (torchrun, srun,
+    `tightfit train --nproc`) gives it.
+    """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    """Which of the processes that train together this one is, from 0."""
+    """The rank of this process among all processes of the run, from 0."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", "0"))
 
 
 def leads() -> bool:
-    """Whether this process is the one that writes and speaks for all."""
+    """Whether this process has rank 0: it writes files and prints for all processes."""
     return rank() == 0
 
 
 def join(kind: str, store: dist.Store | None = None, timeout: timedelta | None = None) -> None:
-    """Join the processes that train together, where that has not been done.
+    """Initialize the default process group, unless that has been done.
 
-    kind     of their devices (cpu, cuda)
-    store    in which they leave each other notes; left out, made here
-    timeout  of each operation of theirs; left out, torch's own
+    kind     the kind of the processes' devices ("cpu" or "cuda"), which selects gloo or NCCL
+    store    the store through which the processes find each other; None: one is made
+    timeout  the time-out of each collective; None: torch's default
+
+    Raises InputError when this process has no GPU of its own.
     """
     if not dist.is_initialized():
         if kind == "cuda":
@@ -252,7 +321,7 @@ def join(kind: str, store: dist.Store | None = None, timeout: timedelta | None =
 
 
 def check_world(plan: Plan) -> None:
-    """Refuse a plan that has not as many devices as processes train. Raises InputError."""
+    """Check that there is one process for each device of the plan. Raises InputError otherwise."""
     there = world_size()
     if plan.devices != there:
         named = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -268,10 +337,12 @@ def check_world(plan: Plan) -> None:
 
 
 def make_mesh(plan: Plan, device: torch.device) -> Mesh | None:
-    """The mesh of a plan for several devices; None for one, but where its parameters come and go, as torch's fully_shard asks for
-    one. Joins the process group where that has not been done.
+    """The mesh of a plan, or None when one device needs none.
 
-    Raises InputError where there are not as many processes as the plan has devices.
+    A plan for one device needs a mesh only if its parameters are offloaded from a GPU, because
+    torch's fully_shard asks for one. Initializes the process group, unless that has been done.
+
+    Raises InputError when the number of processes is not the plan's number of devices.
     """
     check_world(plan)
     if plan.devices == 1 and not ("parameters" in plan.offload and is_apart(device)):
@@ -280,38 +351,44 @@ def make_mesh(plan: Plan, device: torch.device) -> Mesh | None:
     return _mesh(device.type, (plan.pp, plan.replicas + plan.servers, plan.shards, plan.tp), plan.servers, plan.cp)
 
 
-_known: dict[tuple[str, tuple[int, ...], int, int], Mesh] = {}
-_world: dist.ProcessGroup | None = None  # whose meshes are known
+_meshes: dict[tuple[str, tuple[int, ...], int, int], Mesh] = {}
+_world: dist.ProcessGroup | None = None  # the default group that the meshes of `_meshes` belong to
 
 
 def _mesh(kind: str, sizes: tuple[int, ...], servers: int, cp: int) -> Mesh:
-    """The mesh of these sizes; one for all runs of this process, as the groups of a mesh keep threads and connections."""
+    """The mesh with these sizes. It is cached for all runs of this process, because the groups of a
+    mesh keep threads and connections.
+    """
     global _world
     if dist.group.WORLD is not _world:
         forget()
         _world = dist.group.WORLD
     known = kind, sizes, servers, cp
-    if known not in _known:
-        with _disable_current_modes():  # which process is where is real, also where tensors are fake
+    if known not in _meshes:
+        with _disable_current_modes():  # the groups are real, also under FakeTensorMode
             devices = init_device_mesh(kind, sizes, mesh_dim_names=AXES)
             axes: dict[str | tuple[str, ...], DeviceMesh] = {
                 **{axis: devices[axis] for axis in AXES},
                 DATA: devices[DATA],
             }
-            lines = _lines(devices) if sizes[0] > 1 else {}
-            if servers:  # what travels lies in host memory, and comes from whoever is first
+            lines = _p2p_groups(devices) if sizes[0] > 1 else {}
+            # messages are in host memory, and the server receives from any worker (gloo)
+            if servers:
                 lines["server"] = dist.new_group(backend=None if dist.get_backend() == "fake" else "gloo")
-            if sizes[2] > 1 or (sizes[1] > 1 and kind != "cpu"):  # where parameters may be divided or offloaded
-                lines["layers"] = _same_stage(devices)
+            # parameters may be sharded or offloaded
+            if sizes[2] > 1 or (sizes[1] > 1 and kind != "cpu"):
+                lines["layers"] = _same_layers_group(devices)
             if cp > 1:
-                lines["context"] = _neighbours(devices, cp)
-            _known[known] = Mesh(axes, lines, servers, cp)
-            _wait_as_the_world([*(axes[axis].get_group() for axis in AXES), *lines.values()])
-    return _known[known]
+                lines["context"] = _context_group(devices, cp)
+            _meshes[known] = Mesh(axes, lines, servers, cp)
+            _set_timeouts([*(axes[axis].get_group() for axis in AXES), *lines.values()])
+    return _meshes[known]
 
 
-def _wait_as_the_world(groups: list[dist.ProcessGroup]) -> None:
-    """Give groups the time-out of the group of all processes: torch gives a new group its default."""
+def _set_timeouts(groups: list[dist.ProcessGroup]) -> None:
+    """Give `groups` the time-out of the default process group: torch gives a new group its own
+    default.
+    """
     if dist.get_backend() not in BACKENDS.values():
         return
     device = torch.device({backend: kind for kind, backend in BACKENDS.items()}[dist.get_backend()])
@@ -330,16 +407,19 @@ LINES = ("forward", "backward", "forward around", "backward around", "ends")
 
 
 def forget() -> None:
-    """Hold no mesh of this process any more, so that its groups can go."""
+    """Drop the cached meshes, so that their process groups can be freed."""
     global _world
-    _known.clear()
+    _meshes.clear()
     _world = None
 
 
-def _lines(devices: DeviceMesh) -> dict[str, dist.ProcessGroup]:
-    """A group for each direction: what is sent one way never waits for what is received the other."""
+def _p2p_groups(devices: DeviceMesh) -> dict[str, dist.ProcessGroup]:
+    """The process groups of this process's pipeline, by name. Each direction has its own group, so
+    that a send in one direction never waits for a receive in the other.
+    """
     found = {}
-    for row in devices.mesh.flatten(1).t().tolist():  # every process makes all groups, in the same order
+    # every process must create all groups, in the same order
+    for row in devices.mesh.flatten(1).t().tolist():
         for name in LINES:
             members = [row[0], row[-1]] if name == "ends" else row
             group = dist.new_group(members)
@@ -348,16 +428,20 @@ def _lines(devices: DeviceMesh) -> dict[str, dist.ProcessGroup]:
     return found
 
 
-def _neighbours(devices: DeviceMesh, cp: int) -> dist.ProcessGroup:
-    """The group of the `cp` devices, next to each other along the data's axes, that this one shares samples with."""
+def _context_group(devices: DeviceMesh, cp: int) -> dist.ProcessGroup:
+    """The group of the `cp` devices, neighbours along the data axes, that share samples with this
+    one.
+    """
     rows = devices.mesh.flatten(1, 2).transpose(1, 2).reshape(-1, cp).tolist()
-    groups = [(members, dist.new_group(members)) for members in rows]  # every process makes all, in the same order
+    groups = [
+        (members, dist.new_group(members)) for members in rows
+    ]  # every process must create all, in the same order
     (mine,) = [group for members, group in groups if dist.get_rank() in members]
     return mine
 
 
-def _same_stage(devices: DeviceMesh) -> dist.ProcessGroup:
-    """The group, in host memory, of the devices that have the same layers as this one."""
+def _same_layers_group(devices: DeviceMesh) -> dist.ProcessGroup:
+    """The group, for tensors in host memory, of the devices that have the same layers as this one."""
     backend = None if dist.get_backend() == "fake" else "gloo"
     groups = [(members, dist.new_group(members, backend=backend)) for members in devices.mesh.flatten(1).tolist()]
     (mine,) = [group for members, group in groups if dist.get_rank() in members]
@@ -365,8 +449,11 @@ def _same_stage(devices: DeviceMesh) -> dist.ProcessGroup:
 
 
 def local_device(kind: str) -> torch.device:
-    """The device of this process among those of its host. A launcher may show each process its own GPU only, which is then the
-    first. Raises InputError where there are some, and fewer than processes."""
+    """The device of this process on its host. A launcher may show each process only its own GPU,
+    which is then GPU 0.
+
+    Raises InputError when more than one GPU is visible, but fewer than there are processes.
+    """
     if kind != "cuda":
         return torch.device(kind)
     number, visible = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -380,14 +467,18 @@ def local_device(kind: str) -> torch.device:
 
 
 def on_device(numbers: list[float], device: torch.device) -> Tensor:
-    """Numbers of the host in fp32, without waiting: a copy from pageable memory would wait for the device's other work."""
+    """An fp32 tensor of `numbers` on `device`, without waiting: a copy from pageable memory would
+    wait for the device's other work.
+    """
     there = torch.tensor(numbers, dtype=torch.float32)
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)
 
 
 @torch.no_grad()
 def same_everywhere(model: nn.Module, mesh: Mesh) -> None:
-    """All replicas begin as the first one: a model that is made by chance may differ."""
+    """Broadcast the parameters and buffers of the first replica to all others, in place. Models
+    that are initialized at random may differ between processes.
+    """
     for tensor in (*model.parameters(), *model.buffers()):
         for axis in DATA:
             if mesh.size(axis) > 1:
@@ -395,31 +486,39 @@ def same_everywhere(model: nn.Module, mesh: Mesh) -> None:
 
 
 class Statistics:
-    """Buffers that a forward writes, such as the running statistics of BatchNorm: each replica saw its own samples; all keep the
-    mean of what they wrote. Which others than BatchNorm's are written is seen in the first step.
+    """Averages over the replicas the buffers that a forward writes, such as BatchNorm's running
+    statistics.
+
+    Each replica computed them from its own samples. After `average`, all have the mean. BatchNorm's
+    buffers are known in advance; the other buffers that a forward writes are found in the first
+    step.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._places: list[_Place] = []
-        self._unknown: list[tuple[_Place, Tensor, int]] = []
+        self._written: list[_BufferRef] = []
+        self._candidates: list[tuple[_BufferRef, Tensor, int]] = []
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is None or not buffer.is_floating_point():
                     continue
                 if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
-                    self._places.append((module, name))
+                    self._written.append((module, name))
                 else:
-                    self._unknown.append(((module, name), buffer, buffer._version))
+                    self._candidates.append(((module, name), buffer, buffer._version))
 
     @property
     def buffers(self) -> list[Tensor]:
-        found = [module._buffers[name] for module, name in self._places]
+        """The buffers that are averaged."""
+        found = [module._buffers[name] for module, name in self._written]
         return [buffer for buffer in found if buffer is not None]
 
     @torch.no_grad()
     def average(self, counts: bool = True) -> None:
-        """counts: whether this replica saw samples."""
+        """Set each written buffer to its mean over the replicas.
+
+        counts  whether this replica had samples; False for a server, whose values are left out
+        """
         self._find_written()
         for dtype in sorted({buffer.dtype for buffer in self.buffers}, key=str):
             buffers = [buffer for buffer in self.buffers if buffer.dtype == dtype]
@@ -428,25 +527,31 @@ class Statistics:
                 flat.zero_()
             self.mesh.sum(flat, DATA).div_(self.mesh.part[1] * self.mesh.cp)
             for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-                buffer.data.copy_(mean.view(buffer.shape))  # a backward that is still to come reads none of them
+                # safe: no later backward reads these buffers
+                buffer.data.copy_(mean.view(buffer.shape))
 
     def _find_written(self) -> None:
-        """Those that any replica has written since it was made: all of them agree."""
-        if not self._unknown:
+        """Add the buffers that any replica has written since this object was made. The replicas
+        agree on them by an all-reduce.
+        """
+        if not self._candidates:
             return
         written = [
             module._buffers[name] is not buffer or buffer._version != version
-            for (module, name), buffer, version in self._unknown
+            for (module, name), buffer, version in self._candidates
         ]
         if active_fake_mode() is None:
-            flags = torch.tensor(written, dtype=torch.int32, device=self._unknown[0][1].device)
+            flags = torch.tensor(written, dtype=torch.int32, device=self._candidates[0][1].device)
             written = [bool(flag) for flag in self.mesh.sum(flags, DATA, dist.ReduceOp.MAX)]
-        self._places += [place for (place, _, _), changed in zip(self._unknown, written, strict=True) if changed]
-        self._unknown = []
+        self._written += [place for (place, _, _), changed in zip(self._candidates, written, strict=True) if changed]
+        self._candidates = []
 
 
 def _stride(plan: Plan, axes: tuple[str, ...]) -> tuple[int, int]:
-    """Devices between neighbours along `axes` (of AXES, or cp), and how many there are along them."""
+    """(stride, size) of `axes`: how many ranks are between neighbours along them, and their size.
+
+    axes  axes of AXES, or ("cp",)
+    """
     sizes = {"tp": plan.tp, "dp_shard": plan.shards, "dp_replicate": plan.replicas, "pp": plan.pp}
     if axes == ("cp",):
         sizes = {"tp": plan.tp, "cp": plan.cp}
@@ -459,11 +564,16 @@ def _stride(plan: Plan, axes: tuple[str, ...]) -> tuple[int, int]:
 
 
 def link(plan: Plan, machine: Machine, axes: tuple[str, ...]) -> float:
-    """Bytes/s at which a device sends along `axes` (of AXES, or cp): inside a node where all of them lie in one, else between
-    nodes.
+    """The bandwidth in bytes/s with which one device sends along `axes`.
 
-    A collective's rings leave a node by the links of all its devices that take part, each with a part of what is sent; what
-    goes from one device to the next (pp, cp), or to a server, by its own alone.
+    It is that of the link inside a node if all devices along the axes are in one node, and that of
+    the network otherwise.
+
+    The rings of a collective leave a node through the links of all its devices that take part, each
+    with its share of the bytes. A point-to-point message (pp, cp, or to and from a server) leaves
+    through its own device's link only.
+
+    axes  axes of AXES, or ("cp",)
     """
     inside = machine.process_bytes_per_s
     between = machine.network_bytes_per_s or inside
@@ -478,13 +588,18 @@ def link(plan: Plan, machine: Machine, axes: tuple[str, ...]) -> float:
 
 
 def latency(plan: Plan, machine: Machine, axes: tuple[str, ...], rounds: int) -> float:
-    """Seconds of one call along `axes` however little is sent: it goes around the ring `rounds` times (a gather or a scatter
-    once, a sum twice), or from one device to the next (pp, cp), or to a server."""
+    """The seconds that one call along `axes` takes however few bytes it sends.
+
+    rounds  how many times a collective passes the ring: once for an all-gather or reduce-scatter,
+            twice for an all-reduce. Point-to-point messages (pp, cp, or to and from a server) pass
+            one link
+    """
     inside = machine.process_latency_s.value if machine.process_latency_s else 0.0
     between = machine.network_latency_s.value if machine.network_latency_s else inside
     start = machine.call_s.value if machine.call_s else 0.0
     stride, size = _stride(plan, axes)
-    within = max(machine.devices_per_node // stride, 1)  # neighbours along the axis that share a node
+    # how many devices along the axis are in one node
+    within = max(machine.devices_per_node // stride, 1)
     if axes[0] in ("pp", "cp") or plan.servers:
         return start + (inside if stride * size <= machine.devices_per_node else between)
     nodes = math.ceil(size / within)
@@ -494,7 +609,14 @@ def latency(plan: Plan, machine: Machine, axes: tuple[str, ...], rounds: int) ->
 def message(
     name: str, size: float, plan: Plan, machine: Machine, axes: tuple[str, ...], calls: float = 1, rounds: int = 1
 ) -> Message:
-    """`size` bytes that each device sends along `axes` in a step, in so many calls. Beside a GPU's work; a processor has to do
-    it itself."""
+    """The cost of communication along `axes` in a step, as the ledger records it.
+
+    It overlaps with computation on a GPU. On a CPU it does not, because the CPU itself has to do
+    it.
+
+    size    the bytes that each device sends in a step
+    calls   into how many calls they are divided
+    rounds  as for `latency`
+    """
     waits = calls * latency(plan, machine, axes, rounds)
     return Message(name, size, link(plan, machine, axes), hides=machine.device == "cuda", latency_s=waits)

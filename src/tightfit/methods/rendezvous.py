@@ -1,7 +1,9 @@
-"""Rendezvous: how the processes that train together find each other, and on which network interface they listen.
+"""How the processes of a run find each other, and which network interface they listen on.
 
-Processes of one host listen on its loopback interface only. Those of several hosts listen on the interface that was named, else
-on the one with the address that they were given for the first process (MASTER_ADDR).
+Processes on a single host listen on its loopback interface only. Processes on several hosts listen
+on the interface that the user named. Without a name they listen on the interface that has the
+address of the first process (MASTER_ADDR). `join` (the mesh module) and the commands that start
+processes call this module.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ import torch.distributed as dist
 
 from tightfit.errors import InputError
 
-CONNECT = timedelta(minutes=60)  # for the slowest process to start
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # torch's libraries take an interface in no other way
+CONNECT = timedelta(minutes=60)  # how long to wait for the slowest process to start
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # gloo and NCCL read it from here only
 
 
 def on_one_host(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether all processes that train together are on this host."""
+    """Whether all processes of the run are on this host, as the launcher's environment variables
+    say.
+    """
     world, local = environ.get("WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE")
     if local is not None or world == "1":
         return (local or "1") == world
@@ -30,6 +34,7 @@ def on_one_host(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_loopback(address: str) -> bool:
+    """Whether `address` is "localhost" or a loopback IP address."""
     try:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -37,7 +42,7 @@ def is_loopback(address: str) -> bool:
 
 
 def addresses() -> dict[str, list[str]]:
-    """The IP addresses of each of this host's network interfaces."""
+    """The IP addresses (v4 and v6) of each network interface of this host, by the interface's name."""
     kinds = (socket.AF_INET, socket.AF_INET6)
     return {
         name: [one.address.split("%")[0] for one in found if one.family in kinds]
@@ -46,7 +51,14 @@ def addresses() -> dict[str, list[str]]:
 
 
 def choose_interface(named: str | None, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Tell torch's libraries which interface to listen on. What the user has told them stays. Raises InputError."""
+    """Set the interface that gloo and NCCL listen on. Environment variables that the user has set
+    are kept.
+
+    named  the interface's name (`--interface`); None: loopback for a run on one host, else the
+           libraries' own choice
+
+    Raises InputError when this host has no interface of that name.
+    """
     known = addresses()
     if named is not None and named not in known:
         raise InputError(
@@ -59,34 +71,45 @@ def choose_interface(named: str | None, environ: MutableMapping[str, str] = os.e
 
 
 def keeps_store(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process keeps the store: the first one, unless the launcher does."""
-    return environ["RANK"] == "0" and not _launchers(environ)
+    """Whether this process hosts the TCP store: rank 0 does, unless the launcher (torchrun) does."""
+    return environ["RANK"] == "0" and not _launcher_keeps_store(environ)
 
 
-def _launchers(environ: Mapping[str, str]) -> bool:
+def _launcher_keeps_store(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun's agent hosts the store."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def meet(environ: Mapping[str, str] = os.environ) -> dist.Store:
-    """The store in which the processes that train together leave each other notes: the launcher's, else the first process keeps
-    it, listening where `choose_interface` said."""
+    """The store through which the processes of the run exchange their addresses.
+
+    The launcher hosts it, or rank 0 does. Rank 0 then listens on the interface that
+    `choose_interface` has set.
+    """
     host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    if on_one_host(environ) and not _launchers(environ):
+    if on_one_host(environ) and not _launcher_keeps_store(environ):
         host = "127.0.0.1"
     if keeps_store(environ):
-        store = keep_store(_address_of(host, environ), port)
+        store = keep_store(_listening_address(host, environ), port)
     else:
         store = dist.TCPStore(host, port, is_master=False, timeout=CONNECT, wait_for_workers=False)
     return within(store, environ)
 
 
 def within(store: dist.Store, environ: Mapping[str, str] = os.environ) -> dist.Store:
-    """Notes of one start of the processes: a launcher that starts them again keeps the store."""
+    """`store` with a key prefix for this start of the processes: a launcher that restarts them
+    keeps its store.
+    """
     return dist.PrefixStore(f"tightfit/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def keep_store(address: str, port: int = 0, listening: socket.socket | None = None) -> dist.TCPStore:
-    """A store that this process keeps, listening on one address, or with "" on all; or on a socket that listens already."""
+    """A TCP store that this process hosts.
+
+    address    the address to listen on; "": all addresses
+    port       the port; 0: any free one
+    listening  a socket that listens already, used in place of `address` and `port`
+    """
     if listening is None:
         listening = listen(address, port)
     port = listening.getsockname()[1]
@@ -101,7 +124,9 @@ def keep_store(address: str, port: int = 0, listening: socket.socket | None = No
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens on one address, or with "" on all."""
+    """A socket that listens on one address, or with "" on all addresses (IPv6 too, if the host has
+    it).
+    """
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family, backlog=1024)
@@ -110,9 +135,13 @@ def listen(address: str, port: int = 0) -> socket.socket:
     return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
 
 
-def _address_of(host: str, environ: Mapping[str, str]) -> str:
-    """Where the first process listens: its address on the named interface, else the one the others know it by; "" where that is
-    no address of this host, as of a service in front of it."""
+def _listening_address(host: str, environ: Mapping[str, str]) -> str:
+    """The address on which rank 0 listens.
+
+    It is the address on the named interface, else the one that the other processes use for this
+    host. Returns "" (all addresses) if that is no address of this host, such as the address of a
+    service in front of it.
+    """
     known = addresses()
     if on_one_host(environ):
         return "127.0.0.1"

@@ -1,7 +1,25 @@
-"""Ring attention: keys and values pass all devices of a ring, and each device attends from its own queries to all of them.
+"""Ring attention: keys and values travel around a ring of devices, and each device attends from its
+own queries to all of them.
 
-Source  Liu et al. 2023, arXiv:2310.01889; the even shares under a causal mask: Grattafiori et al. 2024, arXiv:2407.21783,
-        section 3.3.2; merging by log-sum-exp: Dao et al. 2022, arXiv:2205.14135.
+`context_parallel` registers `attend` as transformers' attention function. The devices of a ring
+share their samples; each has two chunks of each sequence (see `shard_batch`).
+
+Example: cp=2 and 8 tokens. Device 0 has positions 0, 1, 6, 7 (chunks 0 and 3). Device 1 has
+positions 2, 3, 4, 5 (chunks 1 and 2). On each, query, key and value have shape (batch, heads, 4,
+width).
+
+    step   device 0                               device 1
+    0      own keys, causal mask: 10 pairs        own keys, causal mask: 10 pairs
+    1      queries 6, 7 with keys 2 to 5: 8       queries 2 to 5 with keys 0, 1: 8
+
+In step 0 each device also sends its keys and values to the other one. In step 1, device 0's queries
+0 and 1 see no key of device 1, which are all later; device 1's queries see only the first chunk of
+device 0. So both devices compute 18 pairs, and neither needs a mask in step 1. Each step gives
+partial outputs and their log-sum-exp, by which they are merged.
+
+Source  Liu et al. 2023, arXiv:2310.01889; balanced chunks under a causal mask: Grattafiori et al.
+        2024, arXiv:2407.21783, section 3.3.2; merging by log-sum-exp: Dao et al. 2022,
+        arXiv:2205.14135.
 """
 
 from __future__ import annotations
@@ -19,19 +37,22 @@ from tightfit.errors import InputError
 
 aten = torch.ops.aten
 NAME = "tightfit_ring"
-ALIGNED = 8  # numbers: CUDA's kernels take heads, and rows of a mask, of a multiple of so many
-WIDEST_FLASH = 256  # numbers in a head, at most
-_BEYOND = ("softcap", "s_aux", "position_bias", "sliding_window")  # what some models' attention has besides
+ALIGNED = 8  # elements: CUDA's kernels need head widths and mask rows of a multiple of this
+WIDEST_FLASH = 256  # elements: the widest head of the flash kernel
+# arguments of some models' attention
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")
 
 
 class Ring:
-    """Where this device stands in its ring, and how it hands on what goes around."""
+    """This device's position in its ring, and the transfers to the next device."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
 
-    def hand_on(self, tensors: tuple[Tensor, ...]) -> _Arriving:
-        """Begin to send tensors to the next device, and to receive the same ones of the device before."""
+    def hand_on(self, tensors: tuple[Tensor, ...]) -> _Transfer:
+        """Begin to send `tensors`, of one dtype, to the next device and to receive tensors of the
+        same shapes from the previous one. Returns the transfer; `wait` gives the received tensors.
+        """
         sent = torch.cat([tensor.reshape(-1) for tensor in tensors])
         received = torch.empty_like(sent)
         there, before = ((self.rank + step) % self.size for step in (1, -1))
@@ -41,32 +62,38 @@ class Ring:
                 dist.P2POp(dist.irecv, received, group=self.group, group_peer=before),
             ]
         )
-        return _Arriving(work, sent, received, tensors)
+        return _Transfer(work, sent, received, tensors)
 
 
-class _Arriving:
+class _Transfer:
+    """A send and a receive in flight."""
+
     def __init__(self, work: list[dist.Work], sent: Tensor, received: Tensor, like: tuple[Tensor, ...]) -> None:
-        self.work, self.sent, self.received = work, sent, received  # `sent` until it has left
+        # keeps `sent` alive until the send has ended
+        self.work, self.sent, self.received = work, sent, received
         self.shapes = [tensor.shape for tensor in like]
 
     def wait(self) -> list[Tensor]:
+        """Wait for both, and return the received tensors."""
         for one in self.work:
             one.wait()
         parts = self.received.split([shape.numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
-_rings: WeakKeyDictionary[nn.Module, Ring] = WeakKeyDictionary()  # of models, whose parts hold nothing else of a run
+_rings: WeakKeyDictionary[nn.Module, Ring] = (
+    WeakKeyDictionary()
+)  # a module -> its ring: modules hold no reference to the run
 
 
 def join_ring(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """From now on attention in the model's modules passes the devices of this group."""
+    """Let attention in the model's modules run over the ring of these devices."""
     ring = Ring(group)
     _rings.update(dict.fromkeys(model.modules(), ring))
 
 
 def register() -> None:
-    """Make attention in a ring known to transformers, under NAME."""
+    """Register ring attention with transformers under NAME."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
@@ -74,7 +101,9 @@ def register() -> None:
 
 
 def seen_keys(*args: Any, **kwargs: Any) -> Tensor | None:
-    """In place of a mask, which of this device's keys are no padding: (batch, 1, 1, length), or None for all of them."""
+    """transformers' mask function: in place of a mask, which of this device's keys are not padding,
+    (batch, 1, 1, length). None if all of them count.
+    """
     mask = kwargs.get("attention_mask")
     return None if mask is None else mask.bool()[:, None, None, :]
 
@@ -91,17 +120,27 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: (batch, heads, length, width) in, (batch, length, heads, width) out, where length is
-    this device's of the sequence."""
-    asked = [name for name in _BEYOND if others.get(name) is not None] + (["dropout"] if dropout else [])
+    """transformers' attention function.
+
+    query           (batch, heads, length, width) of this device's positions
+    key             (batch, key heads, length, width), with as many heads or fewer
+    value           (batch, key heads, length, value width)
+    attention_mask  (batch, 1, 1, length), bool: which of this device's keys count; None: all
+    dropout         must be 0
+    scaling         factor of the scores; None: width ** -0.5
+
+    Returns ((batch, length, heads, value width), None). Raises InputError for features that ring
+    attention does not support.
+    """
+    asked = [name for name in _UNSUPPORTED if others.get(name) is not None] + (["dropout"] if dropout else [])
     if asked:
         raise InputError(
-            "plan: cp", f"the model's attention wants {asked[0]}, which the ring does not have", "use cp: 1"
+            "plan: cp", f"the model's attention uses {asked[0]}, which ring attention does not support", "use cp: 1"
         )
     if attention_mask is not None and attention_mask.dtype is not torch.bool:
         raise InputError(
             "plan: cp",
-            "the model adds a bias of its own to the scores of attention, which the ring has not",
+            "the model adds a bias of its own to the scores of attention, which ring attention does not add",
             "use cp: 1",
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -111,20 +150,29 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     narrow, wide = query.shape[-1], value.shape[-1]
     most = max(narrow, wide)
-    if _is_apart(query):
+    if _is_on_accelerator(query):
         most += -most % ALIGNED
-    if not narrow == wide == most:  # one kernel for both: columns of zeros change nothing (the scale is known already)
+    # kernels need equal widths; zero columns change nothing, as the scale is fixed
+    if not narrow == wide == most:
         query, key = (functional.pad(x, (0, most - narrow)) for x in (query, key))
         value = functional.pad(value, (0, most - wide))
     output = RingAttention.apply(query, key, value, attention_mask, causal, scale, _rings[module])
-    return output[..., :wide].transpose(1, 2).contiguous(), None  # as sdpa's is: some models take a view of it
+    return output[..., :wide].transpose(
+        1, 2
+    ).contiguous(), None  # contiguous as sdpa's output is: some models call view on it
 
 
 class RingAttention(torch.autograd.Function):
     """softmax(query @ key^T x scale) @ value over the keys of all devices of a ring.
 
-    query (batch, heads, length, width); key, value (batch, heads or fewer, length, width), of this device; seen (batch, 1, 1,
-    length) or None: which keys count. causal: the chunks are those of `cut`. Sums over devices are in fp32.
+    query   (batch, heads, length, width), this device's
+    key     (batch, key heads, length, width), with as many heads or fewer
+    value   the same shape as key
+    seen    (batch, 1, 1, length), bool: which keys count; None: all
+    causal  whether a causal mask applies; the positions must then be the two chunks of
+            `shard_batch`
+
+    Partial results are merged in fp32 (fp64 for fp64 inputs).
     """
 
     @staticmethod
@@ -141,13 +189,13 @@ class RingAttention(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         output = torch.zeros(query.shape, dtype=wide, device=query.device)
         total = torch.full(query.shape[:-1], float("-inf"), dtype=wide, device=query.device)
-        for step, (keys, values, bias) in enumerate(_around(ring, key, value, seen)):
+        for step, (keys, values, bias) in enumerate(_ring_steps(ring, key, value, seen)):
             rows, columns = seen_parts(step, ring, causal, query.shape[2])
             part, sums = attention(
                 query[:, :, rows],
                 keys[:, :, columns],
                 values[:, :, columns],
-                _of(bias, columns),
+                _mask_columns(bias, columns),
                 causal and not step,
                 scale,
             )
@@ -166,43 +214,53 @@ class RingAttention(torch.autograd.Function):
         query, key, value, seen, output, total = ctx.saved_tensors
         gradient, ring = gradients[0].contiguous(), ctx.ring
         wide = torch.promote_types(query.dtype, torch.float32)
-        of_query = torch.zeros(query.shape, dtype=wide, device=query.device)
-        arriving: _Arriving | None = None
-        for step, (keys, values, bias) in enumerate(_around(ring, key, value, seen)):
+        grad_query = torch.zeros(query.shape, dtype=wide, device=query.device)
+        transfer: _Transfer | None = None
+        for step, (keys, values, bias) in enumerate(_ring_steps(ring, key, value, seen)):
             rows, columns = seen_parts(step, ring, ctx.causal, query.shape[2])
             parts = attention_backward(
                 gradient[:, :, rows], query[:, :, rows], keys[:, :, columns], values[:, :, columns],
-                _of(bias, columns), output[:, :, rows], total[:, :, rows], ctx.causal and not step, ctx.scale,
+                _mask_columns(bias, columns), output[:, :, rows], total[:, :, rows], ctx.causal and not step, ctx.scale,
             )  # fmt: skip
-            of_query[:, :, rows] += parts[0]
-            # the gradients of these keys and values come behind them, and end where those began
-            if arriving is None:
-                of_keys, of_values = (torch.zeros(key.shape, dtype=wide, device=key.device) for _ in range(2))
+            grad_query[:, :, rows] += parts[0]
+            # gradients follow their keys and values around the ring, back to the device that owns
+            # them
+            if transfer is None:
+                grad_keys, grad_values = (torch.zeros(key.shape, dtype=wide, device=key.device) for _ in range(2))
             else:
-                of_keys, of_values = arriving.wait()
-            of_keys[:, :, columns] += parts[1]
-            of_values[:, :, columns] += parts[2]
-            arriving = ring.hand_on((of_keys, of_values))
-        assert arriving is not None
-        of_keys, of_values = arriving.wait()
-        return of_query.to(query.dtype), of_keys.to(key.dtype), of_values.to(value.dtype), None, None, None, None
+                grad_keys, grad_values = transfer.wait()
+            grad_keys[:, :, columns] += parts[1]
+            grad_values[:, :, columns] += parts[2]
+            transfer = ring.hand_on((grad_keys, grad_values))
+        assert transfer is not None
+        grad_keys, grad_values = transfer.wait()
+        return grad_query.to(query.dtype), grad_keys.to(key.dtype), grad_values.to(value.dtype), None, None, None, None
 
 
-def _around(
+def _ring_steps(
     ring: Ring, key: Tensor, value: Tensor, seen: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Keys, values and mask of this device, of the one before it, and so on; the next are on their way meanwhile."""
+    """Yields keys, values and mask of this device, then of the previous one, and so on, while the
+    next ones are received.
+    """
     held = [key, value, *([] if seen is None else [seen.to(key.dtype)])]
     for step in range(ring.size):
-        arriving = ring.hand_on(tuple(held)) if step < ring.size - 1 else None
+        transfer = ring.hand_on(tuple(held)) if step < ring.size - 1 else None
         yield held[0], held[1], held[2] > 0 if seen is not None else None
-        if arriving is not None:
-            held = arriving.wait()
+        if transfer is not None:
+            held = transfer.wait()
 
 
 def seen_parts(step: int, ring: Ring, causal: bool, length: int) -> tuple[slice, slice]:
-    """Which queries of this device see which keys of the device `step` before it. Of two chunks each, under a causal mask:
-    all see the first one of a device in front, only the second sees those (both) of a device behind."""
+    """Which queries of this device attend to which keys of the device `step` positions before it:
+    (rows, columns).
+
+    Each device has two chunks. Under a causal mask, all queries see the first chunk of a device
+    with a lower rank. Only the queries of the second chunk see a device with a higher rank, and
+    they see both of its chunks.
+
+    length  positions of a device, both chunks
+    """
     if not causal or step == 0:
         return slice(None), slice(None)
     if step <= ring.rank:
@@ -210,18 +268,21 @@ def seen_parts(step: int, ring: Ring, causal: bool, length: int) -> tuple[slice,
     return slice(length // 2, None), slice(None)
 
 
-def _of(seen: Tensor | None, columns: slice) -> Tensor | None:
+def _mask_columns(seen: Tensor | None, columns: slice) -> Tensor | None:
+    """The mask of some keys."""
     return None if seen is None else seen[..., columns]
 
 
-def _is_apart(tensor: Tensor) -> bool:
+def _is_on_accelerator(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
 def kernel_of(query: Tensor, seen: Tensor | None) -> str:
-    """Which of PyTorch's kernels computes attention here: "cpu", "flash", "efficient", or "plain" products.
+    """Which kernel of PyTorch computes attention: "cpu", "flash", "efficient", or "plain" (matrix
+    products).
 
-    flash takes 16-bit types without a mask, and heads of fewer keys than queries as they are; efficient takes fp32 and masks.
+    "flash" takes 16-bit dtypes without a mask, and fewer key heads than query heads. "efficient"
+    takes fp32 and masks.
     """
     if query.device.type == "cpu":
         return "cpu"
@@ -236,7 +297,11 @@ def kernel_of(query: Tensor, seen: Tensor | None) -> str:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """PyTorch's fused kernel: (batch, heads, queries, width), and of each query the log of its sum of exponentials in fp32."""
+    """Attention by one of PyTorch's fused kernels.
+
+    Returns the output (batch, heads, queries, width), and each query's log-sum-exp of scores in
+    fp32, (batch, heads, queries).
+    """
     kernel = kernel_of(query, seen)
     if kernel == "flash":
         output, sums, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
@@ -255,18 +320,23 @@ def attention(
     output, sums, *_ = aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, 0.0, causal, scale=scale
     )
-    return output, sums[..., : query.shape[2]]  # it pads them to its tiles
+    return output, sums[..., : query.shape[2]]  # the kernel pads them to its tiles
 
 
 def attention_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, output: Tensor, sums: Tensor,
     causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key and value; output and sums are those over all keys, wherever they are."""
+    """Gradients of query, key and value.
+
+    gradient  that of the output
+    output    the merged output over the keys of all devices
+    sums      its log-sum-exp over the keys of all devices
+    """
     kernel, heads = kernel_of(query, seen), key.shape[1]
     if kernel == "flash":
-        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a dropout that is not there
-        return aten._scaled_dot_product_flashattention_backward(
+        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # for dropout, which is 0
+        return aten._scaled_dot_product_flash_attention_backward(
             gradient.contiguous(), query, key, value, output.contiguous(), sums.contiguous(), None, None, query.shape[2],
             key.shape[2], 0.0, causal, seed, seed, scale=scale,
         )  # fmt: skip
@@ -284,9 +354,10 @@ def attention_backward(
         inner = shares * (gradient @ value.mT - (gradient * output).sum(-1, keepdim=True)) * scale
         found = inner @ key, inner.mT @ query, shares.mT @ gradient
     else:
-        padded = functional.pad(sums, (0, -sums.shape[-1] % 32), value=float("inf"))  # as the forward's are
-        seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of a dropout that is not there
-        found = aten._scaled_dot_product_efficientattention_backward(
+        # padded as in the forward
+        padded = functional.pad(sums, (0, -sums.shape[-1] % 32), value=float("inf"))
+        seed = torch.zeros((), dtype=torch.int64, device=query.device)  # for dropout, which is 0
+        found = aten._scaled_dot_product_efficient_attention_backward(
             gradient,
             query,
             key,
@@ -301,16 +372,17 @@ def attention_backward(
             causal,
             scale=scale,
         )[:3]
-    of_query, of_key, of_value = found
+    grad_query, grad_key, grad_value = found
     if groups > 1:
-        of_key, of_value = (
+        grad_key, grad_value = (
             part.unflatten(1, (heads, groups)).to(torch.promote_types(part.dtype, torch.float32)).sum(2)
-            for part in (of_key, of_value)
+            for part in (grad_key, grad_value)
         )
-    return of_query, of_key, of_value
+    return grad_query, grad_key, grad_value
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """Scaled scores (batch, heads, queries, keys), masked."""
     scores = query @ key.mT * scale
     if bias is not None:
         scores = scores + bias
@@ -321,10 +393,14 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale
 
 
 def _as_bias(seen: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """(batch, heads, queries, keys) with 0 for keys that are seen, and the lowest number for others: not -inf, so that a query
-    that sees none of a device's keys has a sum that vanishes beside others' and is a number."""
+    """A mask as a bias on scores, (batch, heads, queries, keys): 0 for keys that count, and the
+    dtype's lowest number for others.
+
+    It is not -inf: if a query sees none of a device's keys, its log-sum-exp has to be finite. It is
+    then so low that the other devices' results prevail.
+    """
     keys = seen.shape[-1]
-    if _is_apart(query):  # CUDA's kernel reads rows that begin at multiples of 16 bytes
+    if _is_on_accelerator(query):  # CUDA's kernel reads rows that begin at multiples of 16 bytes
         seen = functional.pad(seen, (0, -keys % ALIGNED))
     bias = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, torch.finfo(query.dtype).min)[..., :keys]
     return bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])

@@ -1,11 +1,17 @@
-"""Stores: memory that is not the device's, for what a step needs rarely: page-locked host memory, or files that are mapped.
+"""Memory outside of the device for data that a step needs rarely: page-locked host memory, or
+memory-mapped files.
 
-A mapped file is no data of the process: the system writes its pages to disk when memory is short, and reads them back.
+`offload` makes a `Store` for a run. It holds parameters, gradients, optimizer states, or tensors
+saved for backward. A mapped file does not count as the process's own memory: the system writes its
+pages to disk when memory is short, and reads them back.
 
-A GPU copies on two streams beside its own, one for each direction, so that what comes does not wait for what goes. Events
-order the three. An optimizer's updates follow one another: while one runs, what the next one needs comes, and what the one
-before has changed leaves. torch's allocator of page-locked memory keeps freed buffers for the next ones of the same size, and gives
-none away before the copies that it knows of have ended: each copy here is one of those.
+On a GPU, copies run on two streams besides the compute stream, one for each direction, so that
+copies in do not wait for copies out. Events order the three streams. An optimizer updates
+parameters one after another. While update k runs, the states of update k + 1 are copied in, and
+those of update k - 1 are copied out.
+
+torch's allocator of page-locked memory reuses a freed buffer for one of the same size, but not
+before the copies that it knows of have ended. All copies here are of that kind.
 """
 
 from __future__ import annotations
@@ -32,46 +38,63 @@ from tightfit.plan import Plan
 from tightfit.target_device import is_apart
 from tightfit.units import format_bytes
 
-SMALL = 2**16  # bytes up to which a saved tensor stays where it is
-AHEAD = 2**28  # bytes of saved tensors that come to the device ahead of their use: at most so many, or one tensor
+SMALL = 2**16  # bytes; saved tensors up to this size are not offloaded
+# bytes; the most saved tensors that are prefetched at a time, unless one tensor is larger
+AHEAD = 2**28
 
 
 class Store:
-    """Where a plan offloads to. `taken`: bytes that it holds."""
+    """The memory that a plan offloads to.
+
+    plan          `offload_to` and `offload_folder` say where it is
+    device        the device that computes
+    stored_bytes  bytes that the store holds
+
+    Raises InputError when offload_folder is not a folder.
+    """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.device, self.on_disk = device, plan.offload_to == "disk"
         self.folder = Path(plan.offload_folder or tempfile.gettempdir())
         self.taken = 0
-        self._out: torch.cuda.Stream | None = None  # on which copies leave beside the device's other work
-        self._in: torch.cuda.Stream | None = None  # on which they come
-        self._leaving: dict[int, torch.cuda.Event] = {}  # address of a storage here -> when its last copy has arrived
-        self._coming: dict[
-            tuple[int, int], Coming
-        ] = {}  # place in a storage here -> its copy, fetched ahead of its use
-        self._sent: tuple[list[Left], list[Left]] = [], []  # by the update before this one, and by this one
-        self.note: Callable[[Tensor], None] | None = None  # who watches memory is told of what is made here
-        self.factor: Tensor | None = None  # by which gradients are scaled when they are brought to the device
+        self._out_stream: torch.cuda.Stream | None = None  # the stream of copies to the store
+        self._in_stream: torch.cuda.Stream | None = None  # the stream of copies to the device
+        # id of a storage here -> the end of the last copy into it
+        self._copies_out: dict[int, torch.cuda.Event] = {}
+        # key of a tensor here -> its copy, prefetched
+        self._prefetched: dict[tuple[int, int], Coming] = {}
+        # of the previous update, and of this one
+        self._pending_sends: tuple[list[Left], list[Left]] = [], []
+        self.note: Callable[[Tensor], None] | None = (
+            None  # called with each tensor allocated here, for the memory watch
+        )
+        self.factor: Tensor | None = None  # scales gradients when they are fetched for an update
         self.states: dict[tuple[Tensor, str], Tensor] = {}
         self.gradients: dict[Tensor, Tensor] = {}
-        self.owners: dict[Tensor, nn.Parameter] = {}  # of a weight that is here only to have its gradient here
+        self.owners: dict[
+            Tensor, nn.Parameter
+        ] = {}  # stub weight -> its parameter on the device, whose gradient is here
         if self.on_disk and not self.folder.is_dir():
             raise InputError(
-                f"plan: offload_folder={self.folder}", "is no folder", "make it, or name one on a disk with room"
+                f"plan: offload_folder={self.folder}",
+                "it is not a folder",
+                "create it, or name a folder on a disk with free space",
             )
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor in the store. Raises DoesNotFit where the disk has no room for it."""
-        made = self._empty(shape, dtype)
+        """An uninitialized tensor in the store. Raises DoesNotFit when the disk is full."""
+        made = self._allocate(shape, dtype)
         if self.note is not None:
             self.note(made)
         return made
 
-    def _empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def _allocate(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Allocate in page-locked memory, or map a file."""
         count = shape.numel()
         size = count * dtype.itemsize
         self.taken += size
-        if active_fake_mode() is not None:  # who predicts takes it as stored: what it holds is no row of the device
+        # a dry run counts it in stored_bytes, not in the device's memory
+        if active_fake_mode() is not None:
             return torch.empty(shape, dtype=dtype)
         if not self.on_disk or size == 0:
             return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
@@ -82,139 +105,159 @@ class Store:
             mapped = torch.from_file(str(path), shared=True, size=count, dtype=dtype)
         except OSError as error:
             raise DoesNotFit(
-                f"offload to {self.folder}: no room for {format_bytes(size)} more, {format_bytes(self.taken - size)} are "
-                f"there ({error.strerror})\n  fix: name a folder on a larger disk with plan.offload_folder"
+                f"offload to {self.folder}: no room for {format_bytes(size)} more; {format_bytes(self.taken - size)} are "
+                f"stored already ({error.strerror})\n  fix: name a folder on a larger disk with plan.offload_folder"
             ) from error
         finally:
-            path.unlink(missing_ok=True)  # the mapping keeps it, and nothing is left when the process ends
+            path.unlink(
+                missing_ok=True
+            )  # the mapping keeps the data until the process ends, and no file is left behind
         return mapped.view(shape)
 
     def there(self, model: nn.Module) -> Iterator[Tensor]:
-        """What lies in the store from step to step: states, gradients, and parameters of a model that were put here."""
+        """Tensors that stay in the store between steps: optimizer states, gradients, and offloaded
+        parameters of `model`.
+        """
         yield from self.states.values()
         yield from self.gradients.values()
         yield from (parameter for parameter in model.parameters() if getattr(parameter, "stored", False))
 
     def put(self, value: Tensor) -> Tensor:
-        """A copy of `value` in the store."""
+        """A copy of `value` in the store. The copy may still be in flight."""
         kept = self.empty(value.shape, value.dtype)
         return kept.copy_(value, non_blocking=True)
 
     def put_state(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
-        """An optimizer's state of a parameter, always in the same place."""
+        """Store an optimizer state of a parameter, always in the same memory. Returns the tensor in
+        the store.
+        """
         key = parameter, name
         kept = self.states.get(key)
         if kept is value:
             return value
         if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
             kept = self.states[key] = self.empty(value.shape, value.dtype)
-        self._leave(value, kept)
+        self._begin_store(value, kept)
         return kept
 
     def fetch_ahead(self, value: Tensor) -> None:
-        """Begin to fetch a tensor that `fetch` is asked for soon, and that nobody changes until then."""
+        """Begin to fetch a tensor that `fetch` is called for soon. Nobody may change it until then."""
         if is_apart(self.device) and value.device.type == "cpu":
-            self._coming[_place(value)] = self.begin(value)
+            self._prefetched[_storage_key(value)] = self.begin(value)
 
     def fetch(self, value: Tensor) -> Tensor:
-        """A tensor of the store as the device computes with it: a processor does where it is."""
-        coming = self._coming.pop(_place(value), None) if self._coming else None
+        """A stored tensor as the device computes with it: a copy on a GPU; on a CPU the tensor
+        itself.
+        """
+        coming = self._prefetched.pop(_storage_key(value), None) if self._prefetched else None
         return (coming or self.begin(value)).end()
 
     def next_update(self) -> None:
-        """An update begins. What was sent by the one before the last has to have left: its memory is used again."""
-        before, last = self._sent
-        if before and before[-1].left is not None:  # copies leave in their order
+        """Call before each update. The copies out of the update before the last one must have
+        ended, because their device memory is freed here.
+        """
+        before, last = self._pending_sends
+        if before and before[-1].left is not None:  # copies end in order, so the last one is enough
             torch.cuda.current_stream(self.device).wait_event(before[-1].left)
-        self._sent = last, []
+        self._pending_sends = last, []
 
     def end_updates(self) -> None:
-        """No update follows: the device's stream goes on when all has left. No host waits."""
+        """Call after the last update: the device's stream waits for all copies out. The host does
+        not.
+        """
         self.next_update()
         self.next_update()
 
     def begin(self, value: Tensor) -> Coming:
-        """Begin to fetch a tensor of the store while the device works on.
+        """Begin to fetch a stored tensor while the device computes.
 
-        The memory is of the device's own stream, as is all other memory. So the copy waits for the work that the stream has
-        by now, which may use that memory, and for the tensor's copy out. It does not wait for other copies out.
+        The copy's memory is allocated on the compute stream, as all other memory is. So the copy
+        waits for the work that is on that stream now, which may still use that memory. It also
+        waits for a pending copy into the stored tensor, but not for other copies out.
         """
         if not is_apart(self.device) or value.device.type != "cpu":
             return Coming(value)
-        if self.device.type == "cpu":  # predicted
+        if self.device.type == "cpu":  # a dry run of a GPU's plan
             return Coming(value.clone())
         here = torch.empty_like(value, device=self.device, pin_memory=False)
         current = torch.cuda.current_stream(self.device)
-        self._in = self._in or torch.cuda.Stream(self.device)
-        self._in.wait_stream(current)
-        left = self._leaving.get(_place(value)[0])
+        self._in_stream = self._in_stream or torch.cuda.Stream(self.device)
+        self._in_stream.wait_stream(current)
+        left = self._copies_out.get(_storage_key(value)[0])
         if left is not None:
-            self._in.wait_event(left)
-        with torch.cuda.stream(self._in):
+            self._in_stream.wait_event(left)
+        with torch.cuda.stream(self._in_stream):
             here.copy_(value, non_blocking=True)
         arrived = torch.cuda.Event()
-        arrived.record(self._in)
+        arrived.record(self._in_stream)
         return Coming(here, arrived, current)
 
     def send(self, value: Tensor, kept: Tensor) -> None:
-        """Copy `value`, a tensor on the device, into `kept`, one of the store, while the device works on."""
-        with self._beside(kept):
+        """Copy `value`, on the device, into `kept`, in the store, while the device computes."""
+        with self._on_copy_stream(kept):
             kept.copy_(value, non_blocking=True)
-        self._used_beside(value)
+        self._hold_for_copy(value)
 
-    def _leave(self, value: Tensor, kept: Tensor) -> None:
-        """As `send`, of what an update has made. Its memory is held until the device's stream has waited for the copy, so that
-        later updates find it: of memory that another stream uses, the allocator would have to be asked when it is free."""
+    def _begin_store(self, value: Tensor, kept: Tensor) -> None:
+        """As `send`, for the results of an update.
+
+        Their device memory is held until the compute stream has waited for the copy, so that later
+        updates can reuse it. With `record_stream` the allocator would have to ask the copy stream
+        when the memory is free.
+        """
         if not is_apart(self.device):
             kept.copy_(value)
             return
-        with self._beside(kept):
+        with self._on_copy_stream(kept):
             kept.copy_(value, non_blocking=True)
-        self._sent[1].append(Left(value, self._leaving.get(_place(kept)[0])))
+        self._pending_sends[1].append(Left(value, self._copies_out.get(_storage_key(kept)[0])))
 
     def add(self, value: Tensor, kept: Tensor) -> None:
-        """Add `value`, a tensor on the device, to `kept`, one of the store, while the device works on."""
+        """Add `value`, on the device, to `kept`, in the store, while the device computes."""
         if not is_apart(self.device):
             kept.add_(value)
             return
-        with self._beside(kept):  # the device adds: no host has to wait for it
+        with self._on_copy_stream(kept):  # the device adds, so the host need not wait for the copy
             there = torch.empty_like(kept, device=self.device, pin_memory=False).copy_(kept, non_blocking=True)
             kept.copy_(there.add_(value), non_blocking=True)
-        self._used_beside(value)
+        self._hold_for_copy(value)
 
     @contextmanager
-    def _beside(self, kept: Tensor) -> Iterator[None]:
-        """Within, what is copied into `kept` is copied while the device works on."""
+    def _on_copy_stream(self, kept: Tensor) -> Iterator[None]:
+        """Within the context, copies into `kept` run on the copy stream."""
         if self.device.type != "cuda":
             yield
             return
-        self._out = self._out or torch.cuda.Stream(self.device)
-        self._out.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._out):
+        self._out_stream = self._out_stream or torch.cuda.Stream(self.device)
+        self._out_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._out_stream):
             yield
         left = torch.cuda.Event()
-        left.record(self._out)
-        self._leaving[_place(kept)[0]] = left
+        left.record(self._out_stream)
+        self._copies_out[_storage_key(kept)[0]] = left
 
-    def _used_beside(self, value: Tensor) -> None:
-        """Nobody gets the memory of `value` before what is copied of it has left."""
-        if self._out is not None:
-            value.record_stream(self._out)
+    def _hold_for_copy(self, value: Tensor) -> None:
+        """The allocator must not reuse the memory of `value` before its copy has ended."""
+        if self._out_stream is not None:
+            value.record_stream(self._out_stream)
 
     def forget(self, kept: Tensor) -> None:
-        """Of a tensor of the store that is given up: nobody fetches it any more."""
+        """Release a tensor of the store: nobody fetches it again."""
         self.taken -= kept.nbytes
-        self._leaving.pop(_place(kept)[0], None)
+        self._copies_out.pop(_storage_key(kept)[0], None)
 
     def bring_ahead(self, weight: Tensor) -> None:
-        """Begin to fetch what `bring` is asked for soon."""
+        """Begin to fetch what `bring` is called for soon."""
         if weight not in self.owners:
             self.fetch_ahead(weight.detach())
         if weight.grad is not None:
             self.fetch_ahead(weight.grad)
 
     def bring(self, weight: Tensor) -> Tensor:
-        """A weight that lies here, or whose gradient does, on the device and with its gradient."""
+        """A weight on the device with its gradient, one or both of which are stored here.
+
+        The gradient is multiplied by `factor`, if that is set.
+        """
         here = self.owners.get(weight)
         if here is None:
             here = nn.Parameter(self.fetch(weight.detach()), requires_grad=weight.requires_grad)
@@ -225,30 +268,37 @@ class Store:
         return here
 
     def take_back(self, weight: Tensor, here: Tensor) -> None:
-        """What `bring` gave, after its update."""
+        """Call after the update of a weight that `bring` has returned: stores the weight and frees
+        its gradient.
+        """
         here.grad = None
         if weight not in self.owners:
-            self._leave(here.detach(), weight.detach())
+            self._begin_store(here.detach(), weight.detach())
 
     def settle(self) -> None:
-        """Wait for what is on its way from the device: the host reads it next."""
-        if self._out is not None:
-            self._out.synchronize()
+        """Wait until all copies to the host have ended, because the host reads the data next."""
+        if self._out_stream is not None:
+            self._out_stream.synchronize()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        self._leaving.clear()
+        self._copies_out.clear()
 
     def stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
-        """A weight for the optimizer in the place of a parameter on the device whose gradient lies here: it takes no memory."""
+        """A stub weight for the optimizer, in place of a parameter on the device whose gradient is
+        stored here. It has the parameter's shape, but takes no memory.
+        """
         nothing = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
         weight = nn.Parameter(nothing, requires_grad=parameter.requires_grad)
         self.owners[weight] = parameter
         return weight
 
     def saving(self, parameters: set[int]) -> saved_tensors_hooks:
-        """Within, what a forward saves for backward waits in the store. parameters: addresses of storages that stay."""
+        """Within the returned context, tensors that a forward saves for backward are stored here.
 
-        order = _Order(self)
+        parameters  ids of the storages of parameters, which are not offloaded
+        """
+
+        order = _SaveOrder(self)
 
         def pack(tensor: Tensor) -> Any:
             if tensor.nbytes <= SMALL or tensor.untyped_storage()._cdata in parameters:
@@ -263,29 +313,34 @@ class Store:
 
 @dataclass(frozen=True)
 class Left:
-    """A tensor of the device that was sent. left: when the copy has ended; None where no copy is under way."""
+    """A tensor on the device that is being copied to the store.
+
+    value  the tensor, held until the copy has ended
+    done   the end of the copy; None: no copy is in flight
+    """
 
     value: Tensor
     left: torch.cuda.Event | None
 
 
-def _place(value: Tensor) -> tuple[int, int]:
-    """The address of a tensor's storage, and where in it the tensor begins."""
+def _storage_key(value: Tensor) -> tuple[int, int]:
+    """An id of a tensor's storage, and the tensor's offset in it."""
     return value.untyped_storage()._cdata, int(value.storage_offset())
 
 
 class Coming:
-    """A tensor on its way to the device.
+    """A tensor that is being copied to the device.
 
-    here     the tensor there: its memory is that of `stream`
-    arrived  when the copy has ended; None where no copy is under way
+    here     the tensor on the device, allocated on `stream`
+    arrived  the end of the copy; None: no copy is in flight
+    stream   the compute stream
     """
 
     def __init__(self, here: Tensor, arrived: torch.cuda.Event | None = None, stream: Any = None) -> None:
         self.here, self.arrived, self.stream = here, arrived, stream
 
     def end(self) -> Tensor:
-        """The tensor, which the device's stream uses when the copy has ended."""
+        """The tensor. The current stream waits for the copy; the host does not."""
         if self.arrived is not None:
             current = torch.cuda.current_stream(self.here.device)
             current.wait_event(self.arrived)
@@ -295,20 +350,22 @@ class Coming:
         return self.here
 
     def __del__(self) -> None:
-        if self.arrived is not None:  # nobody wants it: no other may have its memory before the copy has ended
+        # unused: its memory must not be reused before the copy has ended
+        if self.arrived is not None:
             self.stream.wait_event(self.arrived)
 
 
-class _Saved:
-    """A tensor that a forward saved, until its graph gives it up.
+class _SavedTensor:
+    """A tensor that a forward saved, until the autograd graph drops it.
 
     kept    the copy in the store
-    place   its number in `order`
-    coming  its copy for the device, where that is fetched ahead of its use
-    asked   whether it was fetched before, ahead or when it was used
+    order   the forward's saved tensors
+    place   its index in `order`
+    coming  its prefetched copy on the device, or None
+    asked   whether it was fetched before, at its use or ahead of it
     """
 
-    def __init__(self, kept: Tensor, order: _Order, place: int) -> None:
+    def __init__(self, kept: Tensor, order: _SaveOrder, place: int) -> None:
         self.kept, self.order, self.place = kept, order, place
         self.coming: Coming | None = None
         self.asked = False
@@ -319,32 +376,41 @@ class _Saved:
         self.order.store.forget(self.kept)
 
 
-class _Order:
-    """What one forward saves, in this order: backward uses it in about the reverse one.
+class _SaveOrder:
+    """The tensors that one forward saves, in order. Backward uses them in about the reverse order.
 
-    When backward uses a tensor, those saved just before it begin to come, as many as fit in AHEAD bytes and in the bytes of
-    the largest one, and at least one. Each comes once for each use: one that a graph uses again, because it was retained,
-    comes when it is used. The graph alone holds what it saves.
+    When backward uses a tensor, those saved just before it are prefetched: at least one, and as
+    many as fit in MAX_PREFETCH_BYTES and in the size of the largest one. Each is prefetched once. A
+    tensor of a retained graph, which is used again, is then fetched at its use. Only the autograd
+    graph keeps saved tensors alive.
+
+    Example: a forward saves a, b, c, d of 100 MiB each, so at most max_prefetch_bytes(100 MiB) =
+    100 MiB are prefetched. When backward uses d, c is prefetched; when it uses c, b is.
+
+    largest  bytes of the largest saved tensor
+    ahead    bytes that are prefetched and not used yet
+    next     index of the next tensor to prefetch
     """
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.saved: list[weakref.ref[_Saved]] = []
-        self.largest = self.ahead = 0  # bytes of the largest, and of those that are fetched and not yet used
-        self.next = 0  # place of the next one to fetch ahead
+        self.saved: list[weakref.ref[_SavedTensor]] = []
+        self.largest = self.ahead = 0  # bytes
+        self.next = 0
 
-    def put(self, value: Tensor) -> _Saved:
+    def put(self, value: Tensor) -> _SavedTensor:
+        """Store a tensor that the forward saves."""
         kept = self.store.empty(value.shape, value.dtype)
-        if is_dense(value):  # so the copy is one piece, and kernels find the layout that they would have found
+        if is_dense(value):  # one contiguous copy, and kernels get the original layout
             kept = kept.as_strided(value.shape, value.stride())
         self.store.send(value, kept)
-        saved = _Saved(kept, self, len(self.saved))
+        saved = _SavedTensor(kept, self, len(self.saved))
         self.saved.append(weakref.ref(saved))
         self.largest, self.next = max(self.largest, kept.nbytes), len(self.saved)
         return saved
 
-    def fetch(self, saved: _Saved) -> Tensor:
-        """What was saved, on the device; what is used next comes meanwhile."""
+    def fetch(self, saved: _SavedTensor) -> Tensor:
+        """The saved tensor on the device. Tensors that are used next are prefetched meanwhile."""
         coming, saved.coming = saved.coming, None
         if coming is None:
             coming = self.store.begin(saved.kept)
@@ -357,7 +423,7 @@ class _Order:
         return here
 
     def _fetch_ahead(self, place: int) -> None:
-        """Begin to fetch those before `place`."""
+        """Prefetch tensors before index `place`."""
         most = most_ahead(self.largest)
         self.next = min(self.next, place - 1)
         while self.next >= 0:
@@ -372,12 +438,15 @@ class _Order:
 
 
 def most_ahead(largest: float) -> float:
-    """Bytes of saved tensors that come ahead of their use, if several do. largest: bytes of the largest saved tensor."""
+    """The most bytes of saved tensors that are prefetched at a time, if they are several.
+
+    largest  bytes of the largest saved tensor
+    """
     return min(AHEAD, largest)
 
 
 def is_dense(value: Tensor) -> bool:
-    """Whether a tensor's elements fill its memory once each, in whatever order of its dims."""
+    """Whether a tensor's elements fill its memory exactly once, in any order of its dimensions."""
     count = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size != 1 and stride != count:
@@ -387,19 +456,25 @@ def is_dense(value: Tensor) -> bool:
 
 
 class Gradients:
-    """Takes each gradient into a store when backward has made it, and sums those of a step there.
+    """Moves each gradient to the store as soon as backward has computed it, and accumulates a
+    step's gradients there.
 
-    weights   parameter -> what the optimizer updates in its place, and finds the gradient at; maybe itself
+    weights  a parameter -> the weight that the optimizer updates in its place, and on which it
+             finds the gradient; may be the parameter itself
+    store    the store
     """
 
     def __init__(self, weights: dict[nn.Parameter, nn.Parameter], store: Store) -> None:
         self.weights, self.store = weights, store
         self.kept = store.gradients
         self.there: set[Tensor] = set()
-        when_complete(weights, self._take)
+        when_complete(weights, self._offload)
 
     @torch.no_grad()
-    def _take(self, parameter: Tensor) -> None:
+    def _offload(self, parameter: Tensor) -> None:
+        """The hook of a completed gradient: stores it, or adds it to the one of earlier
+        micro-batches.
+        """
         gradient: Any = parameter.grad
         assert gradient is not None
         if isinstance(gradient, DTensor):
@@ -415,7 +490,7 @@ class Gradients:
         parameter.grad = None
 
     def end(self) -> None:
-        """After a step's last backward: the gradients are complete, and where the optimizer looks for them."""
+        """Call after a step's last backward: waits for the copies and sets the weights' gradients."""
         self.store.settle()
         for parameter in self.there:
             self.weights[parameter].grad = self.kept[parameter]  # type: ignore[index]

@@ -1,9 +1,15 @@
-"""Unused: parameters that only some devices use, such as those of an expert without tokens, in ZeRO's third stage.
+"""ZeRO-3 for parameters that only some devices use, such as those of an expert without tokens.
 
-fully_shard sums the gradients of a block after its backward: of those parameters that have one. Where devices used different
-experts these are different ones, and what they send each other does not match. So all send all of them, zeros included.
+After a block's backward, fully_shard reduce-scatters the gradients of those of its parameters that
+have one. If devices used different experts, these are different parameters, and the tensors that
+they send do not match. So every device sends all of a block's gradients, with zeros for missing
+ones.
 
-Source  find_unused_parameters of Li et al. 2020, arXiv:2006.15704, for what is gathered by blocks: Zhao et al. 2023, arXiv:2304.11277.
+Example: a block has experts A and B. Rank 0 routed tokens to A only, rank 1 to B only. Rank 0 sends
+(gradient of A, zeros) and rank 1 sends (zeros, gradient of B).
+
+Source  find_unused_parameters of Li et al. 2020, arXiv:2006.15704, applied to parameters that are
+        gathered by blocks: Zhao et al. 2023, arXiv:2304.11277.
 """
 
 from __future__ import annotations
@@ -21,11 +27,11 @@ from tightfit.methods.mesh import on_device
 
 
 class Made:
-    """Gives zeros to the parameters of a module that has been through backward and got no gradient, for all devices have to send the
-    same; and notes which gradients of a step are real.
+    """Gives zero gradients to parameters of a block that got none in its backward, since all
+    devices must send the same tensors. It remembers which gradients of a step are real.
 
-    groups     fully_shard's, whose parameters are gathered together
-    agreement  by which devices tell each other whose gradients come next
+    groups     fully_shard's parameter groups
+    agreement  checks that the devices reduce the same parameters
     """
 
     def __init__(self, groups: Iterable[Any], agreement: Agreement) -> None:
@@ -35,6 +41,9 @@ class Made:
             group.post_backward = partial(self._after_backward, number, group, group.post_backward)
 
     def _after_backward(self, number: int, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+        """Replaces the group's `post_backward`: fills missing gradients, checks the order, then
+        reduces.
+        """
         which = 0
         for place, held in enumerate(group.fsdp_params):
             if not held.sharded_param.requires_grad or not hasattr(held, "_unsharded_param"):
@@ -53,7 +62,11 @@ class Made:
     def missing(
         self, parameters: list[nn.Parameter], total: Callable[[Tensor], object], device: torch.device
     ) -> list[int]:
-        """Places of the parameters that no device made a gradient of in this step. total: sums over the devices, in place."""
+        """Indices of the parameters that no device computed a gradient for in this step.
+
+        parameters  the parameters, the same on all devices
+        all_reduce  all-reduces (sums) a tensor over the devices, in place
+        """
         counts = on_device([float(parameter in self.made) for parameter in parameters], device)
         missed = [place for place, parameter in enumerate(parameters) if parameter not in self.made]
         self.made.clear()
