@@ -9,8 +9,8 @@ be within 5 % of the fastest of those that fit, and stay within the limit itself
 limit as search leaves (3 %); the fastest of all that merely stayed below it is shown beside. On the jobs marked so, the limit is
 enforced for real (RLIMIT_DATA): the chosen plan has to live with it, and the reference plan has to die of it.
 
-The machine is shared: a fixed piece of work (`measure/pace.py`) is timed before and after each process, and `step_s` is at the pace of
-the calibration; `pace` says which it was.
+The machine is shared: a fixed piece of work (`measure/clock_drift.py`) is timed before and after each process, and `step_s`
+is at the pace of the calibration; `pace` says which it was.
 
 `--measured FILE` takes what the plans took and how fast they were from an earlier comparison of this machine, and chooses anew.
 """
@@ -157,7 +157,7 @@ def warm_up(job: Any, plan: Any) -> None:
     """Let libraries map what they map once, threads' stacks and modules among it, before the limit is set."""
     import torch
 
-    from tightfit.planner.rehearse import rehearse
+    from tightfit.planner.dry_run import rehearse
 
     layer = torch.nn.Linear(256, 256)
     layer(torch.randn(256, 256)).sum().backward()
@@ -294,7 +294,7 @@ def calibrated_control() -> Callable[[], float]:
     import torch
 
     from tightfit.machine import Machine
-    from tightfit.measure.pace import control_s
+    from tightfit.measure.clock_drift import control_s
 
     usual = Machine.detect().control_s
     if usual is None:

@@ -137,7 +137,7 @@ def batches_of(job: Any, count: int) -> list[dict[str, Any]]:
 
     import tightfit
     from tightfit.methods import loader
-    from tightfit.methods.run import Run
+    from tightfit.runtime.run import Run
 
     nothing, plan = cast(Any, None), tightfit.Plan()
     empty = Run(job, plan, torch.device("cpu"), nothing, nothing, nothing, nothing, nothing, nothing)

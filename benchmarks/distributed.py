@@ -115,7 +115,7 @@ class Counted:
 
 
 def states_of(tensors: list[Any]) -> int:
-    from tightfit.planner.storages import tensor_bytes
+    from tightfit.planner.tracing.live_storages import tensor_bytes
 
     return tensor_bytes(tensors)
 
@@ -140,7 +140,7 @@ class Contender:
 def ours(fields: dict[str, Any], micro_batch: int | None, vocabulary: int | None = None) -> Contender:
     import tightfit
     from tightfit.engine.step import accumulate, over_data, take_step, update
-    from tightfit.planner.storages import state_tensors, track
+    from tightfit.planner.tracing.live_storages import state_tensors, track
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     fields = {name: value or world if name != "zero" else value for name, value in fields.items()}
@@ -195,7 +195,7 @@ def plain(kind: str) -> Contender:
     from torch.nn.parallel import DistributedDataParallel
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tightfit.planner.storages import StorageTracker
+    from tightfit.planner.tracing.live_storages import StorageTracker
 
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -252,7 +252,7 @@ def plain(kind: str) -> Contender:
 
 def looked_at(step: Callable[[], None], tracker: Any, optimizer: Any) -> Contender:
     """What PyTorch's own holds and sends, in the steps that warm it up."""
-    from tightfit.planner.storages import state_tensors
+    from tightfit.planner.tracing.live_storages import state_tensors
 
     step()
     tracker.assign(state_tensors(optimizer), "optimizer")
@@ -271,7 +271,7 @@ def plain_pipeline(model: Any, rank: int, world: int) -> Contender:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
     from torch.nn import functional
 
-    from tightfit.planner.storages import StorageTracker
+    from tightfit.planner.tracing.live_storages import StorageTracker
 
     layers = list(model.model.layers)
     each = len(layers) // world

@@ -63,7 +63,7 @@ GPU: dict[str, dict[str, Any]] = {
     "machine": {},
     "tests": {
         "arguments": [
-            "-m", "gpu and not slow", "tests/contract", "tests/engine/test_checkpoint.py", "tests/measure",
+            "-m", "gpu and not slow", "tests/contract", "tests/engine/checkpoint/test_checkpoint.py", "tests/measure",
             *(f"tests/methods/test_{name}.py" for name in ("allocator", "context_parallel", "loader", "materialize", "offload")),
         ],
     },

@@ -28,9 +28,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tightfit
 from tightfit.engine.step import accumulate, update
-from tightfit.methods.run import Run
-from tightfit.planner.storages import ROWS, Peak, track
+from tightfit.planner.tracing.live_storages import ROWS, Peak, track
 from tightfit.record import code_version
+from tightfit.runtime.run import Run
 
 ALLOW = ["bf16", "8-bit-states"]
 

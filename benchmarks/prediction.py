@@ -7,7 +7,7 @@
 For each pair three figures of memory: folded (every method's cost over the profiled ledger), rehearsed (the assembled
 run on fake tensors) and measured (logical bytes of the live storages of a real step; of the allocator's events where
 the plan compiles); and of time, predicted at the rates that `tightfit machine --calibrate` measured, and the median of
-real steps. The machine is shared: a fixed piece of work (`measure/pace.py`) is timed before and after each step, and
+real steps. The machine is shared: a fixed piece of work (`measure/clock_drift.py`) is timed before and after each step, and
 `measured_s` is the median of the steps' ratios to it, at the pace of the calibration; `step_s` and `pace` keep both. Each
 pair runs in a process of its own; one whose time is off by more than 20 % runs twice more, and the median of the three
 stands (`runs_s` keeps all), for another tenant of the machine can slow a whole process. Nothing is fitted to the pairs.
@@ -128,10 +128,10 @@ def measure(pair: dict[str, Any], steps: int) -> dict[str, Any]:
     import tightfit
     from tightfit.engine.build import build
     from tightfit.engine.loop import train
+    from tightfit.measure.clock_drift import control_s
     from tightfit.measure.observer import SAMPLED, Observer
-    from tightfit.measure.pace import control_s
+    from tightfit.planner.dry_run import rehearse
     from tightfit.planner.estimate import Estimator
-    from tightfit.planner.rehearse import rehearse
 
     model, data, batch = MODELS[pair["model"]]
     job = tightfit.Job(

@@ -4,7 +4,7 @@
 
 The runs are facts in published.yaml (one device) and published_devices.yaml (several, up to thousands). Nothing is fitted to a
 row. Speed is compared in two ways: as predicted from the device's published figures, and after one calibration for each
-(machine, framework) of its efficiencies in products, memory, launches and links (planner/calibrate.py), of its runs without a
+(machine, framework) of its efficiencies in products, memory, launches and links (planner/fit_machine.py), of its runs without a
 pipeline where it has any.
 """
 
@@ -20,14 +20,14 @@ from typing import Any
 
 import yaml
 
+from tightfit.cost.ledger import Ledger
 from tightfit.job import Job, Train
-from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.plan import Plan
-from tightfit.planner.calibrate import Timed, refine
+from tightfit.planner.allocators.cuda import reserved_bytes
 from tightfit.planner.estimate import Estimate, Estimator
-from tightfit.planner.reserve import reserved_bytes
-from tightfit.planner.time import Clock
+from tightfit.planner.fit_machine import Timed, refine
+from tightfit.planner.time_model import Clock
 from tightfit.record import code_version
 from tightfit.units import parse_bytes
 

@@ -27,9 +27,9 @@ from tightfit.errors import DoesNotFit, InputError
 from tightfit.machine import Machine
 from tightfit.plan import Plan
 from tightfit.planner.candidates import is_legal, spreads
-from tightfit.planner.complete import complete
+from tightfit.planner.defaults import complete
+from tightfit.planner.dry_run import rehearse
 from tightfit.planner.estimate import Estimate, Estimator
-from tightfit.planner.rehearse import rehearse
 from tightfit.planner.search import search
 from tightfit.record import code_version
 from tightfit.report.commands import quiet_libraries

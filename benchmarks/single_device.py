@@ -267,7 +267,7 @@ def tokens_of(job: Any) -> Iterator[Any]:
 
     import tightfit
     from tightfit.methods import loader
-    from tightfit.methods.run import Run
+    from tightfit.runtime.run import Run
 
     empty: Any = None
     run = Run(

@@ -1,4 +1,4 @@
-"""Imports point one way: a room may import the rooms below it, never those above or (but for the noted) beside it."""
+"""Imports point one way: a package may import those below it, never one above or beside it. Methods do not import each other."""
 
 from __future__ import annotations
 
@@ -13,61 +13,29 @@ LAYERS = (
     ("__init__", "cli"),
     ("report", "interop"),
     ("measure",),
-    ("planner", "engine"),
+    ("planner",),
+    ("engine",),
     ("methods",),
+    ("parallel",),
+    ("runtime",),
+    ("distributed",),
     ("data", "optim"),
     ("models",),
-    ("ledger", "record"),
+    ("record",),
+    ("cost",),
     ("rules",),
     ("plan",),
     ("capabilities",),
     ("job", "machine"),
     ("machines",),
-    ("entries",),
-    ("files", "values", "timetable", "program", "target_device"),
-    ("plain", "units"),
+    ("tensor_files", "values", "target_device"),
+    ("yaml_input", "units"),
     ("errors",),
-)
-NOTED = {  # each with its reason
-    ("planner/rehearse.py", "engine"),  # its point is to run the engine on fake tensors
-}
-NO_METHODS = (
-    "methods.protocol",
-    "methods.ring_attention",
-    "methods.sequence_chunks",
-    "methods.servers",
-    "methods.run",
-    "methods.mesh",
-    "methods.boundaries",
-    "methods.sections",
-    "methods.buckets",
-    "methods.gathers",
-    "methods.collectives",
-    "methods.compiler",
-    "methods.cutter",
-    "methods.deferred",
-    "methods.hollow",
-    "methods.loss_kernels",
-    "methods.pipedream",
-    "methods.progress",
-    "methods.recomputation",
-    "methods.rendezvous",
-    "methods.row",
-    "methods.sequences",
-    "methods.stages",
-    "methods.agreed",
-    "methods.ahead",
-    "methods.shards",
-    "methods.stores",
-    "methods.turns",
-    "methods.unused",
-    "methods.uploads",
-    "methods.vocabulary",
-)  # what the rooms share, and a part of one that is long enough for a file
-RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
+)  # from the top to the bottom
+RANK = {package: rank for rank, packages in enumerate(LAYERS) for package in packages}
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
@@ -85,19 +53,19 @@ def imported_modules(path: Path) -> set[str]:
 
 def violations() -> list[str]:
     """Every import that points upward or sideways, and every method that imports another."""
-    said = []
+    found = []
     for path in sorted(SOURCE.rglob("*.py")):
-        room = room_of(path)
+        package = package_of(path)
         for module in sorted(imported_modules(path)):
             other = module.split(".")[0]
             if other not in RANK:
                 continue
-            upward = RANK[other] < RANK[room] or (RANK[other] == RANK[room] and other != room)
-            if upward and room != "__init__" and (str(path.relative_to(SOURCE)), other) not in NOTED:
-                said.append(f"{path.relative_to(SOURCE)} imports {module}, which lies above or beside it")
-            if room == other == "methods" and path.name != "__init__.py" and not module.startswith(NO_METHODS):
-                said.append(f"{path.relative_to(SOURCE)} imports the method {module}; methods do not know each other")
-    return said
+            upward = RANK[other] < RANK[package] or (RANK[other] == RANK[package] and other != package)
+            if upward and package != "__init__":
+                found.append(f"{path.relative_to(SOURCE)} imports {module}, which lies above or beside it")
+            if package == other == "methods" and path.name != "__init__.py":
+                found.append(f"{path.relative_to(SOURCE)} imports the method {module}; methods do not know each other")
+    return found
 
 
 if __name__ == "__main__":

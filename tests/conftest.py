@@ -24,7 +24,7 @@ os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache")
 
 _SEVERAL = re.compile(
     r"engine/test_(several_devices|limits|hosts|freed|missing_gradients|unused_modules|processes|sample|every_value)"
-    r"|methods/test_(collectives|pipeline|stage_boundaries|tensor_parallel|parameter_server|data_parallel|shards)"
+    r"|methods/test_(pipeline|tensor_parallel|parameter_server|data_parallel)|distributed/test_collectives|parallel/"
     r"|methods/test_(context_parallel|offload|gradcheck|gathers|float8)"
     r"|zoo/test_zoo.*several|measure/test_verify_several"
     r"|planner/test_(measured_devices|crossings)"
@@ -65,7 +65,7 @@ def one_order_of_sums(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     yield
     if torch.distributed.is_initialized():  # of one device that offloads parameters
-        from tightfit.methods import mesh
+        from tightfit.distributed import mesh
 
         mesh.forget()
         gc.collect()

@@ -151,7 +151,7 @@ def _part(end: Connection) -> None:
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    from tightfit.methods import mesh
+    from tightfit.distributed import mesh
 
     mesh.forget()
     _clear_sharding_prop_cache()

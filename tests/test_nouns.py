@@ -15,7 +15,7 @@ from tightfit import units
 from tightfit.capabilities import can_compile
 from tightfit.errors import InputError
 from tightfit.plan import read_pins
-from tightfit.planner.complete import complete
+from tightfit.planner.defaults import complete
 from tightfit.record import PeakBytes, code_version
 from tightfit.rules import RULES
 

@@ -48,5 +48,5 @@ def test_the_plan_of_a_command_is_shown_before_torch_is_imported() -> None:
 def test_imports_point_one_way() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "import_directions.py"))
     assert script["violations"]() == []
-    rooms = {script["room_of"](path) for path in script["SOURCE"].rglob("*.py")}
-    assert rooms <= set(script["RANK"]), "a room that the layers do not place"
+    packages = {script["package_of"](path) for path in script["SOURCE"].rglob("*.py")}
+    assert packages <= set(script["RANK"]), "a package that the layers do not place"

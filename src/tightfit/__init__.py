@@ -9,53 +9,53 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tightfit.cost.ledger import Ledger
     from tightfit.engine.build import build
-    from tightfit.engine.checkpoint import save
+    from tightfit.engine.checkpoint.resume import resume
+    from tightfit.engine.checkpoint.save import save
     from tightfit.engine.loop import evaluate, train
-    from tightfit.engine.resume import resume
     from tightfit.engine.step import Step
     from tightfit.errors import DoesNotFit, InputError, TightfitError
     from tightfit.job import DataSpec, Job, Limits, ModelSpec, Train
-    from tightfit.ledger import Ledger
     from tightfit.machine import Machine
     from tightfit.measure.verify import verify
-    from tightfit.methods.run import Run
     from tightfit.models.objective import Objective
     from tightfit.plan import Plan
-    from tightfit.planner.complete import complete
+    from tightfit.planner.defaults import complete
+    from tightfit.planner.dry_run import rehearse
     from tightfit.planner.estimate import Estimate, estimate
-    from tightfit.planner.profile import profile
-    from tightfit.planner.rehearse import rehearse
     from tightfit.planner.search import search
+    from tightfit.planner.tracing.profiler import profile
     from tightfit.record import Record
     from tightfit.report.explain import explain
+    from tightfit.runtime.run import Run
 
-_ROOMS = {
+_MODULES = {
     "DataSpec": "job",
     "DoesNotFit": "errors",
     "Estimate": "planner.estimate",
     "InputError": "errors",
     "Job": "job",
-    "Ledger": "ledger",
+    "Ledger": "cost.ledger",
     "Limits": "job",
     "Machine": "machine",
     "ModelSpec": "job",
     "Objective": "models.objective",
     "Plan": "plan",
     "Record": "record",
-    "Run": "methods.run",
+    "Run": "runtime.run",
     "Step": "engine.step",
     "TightfitError": "errors",
     "Train": "job",
     "build": "engine.build",
-    "complete": "planner.complete",
+    "complete": "planner.defaults",
     "estimate": "planner.estimate",
     "evaluate": "engine.loop",
     "explain": "report.explain",
-    "profile": "planner.profile",
-    "rehearse": "planner.rehearse",
-    "resume": "engine.resume",
-    "save": "engine.checkpoint",
+    "profile": "planner.tracing.profiler",
+    "rehearse": "planner.dry_run",
+    "resume": "engine.checkpoint.resume",
+    "save": "engine.checkpoint.save",
     "search": "planner.search",
     "train": "engine.loop",
     "verify": "measure.verify",
@@ -94,10 +94,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
-        raise AttributeError(f"tightfit has no {name!r}; its names are {', '.join(sorted(_ROOMS))}")
-    return getattr(importlib.import_module(f"tightfit.{_ROOMS[name]}"), name)
+    if name not in _MODULES:
+        raise AttributeError(f"tightfit has no {name!r}; its names are {', '.join(sorted(_MODULES))}")
+    return getattr(importlib.import_module(f"tightfit.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(_ROOMS)
+    return sorted(_MODULES)

@@ -37,7 +37,7 @@ def main() -> None:
     except Exception as error:
         if show:
             raise
-        from tightfit.report.failure import describe_failure
+        from tightfit.report.unexpected_errors import describe_failure
 
         print(f"tightfit: {describe_failure(error)}", file=sys.stderr)
         _end(1)

@@ -67,7 +67,7 @@ def train(
 ) -> None:
     """Train a job: choose what its plan leaves open, train, checkpoint, and write a record."""
     from tightfit.report.commands import train_command
-    from tightfit.report.together import Surroundings
+    from tightfit.report.processes import Surroundings
 
     train_command(job, plan, out, resume, changes or [], nproc, Surroundings(timeout * 60, interface, requeue_code))
 
@@ -139,7 +139,7 @@ def verify(
 ) -> None:
     """Run the plan beside the reference plan and print the largest differences."""
     from tightfit.report.commands import verify_command
-    from tightfit.report.together import Surroundings
+    from tightfit.report.processes import Surroundings
 
     verify_command(job, plan, steps, changes or [], as_json, nproc, Surroundings(timeout * 60, interface))
 

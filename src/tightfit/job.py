@@ -12,9 +12,9 @@ import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
 
 from tightfit.errors import InputError
-from tightfit.plain import check_plain, parse_yaml
 from tightfit.units import parse_bytes
 from tightfit.values import Value, nearest, read_yaml
+from tightfit.yaml_input import check_plain, parse_yaml
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "classification"]
 Permission = Literal[

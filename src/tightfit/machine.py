@@ -206,7 +206,7 @@ class Machine(Value):
         figures. The arithmetic inside compiled kernels is free (infinite rate) if it was not
         measured, because a GPU's kernels wait for memory.
 
-        kind   a name in `measure/rates.py`, such as "product" or "causal attention backward"
+        kind   a name in `measure/operation_rates.py`, such as "product" or "causal attention backward"
         dtype  torch's name, such as bfloat16, or tf32
         size   as in `rates`
         """

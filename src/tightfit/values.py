@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from tightfit.errors import InputError
-from tightfit.plain import MOST_BYTES, check_plain, parse_yaml, write_yaml
+from tightfit.yaml_input import MOST_BYTES, check_plain, parse_yaml, write_yaml
 
 
 class Value(BaseModel):

@@ -182,8 +182,8 @@ def _nccl() -> Any:
 @contextlib.contextmanager
 def _with(fault: str) -> Iterator[None]:
     """Within, a mistake is made that is to be seen: "batch": batches stay on the host; "sum": sums are made there; "": none."""
+    from tightfit.distributed.mesh import Mesh
     from tightfit.engine import step
-    from tightfit.methods.mesh import Mesh
 
     kept, begin = step.arriving, Mesh.begin_sum
     if fault == "batch":
@@ -204,17 +204,17 @@ def run_case(job: Any, fields: dict[str, Any], rank: int) -> None:
     from tightfit.engine.build import build
     from tightfit.engine.step import drain, take_step
     from tightfit.machine import Figure, Machine
-    from tightfit.methods import shards
-    from tightfit.planner.example import example
-    from tightfit.planner.fakes import FakeValues
-    from tightfit.planner.rehearse import Shapes
-    from tightfit.planner.target import processes
+    from tightfit.parallel.fsdp import fully_shard
+    from tightfit.planner.dry_run import Shapes
+    from tightfit.planner.tracing.device_emulation import processes
+    from tightfit.planner.tracing.fake_inputs import example
+    from tightfit.planner.tracing.fake_tensors import FakeValues
 
     figure = Figure(value=1.0, source="system")
     machine = Machine(name="stand-in", device="cuda", memory_bytes=figure, host_memory_bytes=figure)
     plan = tightfit.Plan(**fields)
     shapes = Shapes(example(job)[0], job, plan)
-    gathers = shards.comes_and_goes(plan, "cuda")
+    gathers = fully_shard.comes_and_goes(plan, "cuda")
     with processes(plan.devices, rank, gathers), FakeTensorMode(), FakeValues(), _nccl():
         run = build(job, plan, machine, shapes)
         for step, micro_batches in zip(range(3), run.data.steps(0, None), strict=False):

@@ -12,8 +12,8 @@ import pytest
 
 from tests.data.conftest import make_job
 from tightfit.data import long_records, open_samples, text, tokens
+from tightfit.data.document_chunks import PIECE, pieces_of
 from tightfit.data.long_records import LongRecord
-from tightfit.data.pieces import PIECE, pieces_of
 from tightfit.data.samples import Damage
 from tightfit.data.text import Columns, Document, open_text
 from tightfit.errors import InputError

@@ -13,7 +13,7 @@ import tightfit
 from tests import tiny
 from tests.engine.test_processes import training
 from tests.pool import together
-from tightfit.report.sample import sample_text
+from tightfit.report.sample_text import sample_text
 
 AXES: dict[str, dict[str, Any]] = {
     "dp_replicate": {"dp_replicate": 2},

@@ -19,11 +19,11 @@ import tightfit
 from tests.contract import cases
 from tests.pool import together
 from tests.sweeps import part, spread
-from tightfit import files
-from tightfit.engine import checkpoint
-from tightfit.engine.resume import resume
+from tightfit import tensor_files
+from tightfit.engine.checkpoint.resume import resume
+from tightfit.engine.checkpoint.save import save
 from tightfit.errors import InputError, TightfitError
-from tightfit.methods.run import parameter_count
+from tightfit.runtime.run import parameter_count
 
 PLANS: list[dict[str, Any]] = [
     {"dp_replicate": 2},
@@ -166,12 +166,12 @@ def saved_and_resumed(
 ) -> list[float]:
     """Train two of four steps with one plan, save in files of so many bytes, and go on with another; None leaves that to a later
     call."""
-    files.FILE_BYTES = file_bytes
+    tensor_files.FILE_BYTES = file_bytes
     job = job_of("llama", steps=4, **settings)
     if then is None:
         run = tightfit.build(job, tightfit.Plan(**first))
         losses = [step.loss for _, step in zip(range(2), tightfit.train(run), strict=False)]
-        checkpoint.save(run, folder, 2)
+        save.save(run, folder, 2)
         return losses
     run = tightfit.build(job, tightfit.Plan(**then))
     return [step.loss for step in tightfit.train(run, resume(run, folder))]
@@ -213,7 +213,7 @@ def test_a_checkpoint_is_gone_on_with_by_any_number_of_devices(
         folder = str(tmp_path / str(number))
         for plan, again in ((first, None), (then, then)):
             size = tightfit.Plan(**plan).devices
-            arguments = (folder, first, again, files.FILE_BYTES if number else SMALL_FILES)
+            arguments = (folder, first, again, tensor_files.FILE_BYTES if number else SMALL_FILES)
             losses = (
                 together(size, where, *arguments, optimizer=optimizer)[-1]
                 if size > 1
@@ -224,9 +224,9 @@ def test_a_checkpoint_is_gone_on_with_by_any_number_of_devices(
 
 def resumed_from_altered(folder: str, fields: dict[str, Any], alter: str | None) -> tuple[list[str], str]:
     """(files whose checksums this device took, what it says of a checkpoint of which the first device has altered a file)."""
-    files.FILE_BYTES = SMALL_FILES
+    tensor_files.FILE_BYTES = SMALL_FILES
     run = tightfit.build(job_of("llama"), tightfit.Plan(**fields))
-    path = checkpoint.save(run, folder, 1)
+    path = save.save(run, folder, 1)
     if alter is not None and dist.get_rank() == 0:
         content = bytearray((path / alter).read_bytes())
         content[-5] ^= 1
@@ -236,16 +236,16 @@ def resumed_from_altered(folder: str, fields: dict[str, Any], alter: str | None)
 
     def noted(file: Path) -> str:
         taken.append(file.name)
-        return files.checksum(file)
+        return tensor_files.checksum(file)
 
-    module = sys.modules["tightfit.engine.resume"]
+    module = sys.modules["tightfit.engine.checkpoint.resume"]
     module.checksum = noted  # type: ignore[attr-defined]
     try:
         resume(run, folder)
     except InputError as error:
         return taken, str(error)
     finally:
-        module.checksum = files.checksum  # type: ignore[attr-defined]
+        module.checksum = tensor_files.checksum  # type: ignore[attr-defined]
     return taken, ""
 
 
@@ -266,21 +266,21 @@ def test_all_devices_refuse_a_file_that_one_finds_altered(fields: dict[str, Any]
 
 def filled_disk(folder: str, fields: dict[str, Any]) -> str:
     """A second checkpoint of which the last device cannot write its files."""
-    files.FILE_BYTES = SMALL_FILES
+    tensor_files.FILE_BYTES = SMALL_FILES
     run = tightfit.build(job_of("llama"), tightfit.Plan(**fields))
-    checkpoint.save(run, folder, 1)
+    save.save(run, folder, 1)
 
     def full(*arguments: Any, **named: Any) -> None:
         raise OSError(28, "No space left on device")
 
     if dist.get_rank() == dist.get_world_size() - 1:
-        files.save_file = full
+        tensor_files.save_file = full
     try:
-        checkpoint.save(run, folder, 2)
+        save.save(run, folder, 2)
     except TightfitError as error:
         return str(error)
     finally:
-        files.save_file = save_file
+        tensor_files.save_file = save_file
     return ""
 
 
@@ -295,7 +295,7 @@ def test_where_one_device_cannot_write_none_has_and_what_is_there_stays(fields: 
 
 def wrote(folder: str, fields: dict[str, Any]) -> list[str]:
     """Names of the files that this device wrote."""
-    files.FILE_BYTES = SMALL_FILES
+    tensor_files.FILE_BYTES = SMALL_FILES
     found: list[str] = []
 
     def noted(tensors: dict[str, Tensor], path: Path, **named: Any) -> None:
@@ -303,11 +303,11 @@ def wrote(folder: str, fields: dict[str, Any]) -> list[str]:
         found.append(path.name)
         save_file(tensors, path, **named)
 
-    files.save_file = noted
+    tensor_files.save_file = noted
     try:
-        checkpoint.save(tightfit.build(job_of("llama"), tightfit.Plan(**fields)), folder, 1)
+        save.save(tightfit.build(job_of("llama"), tightfit.Plan(**fields)), folder, 1)
     finally:
-        files.save_file = save_file
+        tensor_files.save_file = save_file
     return found
 
 
@@ -328,7 +328,7 @@ def refused_folder(folder: str, fields: dict[str, Any]) -> str:
     run = tightfit.build(job_of("llama"), tightfit.Plan(**fields))
     last = dist.get_rank() == dist.get_world_size() - 1
     try:
-        checkpoint.check_folder(run, Path(folder) / "elsewhere" if last else Path(folder))
+        save.check_folder(run, Path(folder) / "elsewhere" if last else Path(folder))
     except InputError as error:
         return str(error)
     return ""

@@ -146,7 +146,7 @@ def take_job(content: bytes) -> None:
 
 
 def _read(text: str) -> Any:
-    from tightfit.plain import parse_yaml
+    from tightfit.yaml_input import parse_yaml
 
     return parse_yaml(text)
 
@@ -155,7 +155,7 @@ def look_into(job: Job) -> None:
     """As a command would, as far as that is quick."""
     from tightfit.data import UserStream, model_input, open_samples
     from tightfit.models import model_config
-    from tightfit.planner.complete import complete
+    from tightfit.planner.defaults import complete
 
     config = model_config(job.model) if job.model.python is None else None
     model_input(job)
@@ -190,7 +190,7 @@ def plan_files() -> st.SearchStrategy[bytes]:
 
 
 def take_plan(content: bytes) -> None:
-    from tightfit.planner.complete import complete
+    from tightfit.planner.defaults import complete
 
     path = FOLDER.write(".yaml", content)
     pins = accept(lambda: read_pins(path))
@@ -386,7 +386,7 @@ def folders() -> st.SearchStrategy[dict[str, bytes]]:
 
 def take_folder(files: dict[str, bytes]) -> None:
     from tightfit.data import model_input
-    from tightfit.files import Reader
+    from tightfit.tensor_files import Reader
 
     folder = FOLDER.path / f"{next(_numbers)}"
     folder.mkdir()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.report.test_session import command
+from tests.report.test_run_folder import command
 from tightfit.capabilities import has_fast_bf16
 from tightfit.machine import Figure, Machine
 from tightfit.machines import devices, gpus

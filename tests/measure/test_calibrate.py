@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.report.test_session import command
+from tests.report.test_run_folder import command
 from tightfit.machine import COMPUTED, Machine, calibration_path
 from tightfit.measure import calibrate
 

@@ -14,7 +14,7 @@ from tests import tiny
 from tightfit.engine.step import Step
 from tightfit.machine import Figure
 from tightfit.measure.observer import SAMPLED, Observer
-from tightfit.methods.run import Run
+from tightfit.runtime.run import Run
 
 
 def machine() -> tightfit.Machine:

@@ -14,7 +14,7 @@ from tests.devices import on_each_device, on_gpu
 from tightfit.engine.step import take_step
 from tightfit.measure.memory import sample_step
 from tightfit.measure.observer import SAMPLED, Observer
-from tightfit.planner.rehearse import rehearse
+from tightfit.planner.dry_run import rehearse
 
 SIZES: dict[str, dict[str, Any]] = {
     "cpu": {

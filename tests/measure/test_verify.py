@@ -16,8 +16,8 @@ from tests.contract import cases
 from tightfit.engine import step
 from tightfit.measure.verify import Tolerances, Verification
 from tightfit.methods import recompute
-from tightfit.methods.run import Run
 from tightfit.models.objective import Batch
+from tightfit.runtime.run import Run
 
 
 @pytest.fixture

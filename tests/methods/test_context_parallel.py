@@ -14,8 +14,8 @@ from tests.devices import on_each_device
 from tests.pool import together
 from tightfit.errors import InputError
 from tightfit.machine import Machine
-from tightfit.methods import ring_attention, sequence_chunks
 from tightfit.models.objective import IGNORED
+from tightfit.parallel.context import ring_attention, sequence_chunks
 from tightfit.planner.estimate import Estimator
 
 HERE = "tests.methods.test_context_parallel:"

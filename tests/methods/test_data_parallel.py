@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import tightfit
 from tests.contract import cases
 from tests.pool import together
+from tightfit.distributed.mesh import make_mesh, rank
 from tightfit.methods.data_parallel import LowRank
-from tightfit.methods.mesh import make_mesh, rank
 
 HERE = "tests.methods.test_data_parallel:"
 STEPS = 5

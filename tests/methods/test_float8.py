@@ -21,9 +21,9 @@ from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.measure.verify import FLOAT8, verify
 from tightfit.methods import float8
-from tightfit.planner.complete import complete
+from tightfit.planner.defaults import complete
+from tightfit.planner.dry_run import rehearse
 from tightfit.planner.estimate import Estimator
-from tightfit.planner.rehearse import rehearse
 from tightfit.planner.search import _in_float8
 from tightfit.report.explain import _layers_in_float8
 from tightfit.rules import needed_permissions

@@ -21,19 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 import tightfit
 from tests.pool import together
-from tightfit.methods import (
-    attention,
-    cutter,
-    deferred,
-    loss,
-    loss_kernels,
-    ring_attention,
-    row,
-    sequences,
-    vocabulary,
-)
-from tightfit.methods.mesh import make_mesh
+from tightfit.distributed.mesh import make_mesh
+from tightfit.methods import attention, loss
 from tightfit.models.objective import IGNORED, Labelled
+from tightfit.parallel.context import ring_attention
+from tightfit.parallel.pipeline import executor, weight_gradients
+from tightfit.parallel.tensor import sequence_parallel, sharder, vocab_cross_entropy
+from tightfit.runtime import loss_kernels
 
 HERE = "tests.methods.test_gradcheck:"
 
@@ -105,10 +99,10 @@ def check_deferred_product() -> None:
     """The input's gradient by differentiation; the weight's, which comes later, by its own."""
     for transposed in (False, True):
         weight = nn.Parameter(random(4, 4).detach())
-        store = deferred.Deferred()
+        store = weight_gradients.Deferred()
 
         def output(input: Tensor, weight: Any = weight, store: Any = store, transposed: bool = transposed) -> Tensor:
-            return deferred._DeferredMatmul.apply(input, weight, torch.float64, store, transposed)
+            return weight_gradients._DeferredMatmul.apply(input, weight, torch.float64, store, transposed)
 
         with store.group(0):
             assert gradcheck(output, (random(2, 3, 4),))
@@ -125,7 +119,7 @@ def check_deferred_product() -> None:
 def check_entered() -> None:
     """What came from another stage: its gradients are left for that stage as they come, and none where none came."""
     came = SimpleNamespace(gradients=None)
-    used, unused = row._ReceivedInputs.apply(random(1), came, [random(2, 3).detach(), random(4).detach()])
+    used, unused = executor._ReceivedInputs.apply(random(1), came, [random(2, 3).detach(), random(4).detach()])
     (used * random(2, 3).detach()).sum().backward()
     assert torch.equal(came.gradients[0], random(2, 3).detach())
     assert came.gradients[1] is None
@@ -149,7 +143,7 @@ class Everyones(torch.autograd.Function):
 
 def everyone_has(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`whole` as each device has it, whose gradient is the sum over what they do with it."""
-    return cutter._CopyToRegion.apply(whole, group)
+    return sharder._CopyToRegion.apply(whole, group)
 
 
 def group_of(fields: dict[str, Any], axis: str) -> tuple[dist.ProcessGroup, int]:
@@ -184,7 +178,7 @@ def divided_cross_entropy() -> None:
 
     def total(logits: Tensor) -> Tensor:
         mine = everyone_has(logits, group).chunk(2, -1)[rank]
-        return vocabulary.divided_cross_entropy(mine, labels, 3 * rank, group)
+        return vocab_cross_entropy.divided_cross_entropy(mine, labels, 3 * rank, group)
 
     assert gradcheck(total, (random(4, 6),))
 
@@ -192,20 +186,20 @@ def divided_cross_entropy() -> None:
 def copied() -> None:
     group, rank = group_of({"tp": 2}, "tp")
     assert gradcheck(
-        lambda x: Everyones.apply(cutter._CopyToRegion.apply(x, group) * (rank + 2), group), (random(3, 4),)
+        lambda x: Everyones.apply(sharder._CopyToRegion.apply(x, group) * (rank + 2), group), (random(3, 4),)
     )
 
 
 def summed() -> None:
     group, rank = group_of({"tp": 2}, "tp")
-    assert gradcheck(lambda x: cutter._ReduceFromRegion.apply(everyone_has(x, group)[rank], group), (random(2, 3, 4),))
+    assert gradcheck(lambda x: sharder._ReduceFromRegion.apply(everyone_has(x, group)[rank], group), (random(2, 3, 4),))
 
 
 def columns_gathered() -> None:
     group, rank = group_of({"tp": 2}, "tp")
 
     def output(x: Tensor) -> Tensor:
-        return cutter._GatherFromRegion.apply(everyone_has(x, group).chunk(2, -1)[rank], group)
+        return sharder._GatherFromRegion.apply(everyone_has(x, group).chunk(2, -1)[rank], group)
 
     assert gradcheck(output, (random(3, 4),))
 
@@ -218,13 +212,13 @@ def positions_divided() -> None:
         counts[-1] = 0.0 if length == 5 and rank else 1.0
 
         def output(x: Tensor, counts: Tensor = counts) -> Tensor:
-            return Everyones.apply(sequences._ScatterToSequence.apply(x, group) * counts, group)
+            return Everyones.apply(sequence_parallel._ScatterToSequence.apply(x, group) * counts, group)
 
         assert gradcheck(output, (random(2, length, 3),))
 
 
 def own_positions(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return sequences._padded_chunks(everyone_has(whole, group), 2)[dist.get_rank(group)]
+    return sequence_parallel._padded_chunks(everyone_has(whole, group), 2)[dist.get_rank(group)]
 
 
 def positions_joined() -> None:
@@ -232,7 +226,9 @@ def positions_joined() -> None:
     for length in (4, 5):
         uneven = length if length % 2 else None
         assert gradcheck(
-            lambda x, uneven=uneven: sequences._GatherFromSequence.apply(own_positions(x, group), uneven, group),
+            lambda x, uneven=uneven: sequence_parallel._GatherFromSequence.apply(
+                own_positions(x, group), uneven, group
+            ),
             (random(2, length, 3),),
         )
 
@@ -243,7 +239,7 @@ def positions_gathered() -> None:
         uneven = length if length % 2 else None
 
         def output(x: Tensor, uneven: int | None = uneven) -> Tensor:
-            whole = sequences._AllGather.apply(own_positions(x, group), uneven, group, None)
+            whole = sequence_parallel._AllGather.apply(own_positions(x, group), uneven, group, None)
             return Everyones.apply(whole * (rank + 2), group)
 
         assert gradcheck(output, (random(2, length, 3),))
@@ -254,7 +250,7 @@ def positions_scattered() -> None:
     for length in (4, 5):
 
         def output(x: Tensor) -> Tensor:
-            return Everyones.apply(sequences._ReduceScatter.apply(everyone_has(x, group)[rank], group), group)
+            return Everyones.apply(sequence_parallel._ReduceScatter.apply(everyone_has(x, group)[rank], group), group)
 
         assert gradcheck(output, (random(2, 2, length, 3),))
 
@@ -264,19 +260,19 @@ ALONE: dict[str, Callable[[], None]] = {
     "tightfit::blocked_attention_backward": check_attention,  # of which nothing is asked twice: see below
     "tightfit::add_product": check_add_product,
     "tightfit.methods.loss.LinearCrossEntropy": check_linear_cross_entropy,
-    "tightfit.methods.deferred._DeferredMatmul": check_deferred_product,
-    "tightfit.methods.row._ReceivedInputs": check_entered,
+    "tightfit.parallel.pipeline.weight_gradients._DeferredMatmul": check_deferred_product,
+    "tightfit.parallel.pipeline.executor._ReceivedInputs": check_entered,
 }
 TOGETHER: dict[str, Callable[[], None]] = {
-    "tightfit.methods.ring_attention.RingAttention": ring,
-    "tightfit.methods.vocabulary._VocabCrossEntropy": divided_cross_entropy,
-    "tightfit.methods.cutter._CopyToRegion": copied,
-    "tightfit.methods.cutter._ReduceFromRegion": summed,
-    "tightfit.methods.cutter._GatherFromRegion": columns_gathered,
-    "tightfit.methods.sequences._ScatterToSequence": positions_divided,
-    "tightfit.methods.sequences._GatherFromSequence": positions_joined,
-    "tightfit.methods.sequences._AllGather": positions_gathered,
-    "tightfit.methods.sequences._ReduceScatter": positions_scattered,
+    "tightfit.parallel.context.ring_attention.RingAttention": ring,
+    "tightfit.parallel.tensor.vocab_cross_entropy._VocabCrossEntropy": divided_cross_entropy,
+    "tightfit.parallel.tensor.sharder._CopyToRegion": copied,
+    "tightfit.parallel.tensor.sharder._ReduceFromRegion": summed,
+    "tightfit.parallel.tensor.sharder._GatherFromRegion": columns_gathered,
+    "tightfit.parallel.tensor.sequence_parallel._ScatterToSequence": positions_divided,
+    "tightfit.parallel.tensor.sequence_parallel._GatherFromSequence": positions_joined,
+    "tightfit.parallel.tensor.sequence_parallel._AllGather": positions_gathered,
+    "tightfit.parallel.tensor.sequence_parallel._ReduceScatter": positions_scattered,
 }
 
 

@@ -21,9 +21,9 @@ from tightfit.engine.build import build
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import Job
 from tightfit.methods import loader
-from tightfit.methods.run import Data, Run, to_device
 from tightfit.models.objective import TASKS, Batch
 from tightfit.plan import Plan
+from tightfit.runtime.run import Data, Run, to_device
 
 GPT = {"architecture": "gpt2", "vocab_size": 300, "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 64}
 BERT = {"architecture": "bert", "vocab_size": 300}

@@ -24,13 +24,13 @@ from tightfit.methods.loss import (
     linear_cross_entropy,
     rows_taken,
 )
-from tightfit.methods.loss_kernels import Kernels, add_product, compiled, linear, loss_and_gradient
-from tightfit.methods.run import to_device
 from tightfit.models.objective import IGNORED, LABELLED, TASKS, Labelled
-from tightfit.planner.complete import complete
-from tightfit.planner.profile import Profiler
-from tightfit.planner.rehearse import rehearse
-from tightfit.planner.storages import StorageTracker
+from tightfit.planner.defaults import complete
+from tightfit.planner.dry_run import rehearse
+from tightfit.planner.tracing.live_storages import StorageTracker
+from tightfit.planner.tracing.profiler import Profiler
+from tightfit.runtime.loss_kernels import Kernels, add_product, compiled, linear, loss_and_gradient
+from tightfit.runtime.run import to_device
 
 TOKENS, WIDTH, VOCABULARY = 23, 16, 40
 

@@ -18,10 +18,10 @@ from tightfit.errors import InputError
 from tightfit.job import Job, ModelSpec, Train
 from tightfit.methods import materialize
 from tightfit.methods.materialize import create_on_device, create_on_host, own_parameters, weights_dtype
-from tightfit.methods.run import Run
 from tightfit.models import model_factory
 from tightfit.models.objective import TASKS
 from tightfit.plan import Plan
+from tightfit.runtime.run import Run
 
 CPU = torch.device("cpu")
 SMALL = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 90}

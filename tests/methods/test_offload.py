@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 import tightfit
 from tests.contract import cases
 from tests.pool import together
-from tightfit.engine.checkpoint import save
-from tightfit.engine.resume import resume
+from tightfit.engine.checkpoint.resume import resume
+from tightfit.engine.checkpoint.save import save
 from tightfit.engine.step import take_step
 from tightfit.errors import InputError
-from tightfit.methods import ahead
+from tightfit.parallel.fsdp import prefetch
 from tightfit.rules import check
 from tightfit.target_device import TARGET
 
@@ -206,7 +206,7 @@ def test_a_block_s_parameters_come_while_the_one_before_is_at_work(
 ) -> None:
     """In forward and in backward; the copy that was begun is the one that is used, and it is forgotten then."""
     seen: list[str] = []
-    begin, end = ahead._Prefetch.begin, ahead._Prefetch.end
+    begin, end = prefetch._Prefetch.begin, prefetch._Prefetch.end
 
     def name_of(one: Any) -> str:
         return str(one.group._module_fqn or "model")
@@ -224,8 +224,8 @@ def test_a_block_s_parameters_come_while_the_one_before_is_at_work(
             seen.append(f"{name_of(one)} is there")
         assert not one.prefetched
 
-    monkeypatch.setattr(ahead._Prefetch, "begin", begins)
-    monkeypatch.setattr(ahead._Prefetch, "end", ends)
+    monkeypatch.setattr(prefetch._Prefetch, "begin", begins)
+    monkeypatch.setattr(prefetch._Prefetch, "end", ends)
     plan = tightfit.Plan(offload=("gradients", "parameters"), offload_to="disk", recompute=recompute)
     run = tightfit.build(cases.make_case("llama").job, plan)
     take_step(run, next(iter(run.data.steps(0, None))), 0)

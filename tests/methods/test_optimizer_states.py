@@ -8,11 +8,11 @@ from torch import nn
 from tightfit.errors import InputError
 from tightfit.job import Job, Train
 from tightfit.methods import optimizer_states
-from tightfit.methods.run import Run
 from tightfit.models.objective import objective_of
 from tightfit.optim.in_batches import InBatches
 from tightfit.optim.per_parameter import PerParameter
 from tightfit.plan import Plan
+from tightfit.runtime.run import Run
 
 
 @dataclass

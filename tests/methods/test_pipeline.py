@@ -15,11 +15,7 @@ from torch import Tensor
 import tightfit
 from tests.contract import cases
 from tests.pool import together
-from tightfit.engine.step import take_step
-from tightfit.errors import InputError
-from tightfit.methods.stages import pieces_of
-from tightfit.models import find_blocks, places_of
-from tightfit.timetable import (
+from tightfit.cost.pipeline_schedule import (
     BACKWARD,
     FORWARD,
     WEIGHTS,
@@ -31,6 +27,10 @@ from tightfit.timetable import (
     split_evenly,
     timetable,
 )
+from tightfit.engine.step import take_step
+from tightfit.errors import InputError
+from tightfit.models import find_blocks, places_of
+from tightfit.parallel.pipeline.stages import pieces_of
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
 HERE = "tests.methods.test_pipeline:"

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit
 from tightfit.errors import InputError
-from tightfit.methods.run import Run
 from tightfit.planner.search import search
-from tightfit.planner.storages import track
+from tightfit.planner.tracing.live_storages import track
+from tightfit.runtime.run import Run
 
 LAYERS, WIDTH, BATCH = 9, 16, 32
 

@@ -14,7 +14,7 @@ import tightfit
 from tests.contract import cases
 from tests.pool import together
 from tightfit.errors import InputError
-from tightfit.methods.run import to_device
+from tightfit.runtime.run import to_device
 
 HERE = "tests.methods.test_tensor_parallel:"
 DROPPING = {**cases.GPT2, "resid_pdrop": 0.5, "attn_pdrop": 0.5}
@@ -64,7 +64,7 @@ def test_a_block_s_two_regions_send_one_sum_each_way() -> None:
 
 def test_divided_positions_send_a_gather_and_a_scatter_for_each_sum() -> None:
     for forward, backward in together(2, HERE + "collectives", {"tp": 2, "sequence_parallel": True}):
-        # each of two rows by itself: see methods/collectives.py
+        # each of two rows by itself: see distributed/collectives.py
         assert forward == {"allreduce_": 3, "broadcast_": 2 * (2 * 4 + 1), "reduce_": 2 * 2 * 4}
         assert backward == {"allreduce_": 1, "broadcast_": 2 * (2 * 8 + 1), "reduce_": 2 * 2 * 4}
 

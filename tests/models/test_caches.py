@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import tightfit
 from tightfit.models.caches import tensors_kept_out
-from tightfit.planner.profile import Profiler
-from tightfit.planner.rehearse import rehearse
+from tightfit.planner.dry_run import rehearse
+from tightfit.planner.tracing.profiler import Profiler
 
 TABLES: dict[int, Tensor] = {}
 BEIT = {

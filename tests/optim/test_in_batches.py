@@ -11,11 +11,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.optim.test_per_parameter import Model, assert_same, bytes_per_element, steps, train
-from tightfit.methods.stores import Store
 from tightfit.optim import in_batches, make_optimizer
 from tightfit.optim.in_batches import ELEMENTWISE, InBatches, batches
 from tightfit.optim.per_parameter import PerParameter
 from tightfit.plan import Plan
+from tightfit.runtime.offload_store import Store
 
 WIDTHS = ["fp32", "bf16", "8-bit", "4-bit"]
 KINDS = [

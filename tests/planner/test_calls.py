@@ -14,9 +14,9 @@ from tightfit.engine.build import build
 from tightfit.engine.step import take_step
 from tightfit.machine import Machine
 from tightfit.measure.memory import sample_step
+from tightfit.planner.dry_run import rehearse
 from tightfit.planner.estimate import fold
-from tightfit.planner.profile import Profiler
-from tightfit.planner.rehearse import rehearse
+from tightfit.planner.tracing.profiler import Profiler
 
 WIDTH, SAMPLES, DEPTH = 32, 256, 6
 

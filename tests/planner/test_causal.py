@@ -12,13 +12,13 @@ from torch.nn import functional
 
 import tightfit
 from tests.planner import cases
+from tightfit.cost.recorded_step import Linear, Operation
 from tightfit.machine import Figure, Machine
 from tightfit.methods.attention import blocked_attention
-from tightfit.planner import programs
 from tightfit.planner.estimate import Estimator
-from tightfit.planner.time import KIND, Clock
-from tightfit.planner.trace import causal_pairs, trace
-from tightfit.program import Linear, Operation
+from tightfit.planner.time_model import KIND, Clock
+from tightfit.planner.tracing import plain_data
+from tightfit.planner.tracing.recorder import causal_pairs, trace
 
 LENGTH, WIDTH = 128, 16
 
@@ -103,6 +103,6 @@ def test_a_language_model_s_flops_are_those_of_all_pairs_and_its_time_is_shorter
     attention = [one for _, _, one, _ in estimate.ledger.operations() if KIND.get(one.name) == "attention"]
     assert attention
     assert all(0.5 < one.computed < 0.6 for one in attention)
-    kept = programs.to_content(estimator.profiler.programs(tightfit.Plan(), 8))
+    kept = plain_data.to_content(estimator.profiler.programs(tightfit.Plan(), 8))
     assert len({row[-1] for row in kept["operations"]}) == 2  # what is kept on disk says so, too
-    assert programs.to_content(programs.from_content(kept)) == kept
+    assert plain_data.to_content(plain_data.from_content(kept)) == kept

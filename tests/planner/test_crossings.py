@@ -16,7 +16,7 @@ from tightfit.engine.build import build
 from tightfit.engine.step import take_step
 from tightfit.machine import Machine
 from tightfit.planner.estimate import Estimator, fold
-from tightfit.planner.profile import Profiler
+from tightfit.planner.tracing.profiler import Profiler
 
 WIDTH, LENGTH, BATCH = 16, 24, 8
 

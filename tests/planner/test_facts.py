@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 import tightfit
+from tightfit.cost.ledger import Ledger
 from tightfit.errors import DoesNotFit
-from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.planner.estimate import Estimator, fold
-from tightfit.planner.profile import Profiler
 from tightfit.planner.search import search
+from tightfit.planner.tracing.profiler import Profiler
 
 V100 = Machine.named("v100-32gb")
 

@@ -13,15 +13,15 @@ from PIL import Image
 
 import tightfit
 from tests.planner import cases
-from tightfit import files
-from tightfit.entries import Message
+from tightfit import tensor_files
+from tightfit.cost.entries import Message
 from tightfit.errors import DoesNotFit
 from tightfit.machine import Machine
 from tightfit.methods.loader import SERVER_BYTES, WORKER_BYTES
 from tightfit.methods.materialize import SLACK_BYTES
 from tightfit.planner.estimate import HOST_PROCESS_BYTES, Estimator
 from tightfit.planner.search import search
-from tightfit.planner.time import LAST_TO_LEAVE, Clock
+from tightfit.planner.time_model import LAST_TO_LEAVE, Clock
 
 GPU = Machine.named("a100-80gb")
 ADAM, PLAIN = tightfit.Plan(materialize="device"), tightfit.Plan()
@@ -69,7 +69,7 @@ def test_a_checkpoint_takes_no_more_than_two_files_of_each_process() -> None:
     )
     node = Estimator(job, Machine.named("h100-sxm:8x8"))
     plan = ADAM.replace(zero=3, dp_shard=64, precision="bf16-mixed", recompute="full")
-    assert node.estimate(plan).host["checkpoint"] == 8 * 2 * files.FILE_BYTES
+    assert node.estimate(plan).host["checkpoint"] == 8 * 2 * tensor_files.FILE_BYTES
     assert node.estimate(plan).disk["checkpoints"] > 800e9
 
 

@@ -15,7 +15,7 @@ from tightfit.engine.step import drain, take_step
 from tightfit.machine import Machine
 from tightfit.measure.memory import Sample
 from tightfit.planner.estimate import fold
-from tightfit.planner.profile import Profiler
+from tightfit.planner.tracing.profiler import Profiler
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "naive": {"schedule": "naive"},

@@ -11,9 +11,9 @@ from torch import nn
 import tightfit
 from tightfit.machine import Machine
 from tightfit.plan import Plan
+from tightfit.planner.dry_run import rehearse
 from tightfit.planner.estimate import fold
-from tightfit.planner.profile import Profiler
-from tightfit.planner.rehearse import rehearse
+from tightfit.planner.tracing.profiler import Profiler
 
 
 def job(width: int) -> tightfit.Job:

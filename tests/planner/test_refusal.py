@@ -18,10 +18,10 @@ from tightfit.errors import DoesNotFit, Untraceable
 from tightfit.machine import Machine
 from tightfit.planner import finalists
 from tightfit.planner.candidates import is_legal
-from tightfit.planner.complete import complete
+from tightfit.planner.defaults import complete
+from tightfit.planner.dry_run import rehearse
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.leanest import leanest
-from tightfit.planner.rehearse import rehearse
 from tightfit.planner.search import search
 from tightfit.report.commands import explain_command
 

@@ -20,18 +20,19 @@ from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import ModelSpec
 from tightfit.machine import Figure, Machine
 from tightfit.models import model_config, shallow
-from tightfit.planner import example, finalists
+from tightfit.planner import finalists
 from tightfit.planner import search as searching
-from tightfit.planner.complete import FEW_BLOCKS, complete
+from tightfit.planner.defaults import FEW_BLOCKS, complete
+from tightfit.planner.dry_run import rehearse
 from tightfit.planner.estimate import Estimator
 from tightfit.planner.leanest import leanest
-from tightfit.planner.rehearse import rehearse
 from tightfit.planner.search import search
-from tightfit.planner.time import Clock
+from tightfit.planner.time_model import Clock
+from tightfit.planner.tracing import fake_inputs
 from tightfit.planner.waterfall import waterfall
 from tightfit.report.commands import explain_command
 from tightfit.report.explain import show
-from tightfit.report.picture import draw_memory
+from tightfit.report.figures import draw_memory
 
 GPU = Machine.named("a100-80gb")
 
@@ -39,7 +40,7 @@ GPU = Machine.named("a100-80gb")
 @pytest.fixture(autouse=True)
 def _samples_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """How long samples take to prepare is measured, and differs from search to search."""
-    monkeypatch.setattr(example, "_seconds_per_sample", lambda *arguments: 0.0)
+    monkeypatch.setattr(fake_inputs, "_seconds_per_sample", lambda *arguments: 0.0)
 
 
 def limited(memory: float, name: str = "llama") -> tightfit.Job:

@@ -10,13 +10,13 @@ import pytest
 
 import tightfit
 from tests.sweeps import spread
+from tightfit.distributed.mesh import latency
 from tightfit.errors import InputError
 from tightfit.machine import Machine
-from tightfit.methods.buckets import BUCKET_BYTES, PIECE_BYTES, bucket_bytes
-from tightfit.methods.mesh import latency
+from tightfit.parallel.gradient_buckets import BUCKET_BYTES, PIECE_BYTES, bucket_bytes
 from tightfit.planner.candidates import candidates
+from tightfit.planner.dry_run import rehearse
 from tightfit.planner.estimate import Estimator, fold
-from tightfit.planner.rehearse import rehearse
 from tightfit.planner.search import search, worth_knowing
 
 LLAMA = {

@@ -14,8 +14,8 @@ from tightfit.engine.build import build
 from tightfit.engine.step import take_step
 from tightfit.errors import InputError
 from tightfit.measure.memory import sample_step
+from tightfit.planner.dry_run import rehearse
 from tightfit.planner.estimate import estimate
-from tightfit.planner.rehearse import rehearse
 
 REFUSED = {"gathering-experts": "depend on the data", "lstm": "LSTM, whose kernel keeps a workspace"}
 

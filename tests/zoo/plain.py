@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import tightfit
 from tests.zoo import ALLOW, find
 from tests.zoo.entry import Entry
-from tightfit.engine.randomness import seed_all
+from tightfit.engine.rng import seed_all
 from tightfit.errors import InputError
 from tightfit.methods.microbatch import correct_batch_norm
 from tightfit.optim import make_optimizer

@@ -14,7 +14,7 @@ from tightfit.data.language import open_language, synthetic_language
 from tightfit.data.order import Order
 from tightfit.data.samples import ModelInput, Samples
 from tightfit.data.synthetic import SyntheticImages
-from tightfit.data.user import Given, Named, UserStream, open_user
+from tightfit.data.user_samples import Given, Named, UserStream, open_user
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job, ModelSpec
 from tightfit.models import model_config, task_of, text_config

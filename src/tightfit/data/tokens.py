@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tightfit.data.cache import cached
+from tightfit.data.document_chunks import PIECE, Piece, pieces_of
 from tightfit.data.order import Integers
-from tightfit.data.pieces import PIECE, Piece, pieces_of
 from tightfit.data.samples import Damage
 from tightfit.data.text import Document, TextSource
 from tightfit.data.tokenizer import SpecialTokens

@@ -11,18 +11,19 @@ from typing import Any, cast
 
 import torch
 
-from tightfit.engine.randomness import seed_all
+from tightfit.distributed.mesh import local_device, make_mesh
+from tightfit.engine.rng import seed_all
 from tightfit.job import Job, LossSpec
 from tightfit.machine import Machine
-from tightfit.methods import METHODS, boundaries, loader, microbatch
-from tightfit.methods.mesh import local_device, make_mesh
-from tightfit.methods.run import Data, Run
-from tightfit.methods.stores import Store
+from tightfit.methods import METHODS, loader, microbatch
 from tightfit.models import load_python, task_of
 from tightfit.models.masks import masks_unread
 from tightfit.models.objective import objective_of
+from tightfit.parallel.pipeline import boundaries
 from tightfit.plan import Plan
 from tightfit.rules import check
+from tightfit.runtime.offload_store import Store
+from tightfit.runtime.run import Data, Run
 from tightfit.target_device import TARGET
 
 

@@ -134,7 +134,7 @@ def start_processes(count: int) -> int:
 
 
 def _wait_for(children: list[subprocess.Popen[bytes]], asked: set[int], listening: socket.socket) -> int:
-    from tightfit.methods.rendezvous import keep_store, within  # imports torch, as the processes do
+    from tightfit.distributed.rendezvous import keep_store, within
 
     store = within(keep_store("127.0.0.1", listening=listening))
     first: int | None = None

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tightfit.engine.randomness import evaluating, randomness_kept, seed_all
-from tightfit.engine.readings import Clock, begin_reading, settle
-from tightfit.engine.split import check_split, wants_check
+from tightfit.distributed.mesh import DATA
+from tightfit.engine.delayed_readings import Clock, begin_reading, settle
+from tightfit.engine.pipeline_check import check_split, wants_check
+from tightfit.engine.rng import evaluating, randomness_kept, seed_all
 from tightfit.engine.step import Step, changed, drain, take_step
 from tightfit.errors import InputError
-from tightfit.methods.mesh import DATA
-from tightfit.methods.progress import doing
-from tightfit.methods.run import Filler, Run, to_device, wait_for_weights
 from tightfit.models.objective import Batch
 from tightfit.optim import schedule
+from tightfit.runtime.activity import doing
+from tightfit.runtime.run import Filler, Run, to_device, wait_for_weights
 
 TakeStep = Callable[[Run, list[Batch], int], Step]
 

@@ -23,16 +23,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointError
 
-from tightfit.engine.readings import begin_reading, read_late
+from tightfit.distributed.mesh import AXES, DATA, Mesh
+from tightfit.engine.delayed_readings import begin_reading, read_late
 from tightfit.errors import InputError
 from tightfit.methods import optimizer_states
-from tightfit.methods.buckets import made_everywhere
 from tightfit.methods.compile import compiler_failures_named
-from tightfit.methods.mesh import AXES, DATA, Mesh
-from tightfit.methods.progress import doing
-from tightfit.methods.run import Filler, Run, arriving, slices_of, wait_for_weights, weights_named
 from tightfit.models.objective import Batch, processed_count, sample_count
 from tightfit.optim.per_parameter import PerParameter
+from tightfit.parallel.gradient_buckets import made_everywhere
+from tightfit.runtime.activity import doing
+from tightfit.runtime.run import Filler, Run, arriving, slices_of, wait_for_weights, weights_named
 from tightfit.target_device import kind_of
 
 

@@ -26,8 +26,8 @@ import torch
 from tightfit.errors import TightfitError, TightfitWarning
 from tightfit.machine import Figure, Machine
 from tightfit.machines.gpus import architecture_of, multiplies_float8
-from tightfit.measure.pace import Pace
-from tightfit.measure.rates import measure_rates
+from tightfit.measure.clock_drift import Pace
+from tightfit.measure.operation_rates import measure_rates
 from tightfit.measure.timing import Pick, timed, timed_by_clock
 
 SIZES = (256, 512, 1024, 2048, 4096, 8192)

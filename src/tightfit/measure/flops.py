@@ -14,11 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tightfit.job import LossSpec
 from tightfit.machine import Machine
-from tightfit.methods.run import Run
 from tightfit.models import load_python, model_factory, task_of
-from tightfit.models.answers import GROUPED_PRODUCT, GroupedProducts, failures_unlogged, grouped_flops
 from tightfit.models.caches import tensors_kept_out
+from tightfit.models.fake_kernels import GROUPED_PRODUCT, GroupedProducts, failures_unlogged, grouped_flops
 from tightfit.models.objective import Batch, map_tensors, objective_of
+from tightfit.runtime.run import Run
 
 
 def forward_flops(run: Run, batch: Batch) -> int | None:

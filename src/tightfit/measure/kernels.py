@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from tightfit.methods.run import Run
+from tightfit.runtime.run import Run
 
 # by the number of torch.nn.attention.SDPBackend; the CPU has a fused kernel of its own
 _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}

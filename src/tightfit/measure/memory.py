@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tightfit.engine.step import Step, take_step
-from tightfit.methods.run import Run
 from tightfit.models.objective import Batch
-from tightfit.planner.storages import Peak, Tracking, state_tensors, tensor_bytes, tensors_in
+from tightfit.planner.tracing.live_storages import Peak, Tracking, state_tensors, tensor_bytes, tensors_in
+from tightfit.runtime.run import Run
 
 Result = TypeVar("Result")
 Take = Callable[[Run], Result]

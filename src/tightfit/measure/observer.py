@@ -16,10 +16,10 @@ from tightfit.machine import Machine
 from tightfit.measure.flops import forward_flops, matrix_utilization, mfu
 from tightfit.measure.kernels import AttentionCalls
 from tightfit.measure.memory import Sample, process_peak_bytes
-from tightfit.methods.run import Filler, Run, parameter_count
 from tightfit.models.objective import Batch, sample_count
-from tightfit.planner.storages import Peak
+from tightfit.planner.tracing.live_storages import Peak
 from tightfit.record import PeakBytes, Record, code_version
+from tightfit.runtime.run import Filler, Run, parameter_count
 
 SAMPLED = 2  # number of the step, from the start, whose memory is sampled; later steps are timed
 

@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tightfit.distributed.mesh import check_world, join, leads
 from tightfit.engine.build import build
 from tightfit.engine.loop import train
-from tightfit.engine.split import check_split
+from tightfit.engine.pipeline_check import check_split
 from tightfit.engine.step import local
 from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Machine
-from tightfit.methods.mesh import check_world, join, leads
-from tightfit.methods.run import Reduction, Run, whole
 from tightfit.plan import Plan
+from tightfit.runtime.run import Reduction, Run, whole
 
 ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """Unit roundoff u, the largest relative error of one rounding, by the arithmetic's precision: half

@@ -30,12 +30,12 @@ from dataclasses import replace
 
 import torch
 
+from tightfit.cost.ledger import Ledger
 from tightfit.job import Job
-from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods.protocol import Default
-from tightfit.methods.run import Run
 from tightfit.plan import Plan
+from tightfit.runtime.method import Default
+from tightfit.runtime.run import Run
 
 FIELDS = ("allocator",)
 VARIANTS = ({"allocator": "tuned"}, {"allocator": "lean"})

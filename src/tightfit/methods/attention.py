@@ -28,14 +28,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from tightfit.cost.ledger import traced
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job, ModelSpec
-from tightfit.ledger import traced
 from tightfit.machine import Machine
-from tightfit.methods.protocol import Default, SearchFacts
-from tightfit.methods.run import Run
 from tightfit.models import task_of
 from tightfit.plan import Plan
+from tightfit.runtime.method import Default, SearchFacts
+from tightfit.runtime.run import Run
 
 cost = traced
 FIELDS = ("attention",)

@@ -29,16 +29,16 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
 from tightfit.capabilities import lacking_to_compile
+from tightfit.cost.ledger import Ledger
 from tightfit.errors import InputError
 from tightfit.job import Job, ModelSpec
-from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods.compiler import stand_in
-from tightfit.methods.protocol import Default, SearchFacts
-from tightfit.methods.run import Run
 from tightfit.models import find_blocks
 from tightfit.models.objective import Batch, sample_count
 from tightfit.plan import Plan
+from tightfit.runtime.fake_compiler import stand_in
+from tightfit.runtime.method import Default, SearchFacts
+from tightfit.runtime.run import Run
 
 FIELDS = ("compile", "compile_mode")
 TRACED_FIELDS = ("compile",)

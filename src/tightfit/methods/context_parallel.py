@@ -29,16 +29,16 @@ from functools import partial
 
 from torch import nn
 
+from tightfit.cost.ledger import Ledger
+from tightfit.distributed.mesh import message
 from tightfit.errors import InputError
-from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods.mesh import message
-from tightfit.methods.ring_attention import NAME, join_ring, register
-from tightfit.methods.run import Run
-from tightfit.methods.sequence_chunks import SequenceChunks
 from tightfit.models import task_of
 from tightfit.models.objective import TASKS
+from tightfit.parallel.context.ring_attention import NAME, join_ring, register
+from tightfit.parallel.context.sequence_chunks import SequenceChunks
 from tightfit.plan import Plan
+from tightfit.runtime.run import Run
 
 FIELDS = ("cp",)
 VARIANTS = ({"cp": 2}, {"cp": 2, "zero": 3})

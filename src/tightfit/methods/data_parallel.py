@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tightfit.entries import Sent
-from tightfit.ledger import Ledger
+from tightfit.cost.entries import Sent
+from tightfit.cost.ledger import Ledger
+from tightfit.distributed.mesh import Mesh, Statistics, message, same_everywhere
 from tightfit.machine import Machine
-from tightfit.methods.buckets import Summed, bucket_bytes, made_everywhere
-from tightfit.methods.mesh import Mesh, Statistics, message, same_everywhere
-from tightfit.methods.run import Run, Undivided
+from tightfit.parallel.gradient_buckets import Summed, bucket_bytes, made_everywhere
 from tightfit.plan import Plan
+from tightfit.runtime.run import Run, Undivided
 
 FIELDS = ("dp_replicate", "compressed_gradients", "powersgd_rank")
 VARIANTS = ({"dp_replicate": 2}, {"dp_replicate": 2, "compressed_gradients": "bf16"})

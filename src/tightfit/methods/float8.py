@@ -34,15 +34,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tightfit.cost.ledger import Ledger
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job, ModelSpec
-from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.machines.gpus import architecture_of, multiplies_float8
-from tightfit.methods.protocol import SearchFacts
-from tightfit.methods.run import Run
 from tightfit.models import find_blocks
 from tightfit.plan import Plan
+from tightfit.runtime.method import SearchFacts
+from tightfit.runtime.run import Run
 from tightfit.target_device import kind_of
 
 FIELDS = ("float8",)

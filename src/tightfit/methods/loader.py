@@ -34,18 +34,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from tightfit.cost.ledger import Ledger
 from tightfit.data import Order, Samples, UserStream, open_samples
 from tightfit.data.order import Integers, pieces
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import DataSpec, Job
-from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods.protocol import Default
-from tightfit.methods.run import Filler, Run
-from tightfit.methods.uploads import Uploads
 from tightfit.models.masks import PADDING
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.plan import Plan
+from tightfit.runtime.copy_stream import Uploads
+from tightfit.runtime.method import Default
+from tightfit.runtime.run import Filler, Run
 from tightfit.target_device import kind_of
 
 FIELDS = ("loader_workers", "prefetch", "pin_memory", "non_blocking")

@@ -33,20 +33,20 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional
 
+from tightfit.cost.ledger import Ledger
 from tightfit.data import model_input
 from tightfit.errors import InputError
 from tightfit.job import Job, ModelSpec
-from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods.compiler import generates_kernels
-from tightfit.methods.loss_kernels import ROWS_IN_CACHE, Kernels, add_product, kernels_for, linear
-from tightfit.methods.protocol import Default, SearchFacts
-from tightfit.methods.run import Run
-from tightfit.methods.turns import turns
-from tightfit.methods.vocabulary import divided_cross_entropy_with_gradient
 from tightfit.models import task_of
 from tightfit.models.objective import IGNORED, LABELLED, Batch, Labelled, Objective
+from tightfit.parallel.tensor.vocab_cross_entropy import divided_cross_entropy_with_gradient
 from tightfit.plan import Plan
+from tightfit.runtime.fake_compiler import generates_kernels
+from tightfit.runtime.loss_kernels import ROWS_IN_CACHE, Kernels, add_product, kernels_for, linear
+from tightfit.runtime.method import Default, SearchFacts
+from tightfit.runtime.repeated_iterations import turns
+from tightfit.runtime.run import Run
 from tightfit.target_device import kind_of
 
 ADDED = "final_logits_bias"  # the name of a buffer that BART and its relatives add to the logits

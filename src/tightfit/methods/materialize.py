@@ -29,20 +29,20 @@ from torch.nn.modules import module as registration
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tightfit.cost.ledger import Ledger
+from tightfit.distributed.mesh import Mesh, grown, onto_meta, shrink
 from tightfit.errors import InputError
 from tightfit.job import Job, ModelSpec
-from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods.boundaries import SMALL
-from tightfit.methods.mesh import Mesh, grown, onto_meta, shrink
-from tightfit.methods.protocol import Default
-from tightfit.methods.run import Run, refuse_hooks
-from tightfit.methods.shards import comes_and_goes
-from tightfit.methods.stages import pieces_of, pieces_with
 from tightfit.models import find_blocks, places_of
 from tightfit.models.caches import tensors_kept_out
 from tightfit.models.create import model_factory
+from tightfit.parallel.fsdp.fully_shard import comes_and_goes
+from tightfit.parallel.pipeline.boundaries import SMALL
+from tightfit.parallel.pipeline.stages import pieces_of, pieces_with
 from tightfit.plan import Plan
+from tightfit.runtime.method import Default
+from tightfit.runtime.run import Run, refuse_hooks
 from tightfit.target_device import kind_of
 
 # host memory for staged parameters other than the largest: biases and norms stay with their weight

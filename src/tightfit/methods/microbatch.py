@@ -21,14 +21,14 @@ from typing import Any
 
 from torch import nn
 
+from tightfit.cost.ledger import Ledger
+from tightfit.cost.recorded_step import LINEAR
 from tightfit.errors import TightfitWarning
 from tightfit.job import Job
-from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods.protocol import SearchFacts
-from tightfit.methods.run import Run
 from tightfit.plan import Plan
-from tightfit.program import LINEAR
+from tightfit.runtime.method import SearchFacts
+from tightfit.runtime.run import Run
 
 # transformers' models whose experts' capacity counts over a whole forward
 CAPACITY_OF_ALL = {"nllb-moe"}

@@ -30,15 +30,15 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from tightfit.entries import Message
-from tightfit.ledger import Ledger
+from tightfit.cost.entries import Message
+from tightfit.cost.ledger import Ledger
+from tightfit.cost.recorded_step import Buffer, Passage
 from tightfit.machine import Machine
-from tightfit.methods.run import Run, Undivided
-from tightfit.methods.shards import comes_and_goes, gathered_of, narrow_names, sharded, working_weights
-from tightfit.methods.stores import SMALL, Gradients, Store, most_ahead
 from tightfit.models.objective import Batch
+from tightfit.parallel.fsdp.fully_shard import comes_and_goes, gathered_of, narrow_names, sharded, working_weights
 from tightfit.plan import Plan
-from tightfit.program import Buffer, Passage
+from tightfit.runtime.offload_store import SMALL, Gradients, Store, most_ahead
+from tightfit.runtime.run import Run, Undivided
 from tightfit.target_device import is_apart
 
 FIELDS = ("offload", "offload_to", "offload_folder")

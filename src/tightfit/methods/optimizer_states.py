@@ -32,24 +32,24 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from tightfit.entries import Update
+from tightfit.cost.entries import Update
+from tightfit.cost.ledger import Ledger
+from tightfit.cost.recorded_step import Linear, Operation
 from tightfit.errors import InputError
 from tightfit.job import Job, Train
-from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods.protocol import Default, SearchFacts
-from tightfit.methods.run import Run, part, parts_of, whole
-from tightfit.methods.stores import Store
 from tightfit.models import has_complex
 from tightfit.optim import make_optimizer
 from tightfit.optim.in_batches import ELEMENTWISE, InBatches, batches
 from tightfit.optim.norms import mark_part
 from tightfit.optim.per_parameter import PerParameter
 from tightfit.optim.schedule import learning_rate, total_steps
-from tightfit.optim.whole import WholeParameters
+from tightfit.optim.whole_parameters import WholeParameters
 from tightfit.plan import Plan
-from tightfit.program import Linear, Operation
 from tightfit.rules import BY_MATRIX
+from tightfit.runtime.method import Default, SearchFacts
+from tightfit.runtime.offload_store import Store
+from tightfit.runtime.run import Run, part, parts_of, whole
 from tightfit.target_device import kind_of
 
 FIELDS = ("states", "fused_optimizer", "update_in_backward")

@@ -23,13 +23,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tightfit.cost.ledger import Ledger
+from tightfit.distributed.mesh import Statistics, message, same_everywhere
 from tightfit.errors import InputError
-from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods.mesh import Statistics, message, same_everywhere
-from tightfit.methods.run import Run
-from tightfit.methods.servers import SERVER, AsyncServer, AsyncWorker, GradientBox, Server, ServerData, Worker
+from tightfit.parallel.server.processes import SERVER, AsyncServer, AsyncWorker, GradientBox, Server, ServerData, Worker
 from tightfit.plan import Plan
+from tightfit.runtime.run import Run
 
 FIELDS = ("parameter_server", "staleness")
 VARIANTS = ({"parameter_server": "sync", "dp_replicate": 2},)

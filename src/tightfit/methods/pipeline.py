@@ -32,18 +32,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from tightfit.cost.ledger import Ledger
 from tightfit.job import ModelSpec
-from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods.boundaries import crossing, moved, overwritten_elsewhere, placed
-from tightfit.methods.hollow import Elsewhere, Passage, hollow
-from tightfit.methods.pipedream import PipeDream
-from tightfit.methods.row import Pipeline
-from tightfit.methods.run import Run
-from tightfit.methods.sequences import dividing
-from tightfit.methods.stages import pieces_of, pieces_with, refuse_idle_devices, staged
 from tightfit.models import find_blocks, places_of
+from tightfit.parallel.pipeline.boundaries import crossing, moved, overwritten_elsewhere, placed
+from tightfit.parallel.pipeline.executor import Pipeline
+from tightfit.parallel.pipeline.pipedream import PipeDream
+from tightfit.parallel.pipeline.pruned_model import Elsewhere, Passage, hollow
+from tightfit.parallel.pipeline.stages import pieces_of, pieces_with, refuse_idle_devices, staged
+from tightfit.parallel.tensor.sequence_parallel import dividing
 from tightfit.plan import Plan
+from tightfit.runtime.run import Run
 
 FIELDS = ("pp", "schedule", "virtual_stages", "split", "vertical_sync")
 VARIANTS = (

@@ -28,14 +28,14 @@ import torch
 from torch import Tensor
 
 from tightfit.capabilities import has_fast_bf16, has_fast_fp16, has_fast_tf32
+from tightfit.cost.ledger import Ledger
+from tightfit.cost.recorded_step import Operation, Passage, Timeline
 from tightfit.job import Job
-from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods.protocol import Default, SearchFacts
-from tightfit.methods.run import Run
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.plan import Plan
-from tightfit.program import Operation, Passage, Timeline
+from tightfit.runtime.method import Default, SearchFacts
+from tightfit.runtime.run import Run
 from tightfit.target_device import kind_of
 
 LARGEST_FP16 = 65504.0

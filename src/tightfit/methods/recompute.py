@@ -35,17 +35,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tightfit.cost.ledger import Ledger
+from tightfit.cost.recomputed_step import COUNTED, PRODUCTS, with_recomputation
 from tightfit.errors import InputError
 from tightfit.job import Job, ModelSpec
-from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods.protocol import SearchFacts
-from tightfit.methods.recomputation import COUNTED, PRODUCTS, with_recomputation
-from tightfit.methods.run import Run, to_device
 from tightfit.models import find_blocks
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.models.tracing import left_as_it_was
 from tightfit.plan import Plan
+from tightfit.runtime.method import SearchFacts
+from tightfit.runtime.run import Run, to_device
 
 Forward = Callable[..., Any]
 

@@ -36,17 +36,17 @@ from typing import Any
 
 from torch import nn
 
+from tightfit.cost.ledger import Ledger
+from tightfit.distributed.mesh import latency, message
 from tightfit.errors import InputError
 from tightfit.job import Job, ModelSpec
-from tightfit.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.methods.cutter import GATHERED, Cutter
-from tightfit.methods.mesh import latency, message
-from tightfit.methods.protocol import SearchFacts
-from tightfit.methods.run import Run, refuse_hooks
-from tightfit.methods.sequences import Sequences
 from tightfit.models import find_blocks
+from tightfit.parallel.tensor.sequence_parallel import Sequences
+from tightfit.parallel.tensor.sharder import GATHERED, Cutter
 from tightfit.plan import Plan
+from tightfit.runtime.method import SearchFacts
+from tightfit.runtime.run import Run, refuse_hooks
 
 FIELDS = ("tp", "sequence_parallel")
 VARIANTS = ({"tp": 2}, {"tp": 2, "sequence_parallel": True})

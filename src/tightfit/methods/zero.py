@@ -30,14 +30,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tightfit.entries import EVERYWHERE, Sent, Update
-from tightfit.ledger import Ledger
+from tightfit.cost.entries import EVERYWHERE, Sent, Update
+from tightfit.cost.ledger import Ledger
+from tightfit.distributed.mesh import Mesh, Statistics, message, same_everywhere
 from tightfit.machine import Machine
-from tightfit.methods.buckets import Scattered, bucket_bytes
-from tightfit.methods.gathers import Gathers, Waits, goes_in_place
-from tightfit.methods.mesh import Mesh, Statistics, message, same_everywhere
-from tightfit.methods.run import Run
-from tightfit.methods.shards import (
+from tightfit.optim.blockwise_quantization import is_packed
+from tightfit.parallel.fsdp.fully_shard import (
     blocks_of,
     gathered_bytes,
     gathered_of,
@@ -45,8 +43,10 @@ from tightfit.methods.shards import (
     refuse_what_stays_whole,
     sharded,
 )
-from tightfit.optim.blocks import is_packed
+from tightfit.parallel.gradient_buckets import Scattered, bucket_bytes
+from tightfit.parallel.weight_gathers import Gathers, Waits, goes_in_place
 from tightfit.plan import Plan
+from tightfit.runtime.run import Run
 from tightfit.target_device import kind_of
 
 FIELDS = ("dp_shard", "zero")

@@ -1,7 +1,7 @@
 """Dataflow: a record of one forward of a model on fake tensors.
 
 It lists the tensors that each operation reads, makes and overwrites, and the inputs and outputs of
-each of the model's repeated blocks. `models/tracing.py` records it. `methods/boundaries.py` derives
+each of the model's repeated blocks. `models/tracing.py` records it. `parallel/pipeline/boundaries.py` derives
 from it which tensors cross the stages of a pipeline.
 
 A tensor is identified by its Python object and by its storage. Views share their storage.
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_leaves
 
 from tightfit.errors import InputError
-from tightfit.models.hooks import Hooks
+from tightfit.models.block_hooks import Hooks
 from tightfit.models.objective import Batch
 
 ASKED = "plan: pp"

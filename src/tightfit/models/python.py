@@ -1,7 +1,7 @@
 """The user's own Python code: load a function by name, check it, and report its errors as
 InputError.
 
-`models/create.py` loads models with it and `data/user.py` datasets.
+`models/create.py` loads models with it and `data/user_samples.py` datasets.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tightfit.errors import InputError, Untraceable
-from tightfit.models.answers import failures_unlogged
 from tightfit.models.dataflow import ASKED, Dataflow, line_of, said
+from tightfit.models.dataflow_recorder import Recorder
+from tightfit.models.fake_kernels import failures_unlogged
 from tightfit.models.objective import Batch, map_tensors
-from tightfit.models.recorder import Recorder
 
 
 def trace(

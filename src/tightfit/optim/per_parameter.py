@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tightfit.errors import InputError
-from tightfit.optim.blocks import Bits, Blocks, bits_of
-from tightfit.optim.hooks import when_complete
+from tightfit.optim.blockwise_quantization import Bits, Blocks, bits_of
+from tightfit.optim.gradient_hooks import when_complete
 from tightfit.optim.norms import mark_alike
 
 States = Literal["fp32", "bf16", "8-bit", "4-bit"]

@@ -11,11 +11,11 @@ from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.methods import METHODS
 from tightfit.methods.precision import rounding_of
-from tightfit.methods.protocol import SearchFacts
-from tightfit.methods.protocol import candidates as methods_candidates
 from tightfit.plan import Plan
 from tightfit.planner.estimate import Estimator
 from tightfit.rules import RULES, needed_permissions
+from tightfit.runtime.method import SearchFacts
+from tightfit.runtime.method import candidates as methods_candidates
 
 
 def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Iterator[list[Plan]]:

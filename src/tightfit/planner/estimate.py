@@ -15,22 +15,22 @@ from typing import Any
 import psutil
 
 from tightfit.capabilities import lacking_to_compile
-from tightfit.entries import Peak, Sent
-from tightfit.files import HELD, file_bytes
+from tightfit.cost.entries import Peak, Sent
+from tightfit.cost.ledger import Ledger
+from tightfit.cost.pipeline_schedule import Slot
 from tightfit.job import Job
-from tightfit.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.methods import METHODS, float8, microbatch
 from tightfit.methods.compile import pays_to_compile
 from tightfit.plan import Plan
-from tightfit.planner.deep import of_all_blocks
-from tightfit.planner.heap import held_bytes
-from tightfit.planner.profile import Profiler
-from tightfit.planner.reserve import reserved_bytes
-from tightfit.planner.thin import with_blocks
-from tightfit.planner.time import WITHIN, Clock, Time
+from tightfit.planner.allocators.cuda import reserved_bytes
+from tightfit.planner.allocators.deep_models import of_all_blocks
+from tightfit.planner.allocators.glibc import held_bytes
+from tightfit.planner.time_model import WITHIN, Clock, Time
+from tightfit.planner.tracing.layer_dedup import with_blocks
+from tightfit.planner.tracing.profiler import Profiler
 from tightfit.rules import needed_permissions
-from tightfit.timetable import Slot
+from tightfit.tensor_files import HELD, file_bytes
 from tightfit.units import format_bytes, format_seconds
 
 # device memory of a CUDA process outside of torch's allocator: the context and the loaded kernels

@@ -12,8 +12,8 @@ from tightfit.errors import InputError, Untraceable
 from tightfit.job import Job
 from tightfit.models import model_config, shallow
 from tightfit.plan import Plan
+from tightfit.planner.dry_run import rehearse
 from tightfit.planner.estimate import Estimate, Estimator
-from tightfit.planner.rehearse import rehearse
 
 MAX_DRY_RUN_BLOCKS = 24  # on several devices, a deeper model gets no dry run
 FEW_BLOCKS = 6  # on one device, a deep model is dry-run with so many blocks

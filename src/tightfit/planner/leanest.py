@@ -17,11 +17,11 @@ from tightfit.errors import InputError
 from tightfit.methods import METHODS
 from tightfit.methods.offload import combinations
 from tightfit.methods.precision import rounding_of
-from tightfit.methods.protocol import SearchFacts, traced_fields
-from tightfit.methods.protocol import leanest as leanest_values
 from tightfit.plan import Plan
 from tightfit.planner.candidates import is_legal, spreads
 from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.runtime.method import SearchFacts, traced_fields
+from tightfit.runtime.method import leanest as leanest_values
 
 MAX_ESTIMATED = 32  # combinations that are estimated
 # plans within this factor of the least memory are compared again with their allocators' bytes

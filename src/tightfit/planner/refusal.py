@@ -13,7 +13,7 @@ from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import DataSpec
 from tightfit.machine import Machine, devices
 from tightfit.plan import Plan
-from tightfit.planner.complete import complete
+from tightfit.planner.defaults import complete
 from tightfit.planner.estimate import MARGIN, Estimate, Estimator
 from tightfit.planner.leanest import leanest
 from tightfit.units import format_bytes

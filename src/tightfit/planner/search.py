@@ -27,13 +27,13 @@ from tightfit.methods import float8
 from tightfit.methods.compile import COMPILE_S
 from tightfit.plan import Plan
 from tightfit.planner.candidates import candidates, is_legal
-from tightfit.planner.complete import complete
-from tightfit.planner.cuts import balanced, by_promise, cut_fields, schedules, with_samples, with_sequences
+from tightfit.planner.defaults import complete
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.finalists import Finals, first_that_fits, first_that_nearly_fits
 from tightfit.planner.leanest import leanest, offloads
+from tightfit.planner.parallelism import balanced, by_promise, cut_fields, schedules, with_samples, with_sequences
 from tightfit.planner.refusal import does_not_fit, lacking
-from tightfit.planner.time import WITHIN
+from tightfit.planner.time_model import WITHIN
 from tightfit.units import format_seconds
 
 GC_THRESHOLDS = (100_000, 50, 100)  # of Python's cyclic garbage collector, during a search

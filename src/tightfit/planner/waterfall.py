@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from tightfit.methods import METHODS
-from tightfit.methods.protocol import name_of
 from tightfit.plan import Plan
 from tightfit.planner.estimate import Estimator
+from tightfit.runtime.method import name_of
 
 
 @dataclass(frozen=True)

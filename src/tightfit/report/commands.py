@@ -24,10 +24,10 @@ from tightfit.job import Job, ModelSpec, apply_change
 from tightfit.machine import Machine
 from tightfit.machines.gpus import unused
 from tightfit.plan import Plan, read_pins
-from tightfit.planner.complete import ALLOCATOR, complete
-from tightfit.report.alive import never_silent
-from tightfit.report.failure import not_writable
-from tightfit.report.together import Surroundings, among, by_the_first, check_start, leave, said_once, wait_for_all
+from tightfit.planner.defaults import ALLOCATOR, complete
+from tightfit.report.heartbeat import never_silent
+from tightfit.report.processes import Surroundings, among, by_the_first, check_start, leave, said_once, wait_for_all
+from tightfit.report.unexpected_errors import not_writable
 from tightfit.rules import needed_permissions
 from tightfit.units import format_bytes, format_count, format_seconds, parse_bytes
 
@@ -126,7 +126,7 @@ def train_command(
         with never_silent(say, "predicting plans"):
             predicted, chosen, reasons = decide(job, machine, kept, say)
         announce(say, job, chosen, reasons)
-        from tightfit.methods.mesh import check_world
+        from tightfit.distributed.mesh import check_world
 
         check_world(chosen)
         return predicted, chosen
@@ -140,7 +140,7 @@ def train_command(
             )
         quiet_transformers(job)
         from tightfit.report.explain import slow_attention
-        from tightfit.report.session import train_in_folder
+        from tightfit.report.run_folder import train_in_folder
 
         record, sample, stopped = train_in_folder(job, chosen, machine, out, resume, predicted)
         if sample is not None:
@@ -222,7 +222,7 @@ def explain_command(
         raise InputError("--analyze", f"runs on this machine, but --machine is {machine_name}", "leave one of them out")
     for option, file in (("--picture", picture), ("--timeline", timeline)):
         if file is not None:
-            from tightfit.report.picture import check_picture
+            from tightfit.report.figures import check_picture
 
             check_picture(option, file)
     machine = this_machine(say) if machine_name is None else Machine.named(machine_name)
@@ -250,13 +250,13 @@ def explain_command(
         raise
     estimates = estimates[:top]
     if picture is not None:
-        from tightfit.report.picture import draw_memory
+        from tightfit.report.figures import draw_memory
 
         draw_memory(estimates[0], picture)
     if timeline is not None:
         if not estimates[0].slots:
             raise InputError(f"--timeline {timeline}", "the plan has no pipeline", "set plan.pp: --set plan.pp=4")
-        from tightfit.report.picture import draw_timeline
+        from tightfit.report.figures import draw_timeline
 
         draw_timeline(estimates[0].slots, str(estimates[0].plan), timeline)
     if as_json:
@@ -402,7 +402,7 @@ def verify_command(
         with never_silent(say, "predicting plans"):
             _, chosen, reasons = decide(job, machine, pins, say)
         announce(say, job, chosen, reasons)
-        from tightfit.methods.mesh import check_world
+        from tightfit.distributed.mesh import check_world
 
         check_world(chosen)
         return chosen

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tightfit.cost.ledger import ROWS
 from tightfit.job import Job
-from tightfit.ledger import ROWS
 from tightfit.machine import Machine
 from tightfit.plan import Plan
 from tightfit.planner.estimate import MARGIN, Estimate, Estimator
@@ -20,7 +20,7 @@ from tightfit.planner.refusal import lacking
 from tightfit.planner.search import search
 from tightfit.planner.waterfall import Stage, waterfall
 from tightfit.record import Record
-from tightfit.report.timeline import timeline_text
+from tightfit.report.schedule_text import timeline_text
 from tightfit.units import format_bytes, format_count, format_seconds
 
 WIDTH = 72  # columns of the picture in the terminal

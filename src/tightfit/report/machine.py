@@ -36,7 +36,7 @@ def machine_command(name: str | None, known: bool, calibrate: bool, records: lis
 
         machine = measure(machine, lambda line: console.print(f"measuring {line}", highlight=False))
     if records:
-        from tightfit.planner.calibrate import refine_from_records
+        from tightfit.planner.fit_machine import refine_from_records
 
         machine = refine_from_records(machine, [read_record(path) for path in records])
         machine.keep()

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from tightfit.methods import METHODS
-from tightfit.methods.protocol import name_of
+from tightfit.runtime.method import name_of
 
 BEGIN, END = "<!-- methods: begin -->\n", "<!-- methods: end -->\n"
 PARTS = ("Saves", "Costs", "When", "Order", "Source")  # of every method's docstring

@@ -1,0 +1,359 @@
+"""Cuts one pipeline stage's program out of a micro-batch's recorded step.
+
+`rank_ledger` calls `stage_program` for each stage of a rank. The recorded step is of the whole
+model. Its segments are split into sections, and a stage takes those of its blocks. A section is a
+block together with what runs between it and the next block.
+
+What has to be found is the lifetime of each buffer within the stage. Example: 4 blocks, a stage
+with the blocks 2 and 3, and hidden states of 16 MiB. In the whole model, section 1 allocates the
+hidden states that block 2 reads, and section 2's backward frees them. In the stage, nothing
+allocates them: the segment "received" does so, with 16 MiB, and the end of the stage's backward
+frees them. Likewise, the gradient that block 2's backward makes for section 1 is freed in the
+segment "sent".
+
+Equal blocks share one recorded segment. So a buffer is identified by its section and its name in
+the segment, never by its size: the copy of a weight and a gradient may be equally large. What one
+section leaves to the next has one name in the first block's segment and another in the second's.
+This module asks only which of the two neighbours allocates it, and which frees it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from tightfit.cost.entries import NOTHING, Part
+from tightfit.cost.recorded_step import Buffer, Linear, Passage, Timeline
+
+# The section of what comes before the blocks. What comes after n blocks is in section n.
+BEFORE = -1
+FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
+
+Events = list[tuple[Buffer, int]]
+
+
+class Sections:
+    """A micro-batch's recorded step by section, and where its buffers are allocated and freed.
+
+    deferred  whether the weight gradients of linear layers are computed in a phase of their own
+    end       number of blocks
+    segments  by section and phase
+    made      by buffer: the sections that allocate it, and how often
+    phase     by buffer: the phase that allocates it
+    freed     by buffer: the sections that free it without allocating it
+    tied      gradients of parameters that several sections use: sums of their terms
+    """
+
+    def __init__(self, training: tuple[Passage, ...], blocks: int, deferred: bool) -> None:
+        self.end = blocks
+        self.passages: dict[tuple[int, str], list[Passage]] = defaultdict(list)
+        split: dict[Timeline, tuple[Timeline, Timeline]] = {}
+        late = {
+            buffer.parameter
+            for timeline in {passage.timeline for passage in training if deferred and passage.phase == BACKWARD}
+            for buffer in timeline.born
+            if buffer.parameter and buffer.operands
+        }
+        for section, passage in _in_sections(training, blocks):
+            timeline = passage.timeline
+            if deferred:
+                if timeline not in split:
+                    split[timeline] = _split_weight_gradients(_recast_in_backward(timeline, passage.phase, late))
+                timeline, later = split[timeline]
+                if later.events:
+                    self.passages[section, WEIGHTS].append(replace(passage, timeline=later))
+            self.passages[section, passage.phase].append(replace(passage, timeline=timeline))
+        self.made: dict[Buffer, Counter[int]] = defaultdict(Counter)  # by section, how often
+        self.phase: dict[Buffer, str] = {}  # in which a buffer is made
+        self._freed_by_section: dict[int, set[Buffer]] = defaultdict(set)  # by section
+        self._find_lifetimes()
+        self.tied = [buffer for buffer in self.made if len({min(self.made[term]) for term in buffer.terms}) > 1]
+
+    def _find_lifetimes(self) -> None:
+        """Find where buffers are allocated and freed."""
+        born: dict[Timeline, Counter[Buffer]] = {}
+        for (section, phase), passages in self.passages.items():
+            for passage in passages:
+                timeline = passage.timeline
+                if timeline not in born:
+                    born[timeline] = Counter(timeline.born)
+                for buffer, count in born[timeline].items():
+                    self.made[buffer][section] += count
+                    self.phase.setdefault(buffer, FORWARD if phase == FORWARD else BACKWARD)
+                self._freed_by_section[section] |= timeline.gone
+        self.freed: dict[Buffer, set[int]] = defaultdict(set)  # by other sections than made them
+        for section, gone in self._freed_by_section.items():
+            for buffer in gone:
+                if section not in self.made.get(buffer, ()):
+                    self.freed[buffer].add(section)
+
+    def to_next(self, buffer: Buffer) -> bool:
+        """Whether a section leaves the buffer to the section that runs after it.
+
+        In forward that is the block above, in backward the block below. Of equal blocks, only the
+        first and the last have neighbours that were recorded.
+        """
+        made, freed = self.made.get(buffer), self.freed.get(buffer)
+        if not made or not freed:
+            return False
+        step = 1 if self.phase[buffer] == FORWARD else -1
+        return min(freed) - min(made) == step or max(freed) - max(made) == step
+
+    def kept(self, piece: range) -> frozenset[Buffer]:
+        """What the forward of a stage saves for its backward."""
+        first, last = piece.start or BEFORE, self.end + 1 if piece.stop == self.end else piece.stop
+        here = (passage for section in range(first, last) for passage in self.passages.get((section, FORWARD), ()))
+        return frozenset().union(*(passage.timeline.kept for passage in here))
+
+    def keeps(self, piece: range, given: Buffer | None) -> bool:
+        """Whether a stage's backward needs what its forward passes to the next block.
+
+        given: the buffer as the next block's segment names it; the stage may use another name.
+        """
+        if given is None:
+            return False
+        kept, last = self.kept(piece), piece.stop - 1
+        if not {BEFORE, last}.isdisjoint(self.made.get(given, ())):
+            return given in kept
+        handed_on = (one for one in self.left(last) if self.phase[one] == FORWARD and self.to_next(one))
+        return any(one in kept for one in handed_on if one.size == given.size)
+
+    def left(self, section: int, whole: bool = True) -> Iterator[Buffer]:
+        """Buffers that a section allocates and does not free, except gradients of parameters.
+
+        whole: consider its backward too, not only its forward.
+        """
+        phases = (FORWARD, BACKWARD, WEIGHTS) if whole else (FORWARD,)
+        passages = [passage for phase in phases for passage in self.passages.get((section, phase), ())]
+        gone = frozenset().union(*(passage.timeline.gone for passage in passages))
+        for passage in passages:
+            for buffer in passage.timeline.born:
+                if buffer not in gone and buffer.row != "gradients":
+                    yield buffer
+
+
+def _in_sections(training: tuple[Passage, ...], blocks: int) -> Iterator[tuple[int, Passage]]:
+    """Each segment with the number of its section, in order."""
+    here = {FORWARD: BEFORE, BACKWARD: blocks}
+    last = blocks - 1
+    for passage in training:
+        if passage.block is not None:
+            here[passage.phase] = passage.block
+        elif passage.phase == FORWARD and here[FORWARD] == last:
+            here[FORWARD] = blocks
+        yield here[passage.phase], passage
+        # what follows a block's backward, up to the next one, is in the section of the block below
+        if passage.block is not None and passage.phase == BACKWARD:
+            here[BACKWARD] = passage.block - 1
+
+
+@lru_cache(16)
+def sections_of(training: tuple[Passage, ...], blocks: int, deferred: bool) -> Sections:
+    """The Sections of a recorded step, cached: all stages and many plans share one."""
+    return Sections(training, blocks, deferred)
+
+
+@dataclass(frozen=True)
+class Received:
+    """Bytes that a stage receives.
+
+    saved    of what its backward needs
+    passing  of the rest, which is freed at the end of its forward
+    instead  the buffers that the received tensors replace, where they were made before the blocks
+    """
+
+    kept: Linear = NOTHING
+    passing: Linear = NOTHING
+    instead: frozenset[Buffer] = frozenset()
+
+
+def part(sections: Sections, piece: range, received: Received, gradients: Linear) -> Part:
+    """The program of one stage of the model.
+
+    What other ranks send is allocated at the beginning of the forward or backward. What no segment
+    here frees is freed at their end.
+
+    received   bytes from the stage before
+    gradients  bytes of the gradients that the next stage sends
+    """
+    return _StageBuilder(sections, piece, received, gradients).part()
+
+
+class _StageBuilder:
+    """Builds the program of one stage.
+
+    here     the sections whose forward and backward it runs. Every rank also runs the forward of
+             what comes before the blocks
+    alive    buffers allocated here that neither their own section nor the next one frees
+    operand  by phase, whether what is received in it is still needed for the weight gradients
+    early    by section: events of gradients that the loss made in the forward, before backward
+    becomes  what replaces a buffer in this stage; None where nothing does
+    """
+
+    def __init__(self, sections: Sections, piece: range, comes: Received, gradients: Linear) -> None:
+        self.sections, self.comes, self.gradients = sections, comes, gradients
+        self.received, self.handed_on = piece.start > 0, piece.stop < sections.end
+        self.here = range(piece.start if self.received else BEFORE, piece.stop if self.handed_on else sections.end + 1)
+        self.run = {BEFORE, *self.here}
+        self.alive: Counter[Buffer] = Counter()
+        self.operand = {FORWARD: False, BACKWARD: False}
+        self.kept = sections.kept(piece)
+        self.early: dict[int, Events] = {}
+        self.becomes: dict[Buffer, Buffer | None] = {}
+        for gradient in sections.tied:
+            self._untie_gradient(gradient)
+        self.becomes.update((buffer, None) for buffer in comes.instead if BEFORE in sections.made.get(buffer, ()))
+
+    def _untie_gradient(self, gradient: Buffer) -> None:
+        """A parameter that stages on several ranks use has its own gradient on each, and not their
+        sum."""
+        here = [term for term in gradient.terms if any(section in self.here for section in self.sections.made[term])]
+        if len(here) == 1 and len(gradient.terms) > 1:
+            own = self.becomes[here[0]] = replace(here[0], row="gradients")
+            self.becomes[gradient] = None
+            if self.sections.phase[here[0]] == FORWARD:  # a loss that makes gradients in its forward
+                self.early[min(self.sections.made[here[0]])] = [(here[0], -1), (own, 1), (own, 0)]
+
+    def part(self) -> Part:
+        inside = self.sections.passages
+        forward = [
+            (section, passage)
+            for section in sorted(self.run)
+            for passage in inside.get((section, FORWARD), ())
+        ]  # fmt: skip
+        backward, weights = (
+            [(section, passage) for section in reversed(self.here) for passage in inside.get((section, phase), ())]
+            for phase in (BACKWARD, WEIGHTS)
+        )
+        self._count_unfreed()
+        done, back, later = (
+            [self._without_foreign_frees(*one) for one in passages] for passages in (forward, backward, weights)
+        )
+        ends: dict[str, Events] = {FORWARD: [], BACKWARD: [], WEIGHTS: []}
+        for buffer in self.alive.elements():
+            kept = buffer in self.kept or self.sections.phase[buffer] == BACKWARD
+            ends[BACKWARD if kept else FORWARD].append((buffer, -1))
+        begin: dict[str, Events] = {FORWARD: [], BACKWARD: []}
+        for phase, row, size, end in (
+            (FORWARD, "activations", self.comes.kept, WEIGHTS if self.operand[FORWARD] else BACKWARD),
+            (FORWARD, "temporaries", self.comes.passing, FORWARD),
+            (BACKWARD, "temporaries", self.gradients, WEIGHTS if self.operand[BACKWARD] else BACKWARD),
+        ):
+            buffer = Buffer(size, row, "received")
+            begin[phase].append((buffer, 1))
+            ends[end].append((buffer, -1))
+        return Part(
+            (_segment("received", FORWARD, begin[FORWARD]), *done, _segment("sent", FORWARD, ends[FORWARD])),
+            (_segment("received", BACKWARD, begin[BACKWARD]), *back, _segment("sent", BACKWARD, ends[BACKWARD])),
+            (*later, _segment("sent", BACKWARD, ends[WEIGHTS])) if later else (),
+        )
+
+    def _count_unfreed(self) -> None:
+        """Count the buffers that are alive after their own section and that the next one does not
+        free."""
+        for section in self.run:
+            for buffer in self.sections.left(section, whole=section in self.here):
+                if buffer in self.becomes:
+                    continue
+                step = 1 if self.sections.phase[buffer] == FORWARD else -1
+                if section not in self.here or section + step not in self.here or not self.sections.to_next(buffer):
+                    self.alive[buffer] += 1
+
+    def _without_foreign_frees(self, section: int, passage: Passage) -> Passage:
+        """A segment without the frees of buffers that this stage never had."""
+        timeline = passage.timeline
+        sections = self.sections
+        elsewhere = {buffer for buffer in timeline.gone if section not in sections.made.get(buffer, ())}
+        inner = section - 1 in self.here and section + 1 in self.here
+        if inner and all(sections.to_next(buffer) for buffer in elsewhere):
+            return passage
+        events: Events = []
+        for buffer, sign in timeline.events:
+            if buffer in self.becomes:
+                own = self.becomes[buffer]
+                if own is not None and sign > 0:
+                    events += [(buffer, 1)] if passage.phase == FORWARD else [(own, 1), (own, 0)]
+                continue
+            if sign < 0 and buffer in elsewhere and not self._is_freed_here(section, buffer):
+                if sections.to_next(buffer):
+                    self.operand[sections.phase[buffer]] |= passage in sections.passages[section, WEIGHTS]
+                continue
+            events.append((buffer, sign))
+        if passage.phase == BACKWARD:
+            events += self.early.pop(section, [])
+        return replace(passage, timeline=replace(timeline, events=tuple(events)))
+
+    def _is_freed_here(self, section: int, buffer: Buffer) -> bool:
+        sections = self.sections
+        if sections.to_next(buffer):
+            return section + (-1 if sections.phase[buffer] == FORWARD else 1) in self.here
+        if self.alive[buffer] > 0:
+            self.alive[buffer] -= 1
+            return True
+        return False
+
+
+def _segment(part: str, phase: str, events: Events) -> Passage:
+    return Passage(part, phase, Timeline(tuple(events)))
+
+
+def _recast_in_backward(timeline: Timeline, phase: str, late: set[str]) -> Timeline:
+    """A segment whose linear layers, with the weights `late`, do not save casts of their weights.
+
+    Backward casts the weights again.
+    """
+    copies = {buffer for buffer, _ in timeline.events if buffer.parameter in late and not buffer.operands}
+    copies = {buffer for buffer in copies if buffer.maker == "aten._to_copy" and buffer.row != "gradients"}
+    if not copies:
+        return timeline
+    events: Events = []
+    there: Events = []  # casts that are freed after the next product
+    made: set[Buffer] = set()
+    for buffer, sign in timeline.events:
+        if buffer in copies and sign > 0:
+            there.append((buffer, -1))
+            events.append((buffer, 1))
+        elif buffer in copies:
+            if phase == BACKWARD:
+                again = replace(buffer)
+                here = bool(events) and events[-1][0] not in made
+                place = next((n for n in reversed(range(len(events))) if here and events[n][1] > 0), len(events))
+                events[place:place] = [(again, 1)]
+                events.append((again, -1))
+                made.add(again)
+        else:
+            events.append((buffer, sign))
+            if sign > 0:
+                events, there = events + there, []
+    return replace(timeline, events=(*events, *there), kept=timeline.kept - copies)
+
+
+def _split_weight_gradients(timeline: Timeline) -> tuple[Timeline, Timeline]:
+    """Split a backward segment: one without the weight gradients of linear layers, and one with
+    them.
+
+    The second also frees the operands that only the weight gradients still need.
+    """
+    made = [buffer for buffer in timeline.born if buffer.parameter and buffer.operands]
+    if not made:
+        return timeline, Timeline()
+    moved, waits = set(made), {operand for buffer in made for operand in buffer.operands}
+    now: Events = []
+    weights: Events = []
+    last: dict[Buffer, int] = {}  # operand -> position after the last product that uses it
+    for buffer, sign in timeline.events:
+        if buffer in moved:
+            weights.append((buffer, sign))
+            for operand in buffer.operands:
+                last[operand] = len(weights)
+        elif not (sign < 0 and buffer in waits):
+            now.append((buffer, sign))
+    goes = [buffer for buffer, sign in timeline.events if sign < 0 and buffer in waits]
+    for buffer in sorted(goes, key=lambda one: -last[one]):
+        weights.insert(last[buffer], (buffer, -1))
+    return replace(timeline, events=tuple(now)), Timeline(tuple(weights))
+
+
+__all__ = ["Received", "Sections", "part", "sections_of"]

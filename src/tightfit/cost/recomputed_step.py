@@ -1,0 +1,310 @@
+"""Edits a recorded step for activation recomputation: segments of blocks run again in backward.
+
+`recompute` calls `with_recomputation` when it estimates a plan. The recorded step is of training
+without recomputation. It is edited as follows: the first forward saves only a segment's input, and
+before the backward of the segment's last block, the forward runs again.
+
+Example: 12 blocks in segments of 3, that is range(0, 3), range(3, 6), ... Each block saves
+340 MiB for backward, and its input is 16 MiB. Without recomputation, 12 x 340 = 4080 MiB are
+saved. With it, the 4 segments save their inputs, 4 x 16 = 64 MiB. In backward, one segment at a
+time is recomputed: 3 x 340 = 1020 MiB, which its blocks' backwards free one after another. The peak
+falls from 4080 to about 64 + 1020 = 1084 MiB, and the forward of the blocks runs twice. Segments
+of 1 block save 12 x 16 = 192 MiB and recompute 340 MiB: a peak of about 532 MiB.
+
+The second forward stops at the last tensor that backward needs. With `selective`, it also skips
+products (matrix products, convolutions, attention) whose results the first forward saved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from tightfit.cost.recorded_step import Buffer, Linear, Operation, Passage, Timeline
+
+PRODUCTS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten._scaled_mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten.baddbmm.default,
+        torch.ops.aten.convolution.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_attention_math_for_mps.default,
+    }
+)
+COUNTED = frozenset(  # products with weights: selective-2 saves every second one
+    (
+        torch.ops.aten.mm.default,
+        torch.ops.aten._scaled_mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.convolution.default,
+    )
+)
+_PRODUCT_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in PRODUCTS)
+_COUNTED_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in COUNTED)
+
+
+# The time that torch's checkpointing spends in Python, beside the recomputation itself, as a
+# number of operation launches of equal duration:
+SEGMENT_LAUNCHES = 33  # for each recomputed segment
+HOOK_LAUNCHES = 2.3  # for each operation in it, whose tensors pass through saved-tensor hooks
+DISPATCH_LAUNCHES = 2.3  # selective: for each operation, in both forwards, to decide whether it is saved
+
+
+@lru_cache(64)  # plans that differ only in how they shard the work share an entry
+def with_recomputation(
+    training: tuple[Passage, ...],
+    inference: tuple[Passage, ...],
+    segments: tuple[range, ...],
+    selective: int,
+    compiled: bool = False,
+) -> tuple[Passage, ...]:
+    """The recorded step in which these segments of blocks are recomputed in backward.
+
+    training   the recorded step without recomputation; inference: an evaluation's, whose forward
+               saves nothing
+    segments   ranges of blocks, each recomputed as a whole
+    selective  0: recompute everything. 1: save all products; 2: of those with weights, save every
+               second one. See recompute.py
+    compiled   compiled kernels recompute what they need, and nothing is done in Python
+    """
+    edit = _RecomputationEdit(training, inference, segments, selective, compiled)
+    for segment in segments:
+        for calls in zip(*(edit.calls.get(block, ()) for block in segment), strict=False):
+            edit.recompute(calls)
+    return tuple(edit.training)
+
+
+Call = tuple[int, int]  # (block, number of its call in the forward): each call is recomputed alone
+
+
+class _RecomputationEdit:
+    """Edits a recorded training step, one segment of blocks at a time.
+
+    passing  buffers of an evaluation that are freed before its end
+    forward  call -> position of its forward; backward: call -> positions of its backward
+    copies   by block: casts of its weights that autocast makes in the block's first call
+    calls    by block: its calls that have a backward, in order
+    kept     buffers that others than their maker save; a recomputed block saves all of its inputs
+    end      position of the forward's last segment
+    """
+
+    def __init__(
+        self,
+        training: tuple[Passage, ...],
+        inference: tuple[Passage, ...],
+        segments: tuple[range, ...],
+        selective: int,
+        compiled: bool,
+    ) -> None:
+        self.training, self.selective, self.compiled = list(training), selective, compiled
+        self.inference = {(p.block, p.call): p.timeline for p in inference if p.block is not None}
+        self.passing = {buffer for passage in inference[:-1] for buffer in passage.timeline.gone}
+        self.forward: dict[Call, int] = {}
+        self.backward: dict[Call, list[int]] = {}
+        for place, passage in enumerate(self.training):
+            if passage.block is not None and passage.phase == "forward":
+                self.forward[passage.block, passage.call] = place
+            elif passage.block is not None:
+                self.backward.setdefault((passage.block, passage.call), []).append(place)
+        self.copies: dict[int, list[Buffer]] = {}
+        self.calls: dict[int, list[Call]] = {}
+        for call in self.forward:
+            if call in self.backward:
+                self.calls.setdefault(call[0], []).append(call)
+        blocks = {block for segment in segments for block in segment}
+        self.kept: set[Buffer] = set()
+        for passage in self.training:
+            if passage.phase == "forward":
+                here, whole = passage.timeline, passage.block in blocks
+                self.kept.update(here.inputs if whole else here.kept.difference(here.born))
+        self.end = max(place for place, passage in enumerate(self.training) if passage.phase == "forward")
+
+    def recompute(self, segment: tuple[Call, ...]) -> None:
+        """Save only the first block's input; recompute all blocks before the last block's backward."""
+        again, last, asked = Timeline(), segment[-1], 0
+        for call in segment:
+            before = self.training[self.forward[call]].timeline
+            asked += len(before.operations)
+            saved = {buffer for place in self.backward[call] for buffer in self.training[place].timeline.gone}
+            # autocast casts a weight once per forward, so the second forward casts it again
+            anew = [replace(copy) for copy in self.copies.get(call[0], [])]
+            self._replace_timeline(self.backward[call][-1], self._backward_of(call).then(_freeing(anew)))
+            again = again.then(Timeline(tuple((copy, 1) for copy in anew)))
+            again = again.then(self._second_forward(before, saved, stops=call == last))
+            if call != segment[0]:
+                again = again.then(_freeing([buffer for buffer in before.inputs if self._is_freed_after(call, buffer)]))
+            handed_on = self._left_to_others(before, saved) if call == last else {}
+            self._forward(call, before, saved, handed_on, keep_input=call == segment[0])
+            again = _freeing(list(handed_on.values())).then(again)
+        place = self.backward[last][0]
+        if not self.compiled:
+            again = again.then(self._python_time(len(again.operations), asked))
+        self._replace_timeline(place, again.then(self.training[place].timeline))
+
+    def _python_time(self, again: int, asked: int) -> Timeline:
+        """The time that torch spends in Python on one segment, as launches of operations.
+
+        again: operations that run again; asked: operations for which selective decides.
+        """
+        count = SEGMENT_LAUNCHES + HOOK_LAUNCHES * again + (2 * DISPATCH_LAUNCHES * asked if self.selective else 0.0)
+        return Timeline((), (Operation("call", "float32", Linear(), Linear(), count=Linear(count)),))
+
+    def _replace_timeline(self, place: int, timeline: Timeline) -> None:
+        self.training[place] = replace(self.training[place], timeline=timeline)
+
+    def _left_to_others(self, before: Timeline, saved: set[Buffer]) -> dict[Buffer, Buffer]:
+        """Buffers that a block saves and that others save too, such as the result of a ReLU at its
+        end.
+
+        Returns for each of them the copy that the first forward leaves to the others: the second
+        forward makes the block's own.
+        """
+        products = _saved_products(before, self.selective) if self.selective else set()
+        return {buffer: replace(buffer) for buffer in before.born if buffer in (saved & self.kept) - products}
+
+    def _forward(
+        self, call: Call, before: Timeline, saved: set[Buffer], handed_on: dict[Buffer, Buffer], keep_input: bool
+    ) -> None:
+        """Replace the block's first forward, which saves everything, by one that does not.
+
+        saved: the buffers that backward would free. keep_input: whether the block's input is saved.
+        """
+        kept = {*_outputs_of(before, saved), *handed_on}
+        if self.selective:
+            kept |= _saved_products(before, self.selective)
+        left = [handed_on.get(buffer, buffer) for buffer in before.born if buffer in kept]
+        first = _forward_leaving(self.inference.get(call, self.inference[call[0], 0]), left, bool(self.selective))
+        if self.selective:  # a later call makes its own casts of weights
+            anew = [replace(copy) for copy in self.copies.get(call[0], [])]
+            first = Timeline(tuple((copy, 1) for copy in anew)).then(first).then(_freeing(anew))
+        inputs = before.inputs
+        if keep_input:
+            for buffer in inputs:
+                if self._keep_alive(call, buffer):
+                    self._replace_timeline(self.backward[call][-1], self._backward_of(call).then(_freeing([buffer])))
+        else:
+            first = first.then(_freeing([buffer for buffer in inputs if buffer in saved]))
+        products = _saved_products(before, self.selective) if self.selective else set()
+        own = frozenset((*(inputs if keep_input else ()), *products))
+        self._replace_timeline(self.forward[call], replace(first, inputs=inputs, kept=own, given=before.given))
+        held = [buffer for buffer in first.born if buffer not in first.gone and buffer not in left]
+        soon = [buffer for buffer in held if buffer in self.passing]  # outputs that nobody saves
+        after = next(iter(self._after(call)), self.end)
+        if soon:  # else forward's end would be copied once for each of many blocks
+            self._replace_timeline(after, self.training[after].timeline.then(_freeing(soon)))
+        stay = [buffer for buffer in held if buffer not in self.passing]  # autocast's casts of weights
+        if stay:
+            self._replace_timeline(self.end, self.training[self.end].timeline.then(_freeing(stay)))
+        self.copies.setdefault(call[0], [buffer for buffer in stay if buffer.maker == "aten._to_copy"])
+
+    def _backward_of(self, call: Call) -> Timeline:
+        return self.training[self.backward[call][-1]].timeline
+
+    def _after(self, call: Call) -> list[int]:
+        """Where an input of the block may be freed after its forward: right after it, or at
+        forward's end."""
+        return [place for place in (self.forward[call] + 1, self.end) if self.training[place].block is None]
+
+    def _is_freed_after(self, call: Call, buffer: Buffer) -> bool:
+        """Whether the buffer is freed after the block's forward, because nothing saves it for
+        backward."""
+        return any(buffer in self.training[place].timeline.gone for place in self._after(call))
+
+    def _keep_alive(self, call: Call, buffer: Buffer) -> bool:
+        """Keep the buffer alive after the forward. Returns whether it was freed there before."""
+        for place in self._after(call):
+            timeline = self.training[place].timeline
+            if buffer in timeline.gone:
+                events = tuple(event for event in timeline.events if event != (buffer, -1))
+                self._replace_timeline(place, replace(timeline, events=events))
+                return True
+        return False
+
+    def _second_forward(self, before: Timeline, saved: set[Buffer], stops: bool) -> Timeline:
+        """The second forward, up to the last tensor that backward needs.
+
+        It ends with the buffers alive that backward frees.
+        """
+        events, operations = before.needed if stops else (len(before.events), len(before.operations))
+        there = _saved_products(before, self.selective) if self.selective else set()
+        done = [event for event in before.events[:events] if not (event[0] in there and event[1] > 0)]
+        alive = [buffer for buffer, sign in done if sign > 0]
+        gone = {buffer for buffer, sign in done if sign < 0}
+        if stops:
+            alive = [buffer for buffer in (*alive, *there) if buffer not in gone and buffer not in saved]
+            done += [(buffer, -1) for buffer in alive]
+        again = before.operations[:operations]
+        if self.selective:
+            kept = _is_saved([one.name for one in again], self.selective)
+            again = tuple(one for one, is_kept in zip(again, kept, strict=True) if not is_kept)
+        return Timeline(tuple(done), again)
+
+
+def _is_saved(names: list[str], selective: int) -> list[bool]:
+    """Of consecutive operations, by name, whether the result of each is saved."""
+    counted, found = 0, []
+    for name in names:
+        found.append(name in _PRODUCT_NAMES and (name not in _COUNTED_NAMES or counted % selective == 0))
+        counted += name in _COUNTED_NAMES
+    return found
+
+
+def _saved_products(timeline: Timeline, selective: int) -> set[Buffer]:
+    """The results of products that the first forward saves."""
+    born = timeline.born
+    kept = _is_saved([buffer.maker for buffer in born], selective)
+    return {buffer for buffer, is_kept in zip(born, kept, strict=True) if is_kept}
+
+
+def _outputs_of(timeline: Timeline, saved: set[Buffer]) -> list[Buffer]:
+    """What a forward leaves that its own backward does not need: its outputs."""
+    gone = timeline.gone
+    return [buffer for buffer in timeline.born if buffer not in gone and buffer not in saved]
+
+
+def _forward_leaving(timeline: Timeline, kept: list[Buffer], selective: bool) -> Timeline:
+    """An evaluation's forward that leaves the buffers `kept`. Its inputs stay.
+
+    Its own counterparts of `kept` are replaced by them, in order. They are found by the operation
+    that made them and by their size. A compiled forward makes its results by other operations than
+    an evaluation does: these are found by size alone.
+    """
+    born, gone = timeline.born, timeline.gone
+    left = [buffer for buffer in born if buffer not in gone or (selective and buffer.maker in _PRODUCT_NAMES)]
+    names: dict[Buffer, Buffer] = {}
+    unlike: list[Buffer] = []
+    for one in reversed(kept):
+        same = [copy for copy in left if copy not in names and (copy.maker, copy.size) == (one.maker, one.size)]
+        if same:
+            names[same[-1]] = one
+        else:
+            unlike.append(one)
+    made: list[Buffer] = []  # buffers that have no counterpart in an evaluation
+    for one in unlike:
+        same = [copy for copy in left if copy not in names and copy.size == one.size]
+        if same:
+            names[same[-1]] = one
+        else:
+            made.append(one)
+    own = set(born)
+    events = [
+        (names.get(buffer, buffer), sign)
+        for buffer, sign in timeline.events
+        if sign > 0 or (buffer in own and buffer not in names)
+    ]
+    return Timeline((*events, *((one, 1) for one in made)), timeline.operations)
+
+
+def _freeing(buffers: list[Buffer]) -> Timeline:
+    return Timeline(tuple((buffer, -1) for buffer in buffers))
+
+
+__all__ = ["COUNTED", "PRODUCTS", "with_recomputation"]

@@ -1,0 +1,272 @@
+"""The recorded step: the buffers that one micro-batch allocates and frees, and its operations.
+
+planner/tracing/recorder.py records it on fake tensors, planner code and each method's `cost` edit it, and
+`Ledger` replays it to find the peak. A recorded step is a tuple of segments, in the order in which
+they run: the forward of each part of the model, then the backwards in reverse order. Every size
+is linear in the samples of a micro-batch, so one recorded step holds for every micro-batch size.
+
+Example: two equal blocks, sizes in MiB for one sample. A block's forward allocates an activation
+h of 4, which is saved for backward, and a temporary t of 2, which is freed at once. Its backward
+allocates the gradient dh of h (a temporary of 4) and the weights' gradient g of 3, which does not
+grow with the samples, and then frees h and dh.
+
+    segment            events of its timeline               before   peak   after
+    forward, block 0   h0 +1, t0 +1, t0 -1                       0      6       4
+    forward, block 1   h1 +1, t1 +1, t1 -1                       4     10       8
+    backward, block 1  dh1 +1, g1 +1, g1 0, h1 -1, dh1 -1        8     15       7
+    backward, block 0  dh0 +1, g0 +1, g0 0, h0 -1, dh0 -1        7     14       6
+
+The peak is 15 MiB, in the backward of block 1: activations 8, temporaries 4, gradients 3. With two
+samples it is 27 MiB: 16, 8 and 3. In a later micro-batch (`accumulate_gradients`) g1 is a temporary
+that is added to the gradients that exist already, 6 MiB, so the peak for one sample is 21 MiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+# the rows that a buffer may count under
+TRACED = ("activations", "temporaries", "gradients", "optimizer", "parameters")
+
+LINEAR = ("aten.mm", "aten.addmm")  # matrix products with a layer's weight
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A number that is linear in the samples of a micro-batch: fixed + per_sample x samples."""
+
+    fixed: float = 0.0
+    per_sample: float = 0.0
+
+    def at(self, samples: float) -> float:
+        return self.fixed + self.per_sample * samples
+
+    def __add__(self, other: Linear) -> Linear:
+        return Linear(self.fixed + other.fixed, self.per_sample + other.per_sample)
+
+    def times(self, factor: float) -> Linear:
+        return Linear(self.fixed * factor, self.per_sample * factor)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """One storage of a tensor. Two buffers are equal only if they are the same object.
+
+    size       bytes
+    row        the ledger's row that it counts under, one of TRACED_ROWS
+    maker      the operation that allocates it
+    parameter  name of the parameter that it belongs to. Set for a gradient, for the product that a
+               gradient is cast from, and for a weight's copy in another dtype; else empty
+    operands   for a gradient that is a matrix product: the two buffers that are multiplied
+    terms      for the gradient of a parameter that is used several times: the gradients of the
+               single uses, whose sum it is
+    """
+
+    size: Linear
+    row: str
+    maker: str = ""
+    parameter: str = ""
+    operands: tuple[Buffer, ...] = ()
+    terms: tuple[Buffer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One kernel, or `count` equal kernels. `flops` and `bytes_accessed` are those of one kernel.
+
+    name      the operation's name, such as aten.mm
+    dtype     the dtype that it computes in
+    flops     model FLOPs: attention counts all pairs of queries and keys, also under a causal mask
+    bytes_accessed  bytes read and written
+    sizes     for a matrix product: (batches, rows, columns, depth); else empty
+    computed_share  share of `flops` that the kernel computes: attention skips the pairs that a
+              causal mask hides
+    """
+
+    name: str
+    dtype: str
+    flops: Linear
+    moved: Linear
+    sizes: tuple[Linear, ...] = ()
+    count: Linear = Linear(1.0)
+    computed: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """A tensor that a block is called with.
+
+    path          its path within the block's arguments
+    size          bytes of the tensor, which may be a view of a part of its storage
+    buffer        its storage; None if the step did not allocate it
+    has_gradient  whether backward computes a gradient of it
+    """
+
+    path: str
+    size: Linear
+    buffer: Buffer | None = None
+    has_gradient: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """What one segment does: its buffers' events in order, and its operations.
+
+    An event is (buffer, +1) when the buffer is allocated and (buffer, -1) when it is freed. A
+    parameter's gradient has one event more, (buffer, 0): it is complete.
+
+    recompute_end  (events, operations): how many of each come before the last tensor that backward
+                   needs. A recomputation of this forward stops there
+    inputs         for a block: the buffers that it was called with
+    block_inputs   for a block: all tensors that it was called with
+    saved          for a forward: the buffers, its own or earlier ones, that are saved for backward
+    """
+
+    events: tuple[tuple[Buffer, int], ...] = ()
+    operations: tuple[Operation, ...] = ()
+    needed: tuple[int, int] = (0, 0)
+    inputs: tuple[Buffer, ...] = ()
+    kept: frozenset[Buffer] = frozenset()
+    given: tuple[Given, ...] = ()
+
+    def then(self, other: Timeline) -> Timeline:
+        """This timeline followed by `other`."""
+        events, operations = other.needed
+        needed = (len(self.events) + events, len(self.operations) + operations) if events else self.needed
+        return Timeline(
+            self.events + other.events,
+            self.operations + other.operations,
+            needed,
+            self.inputs + other.inputs,
+            self.kept | other.kept,
+            self.given or other.given,
+        )
+
+    @property
+    def born(self) -> list[Buffer]:
+        return [buffer for buffer, sign in self.events if sign > 0]
+
+    @cached_property
+    def gone(self) -> frozenset[Buffer]:
+        return frozenset(buffer for buffer, sign in self.events if sign < 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """What one micro-batch does in one part of the model in one phase.
+
+    part      "block" for a repeated block, else a name for the code before, between or after them
+    phase     forward, backward, inference (a forward that saves nothing for backward) or optimizer
+    block     the block's number, from 0; None if the part is no block
+    call      for a block that a forward calls more than once: the number of the call, from 0
+    """
+
+    part: str
+    phase: str
+    timeline: Timeline
+    block: int | None = None
+    call: int = 0
+
+    @property
+    def place(self) -> tuple[str, str, int | None, int]:
+        """Identifies the segment within a recorded step: (part, phase, block, call)."""
+        return self.part, self.phase, self.block, self.call
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What replaying a timeline found, in bytes and relative to the bytes at its begin.
+
+    at_peak              bytes by row that it adds at its peak
+    at_end               bytes by row that it adds at its end
+    completed_gradients  bytes of the gradients that are complete (at the peak, at the end)
+    largest_gradient     bytes of the largest complete gradient
+    """
+
+    largest: dict[str, float]
+    net: dict[str, float]
+    made: tuple[float, float] = (0.0, 0.0)
+    gradient: float = 0.0
+
+
+def play(timeline: Timeline, samples: float) -> Played:
+    """Add up a timeline's events for a micro-batch of `samples`, and note the peak of their sum."""
+    rows = dict.fromkeys(TRACED, 0.0)
+    total, best, largest = 0.0, 0.0, dict(rows)
+    made, made_then, gradient = 0.0, 0.0, 0.0
+    for buffer, sign in timeline.events:
+        size = buffer.size.at(samples)
+        if sign == 0:
+            made, gradient = made + size, max(gradient, size)
+            continue
+        rows[buffer.row] += sign * size
+        total += sign * size
+        if total > best:
+            best, largest, made_then = total, dict(rows), made
+    return Played(largest, rows, (made_then, made), gradient)
+
+
+def edited(program: tuple[Passage, ...], edits: list[Callable[[Timeline], Timeline]]) -> tuple[Passage, ...]:
+    """The recorded step with every timeline of its backwards edited by all `edits`, in order.
+
+    Equal blocks share one timeline. It is edited once, so that they share the result, too.
+    """
+    known: dict[Timeline, Timeline] = {}
+
+    def changed(passage: Passage) -> Passage:
+        if passage.phase != "backward" or not edits:
+            return passage
+        if passage.timeline not in known:
+            timeline = passage.timeline
+            for edit in edits:
+                timeline = edit(timeline)
+            known[passage.timeline] = timeline
+        return replace(passage, timeline=known[passage.timeline])
+
+    return tuple(map(changed, program))
+
+
+def handed_over(timeline: Timeline) -> Timeline:
+    """Backward's timeline if each gradient is copied to a bucket, or to other memory, and freed as
+    soon as it is complete. The caller accounts for the bucket."""
+    events: list[tuple[Buffer, int]] = []
+    for buffer, sign in timeline.events:
+        if buffer.row != "gradients" or sign > 0:
+            events.append((buffer, sign))
+        elif sign == 0:
+            events += [(buffer, 0), (buffer, -1)]
+    return replace(timeline, events=tuple(events))
+
+
+def accumulated(timeline: Timeline) -> Timeline:
+    """Backward's timeline of a later micro-batch: each new gradient is a temporary, which is added
+    to the gradients of earlier micro-batches and freed."""
+    events: list[tuple[Buffer, int]] = []
+    passing: dict[Buffer, Buffer] = {}
+    for buffer, sign in timeline.events:
+        if buffer.row != "gradients":
+            events.append((buffer, sign))
+        elif sign > 0:
+            passing[buffer] = replace(buffer, row="temporaries")
+            events.append((passing[buffer], 1))
+        elif buffer in passing:
+            events += [(buffer, sign), (passing.pop(buffer), -1)] if sign == 0 else [(passing.pop(buffer), -1)]
+    return replace(timeline, events=(*events, *((buffer, -1) for buffer in passing.values())))
+
+
+def updated_at_once(timeline: Timeline, needed: Mapping[str, float]) -> Timeline:
+    """Backward's timeline if each parameter is updated as soon as its gradient is complete, which
+    is then freed.
+
+    needed  temporary bytes of each parameter's update, by the parameter's name
+    """
+    events: list[tuple[Buffer, int]] = []
+    for buffer, sign in timeline.events:
+        if buffer.row != "gradients" or sign > 0:
+            events.append((buffer, sign))
+        elif sign == 0:
+            transient = Buffer(Linear(needed.get(buffer.parameter, 0.0)), "temporaries")
+            events += [(transient, 1), (transient, -1), (buffer, -1)]
+    return replace(timeline, events=tuple(events))

@@ -1,0 +1,224 @@
+"""The user's own samples: any map-style dataset or sequence, and iterables, which set their own
+order.
+
+A dataset may use the random generators of Python, NumPy and torch, for example to augment samples.
+The numbers that it gets are a function of the seed, the sample and the epoch. The training's own
+generators do not change.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tightfit.data.collate import as_tensors, check_labelled, collate, items_in, tensors_in, warn_unshifted
+from tightfit.data.order import Integers, key
+from tightfit.data.rng import Randomness, seed_generators
+from tightfit.data.samples import ModelInput, single
+from tightfit.data.shared_memory import packed, unpacked
+from tightfit.errors import InputError, TightfitError
+from tightfit.models import load_python
+from tightfit.models.objective import Batch
+
+_SEEN = 8  # samples that are inspected when a dataset is opened
+_END = object()  # marks the end of an iterator
+
+
+@runtime_checkable
+class MapStyle(Protocol):
+    """A dataset whose samples are accessed by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Given:
+    """A dataset that was given as a Python object. Pickles with its tensors in shared memory, where
+    all worker processes read them."""
+
+    dataset: Any
+
+    def __call__(self) -> Any:
+        return self.dataset
+
+    @cached_property
+    def _packed(self) -> Any:
+        return packed(self.dataset)
+
+    def __reduce__(self) -> Any:
+        return _restore_given, self._packed
+
+
+def _restore_given(*parts: Any) -> Given:
+    return Given(unpacked(*parts))
+
+
+@dataclass(frozen=True)
+class Named:
+    """The dataset that the function "file.py:function" or "module:function" returns. Pickles as
+    that name: each worker process calls the function itself."""
+
+    source: str
+
+    def __call__(self) -> Any:
+        function = load_python(self.source)
+        try:
+            return function()
+        except TightfitError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"data: python={self.source}",
+                f"the function raised {type(error).__name__}: {error}",
+                "mend the function",
+            ) from error
+
+
+class UserSamples:
+    """The samples of a user's map-style dataset. Batches are padded and stacked by `collate`.
+
+    Opening it reads the first 8 samples to see their fields, lengths and whether they are ragged.
+    Raises InputError if it is empty, or if a sample lacks what the model's task needs.
+    """
+
+    damaged = 0
+    tokenizer = None
+
+    def __init__(self, make: Given | Named, dataset: MapStyle, model: ModelInput, seed: int) -> None:
+        self.make, self.dataset, self.model, self.seed = make, dataset, model, seed
+        if len(dataset) == 0:
+            raise InputError("data", "the dataset is empty", "give one with samples")
+        count = min(_SEEN, len(dataset))
+        seen = self._samples(range(count), [0] * count)
+        check_labelled(seen[0], model)
+        warn_unshifted(seen[0], model)
+        self.ragged = len({tuple(tensor.shape for tensor in tensors_in(sample)) for sample in seen}) > 1
+        self.sample_items = max(map(items_in, seen))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "dataset": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, dataset=state["make"]())
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return single(self, index)
+
+    def batch(self, indices: Integers, epochs: Integers) -> Batch:
+        return collate(self._samples(indices.tolist(), epochs.tolist()), self.model)
+
+    def _samples(self, indices: Iterable[int], epochs: Iterable[int]) -> list[Any]:
+        with Randomness(self.seed).used():
+            return [self._sample(index, epoch) for index, epoch in zip(indices, epochs, strict=True)]
+
+    def _sample(self, index: int, epoch: int) -> Any:
+        seed_generators(key(self.seed, epoch, index))
+        try:
+            return as_tensors(self.dataset[index])
+        except TightfitError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"data: sample {index}", f"the dataset raised {type(error).__name__}: {error}", "mend its __getitem__"
+            ) from error
+
+
+class UserStream:
+    """The samples of a user's iterable dataset. When it ends, it is read again from its start. A
+    resumed run reads and skips the samples that were consumed before."""
+
+    def __init__(self, make: Given | Named, model: ModelInput, seed: int) -> None:
+        self.make, self.model, self.seed = make, model, seed
+
+    def batches(self, ranges: Iterable[tuple[int, int]]) -> Iterator[Batch]:
+        """The batches of samples first..stop of the stream, in order. A range that was read already
+        gives the previous batch again."""
+        samples, place, batch = self._samples(), 0, None
+        for first, stop in ranges:
+            if batch is None or first >= place:
+                taken = itertools.islice(samples, first - place, stop - place)
+                batch, place = [as_tensors(sample) for sample in taken], stop
+                check_labelled(batch[0], self.model)
+            yield collate(batch, self.model)
+
+    @property
+    def sample_items(self) -> int:
+        """The number of tokens of the first sample, or 1."""
+        sample = as_tensors(next(self._samples()))
+        warn_unshifted(sample, self.model)
+        return items_in(sample)
+
+    def _samples(self) -> Iterator[Any]:
+        for epoch in itertools.count():
+            empty = True
+            for sample in self._epoch(epoch):
+                empty = False
+                yield sample
+            if empty:
+                raise InputError(
+                    "data", f"the iterable gave no samples in epoch {epoch}", "let its __iter__ start anew each time"
+                )
+
+    def _epoch(self, epoch: int) -> Iterator[Any]:
+        randomness = Randomness(key(self.seed, epoch))
+        with randomness.used():
+            samples = iter(self.make())
+        while True:
+            with randomness.used():
+                sample = self._next(samples)
+            if sample is _END:
+                return
+            yield sample
+
+    def _next(self, samples: Iterator[Any]) -> Any:
+        try:
+            return next(samples, _END)
+        except TightfitError:
+            raise
+        except Exception as error:
+            raise InputError(
+                "data", f"the iterable raised {type(error).__name__}: {error}", "mend its __iter__"
+            ) from error
+
+
+def open_user(make: Given | Named, model: ModelInput, seed: int) -> UserSamples | UserStream:
+    """A user's dataset as UserSamples, or as a UserStream if it is an iterable without a length.
+
+    Raises InputError for anything else: a DataLoader, a string, a dict, or an iterator that can be
+    read only once.
+    """
+    dataset, asked = make(), f"data: python={make.source}" if isinstance(make, Named) else "data"
+    found = f"a {type(dataset).__name__}"
+    if isinstance(dataset, DataLoader):
+        raise InputError(
+            asked, f"{found}, which cuts batches of its own", "give its dataset; train.batch says the batch"
+        )
+    if isinstance(dataset, str | bytes | dict):
+        raise InputError(
+            asked, f"{found}, not a dataset", "give a list of samples, a torch Dataset or an iterable of samples"
+        )
+    if isinstance(dataset, Iterator) and isinstance(make, Given):
+        raise InputError(
+            asked,
+            f"{found}, which can be read only once, so a run could not be resumed",
+            "give a list, an IterableDataset, or the function that makes it: {python: 'file.py:function'}",
+        )
+    if isinstance(dataset, MapStyle) and not isinstance(dataset, IterableDataset):
+        return UserSamples(make, dataset, model, seed)
+    if isinstance(dataset, IterableDataset) or (isinstance(dataset, Iterable) and not isinstance(dataset, Dataset)):
+        return UserStream(make, model, seed)
+    raise InputError(
+        asked,
+        f"{found}, which has no length or no samples by number",
+        "give it __len__ and __getitem__, or derive it from torch.utils.data.IterableDataset",
+    )

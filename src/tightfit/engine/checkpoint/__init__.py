@@ -1,0 +1,1 @@
+"""Checkpoints: what a run saves, and how it resumes."""

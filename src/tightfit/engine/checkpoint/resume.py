@@ -1,0 +1,253 @@
+"""Resume: load the newest checkpoint into a run. Each device takes its own shards of the
+tensors."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tightfit.distributed.mesh import leads, rank
+from tightfit.engine.checkpoint.contents import is_divided, names_of, whole_shape
+from tightfit.engine.checkpoint.save import EARLIER, STATE, checkpoints, everyones, newest
+from tightfit.engine.rng import seed_all, set_random_states
+from tightfit.errors import InputError
+from tightfit.job import Job
+from tightfit.optim.per_parameter import unpack
+from tightfit.optim.whole_parameters import lies_as
+from tightfit.runtime.activity import doing
+from tightfit.runtime.run import Run, part, wait_for_weights
+from tightfit.tensor_files import CHECKSUMS, Reader, checksum, file_name, index_name, read_checksums
+
+INDEX = ".index.json"
+SHARED = "name a folder that all hosts share with --out"
+
+
+def resume(run: Run, folder: str | Path) -> int:
+    """Load the newest checkpoint under `folder` into `run`; returns the step to continue from.
+
+    Every file is verified against its checksum before it is used. On several devices all of them
+    call it. Raises InputError, on all devices, if there is no checkpoint, if it is damaged, or if
+    it is another job's.
+    """
+    doing("reading a checkpoint")
+    wait_for_weights(run)  # which would overwrite what is read
+    path, state, needed = _agreed(run, lambda: _begin(run, folder))
+    paths = everyones(run, path.name)
+    if len(set(paths)) > 1:
+        raise InputError(
+            f"resume from {folder}", f"hosts see different checkpoints ({', '.join(sorted(set(paths)))})", SHARED
+        )
+    share = _share(run, needed)
+    _agreed(run, lambda: _hold(path, share))
+    _agreed(run, lambda: _load(run, path, state))
+    if run.loss_scale is not None and state["loss_scale"] is not None:
+        run.loss_scale.load_state_dict(state["loss_scale"])
+    _set_random_states(run, state)
+    step: int = state["step"]
+    return step
+
+
+def _agreed(run: Run, act: Callable[[], Any]) -> Any:
+    """What `act` returns on this device. If it raises InputError on one device, all raise that
+    error."""
+    found, said = None, None
+    try:
+        found = act()
+    except InputError as error:
+        said = (error.asked, error.found, error.fix)
+    first = next((one for one in everyones(run, said) if one is not None), None)
+    if first is not None:
+        raise InputError(*first)
+    return found
+
+
+def _begin(run: Run, folder: str | Path) -> tuple[Path, dict[str, Any], list[str]]:
+    """(the newest checkpoint, its state, the files with this device's tensors)."""
+    path = newest(folder)
+    if (path / EARLIER).exists() and not (path / STATE).exists():
+        raise InputError(
+            f"resume from {path}",
+            "was written by an earlier version of tightfit, whose checkpoints have no checksums",
+            "resume with that version, or start afresh with another --out",
+        )
+    known = _known(path)
+    _hold(path, {STATE: known.get(STATE, ""), **{name: sum for name, sum in known.items() if name.endswith(INDEX)}})
+    state = json.loads((path / STATE).read_text())
+    _same_job(state["job"], run.job, path)
+    names = {*run.model.state_dict().keys(), *(name for name, _ in names_of(run))}
+    needed: set[str] = set()
+    for kind in ("model", "optimizer"):
+        if (path / index_name(kind)).exists():
+            with Reader(path, kind) as saved:
+                needed |= saved.files_of([key for key in saved.names if key.partition(":")[2] in names or key in names])
+        else:
+            needed.add(file_name(kind, 0, 1))
+    if leads():  # files that no rank reads here, such as config.json, are verified, too
+        needed |= {name for name in known if not name.endswith(".safetensors")}
+    return path, state, sorted(needed)
+
+
+def _known(path: Path) -> dict[str, str]:
+    try:
+        return read_checksums(path)
+    except FileNotFoundError:
+        raise _altered(path, f"{CHECKSUMS} is missing") from None
+    except (ValueError, LookupError, TypeError):
+        raise _altered(path, f"{CHECKSUMS} is not as it was written") from None
+
+
+def _share(run: Run, needed: list[str]) -> list[str]:
+    """The files that this device verifies. Each file that a device of this host needs is verified
+    once per host."""
+    here = socket.gethostname()
+    others = [(number, files) for number, (host, files) in enumerate(everyones(run, (here, needed))) if host == here]
+    share = []
+    for place, name in enumerate(sorted({name for _, files in others for name in files})):
+        readers = [number for number, files in others if name in files]
+        if readers[place % len(readers)] == (rank() if run.mesh is not None else 0):
+            share.append(name)
+    return share
+
+
+def _hold(path: Path, names: Iterable[str]) -> None:
+    """Raise InputError for a file that is missing or whose checksum differs."""
+    known = _known(path)
+    for name in names:
+        doing(f"reading a checkpoint, {name}")
+        try:
+            if checksum(path / name) != known.get(name):
+                raise _altered(path, f"{name} is not as it was written: its checksum differs")
+        except FileNotFoundError:
+            raise _altered(path, f"{name} is missing") from None
+        except OSError as error:
+            raise _altered(path, f"{name} cannot be read ({error.strerror or error})") from error
+
+
+def _altered(path: Path, found: str) -> InputError:
+    before = [one for one in checkpoints(path.parent) if one < path]
+    if before:
+        return InputError(f"resume from {path}", found, f"delete {path}: the run then continues from {before[-1]}")
+    return InputError(
+        f"resume from {path}", found, "start afresh with another --out: there is no checkpoint before this one"
+    )
+
+
+def _load(run: Run, path: Path, state: dict[str, Any]) -> None:
+    try:
+        with Reader(path, "model") as saved:
+            _load_model(run, saved)
+        with Reader(path, "optimizer") as saved:
+            states = _parts(run, saved, state["counts"])
+        groups = run.optimizer.state_dict()["param_groups"]
+        run.optimizer.load_state_dict({"state": states, "param_groups": groups})
+    except (RuntimeError, ValueError, SafetensorError) as error:
+        if isinstance(error, InputError) or "memory" in str(error).lower():
+            raise
+        lines = " ".join(str(error).split())
+        raise InputError(
+            f"resume from {path}",
+            f"does not fit this model ({lines[:200]})",
+            "use the code that the run was started with",
+        ) from error
+
+
+@torch.no_grad()
+def _load_model(run: Run, saved: Reader) -> None:
+    """Copy the saved tensors, or this device's shards of them, into the model's."""
+    parameters = dict(run.model.named_parameters())
+    tensors = {**parameters, **dict(run.model.named_buffers())}
+    missing = sorted(parameters.keys() - saved.names)
+    if missing:
+        raise RuntimeError(f"no {missing[0]} in it")
+    unknown = sorted(saved.names - run.model.state_dict().keys())
+    if unknown and run.stages is None:
+        raise RuntimeError(f"{unknown[0]} is in it")
+    for name in sorted(saved.names & tensors.keys()):
+        tensor, value = tensors[name].detach(), saved.get(name)
+        shape = whole_shape(run, name, tensor)
+        if value.shape != shape:
+            raise RuntimeError(f"{name} has shape {tuple(value.shape)} there and {tuple(shape)} here")
+        value = run.slices[name].part(value) if name in run.slices else value
+        if isinstance(tensor, DTensor):
+            assert run.reduction is not None
+            value, tensor = run.reduction.part(tensors[name], value), tensor.to_local()
+        tensor.copy_(value)
+
+
+def _parts(run: Run, saved: Reader, counts: dict[str, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The saved states in the form of the optimizer's state_dict, by number; this device's shards
+    of sharded states."""
+    sharded, names = is_divided(run), names_of(run)
+    shapes = {name: whole_shape(run, name, p) for name, p in run.model.named_parameters()}
+    found: dict[str, dict[str, Any]] = {owner: dict(counts.get(owner, {})) for owner, _ in names}
+    for key in sorted(saved.names):
+        what, _, owner = key.partition(":")
+        name, _, within = what.partition(".")
+        if owner in found and within:
+            found[owner].setdefault(name, {})[within] = saved.get(key)
+        elif owner in found:
+            found[owner][name] = saved.get(key)
+
+    def taken(owner: str, weight: Tensor, name: str, value: Any) -> Any:
+        if isinstance(value, dict) and not sharded:
+            return {what: tensor.clone() for what, tensor in value.items()}
+        if isinstance(value, dict):
+            packed = {what: tensor.to(run.device) for what, tensor in value.items()}
+            value = unpack(name, packed, torch.empty(shapes[owner], device=run.device))
+        if sharded and lies_as(name, value, shapes[owner]):
+            value = part(run, weight, value)
+        return value.clone() if isinstance(value, Tensor) else value  # the file is mapped
+
+    return {
+        number: {name: taken(owner, weight, name, value) for name, value in found[owner].items()}
+        for number, (owner, weight) in enumerate(names)
+        if found[owner]
+    }
+
+
+def _set_random_states(run: Run, state: dict[str, Any]) -> None:
+    """Restore the random generators. With another number of devices than before, seed them by the
+    job's seed, the step and the rank."""
+    states, number = state["random"], rank()
+    if len(states) == (dist.get_world_size() if run.mesh is not None else 1):
+        set_random_states(states[number])
+    else:
+        seed_all(run.job.train.seed + 1 + state["step"] + 7919 * number)
+
+
+_MAY_CHANGE = {
+    "steps",
+    "epochs",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "evaluate_every",
+    "evaluate_samples",
+    "trackers",
+}
+
+
+def _same_job(saved: dict[str, Any], job: Job, where: Path) -> None:
+    """Raise InputError if the mathematics differs from the checkpoint's job. The training's length
+    and the plan may differ."""
+    asked = json.loads(job.to_json())
+    for section in ("model", "data", "loss", "train"):
+        before, now = saved.get(section) or {}, asked.get(section) or {}
+        for name in sorted(set(before) | set(now)):
+            if before.get(name) != now.get(name) and not (section == "train" and name in _MAY_CHANGE):
+                raise InputError(
+                    f"resume from {where}",
+                    f"{section}.{name} was {before.get(name)!r} and is now {now.get(name)!r}",
+                    f"set {section}.{name} back, or start afresh with another --out",
+                )
+
+
+__all__ = ["resume"]

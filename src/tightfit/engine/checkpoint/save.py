@@ -1,0 +1,255 @@
+"""Checkpoints: everything that a run needs to continue as if it had not stopped.
+
+`report/run_folder.py` calls `save`; `engine/checkpoint/resume.py` reads what it wrote. A checkpoint is a folder
+such as `step-00000120` with
+
+    model.safetensors      parameters and persistent buffers; with config.json and the tokenizer's
+                           files where model and data have them, so that transformers can load it
+    optimizer.safetensors  optimizer states
+    state.json             step, loss scale, states of the random number generators
+    checksums.json         the SHA-256 of every other file
+
+A large checkpoint has several files of each kind, which the devices write together: see `files`.
+Tensors are saved unsharded, so any number of devices, sharded in any way, can resume from it. The
+folder is written under another name and renamed at the end, so a folder with this name is complete.
+It contains tensors and JSON, and nothing that is executed when it is read.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from tightfit.distributed.mesh import leads, rank
+from tightfit.engine.checkpoint.contents import Tensors, model_of, states_of
+from tightfit.engine.rng import random_states
+from tightfit.engine.step import drain
+from tightfit.errors import InputError, TightfitError
+from tightfit.models import is_transformers_model
+from tightfit.runtime.activity import doing
+from tightfit.runtime.run import Run
+from tightfit.tensor_files import (
+    CHECKSUMS,
+    Layout,
+    Writer,
+    file_bytes,
+    file_name,
+    laid_out,
+    write_checksums,
+    write_index,
+)
+
+STATE = "state.json"
+EARLIER = "state.pt"  # the state's file in earlier versions, which pickled it
+
+
+def save(run: Run, folder: str | Path, step: int) -> Path:
+    """Write the checkpoint of a run that has done `step` steps under `folder`; returns its folder.
+
+    Then deletes the oldest checkpoints beyond the job's `keep_checkpoints`. On several devices all
+    of them call it: sharded tensors are gathered one by one, and each device writes some of the
+    files. An asynchronous pipeline is drained first, and the steps that it took beyond `step`
+    count.
+
+    Raises TightfitError if it cannot be written; earlier checkpoints are kept.
+    """
+    drain(run)
+    step += len(run.stages.losses) if run.stages is not None else 0
+    folder = Path(folder)
+    final = folder / f"step-{step:08d}"
+    unfinished = folder / f".{final.name}.partial"
+    model, states = model_of(run), states_of(run)
+    state = _state(run, step, states)
+    _together(run, lambda: _begin(folder, unfinished) if leads() else None, step, folder)
+    writers = _writers(run, unfinished)
+    if not all(everyones(run, bool(writers))):
+        _together(run, lambda: _unseen(folder), step, folder, unfinished)
+    layouts: dict[str, tuple[Layout, int]] = {}
+    with Writer() as writer:
+        for kind, tensors in (("model", model), ("optimizer", states)):
+            mine, layout, size = _layout(run, tensors, len(writers))
+            layouts[kind] = layout, size
+            names = {file_name(kind, number, len(layout)): layout[number] for number in mine}
+            stride = max(len(writers) // max(len(mine), 1), 1)
+            own = {file for place, file in enumerate(names) if writers[place * stride % len(writers)] == rank()}
+            writer.fill(unfinished, names, partial(_fetch, tensors), own)
+        writer.wait()
+        _together(run, lambda: _raise_first(writer.errors), step, folder, unfinished)
+    doing("the end of writing a checkpoint")
+    written = everyones(run, writer.checksums)
+
+    def finish() -> None:
+        for kind, (layout, size) in layouts.items():
+            write_index(unfinished, kind, layout, size)
+        _describe(run, unfinished)
+        (unfinished / STATE).write_text(json.dumps(state) + "\n")
+        write_checksums(unfinished, {name: sum for one in written for name, sum in one.items()})
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(unfinished, final)
+        for old in checkpoints(folder)[: -run.job.train.keep_checkpoints]:
+            shutil.rmtree(old)
+
+    _together(run, lambda: finish() if leads() else None, step, folder, unfinished)
+    return final
+
+
+def _fetch(tensors: Tensors, name: str) -> Tensor:
+    doing(f"writing a checkpoint, {name}")
+    return tensors.fetch(name)
+
+
+def _begin(folder: Path, unfinished: Path) -> None:
+    for left in folder.glob(".step-*.partial"):
+        shutil.rmtree(left)
+    unfinished.mkdir(parents=True)
+
+
+def _unseen(folder: Path) -> None:
+    raise OSError(f"a stage of the pipeline is on hosts that do not see {folder}")
+
+
+def _raise_first(errors: list[Exception]) -> None:
+    for error in errors:
+        raise error
+
+
+def _together(run: Run, act: Callable[[], None], step: int, folder: Path, unfinished: Path | None = None) -> None:
+    """Call `act`, which may fail on files, and wait for all devices. If it fails on one of them,
+    all raise TightfitError."""
+    said = ""
+    try:
+        act()
+    except (OSError, SafetensorError) as error:
+        said = str(error) or type(error).__name__
+    found = [one for one in everyones(run, said) if one]
+    if found:
+        if unfinished is not None and leads():
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise TightfitError(
+            f"the checkpoint of step {step} could not be written to {folder}: {found[0]}\n"
+            "  fix: make room there, keep fewer with train.keep_checkpoints, or name another --out"
+        )
+
+
+def everyones(run: Run, value: Any) -> list[Any]:
+    """All-gather a small Python object: the values of all devices, by global rank."""
+    if run.mesh is None:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _stages(run: Run, value: Any) -> list[Any]:
+    """All-gather a Python object over the pipeline: the values of its ranks, in order."""
+    if run.stages is None or run.mesh is None or run.mesh.size("pp") == 1:
+        return [value]
+    found: list[Any] = [None] * run.mesh.size("pp")
+    dist.all_gather_object(found, value, group=run.mesh.group("pp"))
+    return found
+
+
+def _writers(run: Run, folder: Path) -> list[int]:
+    """Global ranks that can write this device's stages: those with the same stages that see the
+    folder."""
+    if run.mesh is None or run.mesh.servers:
+        return [0]
+    sees, each = everyones(run, folder.is_dir()), dist.get_world_size() // run.mesh.size("pp")
+    first = run.mesh.rank("pp") * each
+    return [device for device in range(first, first + each) if sees[device]]
+
+
+def check_folder(run: Run, folder: Path) -> None:
+    """Raise InputError for a folder that no device with some stage of the model can see.
+
+    All devices call it.
+    """
+    if run.mesh is None:
+        return
+    dist.barrier()
+    if not all(everyones(run, bool(_writers(run, folder)))):
+        raise InputError(
+            f"--out {folder}",
+            "a stage of the pipeline is on hosts that do not see it",
+            "name a folder that all hosts share",
+        )
+
+
+def _layout(run: Run, tensors: Tensors, writers: int) -> tuple[list[int], Layout, int]:
+    """(numbers of this device's stages' files, all files, bytes of all files).
+
+    A tensor that two pipeline ranks have is in the first one's files.
+    """
+    found: Layout = []
+    seen: set[str] = set()
+    mine: list[int] = []
+    total = sum(tensors.sizes.values())
+    by_stage = _stages(run, (laid_out(tensors.sizes, file_bytes(total, writers)), total))
+    here = run.mesh.rank("pp") if run.mesh is not None and len(by_stage) > 1 else 0
+    for place, (layout, _) in enumerate(by_stage):
+        left = [[name for name in names if name not in seen] for names in layout]
+        for names in filter(None, left):
+            seen.update(names)
+            mine += [len(found)] if place == here else []
+            found.append(names)
+    if not found:  # an optimizer without states
+        found, mine = [[]], [0] if here == 0 else []
+    return mine, found, sum(size for _, size in by_stage)
+
+
+def _describe(run: Run, folder: Path) -> None:
+    """Write what transformers needs to load the model."""
+    if is_transformers_model(run.model):
+        config: Any = copy.deepcopy(run.model.config)
+        config.architectures = [_plain_name(run.model)]
+        if getattr(config, "use_cache", None) is False:
+            config.use_cache = True  # generation needs it, training does not
+        config.save_pretrained(folder)
+    if run.data.tokenizer is not None:
+        run.data.tokenizer.save_pretrained(folder)
+
+
+def _plain_name(model: nn.Module) -> str:
+    """The name of the model's class: fully_shard derives a class of its own from it."""
+    return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def checkpoints(folder: str | Path) -> list[Path]:
+    """The complete checkpoints under `folder`, oldest first."""
+    files = (STATE, CHECKSUMS, EARLIER)  # one is enough: resume reports those that are missing
+    return sorted(path for path in Path(folder).glob("step-*") if any((path / name).exists() for name in files))
+
+
+def newest(folder: str | Path) -> Path:
+    """The newest checkpoint under `folder`. Raises InputError."""
+    found = checkpoints(folder)
+    if not found:
+        raise InputError(
+            f"resume from {folder}",
+            "no checkpoint there",
+            "leave out --resume, or name the folder of an earlier run with --out",
+        )
+    return found[-1]
+
+
+def _state(run: Run, step: int, states: Tensors) -> dict[str, Any]:
+    """The content of state.json: all that is no tensor."""
+    counts = {name: value for one in _stages(run, states.counts) for name, value in one.items()}
+    return {
+        "step": step,
+        "job": json.loads(run.job.to_json()),
+        "counts": counts,
+        "loss_scale": run.loss_scale.state_dict() if run.loss_scale else None,
+        "random": everyones(run, random_states()),
+    }

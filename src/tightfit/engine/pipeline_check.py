@@ -1,0 +1,223 @@
+"""The split check: do a pipeline's stages compute what the undivided model computes?
+
+It compares loss and gradient norm on one micro-batch, before the first step. What crosses the stage
+boundaries was found by tracing the model on fake tensors (`parallel/pipeline/boundaries.py`). This check
+looks at numbers, so it also finds what tracing cannot: state outside of tensors, and code that
+depends on the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tightfit.distributed.mesh import DATA
+from tightfit.engine.checkpoint.contents import model_of
+from tightfit.engine.rng import evaluating, randomness_kept, seed_all
+from tightfit.engine.step import gradient_norm, sum_shared
+from tightfit.errors import InputError
+from tightfit.job import LossSpec
+from tightfit.methods import float8, precision
+from tightfit.methods.materialize import create_on_host, weights_dtype
+from tightfit.models import load_python, task_of
+from tightfit.models.objective import objective_of
+from tightfit.parallel.context.sequence_chunks import SequenceChunks
+from tightfit.parallel.pipeline.executor import Pipeline
+from tightfit.runtime.run import Run, to_device
+
+SHARE = 0.02  # the check runs unasked up to this share of the run's time and of a device's memory
+TOLERANCES = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
+
+
+@dataclass(frozen=True)
+class Split:
+    """Loss and gradient norm of one micro-batch on the stages, and those of the undivided model.
+
+    The norm is None if gradients are compressed, because compressing changes the error feedback of
+    later gradients. `tolerance` is relative.
+    """
+
+    loss: float
+    expected_loss: float
+    norm: float | None
+    expected_norm: float | None
+    tolerance: float
+
+    @property
+    def agrees(self) -> bool:
+        pairs = [(self.loss, self.expected_loss)]
+        if self.norm is not None and self.expected_norm is not None:
+            pairs.append((self.norm, self.expected_norm))
+        return all(abs(found - wanted) <= self.tolerance * max(abs(wanted), 1e-6) for found, wanted in pairs)
+
+
+def wants_check(run: Run, steps: int) -> bool:
+    """Whether to compare the stages with the undivided model before the first of `steps` steps.
+
+    With check_split: auto, if it takes less than 2 % of the run's time and of a device's memory.
+    """
+    asked = run.job.train.check_split
+    if run.dataflow is None or asked == "never":
+        return False
+    if asked == "always":
+        return True
+    plan, settings = run.plan, run.job.train
+    micro_batches = -(-plan.share_of(settings.batch) // plan.micro_batch_of(settings.batch))
+    whole = run.dataflow.parameter_count
+    cuda = run.device.type == "cuda"
+    memory = torch.cuda.get_device_properties(run.device).total_memory if cuda else psutil.virtual_memory().total
+    # the undivided model takes as long as all stages one after another, and so does the pipeline
+    return 2 * plan.stages <= SHARE * steps * micro_batches and 3 * 4 * whole <= SHARE * memory
+
+
+def check_split(run: Run) -> Split | None:
+    """Compare, and raise InputError on all devices if they differ.
+
+    All devices call it. The run is left unchanged. Returns None if the loss is random.
+    """
+    found = compare_split(run)
+    if found is not None and not found.agrees:
+        norm = "" if found.norm is None else f", gradient norm {found.norm:.6g} and not {found.expected_norm:.6g}"
+        raise InputError(
+            f"plan: pp={run.plan.pp}",
+            f"the stages compute something else than the undivided model: the loss of one micro-batch is {found.loss:.6g} and "
+            f"not {found.expected_loss:.6g}{norm}",
+            "use pp: 1; zero: 3 and tp shard a model, too. State that the model keeps outside of tensors, and decisions that "
+            "depend on the data, do not cross from stage to stage",
+        )
+    return found
+
+
+def compare_split(run: Run) -> Split | None:
+    """Run one micro-batch through the stages and through the undivided model with the same weights.
+
+    Returns None if the model's loss is random.
+    """
+    assert run.mesh is not None
+    assert isinstance(run.stages, Pipeline)
+    whole = run.data.example()
+    own = run.data.cut(whole) if isinstance(run.data, SequenceChunks) else whole
+    parts, copies = run.mesh.part[1], run.mesh.cp
+    items = max(run.objective.count(own) if copies == 1 else _over_pieces(run, run.objective.count(own)), 1) * parts
+    with_gradients = run.plan.compressed_gradients == "none"
+    with randomness_kept(), _buffers_kept(run.model), _mode_of(run):
+        seed_all(run.job.train.seed)
+        total = run.stages.once(run, own, 1.0 / items) if with_gradients else run.stages.evaluate(run, own)
+        loss = float(run.mesh.sum(total.detach().double(), (*DATA, "pp"))) / items
+        norm = None
+        if with_gradients:
+            sum_shared(run)
+            norm = float(gradient_norm(run, run.mesh))
+            run.optimizer.zero_grad(set_to_none=True)
+    expected = _undivided(run, whole, with_gradients)
+    if expected is None:
+        return None
+    expected_loss, expected_norm = expected
+    tolerance = TOLERANCES[run.plan.precision.split("-")[0]]
+    return Split(loss, expected_loss, norm, expected_norm if with_gradients else None, tolerance)
+
+
+def _over_pieces(run: Run, count: int) -> int:
+    """All-reduce a count over the context-parallel ranks, each of which has a shard of the
+    sequences."""
+    assert run.mesh is not None
+    values = torch.tensor(count, device=run.device)
+    dist.all_reduce(values, group=run.mesh.lines["context"])
+    return int(values)
+
+
+def _undivided(run: Run, batch: Any, with_gradients: bool) -> tuple[float, float] | None:
+    """Loss and gradient norm of the undivided model with the stages' weights; None if the loss is
+    random."""
+    with randomness_kept():
+        seed_all(run.job.train.seed)
+        model = create_on_host(run.job.model, run.device, weights_dtype(run.plan))
+    _gather_weights(run, model)
+    given = run.job.loss
+    objective = objective_of(
+        load_python(given.python) if isinstance(given, LossSpec) else given, task_of(run.job.model)
+    )
+    one = replace(
+        run, model=model, loss_sum=partial(objective.total, model), stages=None, mesh=None, objective=objective
+    )
+    for room in (float8, precision):
+        if room.wanted(run.plan):
+            one = room.apply(one, run.plan)
+    items = max(objective.count(batch), 1)
+    with randomness_kept(), _mode_of(one), torch.set_grad_enabled(with_gradients):
+        if run.dataflow is not None and run.dataflow.is_random and _differs(one, batch):
+            return None
+        loss = one.loss_sum(to_device(batch, run)) / items
+        if with_gradients:
+            loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    squares = [
+        torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)).double().square()
+        for gradient in gradients
+    ]
+    norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+    return float(loss.detach()), float(norm)
+
+
+@torch.no_grad()
+def _differs(run: Run, batch: Any) -> bool:
+    """Whether the loss depends on random numbers."""
+    losses = []
+    for seed in range(2):
+        seed_all(seed)
+        losses.append(float(run.loss_sum(to_device(batch, run))))
+    return losses[0] != losses[1]
+
+
+@torch.no_grad()
+def _gather_weights(run: Run, model: nn.Module) -> None:
+    """Broadcast all stages' parameters and buffers into the undivided `model`, tensor by tensor."""
+    assert run.mesh is not None
+    saved = model_of(run)
+    names: list[Any] = [None] * run.mesh.size("pp")
+    group, mine = run.mesh.group("pp"), run.mesh.rank("pp")
+    dist.all_gather_object(names, list(saved.sizes), group=group)
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    done: set[str] = set()
+    for stage, its in enumerate(cast(list[list[str]], names)):
+        for name in its:
+            if name in done or name not in tensors:
+                continue
+            done.add(name)
+            there = tensors[name].detach()
+            value = saved.fetch(name).to(there) if stage == mine else torch.empty_like(there)
+            value = value.contiguous()
+            dist.broadcast(value, group=group, group_src=stage)
+            there.copy_(value)
+
+
+@contextmanager
+def _mode_of(run: Run) -> Iterator[None]:
+    """Training mode, or evaluation mode if the model draws random numbers, because the stages would
+    draw others."""
+    assert run.dataflow is not None
+    if run.dataflow.is_random:
+        with evaluating(run.model):
+            yield
+        return
+    run.model.train()
+    yield
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)

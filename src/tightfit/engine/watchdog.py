@@ -1,0 +1,311 @@
+"""Watch: detects ranks that hang or fail, so that a distributed training ends instead of waiting
+for ever.
+
+The training itself may be blocked inside a collective, so two threads run beside it. One writes
+this process's heartbeat to the store that all ranks share, and reads whether another process has
+failed. The other checks the time: if the training has been in one operation for too long, it reads
+all heartbeats, reports which rank does not answer, and ends this process.
+
+The first process that fails prints the reason. The others, whose connections to it break, exit
+silently with its exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from tightfit.distributed.rendezvous import keeps_store
+from tightfit.errors import TightfitError
+from tightfit.runtime.activity import Progress, noted
+
+TIMEOUT_S = 600.0
+FIRST_TIMEOUT_S = 3600.0  # until the first step is done: planning, loading and compiling
+NORMAL = 5  # an operation may take this many times as long as the longest one so far
+BEAT_S = 5.0  # between two heartbeats
+GRACE_S = 20.0  # how long a process may take to end by itself after another has failed
+LOST_S = 10.0  # how long to wait for the reason of a broken connection
+LINGER_S = 3.0  # how long the host of the store stays alive after it has failed
+FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Note:
+    """A process's heartbeat: its number, the step and operation under way, the seconds since that
+    operation began, and the place in the code."""
+
+    beat: int
+    step: int | None
+    operation: str
+    seconds: float
+    where: str
+
+
+class Watch:
+    """Watches the other ranks through the store that all of them share.
+
+    timeout_s  how long one operation may take after the first step, in seconds
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world: int, progress: Progress, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self.store, self.rank, self.world, self.progress, self.timeout_s = store, rank, world, progress, timeout_s
+        self.beat_s = min(BEAT_S, timeout_s / 10)
+        self.ended = threading.Event()
+        self.main = threading.main_thread().ident
+        self.parent = os.getppid()
+        self.threads = [threading.Thread(target=run, daemon=True) for run in (self._tell, self._look)]
+        self.beats = 0
+
+    def start(self) -> None:
+        for thread in self.threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self.ended.set()
+        for thread in self.threads:
+            thread.join(2 * self.beat_s)
+
+    def fail(self, code: int, wait_s: float = 0.0) -> int | None:
+        """Report that this process fails. Returns None if it is the first, else the first one's
+        exit code.
+
+        wait_s  how long to wait first for another process's report
+        """
+        store = _ask(lambda: _another(self.store))
+        if store is None:  # the process that hosts it is gone, so there is nowhere to report
+            return None
+        until = time.monotonic() + wait_s
+        while time.monotonic() < until and _failed(store) is None:
+            time.sleep(0.1)
+        mine = f"{self.rank}:{code}"
+        first = _ask(lambda: store.compare_set(FAILED, "", mine))
+        return None if first is None or first.decode() == mine else _code(first)
+
+    def _tell(self) -> None:
+        """Write heartbeats. End this process if another has failed and this one does not end by
+        itself, or if its parent process is gone."""
+        store = None
+        while not self.ended.wait(self.beat_s):
+            store = store or _ask(lambda: _another(self.store))
+            if store is not None:
+                self.beats += 1
+                _ask(partial(store.set, _key(self.rank), json.dumps(vars(self._note()))))
+                code = _failed(store)
+                if code is not None and not self.ended.wait(GRACE_S):
+                    end(code)
+            if os.getppid() != self.parent and self.parent != 1:
+                end(1, "tightfit: the process that started this one is gone")
+
+    def _look(self) -> None:
+        """End this process if the training has been in one operation for too long."""
+        while not self.ended.wait(self.beat_s):
+            seconds = time.monotonic() - self.progress.since
+            if seconds > self._limit_s():
+                message = self._verdict(seconds)
+                if self.ended.is_set() or time.monotonic() - self.progress.since < seconds:
+                    continue  # it has made progress meanwhile
+                code = self.fail(1)
+                if code is None:
+                    end(1, f"tightfit: {TightfitError.__name__}: {message}")
+                end(1 if code is None else code)
+
+    def _limit_s(self) -> float:
+        if self.progress.steps < 2:
+            return max(FIRST_TIMEOUT_S, 6 * self.timeout_s)
+        return max(self.timeout_s, NORMAL * self.progress.longest_s)
+
+    def _note(self) -> Note:
+        progress = self.progress
+        seconds = time.monotonic() - progress.since
+        return Note(self.beats, progress.step, progress.operation, round(seconds, 1), place_of(self.main))
+
+    def _verdict(self, seconds: float) -> str:
+        """The message: which rank does not answer or is behind, and where this process waits for
+        it."""
+        before = _ask(lambda: self._notes(_another(self.store)), 30.0)
+        time.sleep(max(3 * self.beat_s, BEAT_S))
+        after = _ask(lambda: self._notes(_another(self.store)), 30.0)
+        if after is None or before is None:
+            return _said(
+                f"the process that hosts the store of all ranks ({os.environ.get('MASTER_ADDR')}) has not answered",
+                seconds,
+                self._note(),
+                self.rank,
+                "it was stopped, or its host cannot be reached",
+            )
+        silent = [rank for rank in after if rank != self.rank and _beat(after[rank]) == _beat(before[rank])]
+        mine = self._note()
+        if silent:
+            why = "stopped, or on a host that cannot be reached"
+            return _said(f"{_ranks(silent)} {_have(silent)} not answered", seconds, mine, self.rank, why)
+        notes = {rank: note for rank, note in after.items() if note is not None}
+        late = behind(notes)
+        if late:
+            there = notes[late[0]]
+            why = f"still in {_step(there)}, {there.operation}{there.where}"
+            return _said(f"{_ranks(late)} {_have(late)} not come along", seconds, mine, self.rank, why)
+        return _said("no rank goes on", seconds, mine, self.rank, "each of them waits for another")
+
+    def _notes(self, store: dist.Store) -> dict[int, Note | None]:
+        """The last heartbeat of each rank; None for a rank without one."""
+        there = [rank for rank in range(self.world) if store.check([_key(rank)])]
+        found = [json.loads(text) for text in store.multi_get([_key(rank) for rank in there])]
+        notes = {rank: Note(**note) for rank, note in zip(there, found, strict=True)}
+        return {rank: notes.get(rank) for rank in range(self.world)}
+
+
+def _another(store: Any) -> dist.Store:
+    """The same store over its own connection: a connection that waits for an answer blocks all
+    others."""
+    clone: dist.Store = store.clone()
+    return clone
+
+
+def _ask(what: Callable[[], Any], within_s: float = 5.0) -> Any:
+    """An answer of the store; None if there is none in time: the process that hosts it may have
+    failed."""
+    found: list[Any] = []
+
+    def ask() -> None:
+        with suppress(Exception):  # torch raises several kinds for a connection that is gone
+            found.append(what())
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(within_s)
+    return found[0] if found else None
+
+
+def _failed(store: dist.Store) -> int | None:
+    """The exit code of the process that failed first; None if none has failed."""
+    found = _ask(lambda: store.get(FAILED) if store.check([FAILED]) else None)
+    return None if found is None else _code(found)
+
+
+def _code(said: bytes) -> int:
+    return int(said.decode().partition(":")[2])
+
+
+def behind(notes: dict[int, Note]) -> list[int]:
+    """The ranks that the others wait for, if all answer: those in an earlier step, else those in
+    another operation than most."""
+    steps = {rank: -1 if note.step is None else note.step for rank, note in notes.items()}
+    late = [rank for rank, step in steps.items() if step < max(steps.values())]
+    if late:
+        return late
+    operations = [note.operation for note in notes.values()]
+    counts = {operation: operations.count(operation) for operation in set(operations)}
+    most = max(counts, key=lambda operation: counts[operation])
+    return [rank for rank, note in notes.items() if note.operation != most]
+
+
+def place_of(thread: int | None) -> str:
+    """Where in tightfit a thread is, and what it has called there: " (all_reduce, step.py:180)"."""
+    frame = sys._current_frames().get(thread or 0)
+    called = ""
+    while frame is not None:
+        module, name = str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
+        if module.startswith("torch.distributed") and not name.startswith(("_", "wrapper")):
+            called = f"{name}, "
+        if module.startswith("tightfit."):
+            return f" ({called}{module.removeprefix('tightfit.').replace('.', '/')}.py:{frame.f_lineno})"
+        frame = frame.f_back
+    return ""
+
+
+def _said(who: str, seconds: float, mine: Note, rank: int, why: str) -> str:
+    return (
+        f"{who} for {_minutes(seconds)}: {why}; rank {rank} waits in {_step(mine)}, {mine.operation}{mine.where}\n"
+        "  fix: look there for the cause; --resume continues from the newest checkpoint, --timeout MINUTES waits longer"
+    )
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def _step(note: Note) -> str:
+    return "the preparations" if note.step is None else f"step {note.step + 1}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _have(ranks: list[int]) -> str:
+    return "have" if len(ranks) > 1 else "has"
+
+
+def _beat(note: Note | None) -> int:
+    return -1 if note is None else note.beat
+
+
+def _key(rank: int) -> str:
+    return f"progress/{rank}"
+
+
+def end(code: int, message: str = "") -> None:
+    """Exit at once, whatever other threads wait for, even if the message cannot be printed any
+    more."""
+    with suppress(OSError):
+        if message:
+            print(message, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+@contextmanager
+def watched(store: dist.Store, rank: int, world: int, timeout_s: float) -> Iterator[Watch]:
+    """Within, this process watches the other ranks and they watch it.
+
+    An error is raised only in the first process that fails; the others exit with its exit code.
+    Raises TightfitError if a connection broke and no process has reported why.
+    """
+    with noted() as progress:
+        watch = Watch(store, rank, world, progress, timeout_s)
+        watch.start()
+        try:
+            yield watch
+        except Exception as error:
+            code = watch.fail(getattr(error, "exit_code", 1), LOST_S if is_lost_connection(error) else 0.0)
+            if code is not None:
+                raise SystemExit(code) from None
+            if keeps_store():
+                time.sleep(LINGER_S)  # the others read there that this one has failed
+            if is_lost_connection(error):
+                mine = watch._note()
+                raise TightfitError(
+                    f"rank {rank} lost its connection to another, which ended without a word, in {_step(mine)}, {mine.operation} "
+                    f"({' '.join(str(error).split())[-200:]})\n  the saved checkpoints are kept: --resume continues from the newest"
+                ) from error
+            raise
+        finally:
+            watch.stop()
+
+
+def is_lost_connection(error: Exception) -> bool:
+    """Whether an error only says that another process is gone."""
+    if isinstance(error, TightfitError) or not isinstance(error, RuntimeError):
+        return False
+    said = str(error).lower()
+    return isinstance(error, dist.DistError) or any(
+        words in said
+        for words in ("connection closed", "connection reset", "connection refused", "broken pipe", "/gloo/")
+    )
+
+
+__all__ = ["TIMEOUT_S", "Watch", "watched"]

@@ -1,0 +1,464 @@
+"""Measures the rate of each kind of operation on this machine at a few sizes. Step times are
+predicted from it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tightfit.capabilities import can_compile
+from tightfit.machine import COMPUTED, Machine
+from tightfit.measure.clock_drift import Pace
+from tightfit.measure.timing import Pick, timed
+from tightfit.methods.allocator import keep_freed_memory
+from tightfit.methods.attention import blocked_attention, probability_count
+from tightfit.planner.tracing.recorder import causal_pairs
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PRODUCT_SIZES = (64, 128, 256, 512, 1024, 2048)
+# on a GPU, (rows, depth, columns): the products of a model of 8 billion parameters, the last by its
+# vocabulary
+LARGE_PRODUCTS = (
+    (4096, 4096, 4096),
+    (8192, 4096, 4096),
+    (8192, 4096, 14336),
+    (16384, 4096, 14336),
+    (8192, 4096, 128256),
+)
+BYTES = (2**16, 2**19, 2**22, 2**25, 2**27)
+LARGE_BYTES = (2**29,)  # on a GPU, whose L2 cache holds 2**26 and more
+COLD = {  # bytes of inputs between two uses of the same memory: about what a model's block accesses
+    "cpu": 2**24,
+    "cuda": 2**28,
+}
+MOST_SETS = 256
+PATIENCE_S = 0.25  # that one run of a case may take
+LEAST_S, ALONE_S = 0.02, 0.2  # that a case is timed; that the only case of a kind is timed
+# quick calibration: least seconds of a case, and cases of each kind, the small ones
+GLANCE_S, GLANCE_CASES = 0.003, 3
+
+Work = Callable[[], object]
+Case = tuple[int, float, Work]  # size, FLOPs or bytes accessed, the function to time
+
+
+def measure_rates(
+    device: torch.device, pace: Pace, say: Callable[[str], None], glance: bool = False
+) -> dict[str, dict[int, float]]:
+    """Measure all kinds: "kind/dtype" -> size -> FLOPs or bytes in the time of one control.
+
+    It takes about a minute on two cores. A quick calibration (`glance`), without large sizes and
+    compiled kernels, takes two seconds. The caller divides by the control's usual seconds (see
+    `measure/clock_drift.py`).
+    """
+    rates: dict[str, dict[int, float]] = {}
+    if device.type == "cpu":
+        fetched = _fetch_rate(device)
+        rates["fetch/float32"] = {2**25: fetched * pace.stretch()}
+        keep_freed_memory()  # page faults are measured apart, by "fetch"
+    for name, dtype in DTYPES.items():
+        for kind, cases in _KINDS.items():
+            if glance and kind in COMPUTED:
+                continue
+            say(f"{kind} in {name}")
+            if glance:
+                table = _table(itertools.islice(cases(dtype, device), GLANCE_CASES), device, GLANCE_S, GLANCE_S, min)
+            else:
+                table = _table(cases(dtype, device), device, least_s=ALONE_S if kind in COMPUTED else LEAST_S)
+            control_s = pace.stretch()
+            if table:
+                rates[f"{kind}/{name}"] = {size: rate * control_s for size, rate in table.items()}
+    return rates
+
+
+def _table(
+    cases: Iterator[Case],
+    device: torch.device,
+    patience_s: float = PATIENCE_S,
+    least_s: float = LEAST_S,
+    pick: Pick = statistics.median,
+) -> dict[int, float]:
+    """Rates by size, from small to large.
+
+    It stops before a size that would take longer than `patience_s`, such as a product in a dtype
+    that the CPU has no instructions for. Larger sizes are then assumed to have the last size's
+    rate.
+    """
+    rates: dict[int, float] = {}
+    rate = math.inf
+    with suppress(torch.OutOfMemoryError):  # a small GPU: larger sizes have the last rate, too
+        for size, amount, work in cases:
+            if amount / rate > patience_s:
+                break
+            rate = rates[size] = amount / timed(work, device, least_s=least_s, pick=pick)
+    return rates
+
+
+def _bytes(device: torch.device) -> tuple[int, ...]:
+    """The sizes, in bytes accessed, of the operations that are limited by memory."""
+    return BYTES if device.type == "cpu" else BYTES + LARGE_BYTES
+
+
+def _in_turn(make: Callable[..., object], inputs: Callable[[], tuple[Tensor, ...]]) -> Work:
+    """A function that runs `make` on one set of inputs after another and keeps the results as long.
+
+    So neither inputs nor outputs are in the cache, as in a training step.
+    """
+    first = inputs()
+    cold = COLD[first[0].device.type] // max(sum(tensor.nbytes for tensor in first), 1)
+    sets = [first, *(inputs() for _ in range(min(cold, MOST_SETS)))]
+    kept: list[object] = [None] * len(sets)
+    places = itertools.cycle(range(len(sets)))
+
+    def work() -> None:
+        place = next(places)
+        kept[place] = make(*sets[place])
+
+    return work
+
+
+def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """A layer's three products, (4 s, s) x (s, s): forward, the input's gradient, the weight's
+    gradient.
+
+    On a GPU also those of large layers.
+    """
+    square = [(4 * size, size, size) for size in PRODUCT_SIZES]
+    for rows, depth, columns in (*square, *(LARGE_PRODUCTS if device.type == "cuda" else ())):
+
+        def inputs(rows: int = rows, depth: int = depth, columns: int = columns) -> tuple[Tensor, ...]:
+            shapes = (rows, depth), (columns, depth), (rows, columns)
+            return tuple(_random(shape, dtype, device) for shape in shapes)
+
+        def make(rows: Tensor, weight: Tensor, gradient: Tensor) -> object:
+            return torch.mm(rows, weight.t()), torch.mm(gradient, weight), torch.mm(gradient.t(), rows)
+
+        one = rows * depth * columns
+        yield round(one ** (1 / 3)), 3 * 2.0 * one, _in_turn(make, inputs)
+
+
+def _batched(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Batched products as in attention: 64 of (length, 64) x (64, length)."""
+    for length in (64, 128, 256, 512, *((1024,) if device.type == "cuda" else ())):
+
+        def inputs(length: int = length) -> tuple[Tensor, ...]:
+            return _random((64, length, 64), dtype, device), _random((64, 64, length), dtype, device)
+
+        size = round((length * length * 64) ** (1 / 3))
+        yield size, 2.0 * 64 * 64 * length**2, _in_turn(torch.bmm, inputs)
+
+
+CHANNELS = ((4, 16), (16, 16), (16, 32), (16, 64), (16, 128))  # (samples, channels), 32 x 32 pixels
+LARGE_CHANNELS = ((64, 128), (64, 256), (128, 512))  # of a GPU
+
+
+def _channels(device: torch.device) -> tuple[tuple[int, int], ...]:
+    return CHANNELS if device.type == "cpu" else CHANNELS + LARGE_CHANNELS
+
+
+def _convolution_inputs(samples: int, channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    return _random((samples, channels, 32, 32), dtype, device), _random((channels, channels, 3, 3), dtype, device)
+
+
+def _convolutions(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for samples, channels in _channels(device):
+        flops = 2.0 * samples * 32 * 32 * channels * channels * 9
+        inputs = partial(_convolution_inputs, samples, channels, dtype, device)
+        yield round(flops), flops, _in_turn(partial(functional.conv2d, padding=1), inputs)
+
+
+def _convolution_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Gradients of the image and the weight."""
+    for samples, channels in _channels(device):
+        flops = 4.0 * samples * 32 * 32 * channels * channels * 9
+
+        def inputs(samples: int = samples, channels: int = channels) -> tuple[Tensor, ...]:
+            image, weight = _convolution_inputs(samples, channels, dtype, device)
+            output = functional.conv2d(image.requires_grad_(), weight.requires_grad_(), padding=1)
+            return image, weight, output, torch.ones_like(output)
+
+        def make(image: Tensor, weight: Tensor, output: Tensor, gradient: Tensor) -> object:
+            return torch.autograd.grad(output, (image, weight), gradient, retain_graph=True)
+
+        yield round(flops), flops, _in_turn(make, inputs)
+
+
+LENGTHS = (64, 128, 256, 1024)
+GPU_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+GPU_TOKENS = 2**14  # in all samples together, the usual size for comparing attention kernels
+
+
+def _heads(length: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Shape (samples, heads, length, width) of queries, keys and values."""
+    return (8, 8, length, 64) if device.type == "cpu" else (GPU_TOKENS // length, 16, length, 128)
+
+
+def _lengths(device: torch.device) -> tuple[int, ...]:
+    return LENGTHS if device.type == "cpu" else GPU_LENGTHS
+
+
+def _attention_inputs(length: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    return [_random(_heads(length, device), dtype, device).requires_grad_() for _ in range(3)]
+
+
+def _attention_size(length: int, device: torch.device) -> int:
+    """The size of the product of one head's queries and keys."""
+    return round((length * length * _heads(length, device)[-1]) ** (1 / 3))
+
+
+def _pair_flops(length: int, device: torch.device, pairs: int) -> float:
+    """FLOPs of one of attention's products over so many pairs of queries and keys."""
+    samples, heads, _, width = _heads(length, device)
+    return 2.0 * samples * heads * width * pairs
+
+
+def _attention(dtype: torch.dtype, device: torch.device, causal: bool = False) -> Iterator[Case]:
+    """Two products over all pairs, or over the pairs that a causal mask leaves."""
+    for length in _lengths(device):
+        query, key, value = (tensor.detach() for tensor in _attention_inputs(length, dtype, device))
+        pairs = causal_pairs(length, length) if causal else length**2
+
+        def work(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> Tensor:
+            return functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+
+        yield _attention_size(length, device), 2 * _pair_flops(length, device, pairs), work
+
+
+def _attention_backward(dtype: torch.dtype, device: torch.device, causal: bool = False) -> Iterator[Case]:
+    """Five products."""
+    for length in _lengths(device):
+        inputs = _attention_inputs(length, dtype, device)
+        query, key, value = inputs
+        output = functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        pairs = causal_pairs(length, length) if causal else length**2
+
+        def work(inputs: list[Tensor] = inputs, output: Tensor = output) -> object:
+            return torch.autograd.grad(output, inputs, output.detach(), retain_graph=True)
+
+        yield _attention_size(length, device), 5 * _pair_flops(length, device, pairs), work
+
+
+def _blocked(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Two products over the pairs that blocked attention computes under a causal mask."""
+    for length in LENGTHS if device.type == "cpu" else ():
+        query, key, value = (tensor.detach() for tensor in _attention_inputs(length, dtype, device))
+        pairs = probability_count(length, causal=True)
+
+        def work(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> object:
+            return blocked_attention(query, key, value, None, True)
+
+        yield _attention_size(length, device), 2 * _pair_flops(length, device, pairs), work
+
+
+def _blocked_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Four products."""
+    for length in LENGTHS if device.type == "cpu" else ():
+        inputs = _attention_inputs(length, dtype, device)
+        output, _ = blocked_attention(*inputs, None, True)
+        pairs = probability_count(length, causal=True)
+
+        def work(inputs: list[Tensor] = inputs, output: Tensor = output) -> object:
+            return torch.autograd.grad(output, inputs, output.detach(), retain_graph=True)
+
+        yield _attention_size(length, device), 4 * _pair_flops(length, device, pairs), work
+
+
+def _of_bytes(make: Callable[[Tensor], Tensor], touched: int) -> Callable[..., Iterator[Case]]:
+    """Cases of an operation on one tensor, which accesses `touched` times the tensor's bytes."""
+
+    def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+        for moved in _bytes(device):
+            shape = (max(moved // touched // dtype.itemsize // 512, 1), 512)
+
+            def inputs(shape: tuple[int, int] = shape) -> tuple[Tensor, ...]:
+                return (_random(shape, dtype, device),)
+
+            exact = float(touched * shape[0] * shape[1] * dtype.itemsize)
+            yield moved, exact, _in_turn(make, inputs)
+
+    return cases
+
+
+def _cast(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Between fp32 and bf16; `dtype` is that of the result."""
+    other = torch.bfloat16 if dtype is torch.float32 else torch.float32
+    for moved in _bytes(device):
+        count = moved // 6
+
+        def inputs(count: int = count) -> tuple[Tensor, ...]:
+            return (_random((count,), other, device),)
+
+        yield moved, 6.0 * count, _in_turn(lambda values: values.to(dtype), inputs)
+
+
+def _softmax(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for moved in _bytes(device)[1:]:
+        rows = max(moved // 2 // dtype.itemsize // 4096, 1)
+
+        def inputs(rows: int = rows) -> tuple[Tensor, ...]:
+            return (_random((rows, 4096), dtype, device),)
+
+        yield moved, 2.0 * rows * 4096 * dtype.itemsize, _in_turn(lambda values: torch.log_softmax(values, -1), inputs)
+
+
+def _gather(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for places, width, rows in _embeddings(device):
+        table = _random((places, width), dtype, device)
+        index = torch.randint(0, places, (rows,), device=device)
+        moved = table.nbytes + rows * (width * dtype.itemsize + 8)
+        yield moved, float(moved), partial(functional.embedding, index, table)
+
+
+def _scatter(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for places, width, rows in _embeddings(device):
+        gradient = _random((rows, width), dtype, device)
+        index = torch.randint(0, places, (rows,), device=device)
+        moved = gradient.nbytes + places * width * dtype.itemsize + 8 * rows
+
+        def work(gradient: Tensor = gradient, index: Tensor = index, places: int = places) -> Tensor:
+            return torch.ops.aten.embedding_dense_backward(gradient, index, places, -1, False)
+
+        yield moved, float(moved), work
+
+
+def _embeddings(device: torch.device) -> Iterator[tuple[int, int, int]]:
+    """(rows of an embedding table, their width, number of lookups); on a GPU also those of large
+    models."""
+    yield from ((8192, 256, rows) for rows in (256, 2048, 16384))
+    if device.type == "cuda":
+        yield from ((32000, 2048, 16384), (128256, 4096, 16384))
+
+
+def _search(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """The index of each value in a table of 256, as 8-bit optimizer states are written: fp32 in,
+    int32 out."""
+    table = torch.linspace(-1, 1, 256, device=device)
+    for moved in _bytes(device)[:-1] if dtype is torch.float32 else ():
+        values = torch.rand(moved // 8, device=device)
+
+        def work(values: Tensor = values) -> Tensor:
+            return torch.bucketize(values, table, out_int32=True)
+
+        yield moved, 8.0 * values.numel(), work
+
+
+def _pooling(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Max pooling: the output has a quarter of the elements, and an int64 index for each."""
+    for moved in _bytes(device)[1:-1]:
+        channels = max(moved // (64 * 64) // (dtype.itemsize + 3), 1)
+        elements = channels * 64 * 64
+        exact = elements * dtype.itemsize + elements // 4 * (dtype.itemsize + 8)
+        make = partial(functional.max_pool2d, kernel_size=2, return_indices=True)
+
+        def inputs(channels: int = channels) -> tuple[Tensor, ...]:
+            return (_random((1, channels, 64, 64), dtype, device),)
+
+        yield moved, float(exact), _in_turn(make, inputs)
+
+
+def _batch_norm(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for moved in _bytes(device)[1:-1]:
+        channels = max(moved // 2 // dtype.itemsize // (64 * 64), 1)
+        image = _random((1, channels, 64, 64), dtype, device)
+
+        def work(image: Tensor = image, channels: int = channels) -> Tensor:
+            mean, variance = torch.zeros(channels, device=device), torch.ones(channels, device=device)
+            return functional.batch_norm(image, mean, variance, training=True)
+
+        yield moved, 2.0 * image.nbytes, work
+
+
+def _within_kernels(
+    make: Callable[[Tensor], Tensor], shape: tuple[int, ...], times: int = 1
+) -> Callable[..., Iterator[Case]]:
+    """The arithmetic inside a compiled kernel: `times` function values for each element, and what
+    is saved for backward. Each counts as 4 bytes.
+
+    No cases for a GPU, whose kernels wait for memory, and without a compiler.
+    """
+
+    def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+        if dtype is not torch.float32 or device.type != "cpu" or not can_compile(Machine.detect()):
+            return
+        values = torch.rand(shape, device=device, requires_grad=times == 1)
+        compiled = torch.compile(make, dynamic=False)
+        yield values.nbytes, float(times * values.nbytes), lambda: compiled(values)
+
+    return cases
+
+
+def _eight(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Eight values of a function in one kernel, so that memory access is the smaller part."""
+
+    def make(values: Tensor) -> Tensor:
+        return cast(Tensor, sum(function(values + shift) for shift in range(8)))
+
+    return make
+
+
+def _update(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for count in (2**14, 2**18, 2**22, *((2**26,) if device.type == "cuda" else ())):
+        weight = _random((count,), dtype, device).requires_grad_()
+        weight.grad = _random((count,), dtype, device)
+        optimizer = torch.optim.AdamW([weight], fused=True)
+        optimizer.step()
+        moved = 4 * weight.nbytes + 4
+        yield moved, float(moved), optimizer.step
+
+
+def _fetch_rate(device: torch.device) -> float:
+    """Bytes/s of page faults: how much longer writing a newly mapped block takes than writing an
+    old one."""
+    count = 2**26
+    kept = torch.empty(count, dtype=torch.uint8)
+    there = timed(lambda: kept.fill_(1), device)
+    anew = timed(lambda: torch.empty(count, dtype=torch.uint8).fill_(1), device)
+    return count / max(anew - there, 1e-9)
+
+
+_KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
+    "product": _products,
+    "batched product": _batched,
+    "convolution": _convolutions,
+    "convolution backward": _convolution_backward,
+    "attention": _attention,
+    "attention backward": _attention_backward,
+    "causal attention": partial(_attention, causal=True),
+    "causal attention backward": partial(_attention_backward, causal=True),
+    "blocked attention": _blocked,
+    "blocked attention backward": _blocked_backward,
+    "elementwise": _of_bytes(lambda values: values * 2.0, 2),
+    "transcendental": _of_bytes(functional.silu, 2),
+    "gelu": _of_bytes(functional.gelu, 2),
+    "tanh": _of_bytes(torch.tanh, 2),
+    "random": _of_bytes(lambda values: values.bernoulli_(0.9), 2),
+    "cast": _cast,
+    # attention's heads, transposed
+    "copy": _of_bytes(lambda values: values.view(-1, 8, 8, 64).transpose(1, 2).contiguous(), 2),
+    "reduction": _of_bytes(lambda values: functional.layer_norm(values, (512,)), 2),
+    "softmax": _softmax,
+    "gather": _gather,
+    "scatter": _scatter,
+    "search": _search,
+    "pooling": _pooling,
+    "batch norm": _batch_norm,
+    "compiled random": _within_kernels(partial(functional.dropout, p=0.1), (2**21,)),
+    "compiled exp": _within_kernels(_eight(torch.exp), (2**18,), 8),
+    "compiled tanh": _within_kernels(_eight(torch.tanh), (2**18,), 8),
+    "compiled erf": _within_kernels(_eight(torch.erf), (2**18,), 8),
+    "compiled pooling": _within_kernels(partial(functional.max_pool2d, kernel_size=2), (16, 32, 64, 64)),
+    "update": _update,
+    "compiled": _of_bytes(lambda values: values * 2.0, 2),
+}
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, device=device).uniform_(-1, 1).to(dtype)

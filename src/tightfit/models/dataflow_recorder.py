@@ -1,0 +1,372 @@
+"""Recorder: a torch dispatch mode that records a model's forwards as a `Dataflow`.
+
+`models/tracing.py` enters it around one or two forwards on fake tensors. It records every
+operation, and, by hooks, every call and return of a block.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+
+from tightfit.errors import InputError
+from tightfit.models.block_hooks import hooks_of, run_hooks_on_direct_calls
+from tightfit.models.caches import forget_tensors
+from tightfit.models.dataflow import (
+    ASKED,
+    BEFORE,
+    LIBRARIES,
+    Called,
+    Dataflow,
+    Event,
+    Leaf,
+    Operation,
+    PathTo,
+    Returned,
+    Returns,
+    Seen,
+    not_in_a_row,
+    path_of,
+    sample_shapes,
+)
+from tightfit.models.fake_kernels import answer
+from tightfit.models.objective import Batch
+
+_SHAPE_ONLY = frozenset(  # operations that read the shape and type of a tensor, and no value
+    {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
+    | {"rand_like", "randn_like", "new_empty_strided"}
+)
+_VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+
+
+@dataclass
+class _BlockRecord:
+    """A block's call: its arguments by path, and the structure, leaves and storages of its
+    output."""
+
+    arguments: dict[PathTo, Any] = field(default_factory=dict)
+    spec: TreeSpec | None = None
+    leaves: list[Leaf] = field(default_factory=list)
+    storages: set[int] = field(default_factory=set)
+
+
+class Recorder(TorchDispatchMode):
+    """Records the forwards of a model; see `Dataflow`.
+
+    model, batch  with fake tensors as parameters, buffers and inputs
+    blocks        the model's blocks as (full name, module)
+    """
+
+    def __init__(
+        self, model: nn.Module, fakes: dict[int, Tensor], batch: Batch, blocks: list[tuple[str, nn.Module]]
+    ) -> None:
+        super().__init__()
+        self.model, self.batch, self.blocks = model, batch, blocks
+        self.forwards: list[list[Event]] = []
+        self.block_index, self.in_block, self.count = BEFORE, False, len(blocks)
+        self.block_records: list[_BlockRecord] = [_BlockRecord() for _ in blocks]
+        # by id: the tensor's number, and the tensor itself, which keeps its id from being reused
+        self.tensors: dict[int, tuple[int, Tensor]] = {}
+        self.storages: dict[int, tuple[int, Any]] = {}
+        self.is_random = False
+        self.hooks = tuple(hooks_of(block) for _, block in blocks)
+        self.parameters: dict[int, set[str]] = {}
+        self.persistent: dict[int, str] = {}
+        # full name, the dict of the module that holds the buffer, its name there, the buffer itself
+        self.buffers: list[tuple[str, dict[str, Tensor | None], str, Tensor]] = []
+        self.replaced: dict[str, int] = {}
+        for path, module in model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.parameters.setdefault(self.tensor_id(parameter).storage, set()).add(
+                        f"{path}.{name}".lstrip(".")
+                    )
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    full_name = f"{path}.{name}".lstrip(".")
+                    self.persistent.setdefault(self.tensor_id(buffer).storage, full_name)
+                    self.buffers.append((full_name, module._buffers, name, buffer))
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.parameters.setdefault(self.tensor_id(parameter).storage, set()).add(name)
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        self.batch_storages = {self.tensor_id(tensor).storage for tensor in tensors}
+        self.samples = tensors[0].shape[0] if tensors else 0
+
+    def tensor_id(self, tensor: Tensor) -> Seen:
+        """The identity of a tensor; a new one if it was not seen before."""
+        if id(tensor) not in self.tensors:
+            self.tensors[id(tensor)] = len(self.tensors), tensor
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.storages:
+            self.storages[storage._cdata] = len(self.storages), storage
+        return Seen(self.tensors[id(tensor)][0], self.storages[storage._cdata][0])
+
+    def forward(self, total: Callable[[nn.Module, Batch], Tensor]) -> None:
+        """Record one forward. total: (model, batch) -> the loss.
+
+        Raises InputError if the model does not call each block once, in order.
+        """
+        self.forwards.append([])
+        self.block_index, self.in_block = BEFORE, False
+        hooks: list[Any] = []
+        for number, (_, block) in enumerate(self.blocks):
+            if len(self.forwards) == 1:
+                run_hooks_on_direct_calls(block, partial(self._is_running, number))
+            hooks.append(block.register_forward_pre_hook(self._before_block(number), with_kwargs=True, prepend=True))
+            hooks.append(block.register_forward_hook(partial(self._alias_outputs, number), prepend=True))
+            hooks.append(block.register_forward_hook(self._after_block(number), with_kwargs=True))
+        try:
+            total(self.model, self.batch)
+        finally:
+            forget_tensors()
+            for hook in hooks:
+                hook.remove()
+        self._update_hooks()
+        if len(self.forwards) == 1:
+            for full_name, held, name, before in self.buffers:
+                now = held[name]
+                if now is not None and now is not before:
+                    self.replaced[full_name] = self.tensor_id(now).tensor
+        if self.block_index != self.count:
+            raise not_in_a_row()
+
+    def _update_hooks(self) -> None:
+        """Note the hooks that a model installs in its first forward. Raises InputError for hooks
+        that a pipeline cannot have.
+
+        transformers finds blocks by their class, so it skips stubs. Other models would install
+        their hooks on the stub that replaces a block of another stage.
+        """
+        before, self.hooks = self.hooks, tuple(hooks_of(block) for _, block in self.blocks)
+        for (name, _), old, new in zip(self.blocks, before, self.hooks, strict=True):
+            for hook, _ in {*new.before, *new.after} - {*old.before, *old.after}:
+                if not str(getattr(hook, "__module__", "")).startswith("transformers."):
+                    raise InputError(
+                        ASKED,
+                        f"the model's forward registers a hook on {name}, which only one stage has",
+                        "register it where the model is made, or use pp: 1",
+                    )
+
+    def _is_running(self, number: int) -> bool:
+        return self.in_block and self.block_index == number
+
+    def _before_block(self, number: int) -> Callable[..., None]:
+        def called(module: nn.Module, args: Any, kwargs: Any) -> None:
+            forget_tensors()
+            if self.in_block or number != self.block_index + 1:
+                raise not_in_a_row()
+            self.block_index, self.in_block = number, True
+            leaves = {path_of(keys): leaf for keys, leaf in tree_flatten_with_path((args, kwargs))[0]}
+            self.block_records[number].arguments = leaves
+            inputs = {path: self.tensor_id(leaf) for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
+            self.forwards[-1].append(Called(number, inputs))
+
+        return called
+
+    def _alias_outputs(self, number: int, module: nn.Module, args: Any, output: Any) -> Any:
+        """Replace the tensors that a block returns by aliases, which are other tensor objects.
+
+        A tensor that the block also stores in a list or an attribute then differs from the returned
+        one. Only returned tensors are sent to another stage, so the difference matters.
+        """
+        inputs = {id(leaf) for leaf in self.block_records[number].arguments.values()}
+        leaves, spec = tree_flatten(output)
+        made = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in inputs}
+        if not made:
+            return output
+        with torch.enable_grad():  # a view made under no_grad may not be overwritten under enable_grad
+            apart = {key: torch.ops.aten.alias.default(leaf) for key, leaf in made.items()}
+        return tree_unflatten([apart.get(id(leaf), leaf) for leaf in leaves], spec)
+
+    def _after_block(self, number: int) -> Callable[..., None]:
+        def returned(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not self.in_block or number != self.block_index:
+                raise not_in_a_row()
+            leaves, spec = tree_flatten(output)
+            record = self.block_records[number]
+            record.spec, record.leaves = spec, [self._leaf(record, leaf, number) for leaf in leaves]
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            same = [any(leaf is one for one in record.arguments.values()) for leaf in tensors]
+            found = tuple((self.tensor_id(leaf), is_same) for leaf, is_same in zip(tensors, same, strict=True))
+            record.storages.update(seen.storage for seen, is_same in found if not is_same)
+            self.forwards[-1].append(Returned(number, found))
+            self.in_block = False
+            self.block_index = self.count if number == self.count - 1 else number
+
+        return returned
+
+    def _leaf(self, record: _BlockRecord, leaf: Any, number: int) -> Leaf:
+        paths = record.arguments.items()
+        same = next((path for path, one in paths if one is leaf), None) if not _is_plain(leaf) else None
+        if same is not None:
+            return Leaf(same=same)
+        if isinstance(leaf, Tensor):
+            like = (
+                path
+                for path, one in paths
+                if isinstance(one, Tensor) and one.shape == leaf.shape and one.dtype == leaf.dtype
+            )
+            path = next(like, None)
+            if path is not None:
+                return Leaf(like=path)
+            if leaf.dim() and leaf.shape[0] == self.samples:
+                return Leaf(tail=tuple(leaf.shape[1:]), dtype=leaf.dtype)
+            if not leaf.dim():
+                return Leaf(tail=None, dtype=leaf.dtype)
+            raise self._not_reproducible(number, f"a tensor of shape {tuple(leaf.shape)}")
+        if _is_plain(leaf) and (isinstance(leaf, bool | float) or not isinstance(leaf, int)):
+            return Leaf(constant=leaf)
+        raise self._not_reproducible(number, f"{type(leaf).__name__}")
+
+    def _not_reproducible(self, number: int, what: str) -> InputError:
+        return InputError(
+            ASKED,
+            f"{self.blocks[number][0]} returns {what}, which other devices would not know",
+            "let blocks return tensors shaped like what they are given, or use pp: 1",
+        )
+
+    def changes_persistent_state(self) -> bool:
+        """Whether the first forward overwrites or replaces a tensor that existed before it."""
+        if self.replaced:
+            return True
+        there = self.persistent.keys() | self.parameters.keys() | self.batch_storages
+        events = self.forwards[0]
+        return any(isinstance(event, Operation) and there.intersection(event.written) for event in events)
+
+    def dataflow(self, changed: list[str], numbers: tuple[int, ...]) -> Dataflow:
+        """The record of all forwards so far. The recorder then releases its tensors.
+
+        changed  module attributes that each forward changes. numbers: see `Dataflow.block_numbers`
+        """
+        uses: dict[str, set[int]] = {}
+        overwritten: set[int] = set()
+        for event in self.forwards[0]:
+            if not isinstance(event, Operation):
+                continue
+            for seen in event.reads:
+                for name in self.parameters.get(seen.storage, ()):
+                    uses.setdefault(name, set()).add(event.place)
+            if not event.inside:
+                overwritten.update(event.written)
+        returns = [
+            Returns(one.spec, tuple(one.leaves), bool(one.storages & overwritten))
+            for one in self.block_records
+            if one.spec is not None
+        ]
+        found = Dataflow(
+            self.forwards,
+            {storage: frozenset(names) for storage, names in self.parameters.items()},
+            self.persistent,
+            {name: tuple(sorted(places)) for name, places in uses.items()},
+            changed,
+            returns,
+            sample_shapes(self.batch),
+            self.count,
+            self.is_random,
+            sum(parameter.numel() for parameter in self.model.parameters()),
+            numbers,
+            self.hooks,
+            self.replaced,
+        )
+        self.tensors.clear()
+        self.storages.clear()
+        for one in self.block_records:
+            one.arguments.clear()
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim" or func in (torch.ops.aten.sym_size.int, torch.ops.aten.detach_.default):
+            return func(*args, **kwargs)
+        decides = func in _VALUES
+        output = self._value(func, args) if decides else answer(func, args, kwargs)
+        name = func._overloadpacket.__name__
+        read = [] if name in _SHAPE_ONLY else [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        is_random = torch.Tag.nondeterministic_seeded in func.tags and _draws_random_numbers(func, args, kwargs)
+        self.is_random = self.is_random or is_random
+        event = Operation(
+            self.block_index,
+            self.in_block,
+            tuple(map(self.tensor_id, read)),
+            tuple(map(self.tensor_id, made)),
+            tuple(self.tensor_id(tensor).storage for tensor in _overwritten(func, args, kwargs)),
+            is_random,
+            decides,
+            _line(),
+        )
+        self.forwards[-1].append(event)
+        return output
+
+    def _value(self, func: Any, args: Any) -> Any:
+        """The answer to an operation that reads a value: of a fake tensor without one, False or
+        1."""
+        tensor = args[0]
+        if isinstance(tensor, FakeTensor) and tensor.constant is None:
+            if func is torch.ops.aten.equal.default or tensor.dtype is torch.bool:
+                return False
+            return 1.0 if tensor.is_floating_point() else 1
+        return func(*args)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device)
+
+
+def _line() -> tuple[str, int] | None:
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(LIBRARIES) and not name.startswith("<"):
+            return name, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _overwritten(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that an operation overwrites: those in its schema, and the running statistics of
+    BatchNorm, which some schemas do not declare."""
+    statistics = (
+        ("running_mean", "running_var")
+        if "batch_norm" in func._schema.name and _updates_statistics(func, args, kwargs)
+        else ()
+    )
+    if not (func._schema.is_mutable or statistics):
+        return
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name in statistics or (argument.alias_info is not None and argument.alias_info.is_write):
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _updates_statistics(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a BatchNorm operation updates its running statistics; backward and evaluation only
+    read them."""
+    if "backward" in func._schema.name:
+        return False
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == "training":
+            return bool(args[index] if index < len(args) else kwargs.get("training"))
+    return False
+
+
+def _draws_random_numbers(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation that can draw random numbers does draw some: attention without dropout
+    does not."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            value = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(value)
+    return True
+
+
+__all__ = ["Recorder"]

@@ -1,0 +1,1 @@
+"""Context parallelism: chunks of sequences, and attention around a ring of devices."""

@@ -1,0 +1,140 @@
+"""Shards sequences for context parallelism: each device of a group gets two chunks of each
+sequence.
+
+`context_parallel` wraps a run's data with `SequenceChunks`. With cp devices, a sequence has 2 x cp
+chunks, and the device with rank r gets chunks r and 2 x cp - 1 - r. Under a causal mask later
+positions attend to more keys. A device with an early chunk also has a late one, so all devices do
+the same work.
+
+Example: cp=2 and a sequence of 8 tokens has 4 chunks of 2 tokens.
+
+    chunk              0     1     2     3
+    positions          0 1   2 3   4 5   6 7
+    device             0     1     1     0
+    keys of each       1 2   3 4   5 6   7 8
+
+Device 0 has positions 0, 1, 6, 7 and 1 + 2 + 7 + 8 = 18 pairs of a query and a key. Device 1 has
+positions 2, 3, 4, 5 and 3 + 4 + 5 + 6 = 18 pairs. A sequence of 10 tokens is padded to 12, with
+chunks of 3.
+
+Source  Grattafiori et al. 2024 (Llama 3), arXiv:2407.21783, section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tightfit.errors import InputError
+from tightfit.models.objective import IGNORED, Batch, map_tensors, next_token_targets
+from tightfit.runtime.run import Data, Filler
+
+
+def cut(batch: Batch, causal: bool, piece: int, pieces: int) -> Batch:
+    """The chunks `cp_rank` and 2 x cp_size - 1 - cp_rank of each sequence of a batch, padded if the
+    chunks are uneven.
+
+    batch   a dictionary with input_ids (samples, length). Other tensors of that shape are sharded
+            too
+    causal  whether the model predicts next tokens. Labels are then shifted first, so that each
+            stands at the position that predicts it
+
+    Returns a batch with tensors of shape (samples, 2 x chunk), and with position_ids: each token's
+    position in its sequence. Without a causal mask, padding is masked by attention_mask.
+
+    Raises InputError for a batch with position_ids, or without input_ids.
+    """
+    if not isinstance(batch, dict) or "input_ids" not in batch or "position_ids" in batch:
+        raise InputError(
+            f"plan: cp={pieces}",
+            "batches with position_ids of their own"
+            if isinstance(batch, dict) and "position_ids" in batch
+            else "batches without input_ids",
+            "give input_ids and labels, one sequence in a row, or use cp: 1",
+        )
+    tokens = batch["input_ids"]
+    samples, length = tokens.shape
+    missing = -length % (2 * pieces)
+    fields = dict(batch)
+    if causal:
+        fields["labels"] = next_token_targets(batch)
+    elif missing and "attention_mask" not in fields:
+        fields["attention_mask"] = torch.ones_like(tokens)  # no query may attend to the padding
+    positions = torch.arange(length + missing, device=tokens.device).expand(samples, -1)
+    found = {}
+    for name, value in fields.items():
+        if isinstance(value, Tensor) and value.shape[:2] == tokens.shape:
+            fill = IGNORED if name == "labels" else 0
+            value = _chunks(functional.pad(value, (0, missing), value=fill), piece, pieces)
+        found[name] = value
+    return {**found, "position_ids": _chunks(positions, piece, pieces)}
+
+
+def _chunks(value: Tensor, piece: int, pieces: int) -> Tensor:
+    """Two of the chunks along dimension 1, side by side."""
+    chunks = value.chunk(2 * pieces, 1)
+    return torch.cat([chunks[piece], chunks[2 * pieces - 1 - piece]], 1)
+
+
+@dataclass(frozen=True)
+class SequenceChunks:
+    """The `Data` of one device: its chunks of each sequence. The other devices of its group read
+    the same samples.
+
+    data     the data of full sequences
+    causal   whether the model predicts next tokens
+    cp_rank  this device's rank in its group
+    cp_size  the number of devices in the group
+    pinned   whether batches are put in page-locked memory
+    """
+
+    data: Data
+    causal: bool
+    piece: int
+    pieces: int
+    pinned: bool
+
+    @property
+    def samples(self) -> int | None:
+        return self.data.samples
+
+    @property
+    def sample_items(self) -> int:
+        return self.data.sample_items
+
+    @property
+    def ragged(self) -> bool:
+        return self.data.ragged
+
+    @property
+    def damaged(self) -> int:
+        return self.data.damaged
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.data.tokenizer
+
+    def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
+        """The micro-batches of each step, sharded."""
+        for micro_batches in self.data.steps(consumed, until):
+            yield [self.cut(batch) for batch in micro_batches]
+
+    def held_out(self, samples: int) -> Iterator[Batch]:
+        """The evaluation batches, sharded."""
+        return map(self.cut, self.data.held_out(samples))
+
+    def example(self) -> Batch:
+        """A batch of full sequences."""
+        return self.data.example()
+
+    def cut(self, batch: Batch) -> Batch:
+        """This device's chunks of a batch. A dummy micro-batch stays one."""
+        if isinstance(batch, Filler):
+            return Filler(self.cut(batch.batch))
+        mine = cut(batch, self.causal, self.piece, self.pieces)
+        return map_tensors(lambda tensor: tensor.pin_memory(), mine) if self.pinned else mine

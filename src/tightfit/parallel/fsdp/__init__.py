@@ -1,0 +1,1 @@
+"""Parameters that are sharded over devices, and gathered while a block runs."""

@@ -1,0 +1,149 @@
+"""A check, before each collective of ZeRO-3, that all devices are about to run the same one.
+
+fully_shard's collectives match only if all devices call the same layers in the same order. Layers
+that are dropped at random, or that the samples choose, break this. Then a device waits forever, or
+takes one layer's weights for another's of equal size. So before each all-gather and each
+reduce-scatter, all devices that share the layers exchange three integers in host memory: the kind
+of the collective, the layer, and its parameters. If the integers differ, all devices raise the same
+error.
+
+CPUs do this for the whole run. On GPUs it would let the queue of kernels run empty, so they do it
+only in the first backward passes. After those, each device keeps a checksum of its collectives, and
+the checksums are compared once a step, before the update. The watch (engine/watchdog.py) finds a
+device that waits for another one.
+
+Costs   one all-gather of three integers, a round trip between hosts, before each gather and each
+        reduction; later one round trip a step
+Source  our own. For what it checks: Zhao et al. 2023, arXiv:2304.11277, section 3.3 (the order of
+        collectives).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._guards import active_fake_mode
+
+from tightfit.errors import InputError
+from tightfit.runtime.activity import doing
+
+FIRST = 16  # number of backward passes in which GPUs check each collective
+
+_GATHER, _SUM, _FORWARD, _BACKWARD, _CHECKSUM = range(5)
+_EVENTS = {
+    _GATHER: "parameters of {} are gathered",
+    _SUM: "gradients of {} are summed",
+    _FORWARD: "the forward ends",
+    _BACKWARD: "the backward ends",
+    _CHECKSUM: "the step ends, after other layers",
+}
+
+
+class Agreement:
+    """Checks that all devices run fully_shard's collectives in the same order.
+
+    model   the sharded model
+    groups  fully_shard's parameter groups: the parameters of each are gathered together
+    group   the process group, for host memory, of all devices that share these parameters
+    first   in how many backward passes each collective is checked; None: in all
+    """
+
+    def __init__(
+        self, model: nn.Module, groups: Iterable[Any], group: dist.ProcessGroup, first: int | None = None
+    ) -> None:
+        self.group = group
+        self.first, self.passes, self.checksum = first, 0, 0
+        names = {module: name.replace("_orig_mod.", "") for name, module in model.named_modules()}
+        self.names: list[str] = []
+        for number, sharded in enumerate(groups):
+            found = [names[module] for module in sharded.modules]
+            self.names.append(" and ".join(name for name in found[:2] if name) or "what is in no layer")
+            sharded._all_gather_comm = _CheckedAllGather(sharded._all_gather_comm, self, number)
+        model.register_forward_hook(lambda *_: self._check(_FORWARD))
+
+    def end_backward(self, last: bool) -> None:
+        """Call after each backward. last: whether it is the step's last one, before the update."""
+        self._check(_BACKWARD)
+        self.passes += 1
+        if last and self.checksum:
+            checksum, self.checksum = self.checksum, 0
+            self._compare(_CHECKSUM, which=checksum)
+
+    def sum(self, number: int, which: int) -> None:
+        """Check a reduction of gradients.
+
+        number           the parameter group's number
+        parameters_hash  a hash of which of its parameters have gradients
+        """
+        self._check(_SUM, number, which)
+
+    def gather(self, number: int) -> None:
+        """Check an all-gather of the parameter group `number`."""
+        self._check(_GATHER, number)
+
+    def _check(self, kind: int, place: int = 0, which: int = 0) -> None:
+        """Compare this event with the other devices', or add it to the checksum."""
+        if active_fake_mode() is not None or dist.get_backend(self.group) == "fake":
+            return
+        if kind in (_GATHER, _SUM):
+            doing(f"{'the gather' if kind == _GATHER else 'the gradients'} of {self.names[place]}, or what follows")
+        if self.first is None or self.passes < self.first:
+            self._compare(kind, place, which)
+        else:
+            for number in (kind, place, which):
+                self.checksum = (self.checksum * 1_000_003 + number + 1) % (2**61 - 1)
+
+    def _compare(self, kind: int, place: int = 0, which: int = 0) -> None:
+        """Exchange an event with all devices. Raises InputError, on all of them, if they differ."""
+        mine = torch.tensor([kind, place, which], device="cpu")
+        said = [torch.empty_like(mine) for _ in range(self.group.size())]
+        dist.all_gather(said, mine, group=self.group)
+        if not all(torch.equal(one, mine) for one in said):
+            raise self._mismatch([one.tolist() for one in said])
+
+    def _mismatch(self, said: Sequence[list[int]]) -> InputError:
+        """The error that says which ranks are about to do what."""
+        ranks: dict[str, list[int]] = {}
+        for number, (kind, place, *_) in enumerate(said):
+            says = _EVENTS[kind].format(self.names[place])
+            ranks.setdefault(says, []).append(dist.get_global_rank(self.group, number))
+        told = "; ".join(
+            f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who[:8]))}: {says}" for says, who in ranks.items()
+        )
+        places = [place for kind, place, *_ in said if kind in (_GATHER, _SUM)]
+        if not places:
+            where = f"in this step ({told})"
+        elif len(ranks) == 1:
+            where = f"they first differ at {self.names[min(places)]} ({told}, and not of the same parameters in it)"
+        else:
+            where = f"they first differ at {self.names[min(places)]} ({told})"
+        return InputError(
+            "plan: zero=3",
+            f"the ranks do not call the same layers, in the same order: {where}, and a layer's parameters are gathered "
+            "from all ranks",
+            "use zero: 2, which keeps all layers on each rank",
+        )
+
+
+class _CheckedAllGather:
+    """fully_shard's all-gather of a parameter group, after the check that all devices gather this
+    one.
+    """
+
+    def __init__(self, inner: Any, agreement: Agreement, number: int) -> None:
+        self.inner, self.agreement, self.number = inner, agreement, number
+
+    def allocate(self, *size: Any, **how: Any) -> Tensor:
+        made: Tensor = self.inner.allocate(*size, **how)
+        return made
+
+    def __call__(self, *tensors: Any, **more: Any) -> Any:
+        self.agreement.gather(self.number)
+        return self.inner(*tensors, **more)
+
+
+__all__ = ["FIRST", "Agreement"]

@@ -1,0 +1,418 @@
+"""Parameters that are unsharded only while their block computes, by torch's fully_shard (FSDP2).
+
+ZeRO-3 (`zero: 3`) and parameter offloading from a GPU use this module. Each block's parameters are
+all-gathered from the other devices, or copied from host memory, before its forward and its
+backward. Meanwhile the block before it computes. Afterwards they are freed.
+
+Example: a parameter of shape (10, 3) over 4 devices. fully_shard shards along dimension 0 as
+torch's `chunk` does, in shards of ceil(10 / 4) = 3 rows:
+
+    rank 0: rows 0, 1, 2    rank 1: rows 3, 4, 5    rank 2: rows 6, 7, 8    rank 3: row 9
+
+An all-gather needs shards of equal size, so rank 3 pads its own to 3 rows. It gathers 12 rows, of
+which the last two are ignored. With 5 rows, the shards have 2, 2, 1 and 0 rows.
+
+Source  Zhao et al. 2023, arXiv:2304.11277; Ren et al. 2021 (ZeRO-Offload), arXiv:2101.06840.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
+
+from tightfit.cost.entries import Gathered, Parameter
+from tightfit.cost.ledger import Ledger
+from tightfit.distributed.collectives import GatherByRow, ScatterByRow, goes_by_row
+from tightfit.distributed.mesh import DATA, Mesh, Statistics, local_device, on_mesh
+from tightfit.errors import InputError
+from tightfit.job import ModelSpec
+from tightfit.models import find_blocks, places_of
+from tightfit.models.block_hooks import run_hooks_on_direct_calls
+from tightfit.models.dataflow import line_of, said
+from tightfit.models.objective import Batch
+from tightfit.parallel.fsdp.collective_order import FIRST, Agreement
+from tightfit.parallel.fsdp.prefetch import bring_ahead
+from tightfit.parallel.fsdp.unused_parameters import Made
+from tightfit.plan import Plan
+from tightfit.runtime.offload_store import Gradients, Store
+from tightfit.runtime.run import Run, refuse_hooks
+from tightfit.target_device import is_apart
+
+
+def narrow_names(ledger: Ledger) -> set[str]:
+    """Names of the parameters that are gathered in a narrower dtype than they are stored in, with *
+    for a block's number. In the recorded step, their gradients have fewer bytes than they have.
+    """
+    kept = {parameter.name: parameter.bytes for parameter in ledger.parameters}
+    return {
+        _wildcard_name(buffer.parameter)
+        for passage in ledger.training
+        for buffer in passage.timeline.born
+        if buffer.row == "gradients" and buffer.size.fixed < kept.get(buffer.parameter, 0)
+    }
+
+
+def _wildcard_name(name: str) -> str:
+    """A parameter's name with * for the numbers of blocks, as "blocks.*.weight"."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def gathered_bytes(parameter: Parameter, narrow: set[str]) -> float:
+    """Bytes of a full parameter when it is gathered. `narrow`: see `low_precision_names`."""
+    return parameter.bytes / 2 if _wildcard_name(parameter.name) in narrow else parameter.bytes
+
+
+def gathered_of(ledger: Ledger, plan: Plan, narrow: set[str]) -> Gathered:
+    """The entry of sharded parameters in the ledger: bytes of the largest block, and of the
+    parameters outside of blocks. A parameter's block is recognized by the number in its name.
+    """
+    blocks: Counter[str] = Counter()
+    reduced: Counter[str] = Counter()
+    rest = 0.0
+    for parameter in ledger.parameters:
+        found = re.match(r"(.*?\.\d+)\.", parameter.name)
+        if found is None:
+            rest += parameter.bytes
+        else:
+            blocks[found.group(1)] += math.ceil(gathered_bytes(parameter, narrow))
+            reduced[found.group(1)] += parameter.bytes
+    # 1/devices of a gradient stays on this device
+    devices = math.inf if "gradients" in plan.offload else plan.shards
+    block = float(max(blocks.values(), default=0))
+    as_kept = float(max(reduced.values(), default=0))
+    # then blocks are copied in their stored dtype, and prefetched in forward too
+    alone = plan.shards == 1
+    return Gathered(devices, block, rest, as_kept, as_kept if alone else block, alone)
+
+
+def comes_and_goes(plan: Plan, kind: str) -> bool:
+    """Whether parameters are on a device of this kind ("cpu" or "cuda") only while their block
+    computes. A CPU computes with offloaded parameters where they are mapped, so it needs no copy of
+    them.
+    """
+    return plan.zero == 3 or (kind == "cuda" and "parameters" in plan.offload)
+
+
+def refuse_what_stays_whole(described: Iterable[tuple[str, int, tuple[int, ...]]], blocks: int, plan: Plan) -> None:
+    """Raise InputError for parameters that fully_shard cannot shard along dimension 0, or cannot
+    gather for one block at a time.
+
+    described  (name, number of dimensions, positions of the modules that use it: see
+               `parameter_uses`) of each parameter
+    blocks     the number of blocks
+    """
+    asked, fix = (
+        ("plan: zero=3", "use zero: 2") if plan.zero == 3 else ("plan: offload=parameters", "leave them out of it")
+    )
+    for name, dims, places in described:
+        if dims == 0:
+            raise InputError(asked, f"{name} is a single number, without rows", f"make it torch.ones(1), say, or {fix}")
+        if len(places) > 1 and any(0 <= place < blocks for place in places):
+            raise InputError(asked, f"{name} is used by several blocks, of which one is there at a time", fix)
+
+
+def blocks_of(run: Run) -> list[nn.Module]:
+    """The model's blocks, or in a pipeline those of this device's stages."""
+    name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
+    return list(run.blocks or [block for _, block in find_blocks(run.model, name)])
+
+
+def narrow_type(plan: Plan) -> torch.dtype | None:
+    """The dtype in which weights of matrix products are gathered: in mixed precision the 16-bit
+    one. None: the parameters' own.
+    """
+    return {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(plan.precision)
+
+
+def products_of(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Modules of a block with parameters of their own: those whose weights autocast converts
+    (linear and convolution), and the others.
+    """
+    own = [module for module in block.modules() if next(module.parameters(recurse=False), None) is not None]
+    kinds = (nn.Linear, nn.modules.conv._ConvNd)
+    products = [module for module in own if isinstance(module, kinds) or type(module).__name__ == "Conv1D"]
+    return products, [module for module in own if module not in products]
+
+
+def _keep_dtype(module: nn.Module) -> None:
+    """Make `module.to(dtype)` do nothing while the module's parameters are gathered.
+
+    Some models convert a module in their forward, such as `router.to(torch.float32)`. Autocast
+    decides in which dtype a product runs. A converted weight would not be gathered again.
+    """
+    convert = module._apply
+
+    def unless_gathered(fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        gathered = any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
+        return module if gathered else convert(fn, recurse)
+
+    module._apply = unless_gathered  # type: ignore[method-assign]
+
+
+def _modules_of_other_dtype(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """Modules with parameters that are not of the model's most common dtype, such as fp32 norms
+    among 16-bit weights. They are gathered apart, because parameters that are gathered together
+    must have one dtype.
+
+    Raises InputError when the model itself, or a block itself, has such parameters beside others.
+    """
+    types = Counter(parameter.dtype for parameter in model.parameters())
+    most = types.most_common(1)[0][0]
+    found = [m for m in model.modules() if any(p.dtype != most for p in m.parameters(recurse=False))]
+    for whole in (model, *blocks):
+        if whole in found:
+            if len({parameter.dtype for parameter in whole.parameters()}) > 1:
+                raise InputError(
+                    "plan: zero=3",
+                    f"{type(whole).__name__} has parameters of its own that are not {str(most).removeprefix('torch.')}, beside "
+                    "others; parameters that are gathered together must have one dtype",
+                    "use zero: 2, or put them into a module of their own",
+                )
+            found.remove(whole)
+    return found
+
+
+def _load_shards(model: nn.Module, rows: dict[str, Tensor]) -> None:
+    """Replace fully_shard's parameters, which are on the meta device, by the values that were
+    sharded when the model was created.
+
+    rows  a parameter's name -> this device's shard
+    """
+    filled: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if name in rows:
+            spec = parameter._spec  # type: ignore[attr-defined]
+            local = rows[name].view(parameter._local_tensor.shape)  # type: ignore[attr-defined]
+            filled[id(parameter)] = nn.Parameter(
+                DTensor(local, spec, requires_grad=False), requires_grad=parameter.requires_grad
+            )
+    names = {name: filled[id(p)] for name, p in model.state_dict(keep_vars=True).items() if id(p) in filled}
+    model.load_state_dict(names, strict=False, assign=True)
+    for held in _fsdp_params(model):
+        # now, because it may replace the tensors that the optimizer gets next
+        held.reset_sharded_param()
+
+
+def _fsdp_param_groups(model: nn.Module) -> Iterator[Any]:
+    """fully_shard's groups of parameters that are gathered together."""
+    for state in [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]:
+        groups = getattr(state, "_fsdp_param_groups", None) or [
+            getattr(state, "_fsdp_param_group", None)
+        ]  # until torch 2.12
+        yield from (group for group in groups if group is not None)
+
+
+def _fsdp_params(model: nn.Module) -> Iterator[Any]:
+    """fully_shard's records (FSDPParam) of a model's parameters."""
+    for group in _fsdp_param_groups(model):
+        yield from group.fsdp_params
+
+
+def working_weights(model: nn.Module) -> Iterator[Tensor]:
+    """The tensors that a model computes with: its parameters, and the buffers in which sharded
+    parameters are gathered.
+    """
+    yield from (parameter for parameter in model.parameters() if not isinstance(parameter, DTensor))
+    for held in _fsdp_params(model):
+        yield from held.all_gather_outputs
+
+
+@torch.no_grad()
+def _move_to_store(model: nn.Module, store: Store) -> None:
+    """Move this device's shards of all trained parameters to the store."""
+    for held in _fsdp_params(model):
+        parameter = held.sharded_param
+        if parameter.requires_grad:
+            there, local = store.put(held._sharded_param_data), parameter._local_tensor
+            held._sharded_param_data = there
+            rows = there.view(held.padded_sharded_param_size).narrow(0, 0, local.shape[0] if local.numel() else 0)
+            parameter._local_tensor = rows.view(local.shape)
+            parameter.stored = True
+
+
+def sharded(run: Run, plan: Plan) -> Run:
+    """`run` with its model sharded by fully_shard.
+
+    Raises InputError for a model that fully_shard cannot shard.
+    """
+    assert run.mesh is not None
+    named = find_blocks(run.model, run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None)
+    places, parameters = places_of(run.model, named), dict(run.model.named_parameters())
+    refuse_what_stays_whole(((name, parameters[name].dim(), used) for name, used in places.items()), len(named), plan)
+    refuse_hooks(run.model, "plan: zero=3" if plan.zero == 3 else "plan: offload=parameters")
+    store = run.store if "parameters" in plan.offload else None
+    shards = Shards(run.model, blocks_of(run), run.mesh, narrow_type(plan), store, "gradients" in plan.offload)
+    loss_sum = _refuse_sharded_use(run.loss_sum, "plan: zero=3" if plan.zero == 3 else "plan: offload=parameters")
+    return replace(run, loss_sum=loss_sum, reduction=shards, weights=shards.weights)
+
+
+def _is_running(module: FSDPModule) -> bool:
+    """Whether fully_shard has gathered a module's parameters for its forward."""
+    return torch.compiler.is_compiling() or module._get_fsdp_state()._training_state is not TrainingState.IDLE
+
+
+def _refuse_sharded_use(loss_sum: Callable[[Batch], Tensor], asked: str) -> Callable[[Batch], Tensor]:
+    """`loss_sum`, which raises InputError when the model uses a layer's sharded parameters without
+    calling the layer.
+    """
+
+    def computed(batch: Batch) -> Tensor:
+        try:
+            return loss_sum(batch)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise InputError(
+                asked,
+                f"{said(line_of(error))} uses parameters of a layer that is not called there: they are gathered for its "
+                "call only",
+                "use zero: 2, or call the layer with what is to be computed",
+            ) from error
+
+    return computed
+
+
+class Shards:
+    """The `Reduction` of a model that fully_shard shards. fully_shard gathers the parameters and
+    reduce-scatters the gradients.
+
+    model        the model; sharded in place
+    blocks       its blocks, each of which is gathered on its own
+    mesh         the devices: sharded over dp_shard, replicated over dp_replicate (HSDP)
+    gather_dtype  the dtype in which weights of products are gathered; None: their own
+    store        where this device's shards are stored; None: in the device's memory
+    offloads_gradients  whether their gradients are offloaded to the store too
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: list[nn.Module],
+        mesh: Mesh,
+        narrow_type: torch.dtype | None,
+        store: Store | None = None,
+        takes: bool = False,
+    ) -> None:
+        # the warning concerns the logits, which nobody writes to
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+        self.mesh, self.model, self.device = mesh, model, local_device(mesh.axes["dp_shard"].device_type)
+        self.parts: tuple[str, ...] = ("dp_shard",) if mesh.size("dp_shard") > 1 else ()
+        devices = mesh.axes[DATA if mesh.size("dp_replicate") > 1 else "dp_shard"]
+        narrow = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False)
+        apart = store is not None and store.device.type != "cpu"
+        pinned = store is not None and not store.on_disk
+        offloads = CPUOffloadPolicy(pin_memory=pinned) if apart else OffloadPolicy()
+        shard = partial(fully_shard, mesh=devices, offload_policy=offloads)
+        rows = {name: p.rows for name, p in model.named_parameters() if hasattr(p, "rows")}
+        for module in _modules_of_other_dtype(model, blocks):
+            shard(module, reshard_after_forward=True, mp_policy=policy)
+        for block in blocks:
+            products, others = products_of(block)
+            if narrow_type is None or not products or block in others:
+                shard(block, reshard_after_forward=True, mp_policy=policy)
+                continue
+            if others:  # such as norms: parameters that are gathered together must have one dtype
+                shard(others, reshard_after_forward=True, mp_policy=policy)
+            for module in products:
+                _keep_dtype(module)
+            halved = replace(policy, param_dtype=narrow_type, reduce_dtype=torch.float32)
+            shard(block, reshard_after_forward=True, mp_policy=halved)
+        shard(model, mp_policy=policy)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # the step divides by the count of targets over all devices
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+                if mesh.size("dp_shard") > 1 and goes_by_row(mesh.group("dp_shard")):
+                    module.set_custom_reduce_scatter(ScatterByRow())  # type: ignore[arg-type]
+                    module.set_custom_all_gather(GatherByRow())  # type: ignore[arg-type]
+            if isinstance(module, FSDPModule) and module is not model:
+                run_hooks_on_direct_calls(module, partial(_is_running, module))
+        self.statistics = Statistics(model, mesh)
+        _load_shards(model, rows)
+        # fully_shard itself holds shards in page-locked memory
+        if store is not None and not (apart and pinned):
+            _move_to_store(model, store)
+        if store is not None and is_apart(store.device) and mesh.size("dp_shard") == 1:
+            bring_ahead(model, blocks, _fsdp_param_groups(model), store.device)
+        self.weights: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                assert isinstance(parameter, DTensor)
+                self.weights[parameter] = nn.Parameter(parameter._local_tensor.detach())
+        self.owner = {weight: parameter for parameter, weight in self.weights.items()}
+        several = mesh.size("dp_shard") * mesh.size("dp_replicate") > 1
+        first = None if self.device.type == "cpu" else FIRST
+        self.agreement = (
+            Agreement(model, list(_fsdp_param_groups(model)), mesh.lines["layers"], first) if several else None
+        )
+        self.made = Made(_fsdp_param_groups(model), self.agreement) if self.agreement is not None else None
+        self.taken = Gradients(self.weights, store) if takes and store is not None and not (apart and pinned) else None
+
+    def begin(self, last: bool) -> None:
+        """Call before a micro-batch. last: whether it is the step's last one, after which HSDP's
+        replicas all-reduce.
+        """
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_all_reduce(last)
+
+    def end(self, last: bool) -> None:
+        """Call after a micro-batch's backward. After the last one, the gradients are set on the
+        optimizer's weights.
+        """
+        if self.agreement is not None:
+            self.agreement.end_backward(last)
+        if not last:
+            return
+        self.statistics.average()
+        if self.taken is not None:
+            self.taken.end()
+        else:
+            for parameter, weight in self.weights.items():
+                gradient: Any = parameter.grad
+                weight.grad = None if gradient is None else gradient._local_tensor
+                parameter.grad = None
+        if self.made is not None:
+            weights = list(self.weights.items())
+            total = partial(self.mesh.sum, axes=DATA)
+            for place in self.made.missing([parameter for parameter, _ in weights], total, self.device):
+                weights[place][1].grad = None
+
+    def updated(self) -> None:
+        """Nothing to do: the next forward gathers the updated shards."""
+        pass
+
+    def wait(self) -> None:
+        """Nothing to wait for: each block gathers its parameters when it needs them."""
+        pass
+
+    def states(self) -> list[Tensor]:
+        """No state of its own to save in a checkpoint."""
+        return []
+
+    def whole(self, weight: Tensor, value: Tensor) -> Tensor:
+        """The full tensor of `value`, this device's shard of a tensor like `weight`. All devices
+        must call it.
+        """
+        owner: Any = self.owner[weight]  # type: ignore[index]
+        return on_mesh(DTensor(value, owner._spec, requires_grad=False)).full_tensor()
+
+    def part(self, weight: Tensor, value: Tensor) -> Tensor:
+        """This device's shard of `value`, a tensor of the full parameter's shape."""
+        size, rank = self.mesh.size("dp_shard"), self.mesh.rank("dp_shard")
+        rows = value if value.dim() else value.view(1)
+        pieces = list(rows.chunk(size))
+        return pieces[rank] if rank < len(pieces) else rows[:0]

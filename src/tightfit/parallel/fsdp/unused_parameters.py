@@ -1,0 +1,77 @@
+"""ZeRO-3 for parameters that only some devices use, such as those of an expert without tokens.
+
+After a block's backward, fully_shard reduce-scatters the gradients of those of its parameters that
+have one. If devices used different experts, these are different parameters, and the tensors that
+they send do not match. So every device sends all of a block's gradients, with zeros for missing
+ones.
+
+Example: a block has experts A and B. Rank 0 routed tokens to A only, rank 1 to B only. Rank 0 sends
+(gradient of A, zeros) and rank 1 sends (zeros, gradient of B).
+
+Source  find_unused_parameters of Li et al. 2020, arXiv:2006.15704, applied to parameters that are
+        gathered by blocks: Zhao et al. 2023, arXiv:2304.11277.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tightfit.distributed.mesh import on_device
+from tightfit.parallel.fsdp.collective_order import Agreement
+from tightfit.parallel.gradient_buckets import absent
+
+
+class Made:
+    """Gives zero gradients to parameters of a block that got none in its backward, since all
+    devices must send the same tensors. It remembers which gradients of a step are real.
+
+    groups     fully_shard's parameter groups
+    agreement  checks that the devices reduce the same parameters
+    """
+
+    def __init__(self, groups: Iterable[Any], agreement: Agreement) -> None:
+        self.made: set[Tensor] = set()
+        self.agreement = agreement
+        for number, group in enumerate(groups):
+            group.post_backward = partial(self._after_backward, number, group, group.post_backward)
+
+    def _after_backward(self, number: int, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+        """Replaces the group's `post_backward`: fills missing gradients, checks the order, then
+        reduces.
+        """
+        which = 0
+        for place, held in enumerate(group.fsdp_params):
+            if not held.sharded_param.requires_grad or not hasattr(held, "_unsharded_param"):
+                continue
+            if held.unsharded_param.grad is not None or held.unsharded_accumulated_grad is not None:
+                self.made.add(held.sharded_param)
+            elif group.is_unsharded:
+                held.unsharded_param.grad = torch.zeros_like(held.unsharded_param)
+            else:
+                continue
+            which = (31 * which + place + 1) % 2**31
+        if which and group.reduce_grads:
+            self.agreement.sum(number, which)
+        post_backward(*unused)
+
+    def missing(
+        self, parameters: list[nn.Parameter], total: Callable[[Tensor], object], device: torch.device
+    ) -> list[int]:
+        """Indices of the parameters that no device computed a gradient for in this step.
+
+        parameters  the parameters, the same on all devices
+        all_reduce  all-reduces (sums) a tensor over the devices, in place
+        """
+        counts = on_device([float(parameter in self.made) for parameter in parameters], device)
+        missed = [place for place, parameter in enumerate(parameters) if parameter not in self.made]
+        self.made.clear()
+        total(counts)
+        return absent(counts, missed)
+
+
+__all__ = ["Made"]

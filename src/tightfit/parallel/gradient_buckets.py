@@ -1,0 +1,462 @@
+"""Buckets of gradients: many gradients in one flat buffer, reduced while backward still computes.
+
+A bucket fills in the order in which backward computes gradients. When it is full, its reduction
+begins. `AllReducedGradients` all-reduces it (data parallelism). `ReduceScatteredGradients` reduce-scatters it, so that each
+device gets the sum of its own shards (ZeRO-1 and ZeRO-2). Buckets are reduced in the same order on
+all devices, because collectives match by their order.
+
+Example: ten blocks, each with one parameter of 10 MiB, on four devices. A bucket holds at most 25
+MiB, so there are five buckets of two gradients, 20 MiB each.
+
+    backward computes    block 9, 8 | 7, 6     | 5, 4     | 3, 2     | 1, 0
+    bucket that fills    0          | 1        | 2        | 3        | 4
+    reduction begins                  of 0       of 1       of 2       of 3       of 4
+
+With `AllReducedGradients` all buckets may be in flight. Their buffers become the gradients, so all five exist at
+the end of backward: 100 MiB. With `ReduceScatteredGradients` one bucket is in flight: when the reduction of bucket
+1 has begun, the device waits for bucket 0 and frees its buffer. So at most two buffers exist at a
+time (one in flight and one that fills): 40 MiB. What stays of each bucket is this device's shard of
+its gradients, 5 MiB, 25 MiB in all.
+
+Source  Li et al. 2020, arXiv:2006.15704 (buckets and overlap); Rajbhandari et al. 2020,
+        arXiv:1910.02054 (shards); Megatron-LM, whose buckets also grow with the number of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._guards import active_fake_mode
+
+from tightfit.distributed.collectives import begin_scatter_rows
+from tightfit.errors import InputError
+from tightfit.optim.gradient_hooks import when_complete
+
+BUCKET_BYTES = 25 * 2**20
+# The least that each device sends in one step of a ring: far more than the network transfers
+# within its latency.
+PIECE_BYTES = 2**20
+
+
+def bucket_bytes(devices: int) -> int:
+    """The largest size of a bucket in bytes for this many devices. A ring of n devices takes about
+    n steps, each with 1/n of the bucket: with 64 devices, buckets have 64 MiB.
+    """
+    return max(BUCKET_BYTES, devices * PIECE_BYTES)
+
+
+@dataclass
+class Bucket:
+    """Parameters whose gradients are reduced together.
+
+    parameters  the parameters, in the order in which backward computes their gradients
+    buffer      the flat buffer, from the first gradient until the reduction or the step ends
+    ready       indices of the parameters whose gradients are in the buffer
+    work        the reduction in flight, or None
+    """
+
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    buffer: Tensor | None = None
+    arrived: set[int] = field(default_factory=set)
+    work: Any = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all its gradients are in the buffer."""
+        return len(self.arrived) == len(self.parameters)
+
+
+def in_buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[Bucket]:
+    """Divide parameters into buckets, last parameter first, as backward computes their gradients.
+
+    Each bucket has parameters of one dtype and one device. A parameter larger than `limit` has its
+    own.
+
+    limit  the largest size of a bucket in bytes
+    """
+    found: list[Bucket] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[Bucket, int]] = {}
+    for parameter in reversed(list(parameters)):
+        kind = parameter.dtype, parameter.device
+        bucket, size = filling.get(kind, (None, limit))
+        if bucket is None or size + parameter.nbytes > limit:
+            bucket, size = Bucket(), 0
+            found.append(bucket)
+        bucket.parameters.append(parameter)
+        filling[kind] = bucket, size + parameter.nbytes
+    return found
+
+
+class Reducer:
+    """Watches the gradients of `parameters`, and begins each bucket's reduction when it is full, in
+    order.
+
+    devices     the number of devices that take part
+    allocate    bucket -> its buffer, before the first gradient is written
+    write       (bucket, index, gradient or None) -> writes the gradient into the buffer. None: this
+                device's backward has computed no gradient for it
+    send        bucket -> begins the reduction and sets `bucket.work`
+    on_reduced  bucket -> called after its work has been waited for
+    in_flight   how many reductions may be in flight before the oldest is waited for; None: any
+                number
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        devices: int,
+        allocate: Callable[[Bucket], Tensor],
+        write: Callable[[Bucket, int, Tensor | None], None],
+        send: Callable[[Bucket], None],
+        arrived: Callable[[Bucket], None] = lambda bucket: None,
+        in_flight: int | None = None,
+    ) -> None:
+        self.buckets = in_buckets(parameters, bucket_bytes(devices))
+        self._allocate, self._write, self._start = allocate, write, send
+        self._on_reduced, self._in_flight = arrived, in_flight
+        self._sending, self._next = False, 0
+        self._slot = {
+            parameter: (bucket, place) for bucket in self.buckets for place, parameter in enumerate(bucket.parameters)
+        }
+        when_complete(parameters, self._on_gradient)
+
+    def begin(self, sending: bool) -> None:
+        """Call before each micro-batch.
+
+        reduces  whether the gradients that its backward completes are reduced. False: they
+                 accumulate in `.grad`
+        """
+        self._sending = sending
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self._sending:
+            bucket, place = self._slot[parameter]  # type: ignore[index]
+            if place in bucket.arrived:  # the reduction of the first one may have begun
+                raise _completed_twice(parameter)
+            self._write_gradient(bucket, place, parameter.grad)
+            parameter.grad = None
+            while self._next < len(self.buckets) and self.buckets[self._next].is_full:
+                self._send()
+
+    def _send(self) -> None:
+        self._start(self.buckets[self._next])
+        self._next += 1
+        if self._in_flight is not None and self._next > self._in_flight:
+            self._wait(self.buckets[self._next - 1 - self._in_flight])
+
+    def _wait(self, bucket: Bucket) -> None:
+        if bucket.work is not None:
+            bucket.work.wait()
+            bucket.work = None
+            self._on_reduced(bucket)
+
+    def _write_gradient(self, bucket: Bucket, place: int, gradient: Tensor | None) -> None:
+        if bucket.buffer is None:
+            bucket.buffer = self._allocate(bucket)
+        self._write(bucket, place, gradient)
+        bucket.arrived.add(place)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Reduce the remaining buckets, with None for missing gradients, and wait for all of them."""
+        for bucket in self.buckets[self._next :]:
+            for place, parameter in enumerate(bucket.parameters):
+                if place not in bucket.arrived:
+                    # accumulated by earlier micro-batches, or None
+                    self._write_gradient(bucket, place, parameter.grad)
+                    parameter.grad = None
+            self._send()
+        for bucket in self.buckets:
+            self._wait(bucket)
+            bucket.arrived.clear()
+        self._next, self._sending = 0, False
+
+
+class Summed:
+    """All-reduces gradients. Afterwards each `.grad` is a view of its bucket's buffer.
+
+    Behind the gradients, each bucket has one number for each parameter: how many devices computed
+    its gradient. If no device did, the parameter has no gradient, as on one device.
+
+    parameters  the parameters whose gradients are reduced
+    group       the devices
+    narrow      a dtype in which gradients are sent (`compressed_gradients`), if they are wider;
+                None: their own
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, narrow: torch.dtype | None = None):
+        self.group, self.narrow = group, narrow
+        devices = dist.get_world_size(group)
+        self._reducer = Reducer(parameters, devices, self._allocate, self._write, self._send)
+        self._views: dict[
+            int, tuple[Tensor, ...]
+        ] = {}  # id of a bucket -> views of its buffer: the gradients, then the counts
+        self._missing: list[tuple[Bucket, int]] = []
+        self.begin = self._reducer.begin
+
+    def _allocate(self, bucket: Bucket) -> Tensor:
+        like, sizes = bucket.parameters[0], [p.numel() for p in bucket.parameters]
+        buffer = torch.empty(sum(sizes) + len(sizes), dtype=like.dtype, device=like.device)
+        self._views[id(bucket)] = buffer.split([*sizes, len(sizes)])
+        self._views[id(bucket)][-1].fill_(1.0)
+        return buffer
+
+    def _write(self, bucket: Bucket, place: int, gradient: Tensor | None) -> None:
+        slots = self._views[id(bucket)]
+        if gradient is None:
+            slots[place].zero_()
+            slots[-1][place] = 0.0
+            self._missing.append((bucket, place))
+        else:
+            slots[place].copy_(gradient.reshape(-1))
+
+    def _send(self, bucket: Bucket) -> None:
+        assert bucket.buffer is not None
+        if self.narrow is None or bucket.buffer.dtype.itemsize <= self.narrow.itemsize:
+            bucket.work = dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
+        else:
+            wide = torch.view_as_real(bucket.buffer) if bucket.buffer.is_complex() else bucket.buffer
+            narrowed = wide.to(self.narrow)
+            bucket.work = _CastBack(dist.all_reduce(narrowed, group=self.group, async_op=True), narrowed, wide)
+
+    def finish(self) -> None:
+        """Wait for all reductions and set the gradients. Call after the last backward of a step."""
+        self._reducer.finish()
+        for bucket in self._reducer.buckets:
+            for parameter, slot in zip(bucket.parameters, self._views[id(bucket)], strict=False):
+                parameter.grad = slot.view(parameter.shape)
+        for bucket in self._reducer.buckets:
+            for place in absent(self._views[id(bucket)][-1], [place for at, place in self._missing if at is bucket]):
+                bucket.parameters[place].grad = None
+        self._missing.clear()
+        self._views.clear()
+        for bucket in self._reducer.buckets:
+            bucket.buffer = None
+
+
+@dataclass
+class _CastBack:
+    """An all-reduce in flight of a narrow copy. `wait` waits for it and copies the result back into
+    the buffer.
+    """
+
+    work: Any
+    narrowed: Tensor
+    buffer: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.buffer.copy_(self.narrowed)
+
+
+class Scattered:
+    """Reduce-scatters gradients: each device gets the sum of its shards, in the `.grad` of
+    `shards`.
+
+    `shards` maps each parameter to this device's shard of it, as Shard(0) of a DTensor. The
+    optimizer updates these shards. They are views of the parameters, so it updates the model
+    itself. `WeightGathers` then all-gathers the updated shards.
+
+    Example: a parameter of shape (10, 3) over 4 devices has ceil(10 / 4) = 3 rows in each shard but
+    the last: rows 0-2, 3-5, 6-8 and 9. A bucket's buffer has one row for each device. In it the
+    parameter takes 3 x 3 = 9 numbers; in the row of device 3, six of them are padding (zeros). With
+    5 rows the shards have 2, 2, 1 and 0 rows.
+
+    Behind the gradients, each row of a buffer has one number for each parameter: how many devices
+    computed its gradient. If no device did in the whole step, the parameter has no gradient, as on
+    one device.
+
+    parameters  the parameters whose gradients are reduced
+    group       the devices over which they are sharded
+    replicas    the devices that hold the same shard; None: there are no replicas
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.group, self.replicas = group, replicas
+        self.count, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._reducer = Reducer(
+            parameters, self.count, self._allocate, self._write, self._send, self._on_reduced, in_flight=1
+        )
+        # id of a bucket -> offsets in a row: of each parameter, the counts, the end
+        self._offsets = {id(b): self.offsets(b.parameters, len(b.parameters)) for b in self._reducer.buckets}
+        self.shares = {parameter: self._share(parameter, self.rank) for parameter in parameters}
+        self._parts: dict[int, Tensor] = {}
+        # id of a bucket -> how many devices computed each gradient
+        self._counts: dict[int, Tensor] = {}
+        # parameters whose gradients this device computed in this step
+        self._made: set[nn.Parameter] = set()
+        self.begin = self._reducer.begin
+
+    def rows(self, parameter: Tensor) -> int:
+        """Rows (along dimension 0) of each shard. The last shards may have fewer, or none."""
+        return -(-_height(parameter) // self.count)
+
+    def offsets(self, parameters: Sequence[Tensor], *more: int) -> list[int]:
+        """Offsets of the parameters' shards in a row of a buffer, then of fields with `more`
+        elements each, then of the row's end.
+        """
+        return _offsets([*(self.rows(p) * _width(p) for p in parameters), *more])
+
+    def range(self, parameter: Tensor, rank: int) -> tuple[int, int]:
+        """(begin, end) along dimension 0 of a device's shard; end is exclusive."""
+        rows, height = self.rows(parameter), _height(parameter)
+        return min(rank * rows, height), min((rank + 1) * rows, height)
+
+    def _share(self, parameter: nn.Parameter, rank: int) -> nn.Parameter:
+        first, last = self.range(parameter, rank)
+        rows = parameter.detach()
+        rows = rows[first:last] if parameter.dim() else rows.view(1)[first:last]
+        return nn.Parameter(rows, requires_grad=parameter.requires_grad)
+
+    def _allocate(self, bucket: Bucket) -> Tensor:
+        like = bucket.parameters[0]
+        return torch.empty(self.count, self._offsets[id(bucket)][-1], dtype=like.dtype, device=like.device)
+
+    def _write(self, bucket: Bucket, place: int, gradient: Tensor | None) -> None:
+        assert bucket.buffer is not None
+        offsets, parameter = self._offsets[id(bucket)], bucket.parameters[place]
+        slots = bucket.buffer[:, offsets[place] : offsets[place + 1]]
+        bucket.buffer[:, offsets[-2] + place] = 0.0 if gradient is None else 1.0
+        if gradient is None:
+            slots.zero_()
+            return
+        self._made.add(parameter)
+        flat = gradient.reshape(-1)
+        if flat.numel() == slots.numel():
+            slots.copy_(flat.view(self.count, -1))
+            return
+        for rank, slot in enumerate(slots):
+            first, last = self.range(parameter, rank)
+            width = _width(parameter)
+            slot[: (last - first) * width].copy_(flat[first * width : last * width])
+            slot[(last - first) * width :].zero_()
+
+    def _send(self, bucket: Bucket) -> None:
+        assert bucket.buffer is not None
+        part = torch.empty(bucket.buffer.shape[1], dtype=bucket.buffer.dtype, device=bucket.buffer.device)
+        self._parts[id(bucket)] = part
+        bucket.work = begin_scatter_rows(part, bucket.buffer, self.group)
+
+    @torch.no_grad()
+    def _on_reduced(self, bucket: Bucket) -> None:
+        """Set the shards' gradients, or add this micro-batch's to them."""
+        bucket.buffer = None
+        part, offsets = self._parts.pop(id(bucket)), self._offsets[id(bucket)]
+        for place, parameter in enumerate(bucket.parameters):
+            share = self.shares[parameter]
+            gradient = part[offsets[place] : offsets[place] + share.numel()].view(share.shape)
+            share.grad = gradient if share.grad is None else share.grad.add_(gradient)
+        counts = part[offsets[-2] :]
+        if id(bucket) in self._counts:
+            self._counts[id(bucket)].add_(counts)
+        else:
+            self._counts[id(bucket)] = counts.clone()
+
+    def finish(self) -> None:
+        """Wait for all reductions of a micro-batch."""
+        self._reducer.finish()
+
+    def complete(self) -> None:
+        """Call once a step: all-reduce the shards' gradients over the replicas, and remove
+        gradients that no device has computed.
+        """
+        self._sum_replicas()
+        for bucket in self._reducer.buckets:
+            missed = [place for place, parameter in enumerate(bucket.parameters) if parameter not in self._made]
+            for place in absent(self._counts[id(bucket)], missed):
+                self.shares[bucket.parameters[place]].grad = None
+        self._made.clear()
+        self._counts.clear()
+
+    def _sum_replicas(self) -> None:
+        if self.replicas is None:
+            return
+        gradients = [share.grad for share in self.shares.values() if share.grad is not None]
+        counts = [self._counts[id(bucket)] for bucket in self._reducer.buckets]
+        for together in _by_type([*gradients, *counts]):
+            flat = torch.cat([gradient.reshape(-1) for gradient in together])
+            dist.all_reduce(flat, group=self.replicas)
+            for gradient, summed in zip(together, flat.split([g.numel() for g in together]), strict=True):
+                gradient.copy_(summed.view(gradient.shape))
+
+
+def _completed_twice(parameter: Tensor) -> InputError:
+    """The error when one backward computes a parameter's gradient twice, as nested backwards do."""
+    return InputError(
+        "plan: several devices",
+        f"one backward completes the gradient of a parameter of shape {tuple(parameter.shape)} twice: the model's code runs a "
+        "backward within the backward, as torch.utils.checkpoint does with use_reentrant=True",
+        "use use_reentrant=False in the model, or one device",
+    )
+
+
+def absent(counts: Tensor, places: list[int]) -> list[int]:
+    """Of `missing`, those at which no device computed a gradient.
+
+    Nothing is read if this device has computed all of them. A dry run assumes that the other
+    devices are like this one, and returns all of `missing`.
+
+    counts   (parameters): how many devices computed each gradient
+    missing  the indices at which this device computed none
+    """
+    if not places or active_fake_mode() is not None:
+        return places
+    made = counts.tolist()
+    return [place for place in places if not made[place]]
+
+
+@contextmanager
+def made_everywhere(weights: Sequence[Tensor], total: Callable[[Tensor], object]) -> Iterator[None]:
+    """Within the context, each weight has a gradient: zeros where this device has computed none.
+    Afterwards, gradients that no device has computed are removed.
+
+    all_reduce  all-reduces (sums) a tensor over the devices in place. All of them must enter the context
+           with the same weights
+    """
+    missed = [place for place, weight in enumerate(weights) if weight.grad is None]
+    counts = torch.ones(len(weights), device=weights[0].device)
+    for place in missed:
+        counts[place] = 0.0
+        weights[place].grad = torch.zeros_like(weights[place])
+    total(counts)
+    yield
+    for place in absent(counts, missed):
+        weights[place].grad = None
+
+
+def _height(parameter: Tensor) -> int:
+    """Rows of a parameter; a scalar has one."""
+    return parameter.shape[0] if parameter.dim() else 1
+
+
+def _width(parameter: Tensor) -> int:
+    """Elements in a row of a parameter."""
+    height = _height(parameter)
+    return parameter.numel() // height if height else 0
+
+
+def _offsets(sizes: list[int]) -> list[int]:
+    """Where each of several consecutive fields begins, and where the last one ends."""
+    found = [0]
+    for size in sizes:
+        found.append(found[-1] + size)
+    return found
+
+
+def _by_type(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Tensors grouped by dtype."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())

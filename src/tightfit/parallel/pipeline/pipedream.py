@@ -1,0 +1,220 @@
+"""A pipeline that never drains between steps, with versions of the weights (PipeDream).
+
+`pipeline` uses `PipeDream` in place of `PipelineRank` for schedule: pipedream. It changes the job's
+mathematics: gradients are stale. So it needs `asynchronous` in the job's `allow`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._guards import active_fake_mode
+
+from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, Action
+from tightfit.distributed.mesh import DATA
+from tightfit.models.objective import Batch
+from tightfit.parallel.pipeline.executor import Pipeline, added
+from tightfit.runtime.run import Run
+
+MAX_MICRO_BATCHES = 2**20  # more micro-batches than a step can have
+
+
+@dataclass
+class _StepInFlight:
+    """A step in flight.
+
+    number         of the step since the pipeline was last empty
+    micro_batches  how many it has
+    rate           its learning rate
+    version        number of the version of the weights that its forward used
+    """
+
+    number: int
+    micro_batches: int
+    rate: float
+    version: int
+
+
+class PipeDream(Pipeline):
+    """1F1B that never drains. Each rank updates its own weights, without waiting for the others.
+
+    In each step a rank runs that step's forwards, and then the backwards of the earlier step whose
+    gradients have reached it. A step's backward uses the weights of its forward (weight stashing).
+
+    On rank s of p, gradients are p - 1 - s updates stale. With vertical sync they are p - 1 updates
+    stale on every rank. Example with p = 4: rank 0's gradients are 3 updates stale, and rank 0 has
+    up to 4 steps in flight and keeps 3 versions of its weights beside the newest. Rank 3's
+    gradients are not stale.
+
+    losses            of the steps whose backward was done here, in order
+    pending_losses    on the last rank: the losses of steps whose backward has not been done yet
+    requested_losses  losses that were requested from the next rank, by step: work handle and tensor
+
+    Source: Harlap et al. 2018, arXiv:1806.03377.
+    """
+
+    free = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.behind = self.devices - 1 - self.rank
+        self.delay = self.devices - 1
+        self.steps_in_flight: deque[_StepInFlight] = deque()
+        self.versions: dict[int, dict[nn.Parameter, nn.Parameter]] = {}
+        self.steps_begun = self.updates_done = 0
+        self.pending_losses: dict[int, Tensor] = {}
+        self.requested_losses: dict[int, tuple[Any, Tensor]] = {}
+
+    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
+        """Run this step's forwards, and the backwards of the step that is due.
+
+        Returns NaN: the loss becomes known `loss_delay` steps later, see `losses`.
+        """
+        assert run.mesh is not None
+        version = max(self.steps_begun - self.delay, 0) if self.plan.vertical_sync else self.updates_done
+        step = _StepInFlight(self.steps_begun, len(micro_batches), run.optimizer.param_groups[0]["lr"], version)
+        total: Tensor | None = None
+        forwards = [
+            (Action(FORWARD, self.rank, self._unique_number(step, n)), batch) for n, batch in enumerate(micro_batches)
+        ]
+        due = self._backwards(self.steps_in_flight[0])[:1] if 0 < self.behind <= len(self.steps_in_flight) else []
+        with self._using_version(run, version):
+            for number, (action, batch) in enumerate(forwards):
+                self._free_completed_sends(run)
+                if due and number == len(forwards) - 1:
+                    self._request_loss(self.steps_in_flight[0].number)
+                self._post_receives(run, [*forwards, *due][number : number + 2])
+                total = added(total, self.forward(run, action, batch, scale))
+        if self.rank == self.devices - 1:
+            here = torch.zeros((), device=run.device) if total is None else total
+            self.pending_losses[step.number] = run.mesh.sum(here, DATA) * scale
+        self.steps_in_flight.append(step)
+        self.steps_begun += 1
+        if len(self.steps_in_flight) > self.behind:
+            self._run_backward(run)
+        return torch.full((), float("nan"), device=run.device)
+
+    def drain(self, run: Run) -> Iterator[None]:
+        """Run the backwards that are left, step by step, and yield after each: an update has to
+        follow.
+
+        Afterwards the pipeline is empty.
+        """
+        while self.steps_in_flight:
+            self._run_backward(run)
+            yield
+        self.finish()
+        self.steps_begun = self.updates_done = 0
+        self.versions.clear()
+
+    def _backwards(self, step: _StepInFlight) -> list[tuple[Action, Batch]]:
+        """A step's backwards in the form of `_post_receives`. What they receive does not depend on
+        a batch."""
+        places = (self._unique_number(step, number) for number in range(step.micro_batches))
+        return [(Action(BACKWARD, self.rank, place), None) for place in places]
+
+    def _unique_number(self, step: _StepInFlight, number: int) -> int:
+        """A number for a micro-batch that is unique over all steps in flight."""
+        return step.number * MAX_MICRO_BATCHES + number
+
+    def place_of(self, action: Action) -> Any:
+        """The position of an action among its rank's: (round, whether it is a backward,
+        micro-batch).
+
+        In each round a rank runs a step's forward before the backward of the step that is due.
+        """
+        step, number = divmod(action.micro_batch, MAX_MICRO_BATCHES)
+        behind = self.devices - 1 - action.chunk if action.kind == BACKWARD else 0
+        return step + behind, action.kind == BACKWARD, number
+
+    def _run_backward(self, run: Run) -> None:
+        """Run the backward of the oldest step in flight, and assign its gradients to the newest
+        weights."""
+        step = self.steps_in_flight.popleft()
+        for group in run.optimizer.param_groups:
+            group["lr"] = step.rate
+        self._forward_loss(run, step)
+        backwards = self._backwards(step)
+        with self._using_version(run, step.version):
+            for number, (action, _) in enumerate(backwards):
+                self._post_receives(run, backwards[number : number + 2])
+                self.backward(run, action, False)
+        self.requested_losses.pop(step.number, None)
+        if run.reduction is not None:
+            run.reduction.begin(True)
+        for parameter, used in self.versions[step.version].items():
+            parameter.grad, used.grad = used.grad, None
+        if run.reduction is not None:
+            run.reduction.end(True)
+        self._preserve_version(run)
+        self.updates_done += 1
+
+    def _request_loss(self, number: int) -> None:
+        """Post the receive of a step's loss, which is sent before its first gradients."""
+        if self.rank < self.devices - 1 and number not in self.requested_losses:
+            loss = torch.zeros((), device=self.device)
+            group, device = self._link(self.rank, self.rank + 1, "backward")
+            work = None if active_fake_mode() is not None else dist.irecv(loss, group=group, group_src=device)
+            self.requested_losses[number] = work, loss
+
+    def _forward_loss(self, run: Run, step: _StepInFlight) -> None:
+        """Send a step's loss on from the last rank to the first, before the gradients."""
+        if self.rank < self.devices - 1:
+            self._request_loss(step.number)
+            work, loss = self.requested_losses[step.number]
+            self._wait_for(work)
+        else:
+            loss = self.pending_losses.pop(step.number).to(torch.float32)
+        if self.rank:
+            self._send(loss, Action(BACKWARD, self.rank, self._unique_number(step, 0)), "backward")
+        self.losses.append(loss)
+
+    @torch.no_grad()
+    def _preserve_version(self, run: Run) -> None:
+        """Preserve the present weights before the update, if a step still needs them.
+
+        Steps in flight need the version of their forward; with vertical sync, later steps need it
+        too. The update is then made on a copy.
+        """
+        needed = {step.version for step in self.steps_in_flight}
+        if self.plan.vertical_sync:
+            needed |= set(range(max(self.steps_begun - self.delay, 0), self.updates_done + 1))
+        for version in list(self.versions):
+            if version not in needed:
+                del self.versions[version]
+        if self.updates_done in needed:
+            # the newest weights get new memory: autograd graphs may hold views of the old one
+            for parameter in self._newest_version(run):
+                parameter.data = parameter.data.clone()
+
+    def _newest_version(self, run: Run) -> dict[nn.Parameter, nn.Parameter]:
+        """By parameter, a parameter that shares its memory until that version has to be preserved."""
+        if self.updates_done not in self.versions:
+            trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+            self.versions[self.updates_done] = {parameter: nn.Parameter(parameter.data) for parameter in trained}
+        return self.versions[self.updates_done]
+
+    @contextmanager
+    def _using_version(self, run: Run, version: int) -> Iterator[None]:
+        """Within the context, the model computes with the given version of its weights."""
+        used = self._newest_version(run) if version == self.updates_done else self.versions[version]
+        places = [
+            (module, name, parameter)
+            for module in run.model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter in used
+        ]
+        for module, name, parameter in places:
+            module._parameters[name] = used[parameter]
+        try:
+            yield
+        finally:
+            for module, name, parameter in places:
+                module._parameters[name] = parameter

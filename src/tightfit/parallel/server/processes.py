@@ -1,0 +1,337 @@
+"""The processes of a parameter server: the server, and the workers that send it gradients and
+receive weights.
+
+`parameter_server` makes one of the four classes for each process: Worker or Server (synchronous),
+AsyncWorker or AsyncServer (asynchronous). Each is the run's StepExecutor and its Reduction.
+Messages are in host memory and pass through the "server" group of the mesh.
+
+Example of asynchronous updates with two workers: both receive the weights of version 0. The
+gradient of worker 1 arrives first; the server applies it and sends it version 1. Then the gradient
+of worker 2 arrives, which was computed with version 0: its staleness is 1 - 0 = 1.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._guards import active_fake_mode
+
+from tightfit.distributed.mesh import Mesh, Statistics
+from tightfit.models.objective import Batch, processed_count, sample_count
+from tightfit.plan import Plan
+from tightfit.runtime.run import Data, Filler, Run, Undivided, to_device
+
+SERVER = 0  # the rank of the server among the dp_replicate processes
+
+
+@dataclass(frozen=True)
+class ServerData:
+    """The server's `Data`: as many steps as the workers have, each without micro-batches."""
+
+    of: Data
+
+    @property
+    def samples(self) -> int | None:
+        return self.of.samples
+
+    @property
+    def sample_items(self) -> int:
+        return self.of.sample_items
+
+    @property
+    def ragged(self) -> bool:
+        return self.of.ragged
+
+    @property
+    def damaged(self) -> int:
+        return 0
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.of.tokenizer
+
+    def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
+        """One empty list for each step."""
+        batch = getattr(self.of, "batch", 1)
+        while until is None or consumed < until:
+            yield []
+            consumed += batch
+
+    def held_out(self, samples: int) -> Iterator[Batch]:
+        """No evaluation samples: the workers evaluate."""
+        return iter(())
+
+    def example(self) -> Batch:
+        return self.of.example()
+
+
+class GradientBox:
+    """Packs gradients and weights into the flat tensors that a worker and the server exchange.
+
+    All are in host memory, in fp32, or in fp64 if any parameter is (complex numbers count as
+    pairs).
+
+    parameters  the model's parameters, in the same order in all processes
+    mesh        the devices, with a "server" group
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
+        self.parameters, self.group = parameters, mesh.lines["server"]
+        self.sizes = [_as_real(parameter).numel() for parameter in parameters]
+        self.dtype = (
+            torch.float64 if any(p.dtype in (torch.float64, torch.complex128) for p in parameters) else torch.float32
+        )
+        self.workers = range(1, mesh.size("dp_replicate"))
+
+    def empty(self) -> Tensor:
+        """A buffer for a message of gradients: (elements of all parameters + number of parameters)."""
+        return torch.empty(sum(self.sizes) + len(self.sizes), dtype=self.dtype)
+
+    def empty_weights(self) -> Tensor:
+        """A buffer for a message of weights: (elements of all parameters)."""
+        return torch.empty(sum(self.sizes), dtype=self.dtype)
+
+    def _to_flat(self, tensor: Tensor) -> Tensor:
+        """A tensor as a flat one of the message's dtype, in host memory."""
+        return _as_real(tensor.detach()).cpu().to(self.dtype).flatten()
+
+    @torch.no_grad()
+    def gradients(self) -> Tensor:
+        """This worker's gradients, which are removed from the parameters. Behind them is 1 for each
+        parameter that has a gradient, and 0 for each that has none.
+        """
+        parts = [
+            torch.zeros(size, dtype=self.dtype) if parameter.grad is None else self._to_flat(parameter.grad)
+            for parameter, size in zip(self.parameters, self.sizes, strict=True)
+        ]
+        there = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=self.dtype)
+        for parameter in self.parameters:
+            parameter.grad = None
+        return torch.cat([*parts, there])
+
+    @torch.no_grad()
+    def put_gradients(self, flat: Tensor) -> None:
+        """Set the parameters' gradients from such a message, or None where no worker has one."""
+        for parameter, part, there in zip(
+            self.parameters, flat.split([*self.sizes, len(self.sizes)]), flat[-len(self.sizes) :].tolist(), strict=False
+        ):
+            if not there:
+                parameter.grad = None
+                continue
+            parameter.grad = torch.empty_like(parameter)
+            _as_real(parameter.grad).copy_(part.view_as(_as_real(parameter)))
+
+    @torch.no_grad()
+    def weights(self) -> Tensor:
+        """All weights in one message."""
+        return torch.cat([self._to_flat(parameter) for parameter in self.parameters])
+
+    @torch.no_grad()
+    def put_weights(self, flat: Tensor) -> None:
+        """Set the parameters from such a message."""
+        for parameter, part in zip(self.parameters, flat.split(self.sizes), strict=True):
+            real = _as_real(parameter)
+            real.copy_(part.view_as(real))
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as a view of pairs of real numbers; others as they are."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+class _ServerProcess(Undivided):
+    """What all four kinds of processes share, as StepExecutor and as Reduction."""
+
+    copies: frozenset[str] = frozenset()
+    stale: frozenset[str] = frozenset()
+    delay = 0
+    free = False
+    counted: tuple[int, int, int] | None = None
+
+    def __init__(self, box: GradientBox, plan: Plan, statistics: Statistics) -> None:
+        self.box, self.plan, self.statistics = box, plan, statistics
+        self.losses: deque[Tensor] = deque()
+        self.staleness: list[int] = []
+
+    def evaluate(self, run: Run, batch: Batch) -> Tensor:
+        """The summed loss of an evaluation batch; 0 for a dummy micro-batch."""
+        if isinstance(batch, Filler):
+            return torch.zeros((), device=run.device)
+        return run.loss_sum(to_device(batch, run))
+
+    def drain(self, run: Run) -> Iterator[None]:
+        """Broadcast the server's weights to all workers, after asynchronous updates. Nothing is in
+        flight.
+        """
+        if self.free:
+            flat = self.box.weights()
+            dist.broadcast(flat, SERVER, group=self.box.group)
+            self.box.put_weights(flat)
+        return iter(())
+
+
+class Worker(_ServerProcess):
+    """A worker with synchronous updates."""
+
+    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
+        """Compute the gradients of this worker's samples and send them to the server. Returns its
+        summed loss.
+        """
+        total = self._run_backward(run, micro_batches, scale)
+        flat = self.box.gradients()
+        if active_fake_mode() is None:
+            dist.send(flat, SERVER, group=self.box.group)
+        self.statistics.average()
+        return total
+
+    def _run_backward(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
+        total = torch.zeros((), device=run.device)
+        for batch in micro_batches:
+            if not isinstance(batch, Filler):
+                loss = run.loss_sum(to_device(batch, run))
+                (loss * scale).backward()
+                total += loss.detach()
+        return total
+
+    def updated(self) -> None:
+        """Receive the updated weights."""
+        flat = self.box.empty_weights()
+        if active_fake_mode() is None:
+            dist.broadcast(flat, SERVER, group=self.box.group)
+            self.box.put_weights(flat)
+
+
+class Server(_ServerProcess):
+    """A server with synchronous updates: it sums the workers' gradients, then updates once."""
+
+    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
+        """Receive all workers' gradients and sum them in the order of the workers. Returns a loss
+        of 0.
+        """
+        total = torch.zeros_like(self.box.empty())
+        for worker in self.box.workers:
+            flat = self.box.empty()
+            if active_fake_mode() is None:
+                dist.recv(flat, worker, group=self.box.group)
+            total += flat
+        self.box.put_gradients(total)
+        self.statistics.average(counts=False)
+        return torch.zeros((), device=run.device)
+
+    def updated(self) -> None:
+        """Broadcast the updated weights."""
+        if active_fake_mode() is None:
+            dist.broadcast(self.box.weights(), SERVER, group=self.box.group)
+
+
+# worker, its step, the version of its weights, items, samples, processed items, summed loss
+_HEADER_LENGTH = 7
+
+
+class AsyncWorker(Worker):
+    """A worker with asynchronous updates: it sends the mean gradient of its own samples, and
+    continues with the weights that come back.
+    """
+
+    free = True
+
+    def __init__(self, box: GradientBox, plan: Plan, statistics: Statistics) -> None:
+        super().__init__(box, plan, statistics)
+        self.step = self.version = 0
+
+    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
+        """Compute the gradients of this worker's samples and send them with a header. Returns its
+        summed loss.
+        """
+        real = [batch for batch in micro_batches if not isinstance(batch, Filler)]
+        items = sum(map(run.objective.count, real))
+        total = self._run_backward(run, micro_batches, scale)
+        counts = [items, sum(map(sample_count, real)), sum(map(processed_count, real))]
+        if active_fake_mode() is not None:
+            self.box.gradients()
+            return total
+        header = torch.tensor([dist.get_rank(), self.step, self.version, *counts, float(total)], dtype=torch.float64)
+        dist.send(header, SERVER, group=self.box.group)
+        dist.send(self.box.gradients(), SERVER, group=self.box.group)
+        self.step += 1
+        return total
+
+    def updated(self) -> None:
+        """Receive the weights and their version. They may be late: a worker that is too far ahead
+        waits here.
+        """
+        version, flat = torch.zeros(1, dtype=torch.int64), self.box.empty_weights()
+        if active_fake_mode() is not None:
+            return
+        dist.recv(version, SERVER, group=self.box.group)
+        dist.recv(flat, SERVER, group=self.box.group)
+        self.version = int(version)
+        self.box.put_weights(flat)
+
+
+class AsyncServer(_ServerProcess):
+    """Applies each worker's gradient when it arrives, and sends the weights back.
+
+    If a worker is more than `staleness` steps ahead of the slowest one, it gets the weights when
+    the slowest one has caught up.
+
+    version  the number of updates so far
+    done     steps of each worker
+    waiting  workers that have not yet got the weights
+    log      (worker, its step, the version of the weights that its gradient was computed with) of
+             each update, in order. This is everything that depends on timing
+    """
+
+    free = True
+
+    def __init__(self, box: GradientBox, plan: Plan, statistics: Statistics) -> None:
+        super().__init__(box, plan, statistics)
+        self.version = 0
+        self.done = dict.fromkeys(box.workers, 0)
+        self.waiting: list[int] = []
+        self.log: list[tuple[int, int, int]] = []
+
+    def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
+        """Receive as many gradients as there are workers, with an update after each but the last.
+        The caller does the last update.
+        """
+        counts, total = [0, 0, 0], 0.0
+        self.staleness = []
+        for left in reversed(self.box.workers):
+            header = torch.zeros(_HEADER_LENGTH, dtype=torch.float64)
+            dist.recv(header, group=self.box.group)
+            worker, step, version, *numbers, loss = header.tolist()
+            flat = self.box.empty()
+            dist.recv(flat, int(worker), group=self.box.group)
+            counts = [count + int(number) for count, number in zip(counts, numbers, strict=True)]
+            total += loss
+            self.staleness.append(self.version - int(version))
+            self.log.append((int(worker), int(step), int(version)))
+            self.done[int(worker)] += 1
+            self.waiting.append(int(worker))
+            if numbers[0]:
+                self.box.put_gradients(flat)
+            if left > 1:
+                run.optimizer.step()
+                run.optimizer.zero_grad(set_to_none=True)
+                self.updated()
+        self.counted = counts[0], counts[1], counts[2]
+        return torch.tensor(total)
+
+    def updated(self) -> None:
+        """Call after an update: send the weights to the waiting workers that `staleness` allows to
+        continue.
+        """
+        self.version += 1
+        slowest, bound = min(self.done.values()), self.plan.staleness
+        due = [worker for worker in self.waiting if bound is None or self.done[worker] - slowest <= bound]
+        for worker in due:
+            dist.send(torch.tensor([self.version]), worker, group=self.box.group)
+            dist.send(self.box.weights(), worker, group=self.box.group)
+            self.waiting.remove(worker)

@@ -1,0 +1,1 @@
+"""Modules that are divided among devices by columns and rows."""

@@ -1,0 +1,324 @@
+"""Sequence parallelism: the tp devices shard along the sequence what tensor parallelism replicates
+(norms, dropout, the residual stream).
+
+The input of a column-parallel module is all-gathered along the sequence, and the output of a
+row-parallel module is reduce-scattered. Together they send as many bytes as the all-reduce that
+they replace. For backward, a column-parallel module saves only this device's shard of its input,
+which is all-gathered again there.
+
+Example: hidden states of shape (4, 10, 64) on tp=4. Ten positions are padded to 12, so each
+device's shard has shape (4, 3, 64) between the sharded modules. Within them a device has (4, 10,
+64) again: the padding is removed after the gather.
+
+Source  Korthikanti et al. 2022, arXiv:2205.05198, sections 4.2 and 4.3.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tightfit.distributed.collectives import gather_rows, scatter_rows
+from tightfit.errors import InputError
+from tightfit.plan import Plan
+
+_ATTRIBUTE = "sequences_divided_by"
+
+
+class Sequences:
+    """Shards the hidden states between blocks along the sequence: (samples, length, width) ->
+    (samples, length / tp, width), rounded up.
+
+    blocks  (name, block) of the model's blocks. The first one's input is sharded and the last one's
+            output is gathered
+    plan    the plan
+    group   the tp devices
+
+    Raises InputError when the model has no repeated blocks.
+    """
+
+    def __init__(self, blocks: list[tuple[str, nn.Module]], plan: Plan, group: dist.ProcessGroup) -> None:
+        self.blocks, self.plan, self.group, self.size = blocks, plan, group, dist.get_world_size(group)
+        self.length: int | None = None  # of the current sequences, if tp does not divide it
+        self.again = gathers_again(plan)
+        self.regions: set[nn.Module] = set()
+        if not blocks:
+            raise InputError(
+                "plan: sequence_parallel", "the model has no repeated blocks", "use sequence_parallel: false"
+            )
+        before(blocks[0][1], self._shard_input)
+        setattr(blocks[0][1], _ATTRIBUTE, self)
+        blocks[-1][1].register_forward_hook(self._gather_output)
+
+    def enter(self, parent: nn.Module, module: nn.Module) -> None:
+        """All-gather the input of `module`, a column-parallel child of `parent`.
+
+        The parent's input is gathered, because its code may look at the shape. If the parent is a
+        block, the module's own input is gathered, because the block's input also goes into the
+        residual stream.
+        """
+        inner = parent if all(parent is not block for _, block in self.blocks) else module
+        if inner not in self.regions:
+            self.regions.add(inner)
+            before(inner, self._gather)
+        product = module.forward
+
+        def forward(input: Tensor) -> Tensor:
+            kept = None if torch.compiler.is_compiling() else getattr(input, "kept", None)
+            if kept is None:
+                return product(input)
+            with saved_tensors_hooks(kept.pack, kept.unpack):
+                return product(input)
+
+        module.forward = forward  # type: ignore[method-assign]
+
+    def leave(self, product: Tensor) -> Tensor:
+        """Reduce-scatter the output of a row-parallel module: (samples, length, width) -> this
+        device's positions of the sum.
+        """
+        return _ReduceScatter.apply(product, self.group)
+
+    def parameters(self, model: nn.Module, cut: set[str]) -> frozenset[str]:
+        """Names of the parameters whose gradients are partial on each device: they come from its
+        positions only.
+
+        sharded  names of the sharded parameters, which are left out
+
+        Raises InputError when a sharded module contains a parameter that is replicated.
+        """
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        found = {names[id(p)] for _, block in self.blocks for p in block.parameters() if id(p) in names} - cut
+        for region in self.regions:
+            inside = {names[id(p)] for p in region.parameters()} & found - _reduced_biases(region, names)
+            if inside:
+                raise InputError(
+                    "plan: sequence_parallel",
+                    f"{min(inside)} is replicated within a module that is sharded",
+                    "use sequence_parallel: false",
+                )
+        return frozenset(found)
+
+    def _shard_input(self, hidden: Tensor) -> Tensor:
+        """This device's shard of the first block's input. Raises InputError unless it has three
+        dimensions.
+        """
+        if hidden.dim() != 3:
+            raise InputError(
+                "plan: sequence_parallel",
+                f"the first block's input is of shape {tuple(hidden.shape)}, not (samples, length, width)",
+                "use sequence_parallel: false",
+            )
+        self._note_length(hidden.shape[1])
+        return _ScatterToSequence.apply(hidden, self.group)
+
+    def _note_length(self, length: int) -> None:
+        """Remember the length if tp does not divide it: the padding has to be removed after
+        gathers.
+        """
+        self.length = length if length % self.size else None
+        if self.length is not None and self.plan.pp > 1 and self.plan.recompute != "none":
+            raise InputError(  # a recomputation may follow forwards of another length
+                "plan: sequence_parallel with recompute in a pipeline",
+                f"sequences of {length} positions, which tp={self.size} devices do not divide evenly",
+                f"use lengths that are a multiple of {self.size}, recompute: none, or sequence_parallel: false",
+            )
+
+    def elsewhere(self, hidden: Tensor) -> Tensor:
+        """A stub of the first block's input, for pipeline ranks without that block: a view with a
+        shard's shape.
+        """
+        self._note_length(hidden.shape[1])
+        return hidden[:, : -(-hidden.shape[1] // self.size)]
+
+    def _gather_output(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """A hook of the last block that gathers its output."""
+        if isinstance(output, tuple):
+            return (_GatherFromSequence.apply(output[0], self.length, self.group), *output[1:])
+        return _GatherFromSequence.apply(output, self.length, self.group)
+
+    def _gather(self, hidden: Tensor) -> Tensor:
+        """All-gather the input of column-parallel modules."""
+        # the products would cast it too; so half the bytes are sent
+        if torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        if not self.again or not hidden.requires_grad:
+            return _AllGather.apply(hidden, self.length, self.group, None)
+        kept = _SavedShard(hidden.detach(), self.length, self.group)
+        whole = _AllGather.apply(hidden, self.length, self.group, kept)
+        whole.kept = kept
+        kept.storage = whole.untyped_storage()._cdata
+        return whole
+
+
+def dividing(block: nn.Module) -> Sequences | None:
+    """The sequence parallelism that shards the input of `block`: it is the model's first block, and
+    sequences are sharded. None otherwise.
+    """
+    found: Sequences | None = getattr(block, _ATTRIBUTE, None)
+    return found
+
+
+def gathers_again(plan: Plan) -> bool:
+    """Whether each device saves its shard of the inputs of products and gathers it again in
+    backward. Not with recompute or offloaded activations, which have these inputs anyway, nor in
+    compiled blocks.
+    """
+    return plan.recompute == "none" and "activations" not in plan.offload and plan.compile == "none"
+
+
+def before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Apply `change` to the first argument of a module's forward, whether it is positional or
+    named.
+    """
+    name = next(iter(inspect.signature(module.forward).parameters))
+
+    def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if inputs:
+            return (change(inputs[0]), *inputs[1:]), named
+        return inputs, {**named, name: change(named[name])}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _reduced_biases(region: nn.Module, names: dict[int, str]) -> set[str]:
+    """Biases of row-parallel modules. They are added after the reduce-scatter, to this device's
+    positions.
+    """
+    return {
+        names[id(module.bias)]
+        for module in region.modules()
+        if getattr(module, "sums", False) and isinstance(module.bias, nn.Parameter)
+    }
+
+
+class _SavedShard:
+    """This device's shard of a gathered tensor. It is saved for backward in place of the full
+    tensor.
+    """
+
+    def __init__(self, part: Tensor, length: int | None, group: dist.ProcessGroup) -> None:
+        self.part, self.length, self.group = part, length, group
+        self.storage = 0
+        self.whole: Tensor | None = None
+
+    def pack(self, saved: Tensor) -> Any:
+        """Save only the shape if the tensor is a view of the gathered one."""
+        if saved.untyped_storage()._cdata != self.storage:
+            return saved
+        return saved.shape, saved.stride(), saved.storage_offset()
+
+    def unpack(self, saved: Any) -> Tensor:
+        """Gather the full tensor again, or return what was saved."""
+        if isinstance(saved, Tensor):
+            return saved
+        if self.whole is None:  # gather once for all products of the same input
+            self.whole = gathered(self.part, self.length, self.group)
+        return self.whole.as_strided(*saved)
+
+
+def gathered(part: Tensor, length: int | None, group: dist.ProcessGroup) -> Tensor:
+    """All-gather along the sequence: (samples, shard, width) of each device -> (samples, length,
+    width).
+
+    length  the length without padding; None: there is no padding
+    """
+    size = dist.get_world_size(group)
+    parts = part.new_empty(size, *part.shape)
+    parts[dist.get_rank(group)] = part
+    gather_rows(parts, group)
+    whole = parts.transpose(0, 1).reshape(part.shape[0], -1, part.shape[2])
+    return whole if length is None else whole[:, :length].contiguous()
+
+
+def scattered(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Reduce-scatter along the sequence: (samples, length, width) of each device -> this device's
+    positions of the sum. Pads if the devices do not divide the length.
+    """
+    parts = torch.stack(_padded_chunks(whole, dist.get_world_size(group)))
+    mine = torch.empty_like(parts[0])
+    scatter_rows(mine, parts, group)
+    return mine
+
+
+def own(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This device's shard of a tensor that all devices have. It is a copy: with one sample a shard
+    would be a contiguous view, which would keep the full tensor alive.
+    """
+    part = _padded_chunks(whole, dist.get_world_size(group))[dist.get_rank(group)]
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def _padded_chunks(whole: Tensor, size: int) -> tuple[Tensor, ...]:
+    """`whole`, padded with zeros, in `size` equal chunks along the sequence."""
+    missing = -whole.shape[1] % size
+    if missing:
+        whole = nn.functional.pad(whole, (0, 0, 0, missing))
+    return whole.chunk(size, 1)
+
+
+class _ScatterToSequence(torch.autograd.Function):
+    """Forward: this device's shard. Backward: all-gathers the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.length, ctx.group = whole.shape[1], group
+        missing = -whole.shape[1] % dist.get_world_size(group)
+        # by repeating the last position: on zeros a norm's 1/std may be infinite in fp16
+        if missing:
+            whole = torch.cat((whole, whole[:, -1:].expand(-1, missing, -1)), 1)
+        return own(whole, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gathered(gradients[0], ctx.length, ctx.group), None
+
+
+class _GatherFromSequence(torch.autograd.Function):
+    """Forward: all-gathers. Backward: this device's shard of the gradient, which is the same on all
+    devices.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, length: int | None, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gathered(part, length, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return own(gradients[0], ctx.group), None, None
+
+
+class _AllGather(torch.autograd.Function):
+    """Forward: all-gathers. Backward: reduce-scatters the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, part: Tensor, length: int | None, group: dist.ProcessGroup, kept: _SavedShard | None
+    ) -> Tensor:
+        ctx.group, ctx.kept = group, kept
+        return gathered(part, length, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.kept is not None:
+            ctx.kept.whole = None  # all products of it have run their backward
+        return scattered(gradients[0], ctx.group), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """Forward: reduce-scatters. Backward: all-gathers the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.length, ctx.group = whole.shape[1], group
+        return scattered(whole, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gathered(gradients[0], ctx.length, ctx.group), None

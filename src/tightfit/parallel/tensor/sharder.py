@@ -1,0 +1,376 @@
+"""Shards a model's modules for tensor parallelism and inserts the communication between the
+devices.
+
+`tensor_parallel` calls a `Sharder` for each module in its table of styles. A column-parallel module
+("colwise") holds some of the output features; its input is the same on all devices. A row-parallel
+module ("rowwise") holds the matching input features; its outputs are all-reduced.
+
+Example: an MLP of shapes 64 -> 256 -> 64 on tp=2. Each device holds 128 of the 256 hidden features:
+its first weight has shape (128, 64), its second (64, 128). Each device's product has shape (tokens,
+64) and is one of two summands; the all-reduce adds them.
+
+Source  Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tightfit.distributed.collectives import gather_rows, summed
+from tightfit.distributed.mesh import Mesh, Slice, grown, shrink
+from tightfit.errors import InputError
+from tightfit.models.objective import Batch, Objective
+from tightfit.parallel.tensor.sequence_parallel import Sequences, before
+from tightfit.parallel.tensor.vocab_cross_entropy import divided_cross_entropy
+
+GATHERED = "colwise_gather_output"
+
+
+class Cutter:
+    """Shards a model's modules in place, to this device's shards, and records what was sharded."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        sequences: Sequences | None = None,
+        blocks: list[tuple[str, nn.Module]] | None = None,
+    ) -> None:
+        """Records the modules that own each parameter of `model`.
+
+        mesh       the devices; tp is the axis
+        sequences  the sequence parallelism of the model, or None
+        blocks     (name, block) of the model's blocks if they are compiled, else None
+        """
+        self.model, self.mesh, self.sequences = model, mesh, sequences
+        self.group, self.size, self.rank = mesh.group("tp"), mesh.size("tp"), mesh.rank("tp")
+        self.cut: dict[nn.Parameter, tuple[nn.Parameter, Slice]] = {}
+        self.made: set[nn.Parameter] = set()
+        self.owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+        for module in model.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.owners[parameter].append((module, key))
+        self.draws = Draws(model, self.rank)
+        self.compiled = None if blocks is None else [block for _, block in blocks]
+        self.regions: set[nn.Module] = set()
+        # the last input of column-parallel modules, and its copy
+        self.copied: tuple[Tensor, Tensor] | None = None
+        # devices have different positions, so a block's dropout differs too
+        if sequences is not None:
+            for _, block in sequences.blocks:
+                block.register_forward_pre_hook(self.draws.enter)
+                block.register_forward_hook(self.draws.leave)
+
+    def divide(self, name: str, module: nn.Module, style: str) -> None:
+        """Shard one module and insert its communication.
+
+        name   the module's name in the model
+        style  a style of the table: "colwise", "colwise_gather_output", "qkv" (three fused
+               matrices), "rowwise", or "heads" (an embedding with a column for each head)
+
+        Raises InputError when this style cannot shard the module, or tp does not divide its size.
+        """
+        if style == "heads" and isinstance(module, nn.Embedding):
+            self._shard_parameter(module, "weight", 1)
+            module.embedding_dim = module.weight.shape[1]
+            return
+        weight = getattr(module, "weight", None)
+        is_linear, is_transposed = isinstance(module, nn.Linear), type(module).__name__ == "Conv1D"
+        if style == "heads" or not isinstance(weight, nn.Parameter) or not (is_linear or is_transposed):
+            raise InputError(
+                f"plan: tp, table: {name}: {style}",
+                f"it is a {type(module).__name__}, which this style cannot shard",
+                "name nn.Linear modules in the table",
+            )
+        columns, rows = (0, 1) if is_linear else (1, 0)
+        pieces = 3 if style == "qkv" else 1
+        dim = rows if style == "rowwise" else columns
+        if weight.shape[dim] % (self.size * pieces):
+            raise InputError(
+                f"plan: tp={self.size}", f"{name} has {weight.shape[dim]} rows or columns to divide", "use a smaller tp"
+            )
+        gathers = style == GATHERED
+        if gathers and (len(self.owners[weight]) > 1 or self._is_sequence_parallel(module)):
+            raise InputError(
+                f"plan: tp, table: {name}: {style}",
+                "its weight is another module's too, or its block is sequence-parallel",
+                "leave it out of the table, or give it the style whole",
+            )
+        self._shard_parameter(module, "weight", dim, pieces)
+        if style == "rowwise":
+            self._reduce_output(module)
+        else:
+            if module.bias is not None:
+                self._shard_parameter(module, "bias", 0, pieces)
+            if gathers:
+                module.register_forward_pre_hook(self._copy_to_region_hook)
+                module.register_forward_hook(lambda module, inputs, output: _GatherFromRegion.apply(output, self.group))
+            else:
+                self._copy_input(name, module)
+        self._set_sizes(name, module, style, is_transposed)
+
+    def _set_sizes(self, name: str, module: Any, style: str, is_transposed: bool) -> None:
+        """Update the sizes that modules store as attributes."""
+        if is_transposed:
+            module.nf = module.weight.shape[1]
+        else:
+            module.out_features, module.in_features = module.weight.shape
+        parent: Any = self.model.get_submodule(name.rpartition(".")[0])
+        if style == "qkv":
+            parent.split_size //= self.size
+        if style == "rowwise" and hasattr(parent, "relative_attention_num_buckets"):
+            parent.n_heads //= self.size
+
+    def _shard_parameter(self, module: nn.Module, name: str, dim: int, pieces: int = 1) -> None:
+        """Replace a parameter by this device's shard, in all modules that share it."""
+        whole = getattr(module, name)
+        if whole in self.made:
+            return  # a shared parameter, sharded already
+        if whole not in self.cut:
+            part = Slice(self.mesh, whole.shape, dim, pieces)
+            values = part.part(grown(whole, self.mesh))
+            shrunk = hasattr(whole, "rows")
+            if shrunk:
+                kept = torch.empty(values.shape, dtype=values.dtype, device="meta")
+            else:  # a parameter of another pipeline stage has no values
+                kept = values if whole.untyped_storage().nbytes() < whole.nbytes else values.clone()
+            mine = nn.Parameter(kept, requires_grad=whole.requires_grad)
+            if shrunk:
+                shrink(mine, self.mesh, values)
+            self.cut[whole] = mine, part
+            self.made.add(mine)
+        for owner, key in self.owners[whole]:
+            owner._parameters[key] = self.cut[whole][0]
+
+    def _copy_input(self, name: str, module: nn.Module) -> None:
+        """Let the module's input gradient be all-reduced (Megatron's f), or its input be gathered."""
+        if self.sequences is not None:
+            self.sequences.enter(self.model.get_submodule(name.rpartition(".")[0]), module)
+            return
+        module.register_forward_pre_hook(self.draws.enter)
+        parent = self.model.get_submodule(name.rpartition(".")[0])
+        if self.compiled is not None and self._feeds_all(parent):
+            if parent not in self.regions:
+                self.regions.add(parent)
+                before(parent, lambda hidden: _CopyToRegion.apply(hidden, self.group))
+            return
+        module.register_forward_pre_hook(lambda module, inputs: (self._copy_to_region(inputs[0]), *inputs[1:]))
+
+    def _copy_to_region_hook(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A pre-hook that applies Megatron's f to the module's own input."""
+        return _CopyToRegion.apply(inputs[0], self.group), *inputs[1:]
+
+    def _is_sequence_parallel(self, module: nn.Module) -> bool:
+        """Whether the module is in a block whose sequences are sharded."""
+        blocks = [] if self.sequences is None else [block for _, block in self.sequences.blocks]
+        return any(module is inner for block in blocks for inner in block.modules())
+
+    def _feeds_all(self, parent: nn.Module) -> bool:
+        """Whether all column-parallel modules in `parent` have its own input. That is not so in a
+        block, nor in attention to an encoder.
+        """
+        assert self.compiled is not None
+        config: Any = getattr(self.model, "config", None)
+        return all(parent is not block for block in self.compiled) and not getattr(config, "is_encoder_decoder", False)
+
+    def _copy_to_region(self, input: Tensor) -> Tensor:
+        """One copy for all modules with the same input, so that their gradients are added on the
+        device before one all-reduce.
+        """
+        if torch.compiler.is_compiling():
+            return _CopyToRegion.apply(input, self.group)
+        if self.copied is None or self.copied[0] is not input:
+            self.copied = input, _CopyToRegion.apply(input, self.group)
+        return self.copied[1]
+
+    def _reduce_output(self, module: Any) -> None:
+        """Reduce the output of a row-parallel module. Its bias is added once, after the reduction."""
+        bias, product = module.bias, module.forward
+        module.sums = True
+
+        def forward(input: Tensor) -> Tensor:
+            self.copied = None
+            if self.sequences is None:
+                self.draws.leave()
+            held = module._parameters.get("bias")
+            if bias is None or held is None:
+                return self._reduce(product(input))
+            module._parameters["bias"] = None if isinstance(module, nn.Linear) else torch.zeros_like(held)
+            try:
+                summed = self._reduce(product(input))
+            finally:
+                module._parameters["bias"] = held
+            return summed + held.to(summed.dtype)
+
+        module.forward = forward
+
+    def _reduce(self, product: Tensor) -> Tensor:
+        """All-reduce a product, or with sequence parallelism reduce-scatter it."""
+        return (
+            self.sequences.leave(product)
+            if self.sequences is not None
+            else _ReduceFromRegion.apply(product, self.group)
+        )
+
+    def divide_vocabulary(self, model: Any, head: nn.Linear, objective: Objective) -> Objective:
+        """Shard the embedding and the head by vocabulary. Full logits never exist; only a few
+        numbers for each token are sent.
+
+        head       the linear module that computes logits
+        objective  the objective, which has logits and targets
+
+        Returns the objective with a vocabulary-parallel cross entropy.
+        """
+        part = Slice(self.mesh, head.weight.shape, 0)
+        first, last = part.range()
+        vocabulary = head.weight.shape[0]
+        self._shard_parameter(head, "weight", 0)
+        if head.bias is not None:
+            self._shard_parameter(head, "bias", 0)
+        head.out_features = last - first
+        head.register_forward_pre_hook(self._copy_to_region_hook)
+        embedding = model.get_input_embeddings()
+        if isinstance(embedding, nn.Embedding) and embedding.num_embeddings == vocabulary:
+            self._shard_parameter(embedding, "weight", 0)
+            for module in model.modules():  # an encoder and a decoder may share the weight
+                if isinstance(module, nn.Embedding) and module.weight is embedding.weight:
+                    self._look_up(module, first, last)
+        assert objective.logits is not None
+        assert objective.targets is not None
+        logits, targets, group = objective.logits, objective.targets, self.group
+
+        def total(model: nn.Module, batch: Batch) -> Tensor:
+            return divided_cross_entropy(logits(model, batch).flatten(0, -2), targets(batch).flatten(), first, group)
+
+        return replace(objective, total=total)
+
+    def _look_up(self, embedding: nn.Embedding, first: int, last: int) -> None:
+        """Look up this device's tokens only. The rows of other tokens are zero here, and the
+        all-reduce adds those of the other devices.
+
+        first  first token of this device's shard of the vocabulary
+        last   end of the shard, exclusive
+        """
+        embedding.num_embeddings = last - first
+        padding, lookup = embedding.padding_idx, embedding.forward
+        embedding.padding_idx = padding - first if padding is not None and first <= padding < last else None
+
+        def forward(input: Tensor) -> Tensor:
+            here = (input >= first) & (input < last)
+            found = lookup(torch.where(here, input - first, 0))
+            return _ReduceFromRegion.apply(found * here.unsqueeze(-1).to(found.dtype), self.group)
+
+        embedding.forward = forward  # type: ignore[method-assign]
+
+    def slices(self) -> dict[str, Slice]:
+        """How each sharded parameter is sharded, by its name in the model."""
+        parts = dict(self.cut.values())
+        return {name: parts[p] for name, p in self.model.named_parameters() if p in parts}
+
+
+class Draws:
+    """Gives dropout its random numbers, as Megatron's RNG tracker does. Between a column-parallel
+    and a row-parallel module each device draws different numbers; elsewhere all draw the same. With
+    sequence parallelism everything in a block is drawn differently.
+
+    In the sharded region the generator is seeded with a number drawn from the common generator, so
+    a recomputation draws the same numbers again.
+    """
+
+    def __init__(self, model: nn.Module, rank: int) -> None:
+        self.rank = rank
+        self.outside: tuple[Tensor, Tensor | None] | None = None
+        self.model = model
+        self.needed = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()) or _has_dropout(model)
+
+    def enter(self, module: nn.Module, inputs: Any) -> None:
+        """A pre-hook of the first module of a sharded region."""
+        if self.needed and module.training:
+            self._enter_sharded(module)
+
+    def leave(self, *ignored: Any) -> None:
+        """Call at the end of a sharded region."""
+        if self.needed:
+            self._leave_sharded()
+
+    # it reads a random number; without dropout it is not called and breaks no graph
+    @torch.compiler.disable
+    def _enter_sharded(self, module: nn.Module) -> None:
+        if self.outside is None:
+            seed = int(torch.randint(2**31, ()))
+            self.outside = _rng_states(next(module.parameters()).device)
+            torch.manual_seed(seed * 1009 + self.rank)
+
+    @torch.compiler.disable
+    def _leave_sharded(self) -> None:
+        if self.outside is not None:
+            _restore_rng(self.outside)
+            self.outside = None
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    """Whether the model's config names a dropout probability above 0."""
+    config: Any = getattr(model, "config", None)
+    return any(
+        "drop" in name and isinstance(value, float) and value > 0 for name, value in vars(config or object).items()
+    )
+
+
+def _rng_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _restore_rng(states: tuple[Tensor, Tensor | None]) -> None:
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1])
+
+
+class _CopyToRegion(torch.autograd.Function):
+    """Forward: the identity. Backward: all-reduces the gradient (Megatron's f)."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return summed(gradients[0], ctx.group), None
+
+
+class _ReduceFromRegion(torch.autograd.Function):
+    """Forward: all-reduces. Backward: the identity (Megatron's g)."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return summed(input, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None
+
+
+class _GatherFromRegion(torch.autograd.Function):
+    """Forward: all-gathers the columns (last dimension). Backward: this device's columns of the
+    gradient, which is the same on all devices.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, columns: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ctx.width = group, columns.shape[-1]
+        parts = columns.new_empty(dist.get_world_size(group), *columns.shape)
+        parts[dist.get_rank(group)] = columns
+        gather_rows(parts, group)
+        return torch.cat(parts.unbind(), -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0].narrow(-1, dist.get_rank(ctx.group) * ctx.width, ctx.width).contiguous(), None

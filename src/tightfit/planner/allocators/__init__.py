@@ -1,0 +1,1 @@
+"""What CUDA's caching allocator and glibc's heap reserve for a step."""

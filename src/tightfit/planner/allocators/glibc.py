@@ -1,0 +1,223 @@
+"""Simulate glibc's heap on a CPU: how much memory the process holds, and how many bytes a step gets
+from the operating system again.
+
+The estimator calls `peak_heap_bytes` for the allocator row of a CPU plan, and the time model calls
+`page_fault_bytes` for the time of page faults.
+
+**Rules of glibc.** The simulation allocates and frees a step's buffers by glibc's rules (its
+manual, "Malloc Tunable Parameters"; malloc/malloc.c):
+
+- Best fit: the smallest free block that is large enough is taken and split.
+- Free blocks are coalesced with free neighbours.
+- The heap grows at its end. Free memory at its end is returned to the system once it reaches the
+  trim threshold.
+- A block of at least the mmap threshold is mapped on its own if no free block is large enough, and
+  unmapped when it is freed.
+- By default, glibc raises the mmap threshold to the largest block (up to 32 MiB) that it has mapped
+  and seen freed, and the trim threshold to twice that size. Training shows it all sizes early, so
+  the simulation starts with an mmap threshold of 32 MiB.
+- Pages that were returned are new when they are used again: the system fills them with zeros at the
+  first write. These page faults cost time.
+
+Worked example, in MiB, with default settings. Allocate A = 8, B = 8, C = 7: the heap grows to 23,
+so 23 are page-faulted. Free C: 7 are free at the end, below the trim threshold (2 x 8 = 16), so
+nothing is returned, and allocating 7 again costs nothing. Free C and B: 15 are free, still below
+16. Free A: 23 are free at the end, so the heap is trimmed to nothing, and the next allocation of 8
+costs 8 again. A block of 32 MiB (the largest mmap threshold) costs 32 at every allocation.
+
+**Fragmentation by autograd nodes: a fitted heuristic.** torch asks for blocks that are aligned to
+64 bytes. For such a block, glibc searches for 64 + 32 bytes more than are used, and frees the
+ends, into which small allocations go. The small allocations that stay are those of autograd nodes,
+which live from the forward of a segment to the end of its backward. Meanwhile a freed block is a
+little too small for its own size, and it is not coalesced with its neighbours. The heap is then
+larger than the tensors in it. Which blocks are hit cannot be derived from glibc's rules; it was
+fitted to measured processes in fp32 and bf16:
+
+- If glibc is told to keep memory, it is also told to coalesce small blocks at once
+  (`engine/launch.py`). Then each saved tensor leaves one node of 48 bytes where a block was, and so
+  does every 12th other block, because an operation has a node whether or not its tensor is saved
+  (recompute drops tensors, not nodes). Outside of the model's blocks, at most one other block per
+  segment leaves a node, because a chunked loss records no nodes.
+- By default, glibc keeps small blocks in caches. Then every second block of a forward leaves a
+  node.
+
+Example: 8 MiB are freed beside a live node of 48 bytes. The next request for 8 MiB needs 48 bytes
+more than this free block has, so the heap grows by another 8 MiB.
+
+The held bytes are predicted with nodes. The page-faulted bytes are predicted without them, which is
+closer to measured times.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tightfit.cost.ledger import Ledger
+from tightfit.cost.recorded_step import Passage
+from tightfit.planner.allocators.simulate import Free, Owned, played
+
+ALIGNMENT = 64  # bytes, of torch's CPU tensors: glibc searches for this much more, and 32 of its own
+GRANULE = 16  # block sizes are multiples of it
+PAGE = 4096
+LARGEST_THRESHOLD = 32 * 2**20  # the largest mmap threshold that glibc sets by itself
+ALIGNMENT_SLACK = ALIGNMENT + 2 * GRANULE  # bytes around a block that small allocations can take
+NODE_BYTES = 48  # of an autograd node that stays in the slack of a block
+CACHED_NODE_INTERVAL = 2  # fitted: with glibc's caches, one of so many blocks leaves a node
+UNSAVED_NODE_INTERVAL = 12  # fitted: without them, one of so many unsaved blocks does
+TOP_PAD = 128 * 2**10  # M_TOP_PAD: bytes beyond the request, when the heap grows or is trimmed
+SIMULATED_STEPS = 3  # the last one counts
+
+
+class Heap(Owned):
+    """glibc's heap, with its default settings or told to keep freed memory.
+
+    keeps_memory  freed memory is never returned to the system
+    nodes         simulate autograd nodes that stay between blocks
+    page_faulted  bytes obtained from the system so far
+    peak          the most bytes that the process had at once
+    """
+
+    def __init__(self, keeps: bool = False, notes: bool = False) -> None:
+        super().__init__()
+        self.fetched = 0
+        self.most = 0
+        self._keeps_memory = keeps
+        self._mmap_threshold = math.inf if keeps else LARGEST_THRESHOLD
+        self._trim_threshold = math.inf if keeps else 2 * TOP_PAD
+        self._mapped = 0
+        self._free_list = Free()
+        self._top = 0  # end of the last block
+        self._heap_end = 0  # end of the heap (the program break)
+        self._touched_end = 0  # up to here, pages have been written and are resident
+        self._models_nodes = notes
+        self._forward_nodes: list[list[tuple[int, int]]] = []  # nodes of segments whose backward has not begun
+        self._nodes: list[tuple[int, int]] = []  # of the current segment
+        self._node_candidates = 0  # blocks so far that count towards the interval
+        self._outside_block = 0  # allocations so far in the current segment outside of the model's blocks
+        self._pending_nodes = 0  # nodes that the next freed blocks leave
+
+    def enter(self, passage: Passage | None) -> None:
+        if self._phase == "backward":
+            for note in self._nodes:
+                self._free_range(*note)
+        super().enter(passage)
+        self._pending_nodes = self._outside_block = 0
+        if self._phase == "forward":
+            self._nodes = []
+            self._forward_nodes.append(self._nodes)
+        elif self._phase == "backward":
+            self._nodes = self._forward_nodes.pop() if self._forward_nodes else []
+
+    @property
+    def _phase(self) -> str:
+        return "" if self.passage is None else self.passage.phase
+
+    def take(self, owner: object, size: float) -> None:
+        super().take(owner, size)
+        saved = isinstance(owner, tuple) and owner[0] == "activations"
+        if not self._models_nodes or not self._phase:
+            return
+        if self._keeps_memory:
+            in_block = self.passage is not None and self.passage.part == "block"
+            self._outside_block += not in_block
+            counts = not saved and (in_block or self._outside_block <= UNSAVED_NODE_INTERVAL)
+            self._node_candidates += counts
+            if saved or (counts and self._node_candidates % UNSAVED_NODE_INTERVAL == 0):
+                self._pending_nodes = 1  # further nodes before the next free fit elsewhere
+        elif saved or self._phase == "forward":
+            self._node_candidates += 1
+            if self._node_candidates % CACHED_NODE_INTERVAL == 0:
+                self._pending_nodes += 1
+
+    def allocate(self, size: int) -> tuple[int | None, int]:
+        size = -(-(size + ALIGNMENT_SLACK + GRANULE // 2) // GRANULE) * GRANULE
+        if size < LARGEST_THRESHOLD:
+            self._trim_threshold = max(self._trim_threshold, 2 * size)
+        block = self._free_list.take(size)
+        if block is not None:
+            address, found = block
+            if found > size:
+                self._free_list.give(address + size, found - size)
+            return address, size
+        if self._heap_end - self._top < size and size >= self._mmap_threshold:
+            self.fetched += size
+            self._mapped += size
+            self.most = max(self.most, self._touched_end + self._mapped)
+            return None, size
+        address, self._top = self._top, self._top + size
+        if self._heap_end < self._top:
+            self._heap_end = -(-(self._top + TOP_PAD) // PAGE) * PAGE
+        self.fetched += max(self._top - max(self._touched_end, address), 0)
+        self._touched_end = max(self._touched_end, self._top)
+        self.most = max(self.most, self._touched_end + self._mapped)
+        return address, size
+
+    def release(self, block: tuple[int | None, int]) -> None:
+        address, size = block
+        if address is None:
+            self._mapped -= size
+            return
+        if self._pending_nodes and size > PAGE:
+            self._pending_nodes -= 1
+            size -= NODE_BYTES
+            self._nodes.append((address + size, NODE_BYTES))
+        self._free_range(address, size)
+
+    def _free_range(self, address: int, size: int) -> None:
+        address, size = self._free_list.give(address, size)
+        if address + size < self._top:
+            return
+        self._free_list.remove(address)
+        self._top = address
+        if self._heap_end - self._top >= self._trim_threshold:
+            self._heap_end = -(-(self._top + TOP_PAD) // PAGE) * PAGE
+            self._touched_end = min(self._touched_end, self._heap_end)
+
+
+def held_bytes(ledger: Ledger) -> float:
+    """Peak bytes that the heap holds while it serves steps of `ledger`, without the ledger's fixed
+    rows.
+
+    More than the tensors' bytes, because freed blocks wait to be reused. Returns 0 if every large
+    block is mapped on its own (`mapped_from`): then the heap adds nothing to the tensors.
+    """
+    if ledger.mapped_from is not None:
+        return 0.0
+    heap = Heap(ledger.keeps_memory, notes=True)
+    for _ in played(heap, ledger, SIMULATED_STEPS):
+        pass
+    return heap.most
+
+
+def fetched_bytes(ledger: Ledger) -> float:
+    """Bytes of a step that are page-faulted: obtained from the system and filled with zeros. 0 if
+    the process keeps what it frees."""
+    if ledger.keeps_memory:
+        return 0.0
+    if ledger.mapped_from is not None:
+        return ledger.micro_batches * _mapped_bytes(ledger, ledger.mapped_from)
+    heap, before = Heap(), 0
+    visits: list[int] = []
+    for step in played(heap, ledger, SIMULATED_STEPS):
+        if step == SIMULATED_STEPS - 1:
+            visits.append(heap.fetched - before)
+        before = heap.fetched
+    *passed, update = visits
+    # only the first two micro-batches are simulated; the others are like the second
+    alike = ledger.micro_batches - len(passed) if ledger.stage is None else 0
+    return sum(passed) + alike * passed[-1] + update
+
+
+def _mapped_bytes(ledger: Ledger, mapped_from: float) -> float:
+    """Bytes of a micro-batch's blocks that are mapped on their own, of at least `mapped_from`
+    bytes."""
+    sizes = (
+        buffer.size.at(ledger.micro_batch)
+        for passage in ledger.training
+        for buffer, sign in passage.timeline.events
+        if sign > 0
+    )
+    return sum(size for size in sizes if size >= mapped_from)
+
+
+__all__ = ["Heap", "fetched_bytes", "held_bytes"]

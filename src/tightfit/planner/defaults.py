@@ -1,0 +1,139 @@
+"""Complete a plan: choose defaults for the fields that the user did not pin, each with a reason.
+
+These choices need no prediction. They stay within the job's permissions and the RULES. `search`
+starts from the result; `tightfit train` without a search uses it directly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, cast
+
+from tightfit.job import Job, ModelSpec
+from tightfit.machine import Machine
+from tightfit.models import task_of
+from tightfit.plan import Plan
+from tightfit.rules import RULES, check
+
+FEW_BLOCKS = 3
+
+
+ALLOCATOR: Literal["tuned"] = "tuned"  # the default, needed before torch is imported: a process has to start with it
+
+
+def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, dict[str, str]]:
+    """Return the plan with the fields of `pins`, and the reason for each field that was chosen
+    here.
+
+    Raises InputError if the pins break a rule or cannot be combined.
+    """
+    from tightfit.methods import METHODS, loss
+    from tightfit.runtime.method import defaults
+
+    reasons: dict[str, str] = {}
+    if pins.get("chunked_loss") is True:
+        pins = {**pins, "chunked_loss": loss.chunk_of(job, machine)}
+    plan = Plan.parse({**pins, **over_devices(machine, pins)}, "plan")
+    for field in ("dp_replicate", "dp_shard", "zero"):
+        if field not in pins and getattr(plan, field) != getattr(Plan(), field):
+            reasons[field] = f"there are {machine.devices_per_node * machine.nodes} devices"
+    for field, value, reason in defaults(METHODS, job, machine):
+        if field in pins:
+            continue
+        candidate = plan.replace(**{field: value})
+        admitted = all(  # a rule that is broken already may be kept by a later choice: bf16 with float8
+            rule.holds(candidate, job, machine.device) or not rule.holds(plan, job, machine.device) for rule in RULES
+        )
+        if admitted and _model_supports_field(job, field, candidate):
+            plan, reasons[field] = candidate, reason
+    check(plan, job, machine.device)
+    return plan, reasons
+
+
+def over_devices(machine: Machine, pins: dict[str, Any]) -> dict[str, Any]:
+    """The data-parallel fields that use all devices of a machine, with the pins kept: replicas,
+    unless `zero` or `dp_shard` is pinned.
+
+    Example: 8 devices with pins {"tp": 2, "zero": 2} give zero=2, dp_shard=4, dp_replicate=1.
+    """
+    count = machine.devices_per_node * machine.nodes
+    if count == 1:
+        return {}
+    count = count if pins.get("parameter_server", "none") == "none" else count - 1
+    count = max(count // (pins.get("tp", 1) * pins.get("pp", 1) * pins.get("cp", 1)), 1)
+    fields: dict[str, Any] = {name: pins[name] for name in ("dp_replicate", "dp_shard", "zero") if name in pins}
+    if fields.get("dp_shard", 1) > 1:
+        fields.setdefault("zero", 3)
+    if fields.get("zero"):
+        fields.setdefault("dp_shard", max(count // fields.get("dp_replicate", 1), 1))
+    fields.setdefault("dp_replicate", max(count // fields.get("dp_shard", 1), 1))
+    return fields
+
+
+def _model_supports_field(job: Job, field: str, plan: Plan) -> bool:
+    """Whether the model supports the chosen value, for fields that not every model supports."""
+    return field not in ("chunked_loss", "attention") or model_takes(job, plan)
+
+
+def model_takes(job: Job, plan: Plan) -> bool:
+    """Whether a transformers model supports the plan's attention and loss: tried with two tokens
+    on fake tensors.
+
+    A model that cannot be tried with any plan counts as supporting it. Raises InputError if the
+    model cannot be created.
+    """
+    return _runs_with(job, plan) or not _runs_with(job, Plan())
+
+
+def _runs_with(job: Job, plan: Plan) -> bool:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from tightfit.methods import attention, loss
+    from tightfit.models import find_blocks, model_factory, shallow
+    from tightfit.models.caches import tensors_kept_out
+    from tightfit.models.fake_kernels import GroupedProducts
+    from tightfit.models.objective import objective_of
+    from tightfit.planner.tracing.skipped_layers import shortened
+    from tightfit.runtime.run import Run
+
+    with (
+        _quiet("torch._subclasses.fake_tensor", "transformers"),
+        tensors_kept_out(),
+        FakeTensorMode(),
+        GroupedProducts(),
+    ):
+        model = model_factory(shallow(job.model, FEW_BLOCKS) or job.model)()
+        tokens = torch.zeros(1, 2, dtype=torch.int64)
+        objective, unset = objective_of(None, task_of(job.model)), cast(Any, None)
+        run = Run(job, plan, tokens.device, objective, model, partial(objective.total, model), unset, unset, unset)
+        try:
+            for method in (attention, loss):  # in the order of METHODS
+                if method.wanted(plan):
+                    run = method.apply(run, plan)
+            blocks = find_blocks(model, job.model.blocks if isinstance(job.model, ModelSpec) else None)
+            with shortened([block for _, block in blocks]):
+                run.loss_sum({"input_ids": tokens, "labels": tokens})
+        except (ValueError, RuntimeError, TypeError, AttributeError, LookupError):
+            return False
+    config: Any = model.config
+    return (
+        plan.attention == "sdpa" or config._attn_implementation == attention.NAME
+    )  # some models ignore it with a warning
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Silence these loggers while a trial may fail."""
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,191 @@
+"""Dry run: execute a training step on fake tensors, with the engine that would train.
+
+This is the only place where the planner uses the engine, so the dry run executes what training
+executes: it builds the same run and takes steps with it, and a tracker adds up the live storages.
+Fake tensors have shapes and no memory, so nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tightfit.engine.build import build
+from tightfit.engine.step import Step, accumulate, drain, take_step, update
+from tightfit.errors import InputError
+from tightfit.job import Job
+from tightfit.machine import Figure, Machine
+from tightfit.methods import loader, optimizer_states
+from tightfit.models.objective import LABELLED, Batch, Labelled, processed_count, sample_count
+from tightfit.parallel.fsdp import fully_shard
+from tightfit.plan import Plan
+from tightfit.planner.tracing.device_emulation import as_on, processes
+from tightfit.planner.tracing.fake_inputs import example, is_padded, labelled, sized
+from tightfit.planner.tracing.fake_tensors import FakeValues, traceable
+from tightfit.planner.tracing.live_storages import Peak, tensor_bytes, tensors_in, track
+from tightfit.planner.tracing.optimizer_trace import take_all_at_once
+from tightfit.planner.tracing.skipped_layers import shortened
+from tightfit.runtime.repeated_iterations import few, taken_by
+from tightfit.runtime.run import Run
+
+# micro-batches per step of a dry run: the first finds no gradients, the second and all later ones
+# accumulate
+MICRO_BATCHES = 2
+
+
+def _micro_batch_count(plan: Plan) -> int | None:
+    """Micro-batches per step of a dry run: 2, or as many as fill a pipeline. None: all of them.
+
+    Example: 1f1b over 4 ranks with 1 stage each has at most 4 micro-batches in flight, so 8 reach
+    the steady state. gpipe keeps all micro-batches in flight, so it runs all.
+    """
+    if plan.pp == 1:
+        return MICRO_BATCHES
+    return None if plan.schedule == "gpipe" else 2 * plan.stages
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The `Data` of a dry run: micro-batches of zeros with the shapes of the job's samples.
+
+    batch     the example batch that gives fields, dtypes and lengths
+    labelled  how many labels are not ignored, which a chunked loss needs; None otherwise
+    """
+
+    batch: Batch
+    job: Job
+    plan: Plan
+    labelled: Labelled | None = None
+    ragged: bool = False
+    damaged: int = 0
+    tokenizer: Any = None
+
+    @property
+    def samples(self) -> int:
+        return self.job.train.batch
+
+    @property
+    def sample_items(self) -> int:
+        return processed_count(self.batch) // sample_count(self.batch)
+
+    def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
+        whole = self.plan.share_of(self.job.train.batch)
+        micro = self.plan.micro_batch_of(self.job.train.batch)
+        while True:
+            yield [
+                self._sized(min(micro, whole - begin))
+                for begin in list(range(0, whole, micro))[: _micro_batch_count(self.plan)]
+            ]
+
+    def held_out(self, samples: int) -> Iterator[Batch]:
+        yield self._sized(self.plan.micro_batch_of(self.job.train.batch))
+
+    def _sized(self, samples: int) -> Batch:
+        batch = sized(self.batch, samples)
+        return batch if self.labelled is None else {**batch, LABELLED: self.labelled}
+
+    def example(self) -> Batch:
+        return self.batch
+
+
+def _without_device_options(plan: Plan) -> Plan:
+    """The plan without the options that need a real device or would change this process: tf32,
+    pinned memory, non-blocking copies, allocator settings, host offload."""
+    single = plan.replace(precision="fp32") if plan.precision == "tf32" else plan
+    return single.replace(pin_memory=False, non_blocking=False, allocator="default", materialize="host").replace(
+        **({"offload_to": "disk"} if plan.offload else {})
+    )
+
+
+HERE = Machine(
+    name="rehearsal",
+    device="cpu",  # fake tensors on another device need a torch that was built for it
+    memory_bytes=Figure(value=1.0, source="system"),
+    host_memory_bytes=Figure(value=1.0, source="system"),
+)
+
+
+def rehearse(job: Job, plan: Plan, device: str = "cpu", stage: int = 0) -> Peak:
+    """Return the peak of the second step, by row. The first step creates the optimizer states.
+
+    job            what to train
+    plan           how to train it
+    device         kind of device, cpu or cuda; fake tensors behave as on a device of this kind
+    pipeline_rank  whose peak, in a pipeline
+
+    A compiled region runs as the kernels that the compiler is expected to generate: see
+    `runtime/fake_compiler.py`.
+
+    Raises Untraceable if the model needs the values of tensors, InputError if the engine refuses
+    the plan.
+    """
+    ahead = loader.uploads_beside(plan, device)
+    plan = _without_device_options(plan)
+    if plan.compile != "none":
+        torch._dynamo.reset()  # else compilations of earlier dry runs count against the recompile limit
+    batch = example(job)[0]
+    shapes = Shapes(batch, job, plan, None if plan.chunked_loss is None else labelled(job, batch))
+    values = FakeValues(is_padded(shapes.batch))
+    first = stage * plan.devices // plan.pp + plan.servers  # the first rank that has this stage; not a parameter server
+    gathers = fully_shard.comes_and_goes(plan, device)
+    with processes(plan.devices, first, gathers), FakeTensorMode(), values, as_on(device):
+        run = build(job, plan, HERE, shapes)
+        if optimizer_states.takes_all_at_once(plan, device):
+            take_all_at_once(run.optimizer)
+        steps = run.data.steps(0, None)
+        with traceable(run.model), taken_by(few):
+            _first_step(run, next(steps)[:1])
+            micro_batches = next(steps)
+            several = range(2 * run.stages.delay if run.stages is not None else 0)
+
+            def take(watched: Run) -> Step:
+                for step in several:  # pipedream: until as many micro-batches are in flight as ever are
+                    take_step(watched, micro_batches, step)
+                return take_step(watched, micro_batches, len(several))
+
+            peak = track(run, micro_batches, take)[1]
+    return _with_other_batches(peak, shapes, device, ahead)
+
+
+def _first_step(run: Run, micro_batches: list[Batch]) -> None:
+    """Take a first step, which creates the optimizer states and compiles.
+
+    Of each kind of repeated block, only three run; the gradients of the others are created
+    directly.
+    """
+    if run.reduction is not None or run.stages is not None or run.plan.update_in_backward:
+        take_step(run, micro_batches, 0)
+        if run.stages is not None:
+            drain(run)
+        return
+    apart = run.plan.compile != "model" and run.plan.recompute != "sqrt"  # whether each block is called on its own
+    try:
+        with traceable(), shortened(fully_shard.blocks_of(run) if apart else []):
+            accumulate(run, micro_batches, lambda: 1)
+    except InputError:  # perhaps because a skipped block did not set something that the model uses
+        accumulate(run, micro_batches, lambda: 1)
+    for weight in (weight for group in run.optimizer.param_groups for weight in group["params"]):
+        if weight.grad is None:
+            weight.grad = torch.empty_like(weight)
+    update(run)
+
+
+def _with_other_batches(peak: Peak, shapes: Shapes, device: str, ahead: bool) -> Peak:
+    """Add the inputs of micro-batches that are in memory and did not run in the dry run.
+
+    On a CPU, these are all micro-batches of the step. On a GPU, it is the next one, if the plan
+    copies it ahead (`ahead`).
+    """
+    whole = shapes.plan.share_of(shapes.job.train.batch)
+    micro = shapes.plan.micro_batch_of(shapes.job.train.batch)
+    there = whole if device == "cpu" else micro * (1 + ahead)
+    more = (
+        tensor_bytes(tensors_in(shapes.batch))
+        // (sample_count(shapes.batch) * shapes.plan.cp)
+        * (there - min(micro * (_micro_batch_count(shapes.plan) or whole), whole))
+    )
+    return replace(peak, total=peak.total + more, rows={**peak.rows, "activations": peak.rows["activations"] + more})

@@ -1,0 +1,99 @@
+"""Fit four efficiencies of a machine to timed training runs. Nothing else is fitted.
+
+An efficiency is the share of a measured or published rate that whole training steps reach: for
+matrix products, memory, launches and links. A fit starts at 1 and has a penalty for leaving it, so
+few runs change little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tightfit.cost.ledger import Ledger
+from tightfit.machine import Figure, Machine
+from tightfit.planner.estimate import fold
+from tightfit.planner.time_model import EFFICIENCIES, Clock
+from tightfit.planner.tracing.profiler import Profiler
+from tightfit.record import Record
+
+# weight of the penalty: squared logarithm of an efficiency, against the runs' mean squared
+# logarithmic error
+PRIOR = 0.02
+STEP_SIZES = (0.2, 0.05, 0.01)  # of the search, in the logarithm, ever finer
+MAX_LOGARITHM = math.log(4.0)  # an efficiency beyond a factor of 4 would be an error elsewhere
+MAX_ROUNDS = 60  # of the search, for each step size
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A timed run.
+
+    ledger   of its plan
+    seconds  measured, per step
+    machine  the machine with as many devices as the run used
+    """
+
+    ledger: Ledger
+    seconds: float
+    machine: Machine
+
+
+def refine(machine: Machine, seen: Sequence[Timed]) -> Machine:
+    """Return `machine` with the efficiencies that fit the measured seconds best: coordinate
+    descent on their logarithms."""
+    best = dict.fromkeys(EFFICIENCIES, 0.0)
+    error = _objective(seen, best)
+    for step in STEP_SIZES:
+        for _ in range(MAX_ROUNDS):
+            tried = [
+                {**best, name: best[name] + sign * step}
+                for name in EFFICIENCIES
+                for sign in (1, -1)
+                if abs(best[name] + sign * step) <= MAX_LOGARITHM
+            ]
+            found = min(tried, key=lambda one: _objective(seen, one))
+            if _objective(seen, found) >= error:
+                break
+            best, error = found, _objective(seen, found)
+    detail = f"of {len(seen)} runs, mean error {math.sqrt(_mean_squared_error(seen, best)):.0%}"
+    return _with_efficiencies(machine, best, detail)
+
+
+def refine_from_records(machine: Machine, records: Sequence[Record]) -> Machine:
+    """As `fit_efficiencies`, with the records of runs on this machine.
+
+    Runs with a pipeline are ignored: the bubble tells nothing about rates. Without any usable
+    record, the machine is returned unchanged. Raises InputError if a job cannot be traced.
+    """
+    from tightfit.job import Job
+
+    seen = []
+    for record in records:
+        seconds = record.median_step_s
+        if seconds is not None and record.machine.name == machine.name and record.plan.pp == 1:
+            profiler = Profiler(Job.parse(record.job), machine.device)
+            had = machine.of_processes(record.machine.devices_per_node, record.machine.nodes)
+            seen.append(Timed(fold(profiler, record.plan, had), seconds, had))
+    return refine(machine, seen) if seen else machine
+
+
+def _with_efficiencies(machine: Machine, logarithms: dict[str, float], detail: str = "") -> Machine:
+    figures = {
+        name: Figure(value=math.exp(value), source="measured", detail=detail) for name, value in logarithms.items()
+    }
+    return machine.replace(efficiency=figures)
+
+
+def _mean_squared_error(seen: Sequence[Timed], logarithms: dict[str, float]) -> float:
+    clocks = {id(one.machine): Clock(_with_efficiencies(one.machine, logarithms)) for one in seen}
+    errors = (math.log(clocks[id(one.machine)].step_time(one.ledger).step_s / one.seconds) ** 2 for one in seen)
+    return sum(errors) / len(seen)
+
+
+def _objective(seen: Sequence[Timed], logarithms: dict[str, float]) -> float:
+    return _mean_squared_error(seen, logarithms) + PRIOR * sum(value**2 for value in logarithms.values())
+
+
+__all__ = ["Timed", "refine", "refine_from_records"]

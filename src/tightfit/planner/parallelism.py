@@ -1,0 +1,144 @@
+"""List the combinations of tensor, pipeline and context parallelism that a search tries, each with
+a lower bound on its seconds per step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+from tightfit.cost.pipeline_schedule import split_balanced
+from tightfit.errors import InputError
+from tightfit.job import Job
+from tightfit.machine import Machine
+from tightfit.methods.pipeline import SCHEDULES
+from tightfit.plan import Plan
+from tightfit.planner.defaults import over_devices
+from tightfit.planner.estimate import Estimator
+
+SIMILAR = 1.05  # among lower bounds that differ by less than this factor, the simpler layout comes first
+WITHOUT_BUBBLE = ("pipedream", "zero-bubble")  # schedules with hardly any bubble
+
+
+def with_samples(machine: Machine, job: Job, pins: dict[str, Any]) -> Machine:
+    """The machine with at most as many devices as a step has samples. To use more devices, a plan
+    needs model or sequence parallelism.
+
+    Returns the machine unchanged if the pins leave no such parallelism open.
+    """
+    spread = Plan.parse({**pins, **over_devices(machine, pins)}, "plan")
+    if spread.data_parallel <= job.train.batch or not cuts(machine, pins):
+        return machine
+    most = job.train.batch * spread.tp * spread.pp * spread.cp + spread.servers
+    per_node = min(machine.devices_per_node, most)
+    return machine.replace(devices_per_node=per_node, nodes=max(most // per_node, 1))
+
+
+def cuts(machine: Machine, pins: dict[str, Any]) -> list[dict[str, int]]:
+    """The degrees of tp, pp and cp to try, as plan fields; powers of two.
+
+    tp stays within a node, because nothing hides its all-reduces. cp comes last: it is used only if
+    nothing else fits.
+    """
+    count = machine.devices_per_node * machine.nodes
+    left = count // math.prod(pins.get(name, 1) for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp"))
+
+    def sizes(name: str, most: int, of: int) -> list[dict[str, int]]:
+        return [{}, *({name: 2**power} for power in range(1, most + 1) if of % 2**power == 0 and name not in pins)]
+
+    tps, pps, cps = sizes("tp", 3, machine.devices_per_node), sizes("pp", 5, count), sizes("cp", 3, count)
+    found = [tp | other for others in (pps, cps) for tp, other in itertools.product(tps, others) if tp or other]
+    unlike = [one for number, one in enumerate(found) if one not in found[:number]]
+    return [one for one in unlike if left % math.prod(one.values()) == 0]
+
+
+def by_promise(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[tuple[float, dict[str, int]]]:
+    """(lower bound on the seconds of a step, degrees), the smallest bound first and cp last.
+
+    The bound counts forward and backward of a device's share and, in a pipeline, the bubble: at
+    least until one sample has passed all ranks. It counts no communication and no recompute.
+
+    Example: 1 s for 8 samples on one device, so 0.125 s per sample. On 8 devices with pp=4, a
+    pipeline has 2 data-parallel replicas of 4 samples each. With 1f1b and one stage per rank, a
+    step takes at least 0.125 s x (4 + 3) / 4 = 0.22 s.
+    """
+    job, machine = estimator.job, estimator.machine
+    ledger = estimator.profiler.ledger(start)
+    samples = start.micro_batch_of(job.train.batch)
+    sample_s = estimator.clock.passages_s(ledger.training, samples) / samples
+    count = machine.devices_per_node * machine.nodes - start.servers
+    bounds = []
+    for sizes in cuts(machine, pins):
+        plan = start.replace(**sizes)
+        devices = plan.tp * plan.pp * plan.cp
+        if count // devices > job.train.batch:
+            continue
+        share = math.ceil(job.train.batch / max(count // devices, 1))
+        stages = max(fields.get("virtual_stages", 1) for fields in schedules(pins))
+        micro_batch_count = share if plan.schedule in WITHOUT_BUBBLE else max(share + (plan.pp - 1) / stages, plan.pp)
+        bounds.append((sample_s * micro_batch_count / devices, sizes))
+    return sorted(bounds, key=lambda one: ("cp" in one[1], int(math.log(one[0], SIMILAR)), len(one[1])))
+
+
+def schedules(pins: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The pipeline schedules to try, as plan fields; only the pinned one if the pins fix it."""
+    return ({},) if {"schedule", "virtual_stages", "split"} & pins.keys() else SCHEDULES
+
+
+def cut_fields(estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+    """The plan fields for these degrees, with all of the machine's devices in use. Raises
+    InputError if the model does not support them."""
+    fields: dict[str, Any] = {name: size for name, size in sizes.items() if name != "pp"}
+    if "cp" in sizes and "attention" not in pins:
+        fields["attention"] = "sdpa"
+    if "compile" not in pins and start.compile == "model":
+        fields["compile"] = "block"
+    if "tp" in sizes and "float8" not in pins:
+        fields["float8"] = "none"  # float8 does not support sharded layers
+    if "pp" in sizes:
+        fields |= {"pp": sizes["pp"]} | balanced(estimator, start.replace(**fields), pins, sizes["pp"])
+    return fields | over_devices(estimator.machine, {**pins, **fields})
+
+
+def with_sequences(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Plan]:
+    """The plans to try, in this order: if `start` uses tensor parallelism and does not fit, the
+    plan with sequence parallelism comes first; then `start`, for models that do not support it."""
+    smallest = start.replace(micro_batch=1) if start.pp > 1 else start
+    if start.tp == 1 or "sequence_parallel" in pins or _fits(estimator, smallest):
+        return [start]
+    return [start.replace(sequence_parallel=True), start]
+
+
+def _fits(estimator: Estimator, plan: Plan) -> bool:
+    """Whether a plan fits. It is not traced if its parameters and optimizer states alone do not
+    fit."""
+    return estimator.least_bytes(plan) <= estimator.limit_bytes and estimator.estimate(plan).fits
+
+
+def balanced(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: int) -> dict[str, Any]:
+    """The pipeline split (plan field `split`) that minimises the seconds of the slowest stage.
+
+    Returns no field if the pins fix the split. Raises InputError if the model has fewer blocks than
+    stages.
+    """
+    plan = start.replace(micro_batch=1)
+    ledger, stages = estimator.profiler.ledger(plan), pp * pins.get("virtual_stages", 1)
+    if ledger.blocks < stages:
+        raise InputError(
+            f"plan: pp={pp}",
+            f"the model has {ledger.blocks} blocks",
+            "use a smaller pp or virtual_stages: each stage needs a block",
+        )
+    if "split" in pins:
+        return {}
+    seconds = [0.0] * (ledger.blocks + 2)  # before the blocks, of each block, after the blocks
+    here = 0
+    for passage in ledger.training:
+        if passage.block is not None:
+            here = passage.block + 1
+        elif passage.phase == "forward" and here == ledger.blocks:
+            here = ledger.blocks + 1
+        elif passage.phase == "backward" and here == 1:
+            here = 0
+        seconds[here] += estimator.clock.passages_s([passage], 1)
+    return {"split": split_balanced(seconds[1:-1], seconds[0], seconds[-1], stages)}

@@ -1,0 +1,396 @@
+"""Predict how long a step takes, operation by operation, at the rates that the machine achieves.
+
+This is a roofline model. An operation takes the longer of its arithmetic time (FLOPs / FLOP/s) and
+its memory time (bytes accessed / bandwidth), plus the time of a kernel launch. The rates depend on
+the kind, dtype and size of the operation. Nothing is fitted to a model: if a prediction is wrong,
+measure the rate of the operation kind that is wrong.
+
+Example: a bf16 matrix product of 4096 x 4096 x 4096 has 2 * 4096**3 = 137 GFLOP and accesses
+3 * 32 MiB = 101 MB. At 600 TFLOP/s and 3 TB/s, arithmetic takes 229 us and memory traffic 34 us, so
+the product takes 229 us.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from tightfit.cost.entries import Message, Stage
+from tightfit.cost.ledger import Ledger
+from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Action, Slot, play, taken_by
+from tightfit.cost.recorded_step import Linear, Operation, Passage, Timeline
+from tightfit.machine import COMPUTED, Machine
+from tightfit.planner.allocators.deep_models import of_all_blocks
+from tightfit.planner.allocators.glibc import LARGEST_THRESHOLD, fetched_bytes
+
+# Kinds of operations, by which the machine's rates are looked up. An operation that is not listed
+# is elementwise.
+PRODUCT, BATCHED = "product", "batched product"
+CONVOLUTION, CONVOLUTION_BACKWARD = "convolution", "convolution backward"
+ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
+BLOCKED = ("blocked attention", "blocked attention backward")
+ARITHMETIC = (PRODUCT, BATCHED, CONVOLUTION, CONVOLUTION_BACKWARD, ATTENTION, ATTENTION_BACKWARD, *BLOCKED)
+_KINDS = {
+    PRODUCT: ("aten.mm", "aten._scaled_mm", "aten.addmm", "aten.addmm_", "tightfit.add_product"),
+    BATCHED: ("aten.bmm", "aten.baddbmm", "aten.baddbmm_", "aten._grouped_mm"),
+    CONVOLUTION: ("aten.convolution",),
+    CONVOLUTION_BACKWARD: ("aten.convolution_backward",),
+    ATTENTION: (
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_efficient_attention",
+    ),
+    ATTENTION_BACKWARD: (
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward",
+        "aten._scaled_dot_product_flash_attention_backward",
+        "aten._scaled_dot_product_efficient_attention_backward",
+    ),
+    "blocked attention": ("tightfit.blocked_attention",),
+    "blocked attention backward": ("tightfit.blocked_attention_backward",),
+    "transcendental": (
+        "aten.silu", "aten.silu_backward", "aten.exp", "aten.sigmoid", "aten.sigmoid_backward", "aten.cos", "aten.sin", "aten.erf",
+        "aten.log",
+    ),
+    "tanh": ("aten.tanh",),
+    "gelu": ("aten.gelu", "aten.gelu_backward"),
+    "random": ("aten.native_dropout", "aten.bernoulli_", "aten.bernoulli", "aten.rand", "aten.rand_like"),
+    "cast": ("aten._to_copy",),
+    "copy": (
+        "aten.clone", "aten.copy_", "aten.cat", "aten.slice_backward", "aten.select_backward",
+        "aten.constant_pad_nd", "aten.stack", "aten.repeat", "aten.as_strided_scatter",
+    ),
+    "reduction": (
+        "aten.sum", "aten.mean", "aten.amax", "aten.max", "aten.var", "aten.var_mean", "aten.any", "aten.all", "aten.cumsum",
+        "aten.native_layer_norm", "aten.native_layer_norm_backward", "aten.native_batch_norm_backward",
+        "aten.batch_norm_backward", "aten.native_group_norm",
+        "aten.native_group_norm_backward", "aten.max_pool2d_with_indices_backward",
+        "aten.avg_pool2d", "aten.avg_pool2d_backward", "aten.mean_backward", "aten._foreach_norm",
+    ),
+    "softmax": (
+        "aten._softmax", "aten._safe_softmax", "aten._softmax_backward_data", "aten._log_softmax", "aten._log_softmax_backward_data",
+    ),
+    "gather": ("aten.embedding", "aten.index", "aten.index_select", "aten.gather"),
+    "scatter": (
+        "aten.embedding_dense_backward", "aten.index_put", "aten.index_put_", "aten.scatter", "aten.scatter_add",
+        "aten.scatter_", "aten._index_put_impl_", "aten.index_add",
+    ),
+    "search": ("aten.bucketize", "aten.searchsorted"),
+    "pooling": ("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices"),
+    "update": ("aten._fused_adamw_", "aten._fused_sgd_"),
+    "compiled": ("compiled",),
+    **{kind: (kind,) for kind in COMPUTED},
+    "batch norm": ("aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update"),
+    "nothing": ("aten.nll_loss_forward", "aten.empty_strided", "aten.empty", "aten.empty_like", "aten.new_empty",
+        "c10d.allreduce_", "c10d.send", "c10d.recv_", "c10d._allgather_base_",
+        "c10d._reduce_scatter_base_", "_c10d_functional.all_reduce", "_c10d_functional.wait_tensor",
+        "_c10d_functional.all_gather_into_tensor", "_c10d_functional.reduce_scatter_tensor"),  # collectives are counted as messages
+}  # fmt: skip
+KIND = {name: kind for kind, names in _KINDS.items() for name in names}
+EFFICIENCIES = ("compute", "memory", "launch", "link")  # fitted to measured runs: see `fit_machine`
+DEFAULT_LAUNCH_S = {"cpu": 5e-6, "cuda": 8e-6}  # of an operation started from Python with autograd
+
+
+WITHIN = "activations"  # name of the messages that forward and backward wait for, such as tp all-reduces
+# share of overlapped communication that nothing hides: the last gradient bucket, the first block's
+# parameters
+EXPOSED_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of one optimizer step on one device, by what they are spent on.
+
+    compute_s        matrix products, convolutions and attention, without the optimizer
+    memory_s         all other operations, which memory bandwidth limits, without the optimizer
+    launch_s         launching operations, as far as it is not overlapped with them
+    optimizer_s      the optimizer update
+    allocation_s     page faults: the operating system provides new memory (CPU only)
+    input_s          waiting for samples
+    communication_s  communication that computation does not overlap
+    bubble_s         idle time of a pipeline rank
+    rows             (phase, kind, seconds, operations), largest first
+    """
+
+    compute_s: float = 0.0
+    memory_s: float = 0.0
+    launch_s: float = 0.0
+    optimizer_s: float = 0.0
+    allocation_s: float = 0.0
+    input_s: float = 0.0
+    communication_s: float = 0.0
+    bubble_s: float = 0.0
+    rows: tuple[tuple[str, str, float, float], ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        return (
+            self.compute_s
+            + self.memory_s
+            + self.launch_s
+            + self.optimizer_s
+            + self.allocation_s
+            + self.input_s
+            + self.communication_s
+            + self.bubble_s
+        )
+
+
+Rows = dict[tuple[str, str], tuple[float, float]]  # (phase, kind) -> (seconds without launches, operations)
+
+
+class Clock:
+    """Predicts seconds on one machine. Times of timelines are cached, because a model's blocks
+    share their timelines."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        shares = [machine.efficiency[name].value if name in machine.efficiency else 1.0 for name in EFFICIENCIES]
+        self.compute_share, self.memory_share, launch_share, self.link_share = shares
+        launch_s = machine.launch_s.value if machine.launch_s else DEFAULT_LAUNCH_S[machine.device]
+        self.launch_s = launch_s / launch_share
+        self._timelines: dict[tuple[Timeline, int], dict[str, tuple[float, float]]] = {}
+        self._operations: dict[tuple[Operation, int], float] = {}
+
+    def step_time(self, ledger: Ledger) -> Time:
+        """Predict one optimizer step of `ledger` on one device, without a pipeline's bubble."""
+        rows: dict[tuple[str, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+        for passage in ledger.training:
+            for kind, (seconds, count) in self._timeline_rows(passage.timeline, ledger.micro_batch).items():
+                before = rows[passage.phase, kind]
+                rows[passage.phase, kind] = (
+                    before[0] + seconds * ledger.micro_batches,
+                    before[1] + count * ledger.micro_batches,
+                )
+        updates = [operation for update in ledger.updates.values() for operation in update.operations]
+        for operation in (*ledger.whole_step, *updates):
+            kind, count = KIND.get(operation.name, "elementwise"), operation.count.at(1)
+            seconds, started = rows["optimizer", kind]
+            rows["optimizer", kind] = seconds + self.operation_s(operation, 1) * count, started + count
+        time = self._time_from_rows(rows, self._allocation_s(ledger))
+        time = replace(time, input_s=_input_s(ledger, time.step_s))
+        if not ledger.messages:
+            return time
+        sent: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+        for message in ledger.messages:
+            seconds, count = sent[message.name]
+            sent[message.name] = seconds + self._message_s(message), count + 1.0
+        messages = (("sent", name, *both) for name, both in sent.items())
+        table = tuple(sorted((*time.rows, *messages), key=lambda row: -row[2]))
+        return replace(time, communication_s=self._exposed_communication_s(ledger, time), rows=table)
+
+    def _message_s(self, message: Message) -> float:
+        return message.bytes / (message.bytes_per_s * self.link_share) + message.latency_s
+
+    def _transfer_s(self, stage: Stage, tensors: tuple[Linear, ...], samples: int) -> float:
+        """Seconds to send tensors from one pipeline stage to the next. Each tensor is a message."""
+        size, latency_s = sum(one.at(samples) for one in tensors), stage.latency_s * len(tensors)
+        return self._message_s(Message("crossing", size, stage.bytes_per_s, False, latency_s))
+
+    def _exposed_communication_s(self, ledger: Ledger, time: Time) -> float:
+        """Seconds of communication that computation does not hide.
+
+        - Gradient reductions overlap with backward, which is two thirds of the work of a
+          micro-batch.
+        - All-gathers of parameters overlap with the whole step.
+        - The all-gather of updated parameters (ZeRO-1 and ZeRO-2) overlaps with the first forward
+          of the next step, a third of the work of a micro-batch. The share `at_start` must arrive
+          before that forward begins, so it is exposed.
+        - Copies between a device and its host overlap with one kind of work (`during`). Both
+          directions run at once.
+
+        Of every other message, at least 5 % stays exposed.
+
+        Example: backward takes 60 ms and the gradient reduction 80 ms. Then 20 ms are exposed; a
+        reduction of 40 ms would leave 2 ms (5 %).
+        """
+        shown = 0.0
+        whole = work = time.compute_s + time.memory_s + time.launch_s
+        # copies between device and host: by kind of work, then by direction
+        with_host: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for message in ledger.messages:
+            seconds = self._message_s(message)
+            if not message.hides:
+                shown += seconds
+                continue
+            if message.during:
+                with_host[message.during][message.way] += seconds
+                continue
+            if message.at_start:
+                later = seconds * (1 - message.at_start) - whole / 3 / ledger.micro_batches
+                shown += seconds * message.at_start + max(later, 0.0)
+                continue
+            behind = work if message.name == "parameters" else work * 2 / 3 / ledger.micro_batches
+            shown += max(seconds - behind, seconds * EXPOSED_SHARE)
+            work = max(work - seconds, 0.0)
+        lasts = _work_s(time)
+        for during, ways in with_host.items():  # both directions at once
+            shown += max(max(seconds - lasts[during], seconds * EXPOSED_SHARE) for seconds in ways.values())
+        return shown
+
+    def passages_s(self, passages: Iterable[Passage], samples: int) -> float:
+        """Seconds of these segments of one micro-batch with `samples` samples, launches
+        included."""
+        busy = started = 0.0
+        for passage in passages:
+            for seconds, count in self._timeline_rows(passage.timeline, samples).values():
+                busy, started = busy + seconds, started + count * self.launch_s
+        return max(busy, started) if self.machine.device == "cuda" else busy + started
+
+    def pipeline_time(self, ledgers: dict[int, Ledger]) -> tuple[Time, list[Slot]]:
+        """Predict a step of a pipeline by simulating its schedule.
+
+        ledgers  by pipeline rank; a rank without a ledger is like the rank before it
+
+        Returns the time of the busiest rank, with the bubble, and the simulated schedule of all
+        ranks.
+        """
+        seconds: dict[tuple[int, str], float] = {}
+        table = next(iter(ledgers.values())).stage.table  # type: ignore[union-attr]
+        for device in range(len(table)):
+            ledger = ledgers[max(known for known in ledgers if known <= device)]
+            stages = self._stage_times(ledger, device)
+            busy_s = ledger.micro_batches * sum(sum(durations.values()) for durations in stages.values())
+            waited_s = sum(
+                self._message_s(message) for message in ledger.messages if message.name == WITHIN and not message.hides
+            )
+            for stage, durations in stages.items():
+                seconds.update({(stage, kind): one_s * (1 + waited_s / busy_s) for kind, one_s in durations.items()})
+        one = next(iter(ledgers.values()))
+        assert one.stage is not None
+        travel = {
+            (kind, stage): self._transfer_s(one.stage, crossing.sent(kind), one.micro_batch)
+            for stage, crossing in one.stage.crossings.items()
+            for kind in (FORWARD, BACKWARD)
+        }
+
+        def lasts(action: Action) -> float:
+            return seconds[action.chunk, action.kind]
+
+        def travels(action: Action) -> float:
+            return travel[action.kind, max(action.chunk, taken_by(action).chunk)]
+
+        slots = play(table, lasts, travels, one.stage.late)
+        busy = [sum(map(lasts, actions)) for actions in table]
+        if one.stage.continuous:  # of several steps; the first message of each is asked for when an update is done
+            steps = len(table[0]) / 2 / one.micro_batches
+            firsts = {known: travel.get((FORWARD, known), 0.0) for known in ledgers}
+            slowest = max(ledgers, key=lambda known: busy[known] + steps * firsts[known])
+            time = self.step_time(ledgers[slowest])
+            return replace(time, communication_s=time.communication_s + firsts[slowest]), slots
+        slowest = max(ledgers, key=lambda known: busy[known])
+        waiting = max(slot.end for slot in slots) - busy[slowest]
+        return replace(self.step_time(ledgers[slowest]), bubble_s=waiting), slots
+
+    def _stage_times(self, ledger: Ledger, device: int) -> dict[int, dict[str, float]]:
+        """Seconds of each action on one micro-batch (forward, backward, weight gradients), by
+        stage of the pipeline rank `device`."""
+        assert ledger.stage is not None
+        found = {}
+        for place, part in enumerate(ledger.stage.parts.values()):
+            stage = place * len(ledger.stage.table) + device
+            whole = self.passages_s(part.backward, ledger.micro_batch)
+            weights = min(self._linear_s(part.forward, ledger.micro_batch), whole) if part.weights else 0.0
+            found[stage] = {
+                FORWARD: self.passages_s(part.forward, ledger.micro_batch),
+                BACKWARD: whole - weights,
+                WEIGHTS: weights,
+            }
+        return found
+
+    def _linear_s(self, passages: Iterable[Passage], samples: int) -> float:
+        """Seconds of the products with weights in a forward. The weight gradients take as long
+        again."""
+        return sum(
+            self.operation_s(operation, samples) * operation.count.at(samples)
+            for passage in passages
+            for operation in passage.timeline.operations
+            if KIND.get(operation.name) == PRODUCT
+        )
+
+    def _time_from_rows(self, rows: Rows, allocation_s: float) -> Time:
+        sums: dict[str, float] = defaultdict(float)
+        table = []
+        for (phase, kind), (seconds, count) in rows.items():
+            started = self.launch_s * count
+            table.append((phase, kind, seconds + started, count))
+            if phase == "optimizer":
+                sums["optimizer"] += max(seconds, started) if self.machine.device == "cuda" else seconds + started
+            else:
+                sums["compute" if kind in ARITHMETIC else "memory"] += seconds
+                sums["launch"] += started
+        busy = sums["compute"] + sums["memory"]
+        return Time(
+            compute_s=sums["compute"],
+            memory_s=sums["memory"],
+            # a CUDA device computes while the CPU launches the next kernels; it waits only if that
+            # takes longer
+            launch_s=max(sums["launch"] - busy, 0.0) if self.machine.device == "cuda" else sums["launch"],
+            optimizer_s=sums["optimizer"],
+            allocation_s=allocation_s,
+            rows=tuple(sorted(table, key=lambda row: -row[2])),
+        )
+
+    def _timeline_rows(self, timeline: Timeline, samples: int) -> dict[str, tuple[float, float]]:
+        key = timeline, samples
+        if key not in self._timelines:
+            found: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+            for operation in timeline.operations:
+                kind, count = KIND.get(operation.name, "elementwise"), operation.count.at(samples)
+                if kind != "nothing":
+                    seconds, before = found[kind]
+                    started = 0.0 if kind in COMPUTED else count  # kinds in COMPUTED launch no kernel of their own
+                    found[kind] = seconds + self.operation_s(operation, samples) * count, before + started
+            self._timelines[key] = found
+        return self._timelines[key]
+
+    def operation_s(self, operation: Operation, samples: int) -> float:
+        """Seconds of one operation without its launch, at the rate of its kind, dtype and size."""
+        kind = KIND.get(operation.name, "elementwise")
+        flops, moved = operation.flops.at(samples) * operation.computed, operation.moved.at(samples)
+        if kind not in ARITHMETIC:
+            return moved / self.machine.achieved(kind, operation.dtype, moved) / self.memory_share
+        if operation.computed < 1.0 and kind in (ATTENTION, ATTENTION_BACKWARD):
+            kind = f"causal {kind}"
+        arithmetic_s = flops / self.machine.achieved(kind, operation.dtype, _product_size(operation, samples, flops))
+        return max(arithmetic_s / self.compute_share, moved / self.machine.bandwidth(moved) / self.memory_share)
+
+    def _allocation_s(self, ledger: Ledger) -> float:
+        """Seconds of page faults on a CPU, where glibc returns freed memory to the operating
+        system and new pages are filled with zeros. 0 on a GPU."""
+        if self.machine.device != "cpu":
+            return 0.0
+        return of_all_blocks(ledger, fetched_bytes) / self.machine.achieved("fetch", "float32", LARGEST_THRESHOLD)
+
+
+def _work_s(time: Time) -> dict[str, float]:
+    """Seconds of all forwards, all backwards and the optimizer update of a step."""
+    sums: dict[str, float] = defaultdict(float)
+    for phase, _, seconds, _ in time.rows:
+        sums[phase] += seconds
+    passes = sum(seconds for phase, seconds in sums.items() if phase != "optimizer")
+    whole = time.compute_s + time.memory_s + time.launch_s
+    backward = whole * sums["backward"] / passes if passes else 0.0
+    return {"forward": whole - backward, "backward": backward, "update": time.optimizer_s}
+
+
+def _input_s(ledger: Ledger, work_s: float) -> float:
+    """Seconds that a step waits for its samples.
+
+    The training loop waits for everything that it prepares itself. Of what workers prepare ahead,
+    it waits for what takes longer than the step.
+
+    work_s  seconds of the step's work
+    """
+    own = sum(seconds for name, seconds in ledger.seconds.items() if name not in ledger.ahead)
+    return own + max([seconds - work_s for name, seconds in ledger.seconds.items() if name in ledger.ahead] + [0.0])
+
+
+def _product_size(operation: Operation, samples: int, flops: float) -> float:
+    """The size by which the rate of a product is looked up: for one batch, the cube root of
+    rows x columns x depth. Operations without sizes (convolutions) return their FLOPs."""
+    if not operation.sizes:
+        return flops
+    sizes = (max(size.at(samples), 1.0) for size in operation.sizes[1:])
+    return math.prod(sizes) ** (1 / 3)

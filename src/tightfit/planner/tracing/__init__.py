@@ -1,0 +1,1 @@
+"""From the user's model on fake tensors to the recorded step."""

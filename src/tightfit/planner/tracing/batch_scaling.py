@@ -1,0 +1,172 @@
+"""Fit two traces of a model, at two micro-batch sizes, to one whose sizes are linear in the
+samples.
+
+Example: a buffer has 6 MiB with 2 samples and 10 MiB with 4. The fit has `Linear(fixed=2 MiB,
+per_sample=2 MiB)`, which gives 34 MiB for 16 samples.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from tightfit.cost.recorded_step import TRACED, Buffer, Given, Linear, Operation, Passage, Timeline
+
+
+def fitted(
+    small: tuple[Passage, ...], large: tuple[Passage, ...], samples: tuple[int, int]
+) -> tuple[Passage, ...] | None:
+    """The segments whose sizes at the two numbers of samples are those of `small` and `large`.
+
+    samples  of the small and of the large trace
+
+    A segment may run different operations in the two traces, such as a loop over chunks. Then only
+    its largest instant, its end and the number of its operations of each kind are kept.
+
+    Returns None if the traces have different segments, or if segments leave different buffers to
+    each other.
+    """
+    if [one.place for one in small] != [one.place for one in large]:
+        return None
+    fit = _BatchScaling(samples)
+    try:
+        return tuple(
+            replace(one, timeline=fit.timeline(one.timeline, other.timeline))
+            for one, other in zip(small, large, strict=True)
+        )
+    except _TracesDiffer:
+        return None
+
+
+class _BatchScaling:
+    def __init__(self, samples: tuple[int, int]) -> None:
+        self.samples = samples
+        self.buffers: dict[Buffer, Buffer] = {}
+        self.timelines: dict[Timeline, Timeline] = {}
+
+    def line(self, small: float, large: float) -> Linear:
+        first, second = self.samples
+        if first == second:
+            return Linear(small)
+        slope = (large - small) / (second - first)
+        return Linear(small - slope * first, slope)
+
+    def timeline(self, small: Timeline, large: Timeline) -> Timeline:
+        if small not in self.timelines:
+            self.timelines[small] = self._timeline(small, large)
+        return self.timelines[small]
+
+    def _timeline(self, small: Timeline, large: Timeline) -> Timeline:
+        pairs = list(zip(small.events, large.events, strict=False))
+        if len(small.events) == len(large.events) and all(_same_event(one, other) for one, other in pairs):
+            events = tuple((self._buffer(one[0], other[0]), one[1]) for one, other in pairs)
+            needed = small.needed
+        else:
+            events, needed = self._compressed(small, large), (0, 0)
+        inputs = tuple(self._buffer(one, other) for one, other in zip(small.inputs, large.inputs, strict=True))
+        kept = frozenset(self.buffers[buffer] for buffer in small.kept if buffer in self.buffers)
+        given = tuple(self._block_input(one, other) for one, other in zip(small.given, large.given, strict=True))
+        return Timeline(events, self._operations(small.operations, large.operations), needed, inputs, kept, given)
+
+    def _block_input(self, small: Given, large: Given) -> Given:
+        both = small.buffer is not None and large.buffer is not None
+        buffer = self._buffer(small.buffer, large.buffer) if both else None  # type: ignore[arg-type]
+        return Given(small.path, self.line(small.size.fixed, large.size.fixed), buffer, small.has_gradient)
+
+    def _buffer(self, small: Buffer, large: Buffer) -> Buffer:
+        if small not in self.buffers:
+            size = self.line(small.size.fixed, large.size.fixed)
+            operands, terms = (
+                tuple(self._buffer(one, other) for one, other in zip(*pair, strict=False))
+                for pair in ((small.operands, large.operands), (small.terms, large.terms))
+            )
+            self.buffers[small] = Buffer(size, large.row, small.maker, small.parameter, operands, terms)
+        return self.buffers[small]
+
+    def _compressed(self, small: Timeline, large: Timeline) -> tuple[tuple[Buffer, int], ...]:
+        """The events of buffers from or for other segments, and one buffer per row for everything
+        else that lives at the largest instant."""
+        one, other = _Outline(small), _Outline(large)
+        common = Counter(map(_event_key, one.outside)) & Counter(map(_event_key, other.outside))
+        mine, its = one.kept(common), other.kept(common)
+        if list(map(_event_key, mine)) != list(map(_event_key, its)):
+            raise _TracesDiffer
+        outside = [(self._buffer(event[0], same[0]), event[1]) for event, same in zip(mine, its, strict=True)]
+        at = sum(_event_key(event) in common for event in other.outside[: other.before])
+        before, after = outside[:at], outside[at:]
+        inner = [Buffer(self.line(one.inner[row], other.inner[row]), row, "sum") for row in one.inner]
+        return (*before, *((buffer, 1) for buffer in inner), *((buffer, -1) for buffer in reversed(inner)), *after)
+
+    def _operations(self, small: tuple[Operation, ...], large: tuple[Operation, ...]) -> tuple[Operation, ...]:
+        if len(small) == len(large) and all(one.name == other.name for one, other in zip(small, large, strict=True)):
+            return tuple(self._operation(one, other) for one, other in zip(small, large, strict=True))
+        first, second = Counter(small), Counter(large)
+        return tuple(replace(one, count=self.line(first[one], second[one])) for one in dict.fromkeys((*small, *large)))
+
+    def _operation(self, small: Operation, large: Operation) -> Operation:
+        return Operation(
+            small.name,
+            small.dtype,
+            self.line(small.flops.fixed, large.flops.fixed),
+            self.line(small.moved.fixed, large.moved.fixed),
+            tuple(self.line(one.fixed, other.fixed) for one, other in zip(small.sizes, large.sizes, strict=True)),
+            computed=small.computed,
+        )
+
+
+# a buffer that only one of the traces has may be this share of the segment's largest instant
+NEGLIGIBLE = 1e-3
+
+
+class _TracesDiffer(Exception):
+    """The two traces leave different buffers behind."""
+
+
+class _Outline:
+    """A timeline as other segments see it.
+
+    outside  events of buffers that it does not allocate, or does not free
+    before   how many of these come before its largest instant
+    inner    bytes by row of its own buffers (allocated and freed inside) at that instant
+    most     all bytes at that instant
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        inside = timeline.gone.intersection(timeline.born)
+        total, best, largest, place = 0.0, 0.0, {}, 0
+        rows: dict[str, float] = dict.fromkeys(TRACED, 0.0)
+        for position, (buffer, sign) in enumerate(timeline.events):
+            size = sign * buffer.size.fixed
+            total += size
+            if buffer in inside:
+                rows[buffer.row] += size
+            if total > best:
+                best, largest, place = total, dict(rows), position + 1
+        self.outside = [event for event in timeline.events if event[0] not in inside]
+        self.before = sum(event[0] not in inside for event in timeline.events[:place])
+        self.inner = {row: largest.get(row, 0.0) for row in TRACED}
+        self.most = best
+
+    def kept(self, common: Counter[Any]) -> list[tuple[Buffer, int]]:
+        """The outside events that are in `common`. Raises _TracesDiffer if a large one is missing
+        there."""
+        left, kept = Counter(common), []
+        for event in self.outside:
+            if left[_event_key(event)]:
+                left[_event_key(event)] -= 1
+                kept.append(event)
+            elif event[0].size.fixed > NEGLIGIBLE * self.most:
+                raise _TracesDiffer
+        return kept
+
+
+def _event_key(event: tuple[Buffer, int]) -> tuple[str, str, int]:
+    """Equal for the same event in two traces. The row is not part of it: it may differ for a
+    buffer that outlives its segment."""
+    buffer, sign = event
+    return buffer.maker, buffer.parameter, sign
+
+
+def _same_event(one: tuple[Buffer, int], other: tuple[Buffer, int]) -> bool:
+    return _event_key(one) == _event_key(other) and one[0].row == other[0].row

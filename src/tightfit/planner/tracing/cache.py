@@ -1,0 +1,105 @@
+"""Cache traces on disk: the same model with the same shapes and the same code is traced only once.
+
+A file is JSON, so it contains data and no code. It has the key of its trace and a checksum. A file
+that cannot be read or verified is replaced by a new trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tightfit
+from tightfit.job import Job, ModelSpec
+from tightfit.machine import cache_folder, private_folder
+from tightfit.planner.tracing.plain_data import Programs, from_content, to_content
+from tightfit.record import code_version
+
+MAX_FILES = 400  # beyond that, the least recently used files are removed
+VERSION = 3  # of the file format: raise it when the meaning of the content changes
+
+
+def kept(what: Any, make: Callable[[], Programs]) -> Programs:
+    """Return `make()`, or the cached result of an earlier call with the same key.
+
+    key   what decides the result, as plain data; None: never cached
+    make  traces
+    """
+    if what is None:
+        return make()
+    name = hashlib.sha256(
+        json.dumps([what, code_version(), _source_hash()], default=str, sort_keys=True).encode()
+    ).hexdigest()
+    folder = cache_folder() / "profiles"
+    path = folder / f"{name}.json"
+    try:
+        private_folder(folder)
+        found = read(path)
+        os.utime(path)
+        return found
+    except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError):
+        made = make()
+    try:
+        private_folder(folder)
+        write(path, made)
+        _evict(folder)
+    except OSError:  # without a writable disk, the trace is only made again next time
+        pass
+    return made
+
+
+def write(path: Path, programs: Programs) -> None:
+    """Write a trace atomically: the file is complete or does not appear."""
+    text = json.dumps(to_content(programs), separators=(",", ":"))
+    header = {"version": VERSION, "trace": path.stem, "sha256": _checksum(path.stem, text)}
+    half = path.with_suffix(f".{os.getpid()}")
+    half.write_text(f"{json.dumps(header)}\n{text}\n", encoding="utf-8")
+    half.replace(path)
+
+
+def read(path: Path) -> Programs:
+    """Read a trace. Raises OSError, ValueError, TypeError, KeyError, IndexError or RecursionError
+    for a file that `write` did not write."""
+    first, _, text = path.read_text(encoding="utf-8").partition("\n")
+    header, text = json.loads(first), text.removesuffix("\n")
+    if (header["version"], header["trace"], header["sha256"]) != (VERSION, path.stem, _checksum(path.stem, text)):
+        raise ValueError(f"{path} is not the profile that was written")
+    return from_content(json.loads(text))
+
+
+def _checksum(trace: str, text: str) -> str:
+    return hashlib.sha256(f"{VERSION}\n{trace}\n{text}".encode()).hexdigest()
+
+
+def identity(job: Job) -> Any:
+    """What decides a job's traces, as plain data. None if the model or the loss is the user's own
+    code, or the model comes from a folder: those are not cached."""
+    spec = job.model
+    if not isinstance(spec, ModelSpec) or spec.python is not None or spec.from_ is not None or job.loss is not None:
+        return None
+    return spec.model_dump(mode="json")
+
+
+@functools.cache
+def _source_hash() -> str:
+    """A hash of the paths and times of the package's files, so that changed code traces again."""
+    root = Path(tightfit.__file__).parent
+    files = sorted(root.rglob("*.py"))
+    return hashlib.sha256("".join(f"{path}{path.stat().st_mtime_ns}" for path in files).encode()).hexdigest()
+
+
+def _evict(folder: Path) -> None:
+    """Remove the least recently used traces, and files of versions that used pickle."""
+    for path in folder.glob("*.pickle"):
+        path.unlink(missing_ok=True)
+    files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    for path in files[: max(len(files) - MAX_FILES, 0)]:
+        path.unlink(missing_ok=True)
+
+
+__all__ = ["identity", "kept", "read", "write"]

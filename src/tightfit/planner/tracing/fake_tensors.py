@@ -1,0 +1,176 @@
+"""Run a model on fake tensors, which have no values: answer operations that read values, and turn
+failures into errors that say what to do.
+
+The profiler and the dry run enter `FakeValues` inside FakeTensorMode.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tightfit.errors import InputError, Untraceable
+from tightfit.models.caches import tensors_kept_out
+from tightfit.models.fake_kernels import GROUPED_PRODUCT, failures_unlogged, grouped_product
+
+_FILLS = frozenset(  # initialisation: changes values only
+    {
+        torch.ops.aten.fill_.Scalar,
+        torch.ops.aten.normal_.default,
+        torch.ops.aten.uniform_.default,
+        torch.ops.aten.zero_.default,
+    }
+)
+_SPLITS = frozenset({torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default, torch.ops.aten.slice.Tensor})
+
+
+class FakeValues(TorchDispatchMode):
+    """A dispatch mode that answers operations which read the values of fake tensors.
+
+    An unknown value is 1 or True, so a whole step runs without values. Two kinds of values are
+    known: integers that the model writes as constants, and torch.linspace on a CPU. Many image
+    models compute the drop-path rate of each block with linspace, and a rate of 0 creates a block
+    without drop path.
+
+    For speed, initialisation does nothing and the device is answered directly: a deep model asks
+    for both thousands of times.
+
+    transformers reads an attention mask only if it is not a fake tensor; otherwise it builds masks
+    that training would not build. Inside this mode it reads the mask, unless `padded`.
+
+    padded  the batch has padding, so there is something to mask
+    """
+
+    def __init__(self, padded: bool = False) -> None:
+        super().__init__()
+        self.padded = padded
+
+    def __enter__(self) -> Self:
+        self._around = ExitStack()
+        self._around.enter_context(tensors_kept_out())
+        self._around.enter_context(failures_unlogged())
+        used = "transformers" in sys.modules and not self.padded
+        self._masks: Any = importlib.import_module("transformers.masking_utils") if used else None
+        if self._masks is not None:
+            self._is_tracing = self._masks.is_tracing
+            self._masks.is_tracing = _always_false  # type: ignore[attr-defined, unused-ignore]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._masks is not None:
+            self._masks.is_tracing = self._is_tracing
+        self._around.close()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FILLS and isinstance(args[0], FakeTensor):
+            args[0].constant = None
+            return args[0]
+        if (
+            func is torch.ops.aten.lift_fresh.default
+        ):  # from `torch.tensor(1.0)`: a parameter may start so and be cast later
+            made = func(*args)
+            if isinstance(made, FakeTensor) and made.is_floating_point():
+                made.constant = None  # torch would otherwise keep the constant's dtype after a cast
+            return made
+        if func is torch.ops.aten.linspace.default or (func in _SPLITS and _constant(args[0]) is not None):
+            return _constant_result(func, args, kwargs or {})
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return func(*args) if _constant(args[0]) is not None else _default_value(args[0])
+        if func is torch.ops.aten.equal.default:
+            return True
+        if func is GROUPED_PRODUCT.default:
+            return grouped_product(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _constant_result(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of `func` on constants; with known values, if it is on a CPU."""
+    made = func(*args, **kwargs)
+    fakes = tree_leaves(made)
+    if all(fake.device.type == "cpu" for fake in fakes):
+        with unset_fake_temporarily():
+            real = tree_leaves(func(*(_constant(one) if isinstance(one, Tensor) else one for one in args), **kwargs))
+        for fake, value in zip(fakes, real, strict=True):
+            fake.constant = value
+    return made
+
+
+def _constant(value: Any) -> Tensor | None:
+    """The known value of a fake tensor; None if it is unknown."""
+    return value.constant if isinstance(value, FakeTensor) else None
+
+
+def _always_false(tensor: Any = None) -> bool:
+    return False
+
+
+def _default_value(tensor: Tensor) -> bool | int | float:
+    if tensor.dtype is torch.bool:
+        return True
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+@contextmanager
+def traceable(model: nn.Module | None = None) -> Iterator[None]:
+    """Inside this context, a failure on fake tensors becomes an Untraceable with the reason and a
+    remedy.
+
+    model  checked for recurrent layers, whose kernels have a workspace that fake tensors do not
+           show
+    """
+    recurrent = [type(module).__name__ for module in model.modules() if isinstance(module, nn.RNNBase)] if model else []
+    if recurrent:
+        raise _untraceable(
+            f"has {recurrent[0]}, whose kernel keeps a workspace that tensors without values do not show"
+        )
+    try:
+        yield
+    except InputError:
+        raise
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise _untraceable(f"has shapes or branches that depend on the data ({error.func})") from error
+    except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, LookupError) as error:
+        message = str(error).strip().partition("\n")[0]
+        raise _untraceable(
+            f"fails on tensors without values: {type(error).__name__}: {message} ({_place(error)})"
+        ) from error
+
+
+def _place(error: Exception) -> str:
+    """File and line of the last frame outside of torch: in the user's model, or in tightfit."""
+    frames = traceback.extract_tb(error.__traceback__)
+    library = str(Path(torch.__file__).parent)
+    last = next((frame for frame in reversed(frames) if not frame.filename.startswith(library)), frames[-1])
+    return f"{Path(last.filename).name}, line {last.lineno}"
+
+
+def _untraceable(found: str) -> Untraceable:
+    return Untraceable(
+        "job: model", found, "run it without a prediction: tightfit train measures what it cannot foresee"
+    )
+
+
+__all__ = ["FakeValues", "traceable"]

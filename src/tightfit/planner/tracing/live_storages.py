@@ -1,0 +1,310 @@
+"""Track live storages by row (parameters, gradients, ...) during a step, on real or fake tensors.
+
+`StorageTracker` is a torch dispatch mode. The dry run uses it on fake tensors, so it can measure
+steps that no device at hand could hold; measurements use it on real tensors. On real tensors, the
+mode sees no single operations inside a compiled region: see `measure/memory.py` for what is done
+there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ParamSpec, Self, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
+from torch.utils._pytree import tree_leaves
+
+from tightfit.models.objective import Batch
+from tightfit.runtime.run import Run
+
+OTHER_MEMORY = "elsewhere"  # marks storages in another memory (host, disk), which count in no row
+# AccumulateGrad nodes have sequence numbers from here on; they belong to no operation of the
+# forward
+ACCUMULATES = 2**63
+ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries")
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Take = Callable[[Run], Result]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Live bytes at the instant of the largest total.
+
+    total      bytes
+    rows       bytes by row
+    phase      forward, backward or optimizer
+    timeline   (phase, live bytes) after each allocation and each free
+    """
+
+    total: int = 0
+    rows: dict[str, int] = field(default_factory=dict)
+    phase: str = ""
+    timeline: list[tuple[str, int]] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class _LiveStorage:
+    """A live storage: its row as known so far, its bytes, and a weak reference that reports when
+    it is freed."""
+
+    row: str
+    size: int
+    reference: weakref.ref[torch.UntypedStorage]
+
+
+class StorageTracker(TorchDispatchMode):
+    """Tracks every storage that operations allocate until it is freed. Call `peak` afterwards.
+
+    The purpose of a storage is often known only after its allocation. A storage counts in the row
+    that it has at the end, for its whole life:
+
+    parameters    passed to `assign`, like the batch, the optimizer states and everything else that
+                  exists before the step
+    gradients     became the .grad of one of `parameters`
+    optimizer     passed to `assign`, also after the step, because each update allocates narrow
+                  states again
+    activations   the batch, and what forward allocated and saved for backward
+    temporaries   the rest, including recomputed activations
+
+    Example: a matrix product allocates 4 MiB in forward. It is a temporary at first. If it is
+    alive when forward ends, the tracker moves it to activations, from its allocation on.
+
+    Phases: forward is the function that `forward` wraps; autograd tells when backward runs;
+    everything between a backward and the next forward is the optimizer. An update in backward
+    counts as backward.
+
+    again  the tracker will be entered again. Frees are recorded in between, allocations are not.
+    """
+
+    again = False
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._parameters = list(parameters)
+        self._without_gradient: list[Tensor] = []  # parameters that the current backward has made no gradient for yet
+        self._phase = ""  # before the step
+        self._node: int | None = None  # sequence number of the autograd node that runs
+        self._live: dict[int, _LiveStorage] = {}  # by id of the storage
+        self._made_in_forward: list[_LiveStorage] = []  # by the current forward
+        self._events: list[tuple[_LiveStorage, int, str]] = []  # storage, change of its bytes, phase
+        self.assign(self._parameters, "parameters")
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """On fake tensors, a compiled region runs as the expected kernels, whose buffers are
+        recorded."""
+        return True
+
+    def assign(self, tensors: Iterable[Tensor], row: str) -> None:
+        """Count the storages of `tensors` in `row`."""
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                seen = self._record(storage)
+                seen.row = row if seen.row != OTHER_MEMORY else OTHER_MEMORY
+
+    def forward(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        """Wrap the forward of a micro-batch: its arguments, and what it leaves alive, are
+        activations."""
+
+        def watched(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            self._assign_gradients(self._parameters)
+            self._phase = "forward"
+            self._made_in_forward.clear()
+            self.assign((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), "activations")
+            try:
+                return function(*args, **kwargs)
+            finally:  # a pipeline stage leaves the forward early, after its last block
+                for seen in self._made_in_forward:
+                    if seen.reference() is not None and seen.row != OTHER_MEMORY:
+                        seen.row = "activations"
+                self._made_in_forward.clear()
+
+        return watched
+
+    def peak(self) -> Peak:
+        """The instant of the largest total. A storage counts in the row that it was last assigned
+        to."""
+        rows, total, best, timeline = dict.fromkeys(ROWS, 0), 0, Peak(), []
+        for seen, change, phase in self._events:
+            if seen.row == OTHER_MEMORY:
+                continue
+            rows[seen.row] += change
+            total += change
+            if phase:
+                timeline.append((phase, total))
+            if total > best.total:
+                best = Peak(total, dict(rows), phase, timeline)
+        return best
+
+    def __enter__(self) -> Self:
+        self._phase = "forward"
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._recording_resize()  # type: ignore[method-assign, assignment]
+        return super().__enter__()
+
+    def _recording_resize(self) -> Callable[[torch.UntypedStorage, int], None]:
+        """An UntypedStorage.resize_ that records. fully_shard frees gathered parameters with it,
+        and a dispatch mode does not see it."""
+
+        def resize(storage: torch.UntypedStorage, size: int) -> None:
+            self._resize(storage, size)
+            if id(storage) in self._live:
+                self._record(storage)
+
+        return resize
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return func(*args)  # fake tensors are asked for it all the time
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # the mode sees the operations on the inner tensors
+        output = func(*args, **(kwargs or {}))
+        self._update_phase()
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                for storage in storages_of(leaf):
+                    self._record(storage)
+        return output
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._assign_gradients(self._parameters)
+        if not self.again or error[0] is not None:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._live.clear()  # also drops the weak references
+        self._made_in_forward.clear()
+        self._parameters.clear()
+        self._without_gradient.clear()
+
+    def _update_phase(self) -> None:
+        """Find the phase of an operation, and the gradients that were set since the last
+        operation."""
+        if torch._C._current_graph_task_id() != -1:
+            if self._phase != "backward":
+                self._phase, self._without_gradient, self._node = "backward", list(self._parameters), None
+            node = torch._C._current_autograd_node()
+            number = node._sequence_nr() if node is not None else ACCUMULATES
+            if number != self._node or number >= ACCUMULATES:  # no gradient is set within a node
+                self._without_gradient = self._assign_gradients(self._without_gradient)
+            self._node = number
+        elif self._phase == "backward":
+            self._phase = "optimizer"
+            self._assign_gradients(self._parameters)
+
+    def _assign_gradients(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Assign the gradients that exist; returns the parameters without one."""
+        without = [parameter for parameter in parameters if parameter.grad is None]
+        if len(without) < len(parameters):
+            self.assign((p.grad for p in parameters if p.grad is not None), "gradients")
+        return without
+
+    def _record(self, storage: torch.UntypedStorage) -> _LiveStorage:
+        """The record of a storage. Adds an event if it is new or was resized."""
+        size, seen = storage.nbytes(), self._live.get(id(storage))
+        if seen is None:
+            seen = _LiveStorage("temporaries", 0, weakref.ref(storage, partial(self._free, id(storage))))
+            self._live[id(storage)] = seen
+            if self._phase == "forward":
+                self._made_in_forward.append(seen)
+        if size != seen.size:
+            self._events.append((seen, size - seen.size, self._phase))
+            seen.size = size
+        return seen
+
+    def _free(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        seen = self._live.pop(key, None)
+        if seen is not None:
+            self._events.append((seen, -seen.size, self._phase))
+
+
+def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages of a tensor's bytes. A tensor subclass (such as DTensor) has those of its inner
+    tensors, a sparse tensor those of its indices and values."""
+    if is_traceable_wrapper_subclass(tensor):
+        for inner in map(partial(getattr, tensor), tensor.__tensor_flatten__()[0]):
+            if isinstance(inner, Tensor):
+                yield from storages_of(inner)
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
+    elif tensor.layout is torch.sparse_coo:
+        yield from storages_of(tensor._indices())
+        yield from storages_of(tensor._values())
+
+
+class Tracking:
+    """Tracks the storages of a run: `take` takes a step inside the tracker, `peak` returns the
+    result. Fake tensors count like real ones."""
+
+    def __init__(self, run: Run) -> None:
+        self._tracker = StorageTracker([*run.model.parameters(), *run.weights.values()])
+        if run.store is not None:
+            self._tracker.assign(run.store.there(run.model), OTHER_MEMORY)
+        self._tracker.assign(run.model.buffers(), "parameters")
+
+    def take(self, run: Run, micro_batches: list[Batch], take: Take[Result], last: bool = True) -> Result:
+        """Return `take(run)`, called inside the tracker.
+
+        micro_batches  those that are in device memory before the step
+        take           takes a step with the run that it is given
+        last           no other step follows
+        """
+        tracker = self._tracker
+        tracker.again = not last
+        if run.store is not None:
+            run.store.note = lambda tensor: tracker.assign([tensor], OTHER_MEMORY)
+        tracker.assign(run.model.parameters(), "parameters")  # a pipeline with weight versions replaces them
+        tracker.assign(tensors_in(micro_batches), "activations")
+        tracker.assign(_states_of(run), "optimizer")
+        with tracker:
+            result = take(replace(run, loss_sum=tracker.forward(run.loss_sum)))
+            tracker.assign(_states_of(run), "optimizer")
+        if run.store is not None:
+            run.store.note = None
+        return result
+
+    def peak(self) -> Peak:
+        return self._tracker.peak()
+
+
+def track(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Result, Peak]:
+    """Return `take(run)` and the peak of the live storages during the call. Arguments as
+    `RunTracker.take`."""
+    tracking = Tracking(run)
+    result = tracking.take(run, micro_batches, take)
+    return result, tracking.peak()
+
+
+def _states_of(run: Run) -> list[Tensor]:
+    """What persists from one update to the next: optimizer states, and the error feedback of
+    compressed gradients."""
+    return [*state_tensors(run.optimizer), *(run.reduction.states() if run.reduction is not None else [])]
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of `tensors`; a shared storage counts once."""
+    storages = {id(storage): storage for tensor in tensors for storage in storages_of(tensor)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def tensors_in(batch: Batch) -> list[Tensor]:
+    """All tensors in a batch, or in a list of batches."""
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All tensors in the optimizer's states."""
+    return tensors_in(list(optimizer.state.values()))

@@ -1,0 +1,143 @@
+"""Trace the optimizer's update of each parameter, and gradient clipping.
+
+The optimizer's own `step` runs on fake tensors, once for each parameter shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tightfit.cost.entries import Update
+from tightfit.cost.recorded_step import Operation, Timeline, play
+from tightfit.methods.precision import LossScaler
+from tightfit.optim.in_batches import InBatches
+from tightfit.optim.per_parameter import PerParameter
+from tightfit.planner.tracing.live_storages import tensor_bytes, tensors_in
+from tightfit.planner.tracing.recorder import Recorder, recorded
+
+
+def trace_updates(model: nn.Module, optimizer: Optimizer, together: bool = False) -> dict[str, Update]:
+    """By parameter name: bytes of the optimizer states, and bytes and operations of the second
+    update. The first update creates the states.
+
+    model     with fake parameters; they have no gradients afterwards
+    foreach   use torch's foreach kernels, which take all parameters at once, if the optimizer has
+              them
+    """
+    known: dict[object, Update] = {}
+    groups = {parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
+    if together:
+        take_all_at_once(optimizer)
+    updates: dict[str, Update] = {}
+    largest: dict[int, tuple[Update, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter in groups:
+            number = groups[parameter]
+            key = number, tuple(parameter.shape), parameter.dtype
+            if key not in known:
+                known[key] = _trace_update(optimizer, parameter, number)
+            updates[name] = known[key]
+            if number not in largest or known[key].transient_bytes > largest[number][0].transient_bytes:
+                largest[number] = known[key], parameter
+    left = {number: _left_share(optimizer, parameter, update) for number, (update, parameter) in largest.items()}
+    return {
+        name: replace(update, left_bytes=int(update.transient_bytes * left[update.group]))
+        for name, update in updates.items()
+    }
+
+
+def take_all_at_once(optimizer: Optimizer) -> None:
+    """Enable foreach kernels if the optimizer has them: torch chooses these by itself on CUDA."""
+    for group in optimizer.param_groups:
+        if "foreach" in group:
+            group["foreach"] = True
+
+
+def _trace_update(optimizer: Optimizer, parameter: Tensor, group: int) -> Update:
+    timeline = _second_update(optimizer, [parameter])
+    transient = _peak_bytes(timeline)
+    states = tensor_bytes(tensors_in(optimizer.state[parameter]))
+    unpacked = _unpacked(optimizer.state[parameter], parameter, states)
+    at_once = optimizer.param_groups[group].get("foreach")
+    if isinstance(optimizer, InBatches):
+        elements, dtype = parameter.numel(), str(parameter.dtype)
+        return Update(states, transient, timeline.operations, 0, 0, group, elements, dtype, unpacked_bytes=unpacked)
+    foreach = transient if at_once else 0
+    return Update(states, transient, timeline.operations, foreach, group=group, unpacked_bytes=unpacked)
+
+
+def _unpacked(states: dict[str, Any], parameter: Tensor, kept: int) -> int:
+    """Bytes of a parameter's states if none were packed in blocks; 0 where none are. kept: as they are."""
+    packed = [state for state in states.values() if isinstance(state, dict)]
+    wide = 4 * parameter.numel() * len(packed)  # a state is packed from fp32
+    return wide + kept - tensor_bytes(tensors_in(packed)) if packed else 0
+
+
+def _left_share(optimizer: Optimizer, parameter: Tensor, alone: Update) -> float:
+    """The share of an update's temporary bytes that is still alive while the next parameter is
+    updated.
+
+    A Python loop over parameters keeps its local variables until they are assigned again. Traced
+    with a second parameter of the same shape.
+    """
+    if alone.foreach_bytes or alone.elements or not alone.transient_bytes:
+        return 0.0
+    next_one, params = nn.Parameter(torch.empty_like(parameter)), optimizer.param_groups[alone.group]["params"]
+    params.append(next_one)
+    try:
+        both = _peak_bytes(_second_update(optimizer, [parameter, next_one]))
+    finally:
+        params.pop()
+        optimizer.state.pop(next_one, None)
+    return both / alone.transient_bytes - 1
+
+
+def _second_update(optimizer: Optimizer, parameters: list[Tensor]) -> Timeline:
+    """The timeline of the second update of these parameters alone; the first one creates the
+    states."""
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        if isinstance(optimizer, PerParameter) and optimizer.can_leave_out():
+            optimizer.leave_out(torch.zeros((), dtype=torch.bool), lambda: False)
+        recorder = Recorder({})
+        recorder.know([*parameters, *(parameter.grad for parameter in parameters), optimizer.state])
+        with recorder:
+            recorder.begin("update")
+            optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+    return recorded(recorder)[0].timeline
+
+
+def _peak_bytes(timeline: Timeline) -> int:
+    return int(sum(play(timeline, 1).largest.values()))
+
+
+def trace_clipping(parameters: list[nn.Parameter], scaled: bool, clip: float | None) -> tuple[Operation, ...]:
+    """The operations on all gradients before the update: unscale and clip.
+
+    parameters  a parameter may be in the list several times, for several equal ones
+    scaled      the loss is scaled (fp16), so gradients are divided by the scale and checked for inf
+    clip        the largest gradient norm; None for no clipping
+    """
+    if not scaled and clip is None:
+        return ()
+    for parameter in set(parameters):
+        parameter.grad = torch.empty_like(parameter)
+    recorder = Recorder({})
+    recorder.know([*parameters, *(parameter.grad for parameter in parameters)])
+    with recorder:
+        recorder.begin("clipping")
+        if scaled:
+            LossScaler(1.0, dynamic=False).unscale(parameters)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, clip)
+    for parameter in parameters:
+        parameter.grad = None
+    return recorded(recorder)[0].timeline.operations

@@ -1,0 +1,212 @@
+"""The result of a trace, and its conversion to and from plain data (lists, numbers, strings).
+
+The cache writes the plain data to a JSON file. `from_content` checks every value that it reads, so
+a damaged file is an error and never a wrong trace.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tightfit.cost.entries import Parameter
+from tightfit.cost.recorded_step import TRACED, Buffer, Given, Linear, Operation, Passage, Timeline
+
+PHASES = ("forward", "backward", "inference")
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What a model does with one micro-batch.
+
+    segments    of a training micro-batch (forward and backward), or of an evaluation
+    parameters  the model's parameters and buffers
+    blocks      number of repeated blocks
+    """
+
+    passages: tuple[Passage, ...]
+    parameters: tuple[Parameter, ...]
+    blocks: int
+
+
+def to_content(programs: Programs) -> dict[str, Any]:
+    """Convert to plain data. Shared buffers, operations and timelines are written once and
+    referred to by number."""
+    buffers: dict[Buffer, int] = {}
+    operations: dict[Operation, int] = {}
+    timelines: dict[Timeline, int] = {}
+
+    def number(table: dict[Item, int], one: Item) -> int:
+        return table.setdefault(one, len(table))
+
+    def buffer_number(buffer: Buffer) -> int:
+        """The buffer's number; buffers that it refers to get smaller ones."""
+        for source in (*buffer.operands, *buffer.terms):
+            buffer_number(source)
+        return number(buffers, buffer)
+
+    def timeline(one: Timeline) -> dict[str, Any]:
+        return {
+            "events": [[buffer_number(buffer), sign] for buffer, sign in one.events],
+            "operations": [number(operations, operation) for operation in one.operations],
+            "needed": list(one.needed),
+            "inputs": [buffer_number(buffer) for buffer in one.inputs],
+            "kept": sorted(buffer_number(buffer) for buffer in one.kept),
+            "given": [
+                [
+                    each.path,
+                    _pair(each.size),
+                    None if each.buffer is None else buffer_number(each.buffer),
+                    each.has_gradient,
+                ]
+                for each in one.given
+            ],
+        }
+
+    passages = [
+        [one.part, one.phase, number(timelines, one.timeline), one.block, one.call] for one in programs.passages
+    ]
+    return {
+        "timelines": [timeline(one) for one in timelines],
+        "passages": passages,
+        "buffers": [
+            [
+                _pair(one.size),
+                one.row,
+                one.maker,
+                one.parameter,
+                [buffers[source] for source in one.operands],
+                [buffers[source] for source in one.terms],
+            ]
+            for one in buffers
+        ],
+        "operations": [
+            [
+                one.name,
+                one.dtype,
+                _pair(one.flops),
+                _pair(one.moved),
+                [_pair(size) for size in one.sizes],
+                _pair(one.count),
+                one.computed,
+            ]
+            for one in operations
+        ],
+        "parameters": [
+            [one.name, list(one.shape), one.bytes, one.trainable, list(one.places)] for one in programs.parameters
+        ],
+        "blocks": programs.blocks,
+    }
+
+
+def from_content(content: Any) -> Programs:
+    """Convert back what `to_content` returned. Raises ValueError, TypeError, KeyError or
+    IndexError for anything else."""
+    buffers: list[Buffer] = []
+    for size, row, maker, parameter, operands, terms in content["buffers"]:
+        sources = (tuple(buffers[_read_count(place)] for place in places) for places in (operands, terms))
+        buffers.append(
+            Buffer(_read_linear(size), _one_of(row, TRACED), _read_text(maker), _read_text(parameter), *sources)
+        )
+    operations = [
+        Operation(
+            _read_text(name),
+            _read_text(dtype),
+            _read_linear(flops),
+            _read_linear(moved),
+            tuple(map(_read_linear, sizes)),
+            _read_linear(count),
+            _read_share(computed),
+        )
+        for name, dtype, flops, moved, sizes, count, computed in content["operations"]
+    ]
+    timelines = []
+    for one in content["timelines"]:
+        events = tuple((buffers[_read_count(place)], _one_of(sign, (-1, 0, 1))) for place, sign in one["events"])
+        first, second = one["needed"]
+        timelines.append(
+            Timeline(
+                events,
+                tuple(operations[_read_count(place)] for place in one["operations"]),
+                (_read_count(first), _read_count(second)),
+                tuple(buffers[_read_count(place)] for place in one["inputs"]),
+                frozenset(buffers[_read_count(place)] for place in one["kept"]),
+                tuple(
+                    Given(
+                        _read_text(path),
+                        _read_linear(size),
+                        None if place is None else buffers[_read_count(place)],
+                        _one_of(has_gradient, (True, False)),
+                    )
+                    for path, size, place, has_gradient in one["given"]
+                ),
+            )
+        )
+    passages = tuple(
+        Passage(
+            _read_text(part),
+            _one_of(phase, PHASES),
+            timelines[_read_count(place)],
+            None if block is None else _read_count(block),
+            _read_count(call),
+        )
+        for part, phase, place, block, call in content["passages"]
+    )
+    parameters = tuple(
+        Parameter(
+            _read_text(name),
+            tuple(map(_read_count, shape)),
+            _read_count(size),
+            _one_of(trainable, (True, False)),
+            tuple(map(_read_place, places)),
+        )
+        for name, shape, size, trainable, places in content["parameters"]
+    )
+    if not passages:
+        raise ValueError("a recorded step without segments")
+    return Programs(passages, parameters, _read_count(content["blocks"]))
+
+
+def _pair(value: Linear) -> list[float]:
+    return [value.fixed, value.per_sample]
+
+
+def _read_linear(value: Any) -> Linear:
+    fixed, per_sample = map(float, value)
+    if not (math.isfinite(fixed) and math.isfinite(per_sample)):
+        raise ValueError(f"{value} is not a finite size")
+    return Linear(fixed, per_sample)
+
+
+def _read_share(value: Any) -> float:
+    if type(value) is not float or not 0.0 < value <= 1.0:
+        raise ValueError(f"{value} is not a share: a float above 0, at most 1")
+    return value
+
+
+def _read_count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value} is not a count: an integer of at least 0")
+    return value
+
+
+def _read_place(value: Any) -> int:
+    return -1 if value == -1 else _read_count(value)
+
+
+def _read_text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{value} is not a string")
+    return value
+
+
+def _one_of(value: Item, known: tuple[Item, ...]) -> Item:
+    if not any(value is one or (type(value) is type(one) and value == one) for one in known):
+        raise ValueError(f"{value} is not one of {known}")
+    return value
+
+
+__all__ = ["Programs", "from_content", "to_content"]

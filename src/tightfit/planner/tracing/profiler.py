@@ -1,0 +1,456 @@
+"""Trace the user's model on fake tensors and build the base ledger from the trace.
+
+The estimator edits this ledger with the `cost` of each method. The methods that decide which
+operations run (precision, attention, chunked loss and others with TRACED_FIELDS) are different: the
+profiler applies them to the model before the trace, with the same `apply` that training uses. Their
+effect is therefore never described twice.
+
+The profiler traces at two micro-batch sizes and interpolates every other size. Example: a buffer
+has 6 MiB with 2 samples and 10 MiB with 4. Its size is then 2 MiB + 2 MiB per sample, and 34 MiB
+with 16 samples.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from tightfit.cost.entries import EVERYWHERE, Parameter, Update
+from tightfit.cost.ledger import Ledger
+from tightfit.cost.recorded_step import Operation
+from tightfit.distributed.mesh import make_mesh
+from tightfit.errors import InputError, Untraceable
+from tightfit.job import Job, LossSpec, ModelSpec
+from tightfit.methods import (
+    METHODS,
+    compile,
+    context_parallel,
+    float8,
+    loss,
+    materialize,
+    optimizer_states,
+    recompute,
+    tensor_parallel,
+)
+from tightfit.methods.loader import EXAMPLE
+from tightfit.models import find_blocks, has_complex, load_python, places_of, task_of
+from tightfit.models.dataflow import Dataflow
+from tightfit.models.objective import LABELLED, Batch, Objective, objective_of, processed_count, sample_count
+from tightfit.models.tracing import trace as trace_dataflow
+from tightfit.parallel.context import sequence_chunks
+from tightfit.parallel.fsdp import fully_shard
+from tightfit.parallel.pipeline import boundaries
+from tightfit.parallel.tensor import sequence_parallel
+from tightfit.plan import Plan
+from tightfit.planner.tracing.batch_scaling import fitted
+from tightfit.planner.tracing.cache import identity, kept
+from tightfit.planner.tracing.device_emulation import as_on, processes
+from tightfit.planner.tracing.fake_inputs import example, is_padded, labelled, sized
+from tightfit.planner.tracing.fake_tensors import FakeValues, traceable
+from tightfit.planner.tracing.layer_dedup import Depth, created
+from tightfit.planner.tracing.live_storages import tensor_bytes, tensors_in
+from tightfit.planner.tracing.optimizer_trace import trace_clipping, trace_updates
+from tightfit.planner.tracing.plain_data import Programs
+from tightfit.planner.tracing.recorder import trace
+from tightfit.planner.tracing.skipped_layers import stand_ins
+from tightfit.runtime.fake_compiler import generates_kernels
+from tightfit.runtime.method import traced_fields
+from tightfit.runtime.run import Run
+
+MAX_TRACED_CHUNKS = 64  # of a chunked loss; a larger micro-batch is extrapolated from fewer chunks
+
+
+ALL_BLOCKS_UP_TO = 16  # `try_segments` tries a model of up to so many blocks with all of them
+REMOVED, SKIPPED, EXECUTED = range(3)  # what a trace does with blocks that repeat an earlier block
+
+
+class _RepeatedBlockFailure(Exception):
+    """The model failed because repeated blocks did not run. args[0]: what to do with them instead,
+    SKIPPED or EXECUTED."""
+
+
+class Profiler:
+    """Traces a job's model, each variant when it is first needed.
+
+    job      what to train
+    device   kind of device to predict for: cpu or cuda
+    samples  samples of the example batch; tokens: what it processes, in units of `unit`
+    unit     what throughput counts: "tokens" or "samples"
+    """
+
+    def __init__(self, job: Job, device: str) -> None:
+        self.job, self.device = job, device
+        self.batch, self.sample_s = example(job)
+        self.samples, self.tokens = sample_count(self.batch), processed_count(self.batch)
+        self.padded = is_padded(self.batch)
+        self.labelled = labelled(job, self.batch)
+        self.unit = self._objective().unit
+        self._mode = FakeTensorMode()  # one for all traces, so that they can share a model's tensors
+        self._models: dict[tuple[torch.dtype, bool], tuple[nn.Module, Depth]] = {}
+        self._tensor_parallel_models: dict[Any, tuple[nn.Module, Depth]] = {}
+        self._traced: dict[Any, dict[int, Programs]] = {}  # by the options that need a trace, then by samples
+        self._repeated = REMOVED  # until a model fails without these blocks
+        self._fitted_steps: dict[Any, Programs | None] = {}  # None: not linear, so each size is traced
+        self._updates: dict[Any, dict[str, Update]] = {}
+        self._parameters: dict[Any, tuple[Parameter, ...]] = {}
+        self._dataflow: Dataflow | None = None
+        self._segments_tried = False
+        self._segments_refused: InputError | None = None
+        self._clippings: dict[Any, tuple[Operation, ...]] = {}
+
+    @property
+    def _blocks_name(self) -> str | None:
+        return self.job.model.blocks if isinstance(self.job.model, ModelSpec) else None
+
+    @cached_property
+    def is_complex(self) -> bool:
+        """Whether the model has complex parameters, which cannot be stored in a narrower type."""
+        return has_complex(self.job.model)
+
+    def ledger(self, plan: Plan) -> Ledger:
+        """The base ledger of `plan`: its precision, kernels and optimizer, and no other method.
+
+        The ledger has one micro-batch that holds the whole batch of one device. Raises InputError
+        if the model cannot be traced.
+        """
+        batch = plan.share_of(self.job.train.batch)  # samples of one device
+        micro_batch = plan.micro_batch_of(self.job.train.batch)
+        programs = self.programs(plan, micro_batch)
+        # an evaluation runs without torch.compile
+        inference = partial(self.programs, plan.replace(compile="none"), micro_batch, training=False)
+        return Ledger(
+            micro_batch=batch,
+            micro_batches=1,
+            training=programs.passages,
+            inference=lambda: inference().passages,
+            parameters=programs.parameters,
+            blocks=programs.blocks,
+            updates=self.updates(plan),
+            whole_step=self.clipping(plan),
+            batch_bytes=self._batch_bytes(plan),
+            sample_s=self.sample_s,
+            host_batch=self.device == "cpu",
+            dataflow=self.dataflow,
+            try_segments=self.try_segments,
+        )
+
+    def dataflow(self) -> Dataflow:
+        """The dataflow graph of a forward. A transformers model is traced with only a few of its
+        repeated blocks."""
+        if self._dataflow is None:
+            with self._mode, FakeValues(self.padded):
+                model, depth = self._model(torch.float32, False)
+                boundaries.refuse_two_rows(model)
+                blocks = find_blocks(model, self._blocks_name)
+                batch, total = sized(self.batch, min(self.samples, EXAMPLE)), self._objective().total
+                self._dataflow = trace_dataflow(model, total, batch, blocks, tuple(depth.numbers))
+        return self._dataflow
+
+    def try_segments(self) -> None:
+        """Raise InputError if a run of this job would refuse `recompute: sqrt`. The answer is
+        cached."""
+        if not self._segments_tried:
+            self._segments_tried = True
+            try:
+                self._try_segments()
+            except Untraceable:  # the dry run reports it
+                pass
+            except InputError as error:
+                self._segments_refused = error
+        if self._segments_refused is not None:
+            raise self._segments_refused
+
+    def _try_segments(self) -> None:
+        with self._mode, FakeValues(self.padded):
+            model, depth = self._model(torch.float32, False)
+            if len(depth.names) <= ALL_BLOCKS_UP_TO and depth.missing:
+                model, depth = self._model(torch.float32, True)
+            model.train()
+            blocks = [block for _, block in find_blocks(model, self._blocks_name)]
+            batch, objective = sized(self.batch, min(self.samples, EXAMPLE)), self._objective()
+            segments = [blocks] if depth.missing else recompute.in_segments(blocks)
+            with traceable(model):
+                recompute.try_segments(model, segments, lambda: objective.total(model, batch))
+
+    def _batch_bytes(self, plan: Plan) -> float:
+        """Bytes of one sample on one device."""
+        if plan.cp == 1:
+            return tensor_bytes(tensors_in(self.batch)) / self.samples
+        with self._mode:
+            return tensor_bytes(tensors_in(self._sized(plan, 1)))
+
+    def programs(self, plan: Plan, micro_batch: int, training: bool = True) -> Programs:
+        """The recorded step of one micro-batch, with the plan's precision, attention and loss.
+
+        Traced with `micro_batch` samples, or interpolated from two sizes that were traced before.
+        training: forward and backward; else the forward of an evaluation. Raises InputError if the
+        model cannot be traced.
+        """
+        kind = plan.precision.replace("fp16", "bf16").replace("tf32", "fp32")
+        whole = self._samples_per_chunk(plan)
+        # whether backward all-gathers a layer's input again, rather than saving it
+        gathers = plan.sequence_parallel and training and sequence_parallel.gathers_again(plan)
+        layout = plan.tp, plan.cp, plan.sequence_parallel, gathers
+        narrow = fully_shard.comes_and_goes(plan, self.device) and fully_shard.narrow_type(plan) is not None
+        # a region of the whole model contains its own recomputation
+        again = plan.recompute if plan.compile == "model" else "none"
+        plan = plan.replace(precision=kind)
+        operations = tuple(getattr(plan, field) for field in traced_fields(METHODS))
+        filled = float8.wanted(plan) and float8.pads(self.job, plan)
+        key = operations, filled, again, training, micro_batch < whole, layout, narrow
+        traced = self._traced.setdefault(key, {})
+        if micro_batch not in traced and micro_batch > MAX_TRACED_CHUNKS * whole > 0:
+            for samples in (max(whole, 2), 2 * max(whole, 2)):
+                if samples not in traced:
+                    traced[samples] = self._cached_trace(key, plan, samples, training)
+        pair = sorted(samples for samples in traced if samples > 1)  # strides and statistics differ at 1
+        if micro_batch not in traced and micro_batch > 1 and len(pair) > 1:
+            fit = self._fit_two_traces(key, traced, pair[0], pair[-1])
+            if fit is not None:
+                return fit
+        if micro_batch not in traced:
+            traced[micro_batch] = self._cached_trace(key, plan, micro_batch, training)
+        same = self._fit_two_traces(key, traced, micro_batch, micro_batch)
+        assert same is not None, "a trace fits itself"
+        return same
+
+    def _fit_two_traces(self, key: Any, traced: dict[int, Programs], small: int, large: int) -> Programs | None:
+        if (key, small, large) not in self._fitted_steps:
+            one, other = traced[small], traced[large]
+            passages = fitted(one.passages, other.passages, (small, large))
+            self._fitted_steps[key, small, large] = None if passages is None else replace(one, passages=passages)
+        return self._fitted_steps[key, small, large]
+
+    def _samples_per_chunk(self, plan: Plan) -> int:
+        """Samples that fill one chunk of a chunked loss; 0 without one. Below, the chunk grows
+        with the samples; above, the number of chunks does."""
+        if plan.chunked_loss is None:
+            return 0
+        taken = loss.rows_taken(self.labelled, self.tokens, 1) or self.tokens
+        return max(int(-(-plan.chunked_loss // (taken / self.samples))), 1)
+
+    def _cached_trace(self, key: Any, plan: Plan, samples: int, training: bool) -> Programs:
+        """A trace; read from the disk cache if the same one was made before."""
+        model = identity(self.job)
+        shapes = str(tree_map_only(Tensor, lambda tensor: (str(tensor.dtype), tensor.shape[1:]), self.batch))
+        kernels = self.device == "cuda" and generates_kernels()
+        what = (model, shapes, self.padded, str(self.labelled), self.device, kernels, key, samples)
+        return kept(None if model is None else what, lambda: self._trace(plan, samples, training))
+
+    def _trace(self, plan: Plan, samples: int, training: bool) -> Programs:
+        before = self._repeated
+        while True:
+            try:
+                return self._trace_once(plan, samples, training)
+            except _RepeatedBlockFailure as short:
+                (self._repeated,) = short.args
+            except InputError:  # the repeated blocks were not the reason
+                self._repeated = before
+                raise
+
+    def _trace_once(self, plan: Plan, samples: int, training: bool) -> Programs:
+        """One trace. Raises _RepeatedBlockFailure if the model fails while some repeated blocks do
+        not run."""
+        with processes(plan.tp * plan.cp), self._mode, FakeValues(self.padded), as_on(self.device):
+            run, depth = self._build_traced_run(plan)
+            name = self._blocks_name
+            blocks = [block for _, block in find_blocks(run.model, name)]
+            parameters, count = _parameters(run.model, name, depth), len(depth.names)
+            if plan.compile == "model":  # one region, whose blocks are not visible from outside
+                blocks, count = [], 0
+            dtype = fully_shard.narrow_type(plan)
+            if fully_shard.comes_and_goes(plan, self.device) and dtype is not None:  # gathered in a narrow type
+                for _, block in find_blocks(run.model, name):
+                    for module in fully_shard.products_of(block)[0]:
+                        for key, weight in module.named_parameters(recurse=False):
+                            narrow = nn.Parameter(weight.detach().to(dtype), requires_grad=weight.requires_grad)
+                            module.register_parameter(key, narrow)
+            try:
+                with traceable(run.model):
+                    batch = self._sized(plan, samples)
+                    if run.labelled is not None and self.labelled is not None:
+                        batch = {**batch, LABELLED: self.labelled}
+                    passages = trace(
+                        run.model,
+                        run.loss_sum,
+                        batch,
+                        blocks,
+                        training,
+                        depth.missing,
+                        every=self._repeated == EXECUTED,
+                    )
+            except InputError as error:
+                if depth.missing:
+                    raise _RepeatedBlockFailure(SKIPPED) from error
+                if self._repeated != EXECUTED and stand_ins(blocks):
+                    raise _RepeatedBlockFailure(EXECUTED) from error
+                raise
+            return Programs(passages, parameters, count)
+
+    def _build_traced_run(self, plan: Plan) -> tuple[Run, Depth]:
+        """Build the job's model and apply the methods with TRACED_FIELDS. Also returns the map to
+        the full depth. Call it inside `_mode`."""
+        if plan.compile != "none":
+            torch._dynamo.reset()  # else compilations of earlier traces count against the recompile limit
+        run, depth = self._build_model(plan)
+        run.model.train()
+        for method in METHODS:
+            if not traced_fields([method]):
+                continue
+            if method is compile and plan.compile == "model" and recompute.wanted(plan):
+                run = recompute.apply(run, plan)
+            if method.wanted(plan):
+                run = method.apply(run, plan)
+        return run, depth
+
+    def _build_model(self, plan: Plan) -> tuple[Run, Depth]:
+        """Build the job's model; with tensor or context parallelism, the part of rank 0. Also
+        returns the map to the full depth. Call it inside `_mode`."""
+        objective = self._objective()
+        unset, processor = cast(Any, None), torch.device("cpu")
+        model, depth = self._model(materialize.weights_dtype(plan), plan.compile == "model")
+        run = Run(
+            self.job,
+            plan,
+            processor,
+            objective,
+            model,
+            partial(objective.total, model),
+            unset,
+            unset,
+            unset,
+        )
+        if plan.tp * plan.cp > 1:
+            run = replace(run, mesh=make_mesh(Plan(tp=plan.tp, cp=plan.cp), processor))
+        for method in (context_parallel, tensor_parallel):
+            if method.wanted(plan):
+                run = method.apply(run, plan)
+        return run, depth
+
+    def _model(self, dtype: torch.dtype, whole: bool) -> tuple[nn.Module, Depth]:
+        """A model that a method may edit, and the map to the full depth.
+
+        A transformers model is created once for each parameter dtype, because a deep one takes a
+        second to create. Later calls copy its modules and share its tensors. Repeated blocks are
+        removed unless `whole`.
+        """
+
+        def create(model: Any) -> nn.Module:
+            return materialize.create_on_host(model, torch.device("cpu"), dtype)
+
+        spec = self.job.model
+        if not isinstance(spec, ModelSpec) or spec.python is not None:
+            # no copies and no removed blocks: a user's module may hold state that a copy would
+            # share or lose, and may access its blocks in any way
+            model = create(spec)
+            return model, Depth(tuple(path for path, _ in find_blocks(model, self._blocks_name)))
+        whole = whole or self._repeated != REMOVED
+        if (dtype, whole) not in self._models:
+            self._models[dtype, whole] = created(spec, create, whole)
+        model, depth = self._models[dtype, whole]
+        held = [
+            *model.parameters(),
+            *model.buffers(),
+            *(value for part in model.modules() for value in vars(part).values()),
+        ]
+        return copy.deepcopy(model, {id(value): value for value in held if isinstance(value, Tensor)}), depth
+
+    def _tensor_parallel_model(self, plan: Plan) -> tuple[nn.Module, Depth]:
+        """The tensor-parallel shard of the model on rank 0, for reading its parameters: nothing
+        else is as it will be in training."""
+        key = materialize.weights_dtype(plan), plan.tp
+        if key not in self._tensor_parallel_models:
+            run, depth = self._build_model(plan.replace(cp=1, sequence_parallel=False, compile="none"))
+            self._tensor_parallel_models[key] = run.model, depth
+        return self._tensor_parallel_models[key]
+
+    def _sized(self, plan: Plan, samples: int) -> Batch:
+        """A batch of zeros, shaped like a micro-batch of `samples` on one device."""
+        batch = sized(self.batch, samples)
+        if plan.cp == 1:
+            return batch
+        return sequence_chunks.cut(batch, task_of(self.job.model) == "causal-lm", 0, plan.cp)
+
+    def _objective(self) -> Objective:
+        given = self.job.loss
+        return objective_of(
+            load_python(given.python) if isinstance(given, LossSpec) else given, task_of(self.job.model)
+        )
+
+    def parameters(self, plan: Plan) -> tuple[Parameter, ...]:
+        """One device's parameters and buffers, in the dtypes in which the plan stores them,
+        sharded only by tp."""
+        key = materialize.weights_dtype(plan), plan.tp
+        if key not in self._parameters:
+            with processes(plan.tp), self._mode, FakeValues():
+                model, depth = self._tensor_parallel_model(plan)
+                self._parameters[key] = _parameters(model, self._blocks_name, depth)
+        return self._parameters[key]
+
+    def updates(self, plan: Plan) -> dict[str, Update]:
+        """The optimizer's update of each parameter, by name, with the plan's states and kernels."""
+        fields = plan.states, plan.rounding, plan.fused_optimizer, plan.update_in_backward, plan.tp
+        together = optimizer_states.takes_all_at_once(plan, self.device)
+        batched = optimizer_states.updates_in_batches(plan, self.job.train, self.device)
+        undoes = optimizer_states.undoes(plan, self.device)
+        key = (plan.is_true, plan.precision == "fp16-true", together, batched, undoes, *fields)
+        if key not in self._updates:
+            with processes(plan.tp), self._mode, FakeValues():
+                model, depth = self._tensor_parallel_model(plan)
+                optimizer = optimizer_states.optimizer_of(model, self.job.train, plan, device=self.device)
+                updates = trace_updates(model, optimizer, together)
+                self._updates[key] = depth.whole(updates, lambda update, name, number: update)
+        return self._updates[key]
+
+    def clipping(self, plan: Plan) -> tuple[Operation, ...]:
+        """The operations on all gradients before the update: unscale, norm, clip."""
+        key = plan.is_true, plan.precision.startswith("fp16"), self.job.train.clip, plan.tp
+        if key not in self._clippings:
+            _, scaled, clip, _ = key
+            with processes(plan.tp), self._mode, FakeValues():
+                model, depth = self._tensor_parallel_model(plan)
+                trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+                every = depth.whole(trained, lambda weight, name, number: weight)
+                self._clippings[key] = trace_clipping(list(every.values()), scaled, clip)
+        return self._clippings[key]
+
+
+def _parameters(model: nn.Module, blocks: str | None, depth: Depth) -> tuple[Parameter, ...]:
+    """Parameters and buffers of the full-depth model.
+
+    model   the model, perhaps without its repeated blocks
+    blocks  the name of the list of blocks, from the job; None to find it
+    depth   maps the model's blocks to the full depth
+    """
+    places, numbers = places_of(model, find_blocks(model, blocks)), {-1: -1, **dict(enumerate(depth.numbers))}
+
+    def described(name: str, tensor: Tensor) -> Parameter:
+        used = tuple(numbers.get(place, len(depth.names)) for place in places[name]) if name in places else EVERYWHERE
+        return Parameter(name, tuple(tensor.shape), tensor_bytes([tensor]), tensor.requires_grad, used)
+
+    def another(known: Parameter, name: str, number: int) -> Parameter:
+        return replace(known, name=name, places=known.places if known.places == EVERYWHERE else (number,))
+
+    found: list[Parameter] = []
+    for own in (model.named_parameters(), model.named_buffers()):
+        found += depth.whole({name: described(name, tensor) for name, tensor in own}, another).values()
+    return tuple(found)
+
+
+def profile(job: Job, plan: Plan | None = None, device: str = "cpu") -> Ledger:
+    """The base ledger of a job on a kind of device (cpu or cuda).
+
+    Only those methods of `plan` that decide which operations run are applied. Raises InputError if
+    the model cannot be traced.
+    """
+    return Profiler(job, device).ledger(plan or Plan())
+
+
+__all__ = ["Profiler", "profile"]

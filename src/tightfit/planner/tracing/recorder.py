@@ -1,0 +1,528 @@
+"""Record one micro-batch on fake tensors as segments of buffers and operations.
+
+The profiler calls `trace` and builds a ledger from the result. `Recorder` is a torch dispatch
+mode: it sees every operation, the storages that it allocates, and when these are freed.
+
+Of each kind of repeated block, only the first two and the last run. A block between them returns
+its input, and the recorder uses the segments of the second block in its place. A deep model
+therefore costs no more to trace than a shallow one.
+
+Example: a model of 32 equal blocks runs blocks 0, 1 and 31. The recorded step still has 32 forward
+and 32 backward segments of blocks: those of blocks 2 to 30 are copies of block 1's.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+from torch.utils.flop_counter import flop_registry, shape_wrapper
+
+from tightfit.cost.recorded_step import Buffer, Given, Linear, Operation, Passage, Timeline
+from tightfit.machine import FLOAT8
+from tightfit.methods.attention import probability_count
+from tightfit.models.dataflow import path_of
+from tightfit.models.fake_kernels import GROUPED_PRODUCT, grouped_flops, grouped_sizes
+from tightfit.planner.tracing.live_storages import ACCUMULATES, storages_of
+from tightfit.planner.tracing.skipped_layers import watched
+from tightfit.runtime.repeated_iterations import taken_by
+
+_READ_VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+_NO_COST = frozenset({"prim.device.default", "aten.detach.default", "aten.sym_size.int", "prim.layout.default"})
+_ATTENTION = {  # position of the query among the arguments; the key follows it
+    "aten._scaled_dot_product_flash_attention_for_cpu": 0,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": 1,
+    "aten._scaled_dot_product_flash_attention": 0,
+    "aten._scaled_dot_product_flash_attention_backward": 1,
+    "aten._scaled_dot_product_efficient_attention": 0,
+    "aten._scaled_dot_product_efficient_attention_backward": 1,
+    "tightfit.blocked_attention": 0,
+    "tightfit.blocked_attention_backward": 1,
+}
+_PRODUCT, _CAST, _SUM = "aten.mm", "aten._to_copy", "aten.add"  # operations that produce a weight's gradient
+_GRADIENTS = frozenset((_PRODUCT, _CAST, _SUM))
+_PRODUCTS = {
+    "aten.mm": (0, 1),
+    "aten._scaled_mm": (0, 1),
+    "aten.bmm": (0, 1),
+    "aten.addmm": (1, 2),
+    "aten.baddbmm": (1, 2),
+    "tightfit.add_product": (0, 1),
+}
+
+
+_FLOPS = {**flop_registry, GROUPED_PRODUCT: shape_wrapper(grouped_flops)}
+_SAME_FLOPS = {  # torch has no FLOP formula for its CPU kernels
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+@dataclass
+class _OpenSegment:
+    """A segment that is being recorded."""
+
+    part: str
+    phase: str
+    block: int | None = None  # its own number, or that of the block before it
+    call: int = 0  # number of this call of the block
+    first: int = 0  # sequence number of its first autograd node
+    copy_of: int | None = None  # a skipped block: the block whose segments are copied
+    events: list[tuple[_Storage, int]] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    needed: tuple[int, int] = (0, 0)
+    inputs: list[_Storage] = field(default_factory=list)
+    kept: set[_Storage] = field(default_factory=set)
+    given: list[_BlockInput] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Storage:
+    """A Buffer that is being recorded. sources: the storages that backward computed it from."""
+
+    size: int
+    maker: str
+    row: str = "temporaries"
+    parameter: str = ""
+    operands: tuple[_Storage, ...] = ()
+    terms: tuple[_Storage, ...] = ()
+    sources: tuple[_Storage, ...] = ()
+    buffer: Buffer | None = None
+
+
+@dataclass(eq=False)
+class _BlockInput:
+    """A block's input that is being recorded."""
+
+    path: str
+    size: int
+    storage: _Storage | None
+    has_gradient: bool = False
+
+    def note_gradient(self, gradient: Tensor) -> None:
+        self.has_gradient = True
+
+
+class Recorder(TorchDispatchMode):
+    """Records operations, allocations and frees, by segment: each call of a block is one, and so
+    is what runs between two blocks.
+
+    Enter it inside FakeTensorMode. Call `begin_segment` in the forward, then `end_forward`,
+    `begin_backward`, and `end_backward`.
+
+    parameters        the model's, by name
+    forward_segments  in the order of forward
+    segments          all segments, in the order in which they ran
+    phase             forward, backward or inference
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        super().__init__()
+        self.parameters = parameters
+        self.passages: list[_OpenSegment] = []
+        self.program: list[_OpenSegment] = []
+        self._calls: Counter[tuple[str, int | None]] = Counter()  # by (part, block)
+        self.phase = "forward"
+        self._live: dict[int, tuple[_Storage, weakref.ref[torch.UntypedStorage]]] = {}
+        self._made_in_forward: list[int] = []
+        self._existing: set[int] = set()
+        self._weights = {id(storage): name for name, weight in parameters.items() for storage in storages_of(weight)}
+        self._hooks: list[Any] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch traces compiled regions below this mode. The mode sees their operations when they
+        run."""
+        return True
+
+    def see_kernel(self, moved: int, dtype: torch.dtype, kind: str = "compiled") -> None:
+        """Record a generated kernel that reads and writes `bytes_accessed` bytes. What it
+        computes on the way is not counted here."""
+        name = str(dtype).removeprefix("torch.")
+        self.program[-1].operations.append(Operation(kind, name, Linear(), Linear(float(moved))))
+
+    def know(self, tensors: Any) -> None:
+        """Mark tensors that exist before the step. They have rows of their own and are no
+        events."""
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor):
+                self._existing.update(id(storage) for storage in storages_of(tensor))
+
+    def begin(self, part: str, block: int | None = None, copy_of: int | None = None) -> None:
+        """Begin a segment of the forward.
+
+        part     "block", "between" or another name
+        block    the block's number, or that of the block before the segment
+        copy_of  for a skipped block: the block whose segments are copied
+        """
+        first = torch.autograd._get_sequence_nr()
+        opened = _OpenSegment(part, self.phase, block, self._calls[part, block], first, copy_of)
+        self._calls[part, block] += 1
+        self.passages.append(opened)
+        self.program.append(opened)
+
+    def note_inputs(self, arguments: Any) -> None:
+        """Record the tensors that a block is called with, and the storages that this step
+        allocated for them."""
+        passage = self.program[-1]
+        leaves = tree_flatten_with_path(arguments)[0]
+        tensors = [(path_of(keys), leaf) for keys, leaf in leaves if isinstance(leaf, Tensor)]
+        numbers = dict.fromkeys(id(storage) for _, tensor in tensors for storage in storages_of(tensor))
+        passage.inputs += [self._live[number][0] for number in numbers if number in self._live]
+        for path, tensor in tensors:
+            made = [self._live[id(one)][0] for one in storages_of(tensor) if id(one) in self._live]
+            given = _BlockInput(str(path), tensor.numel() * tensor.element_size(), made[0] if made else None)
+            passage.given.append(given)
+            if tensor.requires_grad and torch.is_grad_enabled():
+                tensor.register_hook(given.note_gradient)
+
+    def end_forward(self) -> None:
+        """End the forward: what it allocated and is still alive is saved for backward."""
+        for key in self._made_in_forward:
+            if key in self._live:
+                self._live[key][0].row = "activations"
+        self._made_in_forward.clear()
+
+    def begin_backward(self) -> None:
+        self.phase, self._lowest = "backward", len(self.passages)
+        self._starts = [passage.first for passage in self.passages]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._record_gradient, name))
+            for name, parameter in self.parameters.items()
+            if parameter.requires_grad
+        ]
+        self._enter_backward(len(self.passages) - 1)
+
+    def end_backward(self) -> None:
+        self._enter_backward(-1)
+
+    def mark_saved(self, tensor: Tensor) -> Tensor:
+        passage = self.program[-1]
+        passage.needed = len(passage.events), len(passage.operations)
+        passage.kept.update(self._live[key][0] for key in map(id, storages_of(tensor)) if key in self._live)
+        return tensor.detach()
+
+    def take_turns(self, of: Sequence[int]) -> Iterator[int]:
+        """Run a loop of equal iterations three times: the first two and the last. What the second
+        one did is recorded again for every iteration between.
+
+        Runs all iterations if the second one leaves a buffer behind.
+
+        of  the iterations' indices
+        """
+        if len(of) <= 3:
+            yield from of
+            return
+        yield of[0]
+        passage = self.program[-1]
+        events, operations = len(passage.events), len(passage.operations)
+        yield of[1]
+        came, done = passage.events[events:], passage.operations[operations:]
+        left: Counter[_Storage] = Counter()
+        for seen, sign in came:
+            left[seen] += sign
+        if any(left.values()):
+            yield from of[2:]
+            return
+        passage.events += came * (len(of) - 3)
+        passage.operations += done * (len(of) - 3)
+        yield of[-1]
+
+    def _record_gradient(self, name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        for storage in storages_of(parameter.grad):
+            if id(storage) in self._live:
+                seen = self._live[id(storage)][0]
+                seen.row = "gradients"
+                _describe_gradient(seen, name)
+                self.program[-1].events.append((seen, 0))
+
+    def _enter_backward(self, position: int) -> None:
+        """Backward has reached the forward segment at `position`. Skipped blocks above it come
+        before."""
+        for between in range(self._lowest - 1, position, -1):
+            passed = self.passages[between]
+            if passed.copy_of is not None:
+                again = _OpenSegment(passed.part, "backward", passed.block, passed.call, copy_of=passed.copy_of)
+                self.program.append(again)
+        self._position, self._lowest = position, min(self._lowest, position)
+        if position >= 0:
+            here = self.passages[position]
+            self.program.append(_OpenSegment(here.part, "backward", here.block, here.call))
+
+    def _find_segment(self) -> None:
+        node = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else ACCUMULATES
+        if number >= ACCUMULATES:
+            return
+        position = bisect.bisect_right(self._starts, number) - 1
+        if position >= 0 and position != self._position:
+            self._enter_backward(position)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # the mode sees the operations on the inner tensors
+        name = str(func)
+        if name in _NO_COST or func in _READ_VALUES:
+            return func(*args, **kwargs)
+        if self.phase == "backward":
+            self._find_segment()
+        output = func(*args, **kwargs)
+        self._record_outputs(func, name.rsplit(".", 1)[0], args, kwargs, output)
+        return output
+
+    def _record_outputs(self, func: Any, name: str, args: Any, kwargs: Any, output: Any) -> None:
+        passage = self.program[-1]
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        fresh = False
+        for tensor in outputs:
+            for storage in storages_of(tensor):
+                if id(storage) not in self._live and id(storage) not in self._existing:
+                    fresh = True
+                    self._record_allocation(storage, name, passage)
+                    if name in _GRADIENTS:
+                        self._note_sources(self._live[id(storage)][0], inputs)
+        if not fresh and func.is_view:
+            return
+        mutates = func._schema.is_mutable
+        if fresh or mutates or name.startswith("c10d."):  # c10d mutates its arguments, and its schemas omit it
+            passage.operations.append(_operation(func, name, args, kwargs, inputs, output))
+
+    def _note_sources(self, seen: _Storage, inputs: list[Tensor]) -> None:
+        keys = dict.fromkeys(id(source) for one in inputs for source in storages_of(one))
+        if self.phase == "backward":
+            seen.sources = tuple(self._live[key][0] for key in keys if key in self._live)
+        elif seen.maker == _CAST:
+            seen.parameter = next((self._weights[key] for key in keys if key in self._weights), "")
+
+    def _record_allocation(self, storage: torch.UntypedStorage, name: str, passage: _OpenSegment) -> None:
+        key, seen = id(storage), _Storage(storage.nbytes(), name)
+        self._live[key] = seen, weakref.ref(storage, partial(self._free, key))
+        passage.events.append((seen, 1))
+        if self.phase == "forward":
+            self._made_in_forward.append(key)
+
+    def _free(self, key: int, reference: Any) -> None:
+        if key in self._live:
+            seen, _ = self._live.pop(key)
+            self.program[-1].events.append((seen, -1))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._live.clear()
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], output: Any) -> Operation:
+    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    formula = _FLOPS.get(_SAME_FLOPS.get(func._overloadpacket, func._overloadpacket))
+    flops = formula(*_with_heads_of_query(name, args), **kwargs, out_val=output) if formula else 0
+    tensors = outputs or inputs
+    floating = [tensor for tensor in [*tensors, *inputs] if tensor.is_floating_point()]
+    dtype = str((floating or tensors)[0].dtype).removeprefix("torch.") if tensors else ""
+    if name == "aten._scaled_mm":  # its rate depends on the dtype of its factors
+        dtype = FLOAT8
+    moved = float(sum(map(_tensor_bytes_accessed, inputs + outputs)))
+    computed = _computed_share(func, name, args, kwargs)
+    return Operation(name, dtype, Linear(float(flops)), Linear(moved), _product_sizes(name, args), computed=computed)
+
+
+def _computed_share(func: Any, name: str, args: Any, kwargs: Any) -> float:
+    """The share of its model FLOPs that an operation really computes: below 1 for attention with a
+    causal mask, which skips masked pairs of queries and keys."""
+    if name not in _ATTENTION:
+        return 1.0
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if not (given.get("is_causal") or given.get("causal")):
+        return 1.0
+    query, key = args[_ATTENTION[name] : _ATTENTION[name] + 2]
+    rows, columns = query.shape[2], key.shape[2]
+    if name.startswith("tightfit.blocked"):
+        return probability_count(rows, causal=True) / (rows * columns)
+    return causal_pairs(rows, columns) / (rows * columns)
+
+
+def causal_pairs(queries: int, keys: int) -> int:
+    """Number of (query, key) pairs under a causal mask; the first query attends to the first key
+    only.
+
+    With s queries and s keys: s (s + 1) / 2. Example: 4 queries and 4 keys give 10 of 16 pairs.
+    """
+    square = min(queries, keys)
+    return square * (square + 1) // 2 + (queries - square) * keys
+
+
+def _with_heads_of_query(name: str, args: Any) -> Any:
+    """Arguments of attention with as many key and value heads as query heads: torch 2.11's FLOP
+    formulas refuse fewer (grouped-query attention)."""
+    if not name.startswith("aten._scaled_dot_product_"):
+        return args
+    at = name.endswith("_backward")
+    heads = args[at].shape[1]
+    others = (torch.Size((one.shape[0], heads, *one.shape[2:])) for one in args[at + 1 : at + 3])
+    return (*args[: at + 1], *others, *args[at + 3 :])
+
+
+def _tensor_bytes_accessed(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements in memory. An expanded dim counts once."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ():
+        count *= size if stride else 1
+    return count * tensor.element_size()
+
+
+def _product_sizes(name: str, args: Any) -> tuple[Linear, ...]:
+    """(batches, rows, columns, depth) of a matrix product, or of attention's first product, which
+    is query x key. Empty for other operations."""
+    if name in _ATTENTION:
+        query, key = args[_ATTENTION[name] : _ATTENTION[name] + 2]
+        found = (query.shape[0] * query.shape[1], query.shape[2], key.shape[2], query.shape[3])
+        return tuple(Linear(float(size)) for size in found)
+    if name == "aten._grouped_mm":
+        left, right, offsets = args[0], args[1], args[2] if len(args) > 2 else None
+        groups = len(offsets) if offsets is not None else left.shape[0]
+        return tuple(map(Linear, grouped_sizes(left.shape, right.shape, groups)))
+    if name not in _PRODUCTS:
+        return ()
+    left, right = (args[position] for position in _PRODUCTS[name])
+    batches = left.shape[0] if left.dim() == 3 else 1
+    return tuple(Linear(float(size)) for size in (batches, left.shape[-2], right.shape[-1], left.shape[-1]))
+
+
+def trace(
+    model: nn.Module,
+    loss_sum: Callable[[Any], Tensor],
+    batch: Any,
+    blocks: list[nn.Module],
+    training: bool = True,
+    missing: Mapping[int, int] | None = None,
+    every: bool = False,
+) -> tuple[Passage, ...]:
+    """Record one micro-batch of fake tensors: forward and backward, or the forward of an
+    evaluation.
+
+    model     its parameters and buffers are fake tensors too
+    loss_sum  computes the summed loss of a batch
+    batch     the micro-batch
+    blocks    the model's repeated blocks, in order
+    training  forward and backward; else a forward that saves nothing
+    removed   by number, the blocks that were removed from the model, and the block that each one
+              repeats
+    run_all   run all blocks, also those that repeat an earlier one
+
+    Afterwards the model has no gradients and is otherwise unchanged.
+    """
+    parameters = dict(model.named_parameters())
+    recorder = Recorder(parameters)
+    recorder.know([list(parameters.values()), list(model.buffers()), batch])
+    if not training:
+        recorder.phase = "inference"
+    with (
+        torch.set_grad_enabled(training),
+        recorder,
+        watched(blocks, recorder, missing, every),
+        taken_by(recorder.take_turns),
+        ExitStack() as stack,
+    ):
+        recorder.begin("start")
+        if training:
+            stack.enter_context(saved_tensors_hooks(recorder.mark_saved, lambda tensor: tensor))
+        loss = loss_sum(batch)
+        if training:
+            stack.close()
+            recorder.end_forward()
+            recorder.begin_backward()
+            scaled = loss * 1.0
+            scaled.backward()
+            del scaled
+            loss.detach()
+        del loss
+        if training:
+            recorder.end_backward()
+    for parameter in parameters.values():
+        parameter.grad = None
+    return recorded(recorder)
+
+
+def _closed_segments(program: list[_OpenSegment]) -> tuple[Passage, ...]:
+    """Close the recorded segments. Segments of skipped blocks get a copy of their timeline."""
+    whole: dict[tuple[str, int, str], dict[int, Timeline]] = defaultdict(dict)  # by call
+    closed: list[tuple[_OpenSegment, Timeline]] = []
+    for opened in program:
+        timeline = Timeline(
+            tuple((_buffer(seen), sign) for seen, sign in opened.events),
+            tuple(opened.operations),
+            opened.needed,
+            tuple(_buffer(seen) for seen in opened.inputs),
+            frozenset(_buffer(seen) for seen in opened.kept),
+            tuple(_to_given(one) for one in opened.given),
+        )
+        closed.append((opened, timeline))
+        if opened.block is not None and opened.copy_of is None:
+            calls = whole[opened.part, opened.block, opened.phase]
+            calls[opened.call] = calls[opened.call].then(timeline) if opened.call in calls else timeline
+    passages = []
+    for opened, timeline in closed:
+        if opened.copy_of is not None:
+            calls = whole[opened.part, opened.copy_of, opened.phase]
+            timeline = calls.get(opened.call) or calls.get(max(calls, default=0), Timeline())
+        if timeline.events or timeline.operations:
+            block = opened.block if opened.part == "block" else None
+            passages.append(Passage(opened.part, opened.phase, timeline, block, opened.call))
+    return tuple(passages)
+
+
+def _describe_gradient(seen: _Storage, parameter: str) -> None:
+    """Note whose gradient a storage is, and the product, cast or sum that it comes from.
+
+    Example: fp32 weights under bf16 autocast. The weight gradient is a cast of the bf16 product
+    grad_output.T @ input, so its operands are the storages of grad_output and input.
+    """
+    seen.parameter = parameter
+    if seen.maker == _PRODUCT:
+        seen.operands = seen.sources
+    elif seen.maker == _CAST:
+        for source in seen.sources:
+            _describe_gradient(source, parameter)
+            seen.operands = source.operands
+    elif seen.maker == _SUM and seen.row == "gradients":
+        seen.terms = tuple(source for source in seen.sources if source.size == seen.size)
+        for term in seen.terms:
+            _describe_gradient(term, parameter)
+
+
+def _buffer(seen: _Storage) -> Buffer:
+    if seen.buffer is None:
+        operands, terms = (tuple(map(_buffer, storages)) for storages in (seen.operands, seen.terms))
+        seen.buffer = Buffer(Linear(float(seen.size)), seen.row, seen.maker, seen.parameter, operands, terms)
+    return seen.buffer
+
+
+def _to_given(one: _BlockInput) -> Given:
+    buffer = None if one.storage is None else _buffer(one.storage)
+    return Given(one.path, Linear(float(one.size)), buffer, one.has_gradient)
+
+
+def recorded(recorder: Recorder) -> tuple[Passage, ...]:
+    """The segments that a recorder recorded, in the order in which they ran."""
+    return _closed_segments(recorder.program)
+
+
+__all__ = ["Recorder", "causal_pairs", "recorded", "trace"]

@@ -1,0 +1,135 @@
+"""Pictures: memory over a step, and a pipeline schedule over time; SVG, PNG or PDF, by the file's
+suffix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from tightfit.cost.ledger import ROWS
+from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Slot
+from tightfit.errors import InputError
+from tightfit.planner.estimate import Estimate
+from tightfit.units import format_bytes, format_seconds
+
+FORMATS = (".svg", ".png", ".pdf")
+_COLOURS = {  # from the bottom up
+    "allocator": "#c9c9c9",
+    "runtime": "#8d99ae",
+    "parameters": "#2b6cb0",
+    "optimizer": "#6b46c1",
+    "gradients": "#c05621",
+    "activations": "#2f855a",
+    "temporaries": "#d69e2e",
+    "communication": "#b83280",
+}
+assert set(_COLOURS) == set(ROWS)
+_ACTIONS = {
+    FORWARD: ("forward", "#bee3f8", "#2b6cb0"),
+    BACKWARD: ("backward", "#c6f6d5", "#2f855a"),
+    WEIGHTS: ("weights' gradients", "#fefcbf", "#b7791f"),
+}
+_SHADES = (0.0, 0.16, 0.32, 0.48)  # for a rank's first, second, ... stage
+
+
+def check_picture(option: str, file: Path) -> None:
+    """Raise InputError for a file whose suffix is not that of a picture."""
+    if file.suffix not in FORMATS:
+        asked = f"use {option} {file.with_suffix('.svg')} (or {' or '.join(FORMATS[1:])})"
+        raise InputError(f"{option} {file}", "does not have a picture's suffix", asked)
+
+
+def draw_memory(estimate: Estimate, file: Path) -> None:
+    """Draw the memory over one step, by row, with the limit if it is near."""
+    instants = list(estimate.ledger.instants())
+    shown = [row for row in _COLOURS if any(rows.get(row) for _, _, rows in instants)]
+    bytes_of = [[max(rows.get(row, 0.0), 0.0) for _, _, rows in instants] for row in shown]
+    most = max(map(sum, zip(*bytes_of, strict=True)))
+    axes = _axes(9.5, 4.2, str(estimate.plan))
+    axes.stackplot(range(len(instants)), bytes_of, labels=shown, colors=[_COLOURS[row] for row in shown], alpha=0.88)
+    axes.set_xlim(0, max(len(instants) - 1, 1))
+    axes.set_ylim(0, most * 1.08)
+    if estimate.limit_bytes < 1.6 * most:
+        axes.set_ylim(0, max(estimate.limit_bytes, most) * 1.08)
+        axes.axhline(estimate.limit_bytes, color="#c53030", linestyle="--", linewidth=1.2)
+        at_the_right = axes.get_yaxis_transform()  # across in shares of the axes, up in bytes
+        axes.text(1.01, estimate.limit_bytes, "limit", color="#c53030", va="center", transform=at_the_right)
+    top = axes.get_ylim()[1]
+    step = next(2.0**power for power in range(64) if top / 2.0**power <= 9)  # whole KiB, MiB, GiB
+    axes.set_yticks([step * number for number in range(int(top / step) + 1)])
+    axes.yaxis.set_major_formatter(lambda size, place: format_bytes(size) if size else "0")
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(False)
+    _name_phases(axes, [phase for phase, _, _ in instants])
+    handles, names = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.01, 0.93), frameon=False)
+    _write(axes, file)
+
+
+def _name_phases(axes: Axes, phases: Sequence[str]) -> None:
+    """Write the phases' names below the axis, with a tick where a phase begins."""
+    starts = [place for place, phase in enumerate(phases) if place == 0 or phases[place - 1] != phase]
+    ends = [*starts[1:], len(phases) - 1]
+    axes.set_xticks(starts, [""] * len(starts))
+    for start, end in zip(starts, ends, strict=True):
+        if end - start > 0.06 * len(phases):
+            axes.annotate(
+                phases[start], ((start + end) / 2, 0), xytext=(0, -8), textcoords="offset points", ha="center", va="top"
+            )
+    last = phases[starts[-1]]
+    if ends[-1] - starts[-1] <= 0.06 * len(phases):
+        axes.annotate(last, (ends[-1], 0), xytext=(0, -22), textcoords="offset points", ha="right", va="top")
+
+
+def draw_timeline(slots: Sequence[Slot], title: str, file: Path) -> None:
+    """Draw each pipeline rank's actions over time, with their micro-batches' numbers; later stages
+    are darker."""
+    end, devices = max(slot.end for slot in slots), 1 + max(slot.device for slot in slots)
+    axes = _axes(11.0, 1.2 + 0.34 * devices, title)
+    for slot in slots:
+        _, fill, line = _ACTIONS[slot.action.kind]
+        length = slot.end - slot.start
+        bar: dict[str, Any] = {"color": fill, "edgecolor": line, "linewidth": 0.6, "height": 0.8}
+        axes.barh(slot.device, length, left=slot.start, **bar)
+        virtual_stage = slot.action.chunk // devices
+        if virtual_stage:
+            shade = _SHADES[min(virtual_stage, len(_SHADES) - 1)]
+            axes.barh(slot.device, length, left=slot.start, height=0.8, color="black", alpha=shade, linewidth=0)
+        if length > 0.014 * end:
+            axes.text(slot.start + length / 2, slot.device, str(slot.action.micro_batch), ha="center", va="center")
+    axes.set_xlim(0, end)
+    axes.set_ylim(devices - 0.5, -0.5)
+    axes.set_yticks(range(devices), [f"device {device}" for device in range(devices)])
+    axes.tick_params(length=0)
+    axes.xaxis.set_major_formatter(lambda seconds, place: format_seconds(seconds) if seconds else "0")
+    kinds = [kind for kind in _ACTIONS if any(slot.action.kind == kind for slot in slots)]
+    legend = [
+        Patch(facecolor=fill, edgecolor=line, label=name) for name, fill, line in map(_ACTIONS.__getitem__, kinds)
+    ]
+    axes.legend(
+        handles=legend, loc="upper right", bbox_to_anchor=(1.0, -0.2 / devices**0.5), ncols=len(legend), frameon=False
+    )
+    _write(axes, file)
+
+
+def _axes(width: float, height: float, title: str) -> Axes:
+    figure = Figure((width, height), dpi=150)
+    axes: Axes = figure.subplots()
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.suptitle(title if len(title) < 110 else f"{title[:107]}...", x=0.01, ha="left", fontsize=9)
+    return axes
+
+
+def _write(axes: Axes, file: Path) -> None:
+    legend = axes.get_legend()
+    for text in legend.get_texts() if legend is not None else ():
+        text.set_fontsize(9)
+    figure = axes.get_figure()
+    assert figure is not None
+    figure.savefig(file, bbox_inches="tight", metadata={"Date": None} if file.suffix == ".svg" else None)  # type: ignore[union-attr]

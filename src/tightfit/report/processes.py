@@ -1,0 +1,120 @@
+"""What a training command does as one of several processes, and as a job that a scheduler may
+end."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tightfit.errors import InputError, TightfitError
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """How a training command deals with its environment; it does not change what is trained.
+
+    timeout_s     seconds to wait for a process that does not answer
+    interface     the network interface that leads to the other hosts
+    requeue_code  exit code after SIGTERM or SIGUSR1 has ended the run and it was saved; None: 128 +
+                  the signal's number
+    """
+
+    timeout_s: float = 600.0
+    interface: str | None = None
+    requeue_code: int | None = None
+
+    def code_of(self, number: int) -> int:
+        """The exit code of a training that a signal has ended."""
+        return self.requeue_code if self.requeue_code and number != signal.SIGINT else 128 + number
+
+
+def check_start(nproc: int, world: int, around: Surroundings) -> None:
+    """Raise InputError for options that contradict how the processes were started.
+
+    nproc  processes that --nproc asks for; world: processes that the launcher has started
+    """
+    if world > 1 and nproc not in (1, world):
+        raise InputError(f"--nproc {nproc}", f"{world} processes have been started already", "leave it out")
+    if world == 1 and nproc > 1 and around.interface is not None:
+        raise InputError(
+            f"--interface {around.interface}", "--nproc starts processes on one host, which need none", "leave it out"
+        )
+
+
+@contextmanager
+def among(world: int, around: Surroundings) -> Iterator[Callable[[str], None]]:
+    """Within, this process and the others of its training watch each other (`engine/watchdog.py`).
+
+    Yields a function that joins the process group for a kind of device (cpu, cuda).
+    """
+    if world == 1:
+        yield lambda device: None
+        return
+    from datetime import timedelta
+
+    from tightfit.distributed.mesh import join, rank
+    from tightfit.distributed.rendezvous import choose_interface, meet
+    from tightfit.engine.watchdog import FIRST_TIMEOUT_S, watched
+
+    choose_interface(around.interface)
+    store, longest = meet(), timedelta(seconds=2 * max(around.timeout_s, FIRST_TIMEOUT_S))
+    with watched(store, rank(), world, around.timeout_s):
+        yield lambda device: join(device, store, longest)
+
+
+@contextmanager
+def said_once(world: int, around: Surroundings) -> Iterator[None]:
+    """Within, an error that every process raises on its own is printed by only one of them."""
+    try:
+        yield
+    except TightfitError as error:
+        with among(world, around):
+            raise error from None
+
+
+def by_the_first(make: Callable[[], Any], join: Callable[[], None]) -> Any:
+    """Call `make` on rank 0 and broadcast its result to all ranks.
+
+    If it raises TightfitError, rank 0 raises it, and the others exit with its exit code.
+    join  joins the process group; it is called after `make`
+    """
+    import torch.distributed as dist
+
+    from tightfit.distributed.mesh import leads
+    from tightfit.runtime.activity import doing
+
+    answer: list[Any] = [None, None]
+    doing("planning")
+    if leads():
+        try:
+            answer = [make(), None]
+        except TightfitError as error:
+            answer = [None, error]
+    join()
+    dist.broadcast_object_list(answer, src=0)
+    made, failed = answer
+    if failed is not None:
+        if not leads():
+            sys.exit(failed.exit_code)
+        raise failed
+    return made
+
+
+def wait_for_all() -> None:
+    """A barrier over all processes of the training, if there are several."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+
+
+def leave() -> None:
+    """Destroy the process group, if there is one, after all processes are done."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,302 @@
+"""A training in a folder: build, train, checkpoint, and write the files that people and scripts
+read.
+
+job.yaml  plan.yaml  predicted.json  metrics.jsonl  record.json  checkpoints/  tensorboard/
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+from rich.console import Console
+
+from tightfit.distributed.mesh import leads
+from tightfit.engine.build import build
+from tightfit.engine.checkpoint.resume import resume
+from tightfit.engine.checkpoint.save import check_folder, checkpoints, newest, save
+from tightfit.engine.launch import PASSED_ON
+from tightfit.engine.loop import evaluate, total_steps, train
+from tightfit.engine.step import Step, asker, everywhere, local
+from tightfit.errors import InputError, TightfitError
+from tightfit.job import Job
+from tightfit.machine import Machine
+from tightfit.measure.memory import process_peak_bytes
+from tightfit.measure.observer import Observer
+from tightfit.plan import Plan
+from tightfit.record import Record
+from tightfit.report.heartbeat import never_silent
+from tightfit.report.out_of_memory import memory_errors_named
+from tightfit.report.progress import Bar, Lines, progress
+from tightfit.report.sample_text import sample_text
+from tightfit.report.trackers import Trackers, check_trackers
+from tightfit.report.unexpected_errors import not_writable
+from tightfit.runtime.run import Run, wait_for_weights
+from tightfit.values import read_yaml
+
+ASKED_EVERY = 10  # steps between agreements to stop, if ranks do not wait for each other
+OVERFLOWS = 25  # steps in a row; a dynamic loss scale needs fewer to come down from 2^16 to 1
+
+
+def train_in_folder(
+    job: Job,
+    plan: Plan,
+    machine: Machine,
+    out: Path,
+    again: bool = False,
+    predicted: dict[str, Any] | None = None,
+) -> tuple[Record, str | None, int | None]:
+    """Train `job` with `plan`, and write the run's files to `out`.
+
+    again      resume from the newest checkpoint in `out`
+    predicted  the plan's prediction, which is written there first and compared in the record
+
+    Returns the record, a sample of generated text (None if none can be made), and the signal that
+    ended the training before its last step (None if none has).
+    Raises DoesNotFit if memory runs out, TightfitError if the loss becomes NaN or infinite.
+    """
+    console = Console(quiet=not leads())
+    check_trackers(job)
+    if again:
+        _find_checkpoint(out)
+    with memory_errors_named(plan, job, machine.device):
+        with never_silent(
+            partial(console.print, highlight=False, markup=False, soft_wrap=True), "preparing model and data"
+        ):
+            run = build(job, plan, machine)
+        start, total = resume(run, out / "checkpoints") if again else 0, total_steps(run)
+        if start >= total and (out / "record.json").exists():
+            console.print(
+                f"nothing left to train: {start} of {total} steps are done; raise train.steps to train longer"
+            )
+            return Record.parse(json.loads((out / "record.json").read_text())), _sample(run), None
+        earlier = begin_files(job, plan, predicted, out, start) if leads() else []
+        check_folder(run, out)
+        observer = Observer(run, start)
+        with progress(total, observer.unit, console) as view, ExitStack() as open_files:
+            trackers = open_files.enter_context(Trackers(job, out, start)) if leads() else None
+            metrics = open_files.enter_context((out / "metrics.jsonl").open("a")) if leads() else None
+            stopped = _train(run, start, out, observer, view, trackers, metrics)
+        record = observer.record(machine)
+    if predicted is not None:
+        tensors = [size for row, size in predicted["memory"].items() if row not in ("peak", "runtime", "allocator")]
+        whole = predicted["memory"]["peak"] if machine.device == "cpu" else None
+        peak = record.peak_bytes.replace(predicted=sum(tensors) + predicted["workspace_bytes"], predicted_process=whole)
+        record = record.replace(peak_bytes=peak, predicted_step_s=predicted["time"]["step_s"])
+    record = record.replace(loss=[*((line["step"], line["loss"]) for line in earlier), *record.loss])
+    if leads():
+        (out / "record.json").write_text(json.dumps(record.content(), indent=1) + "\n")
+    return record, _sample(run) if stopped is None else None, stopped
+
+
+def _find_checkpoint(out: Path) -> None:
+    """Raise InputError, before anything is built, if there is no checkpoint to resume from."""
+    described = read_yaml(out / "job.yaml") if (out / "job.yaml").exists() else {}
+    told = (described.get("train") or {}).get("checkpoint_every")
+    if told == "never" and not checkpoints(out / "checkpoints"):
+        raise InputError(
+            f"resume from {out}",
+            "no checkpoint there: the run saved none (train.checkpoint_every: never)",
+            "leave out --resume to start again, with train.checkpoint_every: end or a number of steps",
+        )
+    newest(out / "checkpoints")
+
+
+def _sample(run: Run) -> str | None:
+    """A sample of generated text, made by all devices together.
+
+    The training is done and saved, so an error here becomes text and does not fail the run.
+    """
+    try:
+        return sample_text(run)
+    except Exception as error:
+        return f"could not be made ({type(error).__name__}: {error})"
+
+
+def begin_files(job: Job, plan: Plan, predicted: dict[str, Any] | None, out: Path, start: int) -> list[dict[str, Any]]:
+    """Write the files that a run leaves before its first step; returns the metrics of the `start`
+    steps that are done. Raises InputError if they cannot be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "job.yaml").write_text(job.to_yaml(), encoding="utf-8")
+        (out / "plan.yaml").write_text(plan.to_yaml(), encoding="utf-8")
+        (out / "predicted.json").write_text(json.dumps(predicted, indent=1) + "\n", encoding="utf-8")
+        return keep_metrics(out / "metrics.jsonl", start)
+    except OSError as error:
+        raise not_writable(out, error) from error
+
+
+def _train(
+    run: Run,
+    start: int,
+    out: Path,
+    observer: Observer,
+    view: Bar | Lines,
+    trackers: Trackers | None,
+    metrics: TextIO | None,
+) -> int | None:
+    """The training itself. Returns the signal that ended it, or None.
+
+    On CUDA the figures of a step are read when the next step has begun, so that the device does not
+    wait. The figures of the last step, and of a step that is evaluated or saved, are read at once.
+
+    trackers, metrics  None on the ranks that do not write them
+    """
+    settings, last, done, overflows, stopped = run.job.train, total_steps(run), start, 0, 0
+    every = settings.checkpoint_every if isinstance(settings.checkpoint_every, int) else None
+    unread: deque[Step] = deque()
+
+    def note(result: Step) -> None:
+        nonlocal overflows
+        number, overflows = result.step + 1, overflows + 1 if result.skipped else 0
+        observer.see(result)
+        line = metrics_line(result, observer)
+        if _is_due(settings.evaluate_every, number) and math.isfinite(result.loss):
+            line["evaluation_loss"] = evaluate(run)
+            view.say(f"step {number}  evaluation loss {line['evaluation_loss']:.4f}")
+        if metrics is not None and trackers is not None:
+            metrics.write(json.dumps({name: _finite(value) for name, value in line.items()}) + "\n")
+            metrics.flush()
+            trackers.log(line)
+        _check_loss(result, overflows, out)
+        view.show(result, line["items_per_s"], line["peak_bytes"], observer.step_s(result) * (last - number))
+
+    with stop_signals() as stop:
+        ask = asker(run)
+        for result in train(run, start, take=observer.take, weights_at_yield=False):
+            done = result.step + 1
+            unread.append(result)
+            saves = _is_due(every, done) and done < last
+            at_once = saves or done == last or _is_due(settings.evaluate_every, done) or run.device.type != "cuda"
+            while len(unread) > (0 if at_once else 1):
+                note(unread.popleft())
+            asks = run.stages is None or not run.stages.free or done % ASKED_EVERY == 0
+            stopped = ask(stop.signal or 0) if asks else 0  # all ranks stop after the same step
+            if stopped:
+                break
+            if saves:
+                _check_weights(run, out, done)
+                save(run, out / "checkpoints", done)
+        while unread:
+            note(unread.popleft())
+        saved = settings.checkpoint_every != "never"
+        if stopped:
+            way_on = "continue with --resume" if saved else "nothing was saved: train.checkpoint_every is never"
+            view.say(f"stopped after step {done} by {signal.Signals(stopped).name}; {way_on}")
+        _check_weights(run, out, done)
+        if saved:
+            save(run, out / "checkpoints", done)
+    return stopped or None
+
+
+def _is_due(every: int | None, done: int) -> bool:
+    return every is not None and done % every == 0
+
+
+def metrics_line(result: Step, observer: Observer) -> dict[str, Any]:
+    """One line of metrics.jsonl."""
+    return {
+        "step": result.step + 1,
+        "loss": result.loss,
+        "learning_rate": result.learning_rate,
+        "gradient_norm": result.gradient_norm,
+        "samples": result.samples,
+        "items": result.items,
+        "seconds": result.seconds,
+        "items_per_s": observer.speed(result),
+        "peak_bytes": observer.peak_bytes(),
+        "process_bytes": process_peak_bytes(),
+        "skipped": result.skipped,
+        **({} if result.staleness is None else {"staleness": result.staleness}),
+    }
+
+
+def _finite(value: Any) -> Any:
+    """None for infinity and NaN, which JSON does not have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def keep_metrics(path: Path, start: int) -> list[dict[str, Any]]:
+    """Truncate metrics.jsonl to its first `start` steps and return them: a killed run has written
+    lines of steps after its last checkpoint."""
+    kept = []
+    for text in path.read_text().splitlines() if start and path.exists() else []:
+        try:
+            line = json.loads(text)
+        except ValueError:  # the line at which it was killed
+            break
+        if line["step"] <= start:
+            kept.append(line)
+    path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    return kept
+
+
+def _check_loss(result: Step, overflows: int, out: Path) -> None:
+    """Raise TightfitError for a training that cannot recover: too many fp16 overflows, or a loss
+    that is NaN or infinite."""
+    step = f"step {result.step + 1} (learning rate {result.learning_rate:.3g})"
+    if overflows >= OVERFLOWS:
+        raise TightfitError(
+            f"fp16 overflowed in {overflows} steps in a row, up to {step}; the model does not learn\n"
+            "  fix: precision: bf16-mixed, loss_scale: dynamic, or a smaller train.learning_rate"
+        )
+    if not math.isfinite(result.loss) and not result.skipped:
+        raise _diverged(f"the loss became {result.loss} at {step}", out, updated=result.step > 0)
+
+
+def _diverged(what: str, out: Path, updated: bool = True) -> TightfitError:
+    """The error for a training that diverged.
+
+    updated  whether there was an update already, which a smaller learning rate could make smaller
+    """
+    saved = checkpoints(out / "checkpoints")
+    before = f"the newest checkpoint, {saved[-1]}, is from before" if saved else "no checkpoint was written before"
+    rate = "a smaller train.learning_rate, more train.warmup, or train.clip: 1.0; else "
+    where = "look for NaN, infinite or very large values in the data"
+    beside = "" if updated else ", the initial weights and the loss: no update has been made yet"
+    return TightfitError(f"{what}; {before}\n  fix: {rate if updated else ''}{where}{beside}")
+
+
+def _check_weights(run: Run, out: Path, done: int) -> None:
+    """Raise TightfitError if weights are NaN or infinite, because their checkpoint would replace a
+    good one."""
+    wait_for_weights(run)
+    if not everywhere(run, all(bool(local(parameter).isfinite().all()) for parameter in run.model.parameters())):
+        raise _diverged(f"weights became infinite or NaN in step {done}", out)
+
+
+@dataclass
+class Stop:
+    """The signal that asked the training to stop after the current step; None if there was none."""
+
+    signal: int | None = None
+
+
+@contextmanager
+def stop_signals() -> Iterator[Stop]:
+    """Within, the first Ctrl-C, SIGTERM or SIGUSR1 asks for a stop after the current step. A second
+    one ends the process at once, even if it waits for others."""
+    stop = Stop()
+    here = threading.current_thread() is threading.main_thread()  # as handlers need it
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        stop.signal = number
+        for one in before:
+            signal.signal(one, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, ask) for number in (PASSED_ON if here else ())}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,92 @@
+"""A sample of what a language model has learned: a short prompt with generated text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tightfit.engine.loop import evaluating
+from tightfit.models import is_transformers_model
+from tightfit.models.objective import TASKS
+from tightfit.runtime.activity import doing
+from tightfit.runtime.run import Run
+
+PROMPT = "def "
+TOKENS = 60
+TEMPERATURE = 0.8
+TOP = 40
+
+
+def sample_text(run: Run, prompt: str = PROMPT, tokens: int = TOKENS) -> str | None:
+    """`prompt` and up to `tokens` sampled tokens (temperature 0.8, top 40); the same for the same
+    weights.
+
+    On several devices all of them call it: each takes part in every forward, as in training, and
+    appends the token that rank 0 has drawn.
+
+    Returns None if the model is not a transformers model that generates from a prompt alone, if the
+    data has no tokenizer, or if no device runs a whole forward (pipelines and parameter servers).
+    """
+    tokenizer = run.data.tokenizer
+    if tokenizer is None or not is_transformers_model(run.model) or run.stages is not None:
+        return None
+    config = run.model.config
+    if not run.model.can_generate() or config.is_encoder_decoder:  # type: ignore[operator, union-attr]
+        return None
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=run.device)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)  # type: ignore[operator, union-attr]
+    room = tokens if positions is None else min(tokens, positions - ids.shape[1])
+    if room < 1:
+        return None
+    generator = torch.Generator().manual_seed(run.job.train.seed)
+    with _forwards_alone(run):
+        for number in range(room):
+            doing(f"sample text, token {number + 1}")
+            token = _drawn(_next_logits(run, ids), generator).to(run.device)
+            if run.mesh is not None:
+                dist.broadcast(token, src=0)
+            ids = torch.cat([ids, token.view(1, 1)], 1)
+            if int(token) == tokenizer.eos_token_id:
+                break
+    return tokenizer.decode(ids[0], skip_special_tokens=True)
+
+
+@contextmanager
+def _forwards_alone(run: Run) -> Iterator[None]:
+    """Within, the model can run forwards without a loss, in evaluation mode and uncompiled. With
+    context parallelism each device runs the full sequence, without ring attention."""
+    with ExitStack() as entered:
+        entered.enter_context(evaluating(run.model))
+        entered.enter_context(torch.no_grad())
+        entered.enter_context(torch.compiler.set_stance("force_eager"))
+        if run.plan.precision.endswith("-mixed"):
+            dtype = torch.bfloat16 if run.plan.precision == "bf16-mixed" else torch.float16
+            entered.enter_context(torch.autocast(run.device.type, dtype))
+        if run.plan.cp > 1:
+            ring = run.model.config._attn_implementation  # type: ignore[union-attr]
+            run.model.set_attn_implementation("sdpa")  # type: ignore[operator]
+            entered.callback(run.model.set_attn_implementation, ring)  # type: ignore[arg-type]
+        yield
+
+
+def _next_logits(run: Run, ids: Tensor) -> Tensor:
+    """Logits of the next token, shape (vocabulary,); vocabulary shards are gathered."""
+    logits_of = TASKS["causal-lm"].logits
+    assert logits_of is not None
+    logits = logits_of(run.model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})[0, -1].float()
+    head = run.model.get_output_embeddings()  # type: ignore[operator]
+    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    cut = run.slices.get(names.get(id(getattr(head, "weight", None)), ""))
+    if cut is not None and cut.shape[0] != len(logits):
+        logits = cut.whole(logits.unsqueeze(1)).squeeze(1)
+    return logits
+
+
+def _drawn(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """A token, shape (1,), drawn from the TOP most likely ones."""
+    values, tokens = (logits.cpu() / TEMPERATURE).topk(min(TOP, len(logits)))
+    return tokens[torch.multinomial(values.softmax(-1), 1, generator=generator)]

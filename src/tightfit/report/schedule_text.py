@@ -1,0 +1,32 @@
+"""A pipeline schedule over time, as text. report/figures.py draws it as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, Slot
+from tightfit.units import format_seconds
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def timeline_text(slots: Sequence[Slot], width: int = 100) -> list[str]:
+    """A line for each pipeline rank: digits are forwards, by micro-batch, letters backwards, +
+    weights' gradients, dots the bubble.
+
+    width  characters for the whole step
+    """
+    end, devices = max(slot.end for slot in slots), 1 + max(slot.device for slot in slots)
+    lines = []
+    for device in range(devices):
+        cells = ["."] * width
+        own = [slot for slot in slots if slot.device == device]
+        for slot in own:
+            number = slot.action.micro_batch
+            mark = {FORWARD: str(number % 10), BACKWARD: _LETTERS[number % 26]}.get(slot.action.kind, "+")
+            first, last = round(slot.start / end * width), round(slot.end / end * width)
+            cells[first : max(last, first + 1)] = mark * (max(last, first + 1) - first)
+        busy = sum(slot.end - slot.start for slot in own) / end
+        lines.append(f"device {device:<3} {''.join(cells[:width])} {busy:4.0%} busy")
+    note = "digits: forward of that micro-batch, letters: backward, +: weights' gradients, dots: waiting"
+    return [*lines, f"{'':10} {format_seconds(end)} from end to end; {note}"]

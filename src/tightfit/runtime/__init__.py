@@ -1,0 +1,1 @@
+"""What a run is made of while it trains, whatever its plan."""

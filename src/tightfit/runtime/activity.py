@@ -1,0 +1,68 @@
+"""What this process is doing now, and since when. A watcher uses it to notice that a run hangs.
+
+The training loop, checkpointing and reports call `note_activity` as they begin an operation.
+`engine/watchdog.py` reads the `Activity` from another thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Progress:
+    """The operation that a process is executing, and since when.
+
+    operation  its name, such as "forward"; "starting" before the first one
+    step       number of the optimizer step, from 0; None before the first
+    steps      how many steps this process has begun
+    since      time.monotonic() when the operation began
+    longest_s  seconds of the longest operation since the first step ended: what is normal here
+    """
+
+    operation: str = "starting"
+    step: int | None = None
+    steps: int = 0
+    since: float = field(default_factory=time.monotonic)
+    longest_s: float = 0.0
+
+    def note(self, operation: str, step: int | None) -> None:
+        """Begin `operation` now. step: the step it belongs to; None for the same step as before."""
+        now = time.monotonic()
+        if self.steps > 1:
+            self.longest_s = max(self.longest_s, now - self.since)
+        if step is not None and step != self.step:
+            self.step, self.steps = step, self.steps + 1
+        self.operation, self.since = operation, now
+
+
+_progress: ContextVar[Progress | None] = ContextVar("progress", default=None)
+
+
+def doing(operation: str, step: int | None = None) -> None:
+    """Note that this process begins `operation` now. step: None for the same step as before.
+
+    Does nothing unless `recording_activity` is active in this context.
+    """
+    progress = _progress.get()
+    if progress is not None:
+        progress.note(operation, step)
+
+
+@contextmanager
+def noted() -> Iterator[Progress]:
+    """Within the context, `note_activity` records what this thread does in the Activity yielded
+    here."""
+    progress = Progress()
+    token = _progress.set(progress)
+    try:
+        yield progress
+    finally:
+        _progress.reset(token)
+
+
+__all__ = ["Progress", "doing", "noted"]

@@ -1,0 +1,159 @@
+"""Folded, rehearsed, measured: three figures for each plan, held together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+import tightfit
+from tests.planner import cases
+from tests.sweeps import part, spread
+from tightfit.cost.recorded_step import play
+from tightfit.engine.build import build
+from tightfit.engine.step import take_step
+from tightfit.errors import InputError
+from tightfit.machine import Machine
+from tightfit.measure.memory import sample_step
+from tightfit.planner.dry_run import rehearse
+from tightfit.planner.estimate import fold
+from tightfit.planner.tracing.profiler import Profiler
+from tightfit.planner.tracing.recorder import Recorder
+
+MACHINE = Machine.detect()
+PLANS: list[dict[str, Any]] = [
+    {},
+    {"micro_batch": 2},
+    {"precision": "bf16-mixed"},
+    {"precision": "bf16-true", "rounding": "kahan", "micro_batch": 4},
+    {"recompute": "full", "precision": "bf16-mixed"},
+    {"recompute": "selective"},
+    {"recompute": "selective-2", "precision": "bf16-mixed"},
+    {"recompute": "every-2", "precision": "bf16-true"},
+    {"update_in_backward": True},
+    {"states": "8-bit"},
+    {"fused_optimizer": True, "materialize": "device"},
+]
+
+
+@pytest.fixture(scope="module")
+def profilers() -> dict[str, Profiler]:
+    return {name: Profiler(cases.job(name), "cpu") for name in cases.NAMES}
+
+
+def folded(profilers: dict[str, Profiler], name: str, fields: dict[str, Any]) -> float:
+    return fold(profilers[name], tightfit.Plan(**fields), MACHINE).peak().total
+
+
+@pytest.mark.parametrize(("name", "fields"), spread(cases.NAMES, PLANS, 5))
+def test_what_is_folded_is_what_a_rehearsal_sees(
+    name: str, fields: dict[str, Any], profilers: dict[str, Profiler]
+) -> None:
+    if name == "convolutions" and "recompute" in fields:
+        with pytest.raises(InputError, match="no repeated blocks"):
+            rehearse(cases.job(name), tightfit.Plan(**fields))
+        return
+    rehearsed = rehearse(cases.job(name), tightfit.Plan(**fields))
+    assert folded(profilers, name, fields) == pytest.approx(rehearsed.total, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    spread(cases.NAMES, [{}, {"precision": "bf16-mixed", "recompute": "full", "micro_batch": 4}], 2),
+)
+def test_what_is_rehearsed_is_what_runs(name: str, fields: dict[str, Any]) -> None:
+    if name == "convolutions" and "recompute" in fields:
+        return
+    plan = tightfit.Plan(**fields)
+    run = build(cases.job(name), plan)
+    steps = run.data.steps(0, None)
+    for number in range(2):
+        take_step(run, next(steps), number)
+    _, measured = sample_step(run, next(steps), 2)
+    assert rehearse(cases.job(name), plan).total == pytest.approx(measured.total, rel=0.02)
+
+
+def test_sqrt_recomputation_is_folded_as_it_runs(profilers: dict[str, Profiler]) -> None:
+    plan = tightfit.Plan(recompute="sqrt")
+    rehearsed = rehearse(cases.job("llama"), plan).total
+    assert folded(profilers, "llama", {"recompute": "sqrt"}) == pytest.approx(rehearsed, rel=0.02)
+
+
+@pytest.mark.parametrize("micro_batch", part([2, 4, 8, 1], 2))
+def test_a_chunked_loss_is_folded_below_and_above_one_chunk(micro_batch: int, profilers: dict[str, Profiler]) -> None:
+    fields = {"chunked_loss": 128, "micro_batch": micro_batch}  # a chunk is four sequences
+    rehearsed = rehearse(cases.job("llama"), tightfit.Plan(**fields)).total
+    assert folded(profilers, "llama", fields) == pytest.approx(rehearsed, rel=0.02)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_chunks_that_are_alike_are_traced_as_if_each_were(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch is of 8 chunks; on a processor each goes through the softmax in two pieces."""
+    plan = tightfit.Plan(chunked_loss=128)
+    job = cases.job("llama").replace(train=tightfit.Train(batch=32))
+    short, peak = Profiler(job, device).ledger(plan), rehearse(job, plan, device)
+    taken: list[int] = []
+
+    def take_all(recorder: Recorder, of: Sequence[int]) -> Iterator[int]:
+        taken.append(len(of))
+        return iter(of)
+
+    monkeypatch.setattr(Recorder, "take_turns", take_all)
+    monkeypatch.setattr("tightfit.planner.dry_run.few", iter)
+    monkeypatch.setattr("tightfit.planner.tracing.profiler.kept", lambda what, make: make())
+    whole = Profiler(job, device).ledger(plan)
+    assert taken[0] == 8
+    for one, other in zip(short.training, whole.training, strict=True):
+        assert one.timeline.operations == other.timeline.operations
+        assert play(one.timeline, 32) == play(other.timeline, 32)
+    assert peak.rows == rehearse(job, plan, device).rows
+
+
+@pytest.mark.parametrize("fields", [{}, {"precision": "bf16-mixed"}], ids=str)
+def test_compiled_blocks_are_folded_as_they_are_rehearsed(
+    fields: dict[str, Any], profilers: dict[str, Profiler]
+) -> None:
+    compiled = {**fields, "compile": "block"}
+    rehearsed = rehearse(cases.job("llama"), tightfit.Plan(**compiled)).total
+    assert folded(profilers, "llama", compiled) == pytest.approx(rehearsed, rel=0.02)
+    assert rehearsed < folded(profilers, "llama", fields)  # fused operations leave fewer buffers
+
+
+def test_a_deep_model_costs_one_line_per_block() -> None:
+    shallow, deep = (
+        Profiler(cases.job("llama").replace(model={**cases.SPECS["llama"], "num_hidden_layers": depth}), "cpu")
+        for depth in (10, 20)
+    )
+    small, large = (fold(one, tightfit.Plan(), MACHINE) for one in (shallow, deep))
+    assert large.blocks == 20
+    per_block = (large.peak().total - small.peak().total) / 10
+    states = sum(p.bytes for p in large.parameters if ".layers.3." in p.name) * 3  # weights and two moments
+    assert per_block > states
+    rehearsed = rehearse(deep.job, tightfit.Plan()).total
+    assert large.peak().total == pytest.approx(rehearsed, rel=0.005)
+
+
+def test_model_states_are_sixteen_bytes_a_parameter_in_mixed_precision(profilers: dict[str, Profiler]) -> None:
+    ledger = fold(profilers["llama"], tightfit.Plan(precision="bf16-mixed"), MACHINE)
+    count = sum(parameter.count for parameter in ledger.parameters if parameter.trainable)
+    rows = ledger.row_bytes()
+    states = rows["parameters"] + rows["optimizer"] + ledger.gradient_bytes()
+    assert states / count == pytest.approx(16, rel=0.01)  # 4 + 4 + 8: fp32 weights and gradients, two fp32 moments
+
+
+def test_the_weights_of_llama_2_7b() -> None:
+    job = tightfit.Job(
+        model={"preset": "llama-2-7b"},
+        data={"synthetic": "tokens", "sequence_length": 128},
+        train={"batch": 2, "steps": 1, "learning_rate": 1e-4},
+    )
+    profiler = Profiler(job, "cuda")
+    half, single = (profiler.ledger(tightfit.Plan(precision=kind)) for kind in ("bf16-true", "fp32"))
+    assert half.row_bytes()["parameters"] / 1e9 == pytest.approx(13.5, abs=0.1)
+    assert single.row_bytes()["parameters"] / 1e9 == pytest.approx(27.0, abs=0.2)
+
+
+def test_what_an_evaluation_takes_is_less_than_a_step(profilers: dict[str, Profiler]) -> None:
+    phases = fold(profilers["gpt2"], tightfit.Plan(), MACHINE).peaks()
+    assert phases["evaluation"] < phases["forward"] <= max(phases["forward"], phases["backward"])

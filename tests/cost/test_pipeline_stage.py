@@ -1,0 +1,88 @@
+"""Buffers of a pipeline's device are told by what they are, not by how large they are."""
+
+from __future__ import annotations
+
+from tightfit.cost.pipeline_stage import Received, part, sections_of
+from tightfit.cost.recorded_step import Buffer, Linear, Passage, Timeline, play
+
+SIZE, HIDDEN = Linear(100.0), Linear(7.0)  # all but the hidden states are equally large
+
+
+def program(blocks: int) -> tuple[Passage, ...]:
+    """Of blocks of which those between the first two and the last were not recorded: they stand for the second. Each keeps a copy
+    of its weight; the head's part of a tied gradient waits for the embedding's."""
+    kinds = [0, *([1] * (blocks - 2)), 2]
+    copies = [Buffer(SIZE, "activations", "cast") for _ in range(3)]
+    outputs = [Buffer(HIDDEN, "temporaries", "add") for _ in range(3)]
+    backwards = [Buffer(HIDDEN, "temporaries", "mm") for _ in range(3)]
+    weights = [Buffer(SIZE, "gradients", "mm", f"blocks.{kind}") for kind in range(3)]
+    embedded = Buffer(HIDDEN, "temporaries", "embedding")
+    of_head, of_embedding = (Buffer(SIZE, "temporaries", maker, "tied") for maker in ("mm", "embedding_backward"))
+    tied = Buffer(SIZE, "gradients", "add", "tied", terms=(of_head, of_embedding))
+    below, above = [embedded, outputs[0], outputs[1]], [backwards[1], backwards[2], None]
+    head = Buffer(HIDDEN, "temporaries", "mm")
+    forward, backward = [], []
+    for kind in range(3):
+        came, gradient = below[kind], above[kind] or head
+        kept = frozenset((copies[kind], came))
+        forward.append(Timeline(((copies[kind], 1), (outputs[kind], 1)), inputs=(came,), kept=kept))
+        made = ((weights[kind], 1), (weights[kind], 0), (backwards[kind], 1))
+        gone = ((copies[kind], -1), (came, -1), (gradient, -1))
+        backward.append(Timeline((*made, *gone)))
+    last = ((of_head, 1), (head, 1), (outputs[2], -1))
+    first = ((of_embedding, 1), (tied, 1), (of_embedding, -1), (of_head, -1), (tied, 0), (backwards[0], -1))
+    return (
+        Passage("start", "forward", Timeline(((embedded, 1),))),
+        *(Passage("block", "forward", forward[kind], number) for number, kind in enumerate(kinds)),
+        Passage("between", "forward", Timeline(kept=frozenset((outputs[2],)))),
+        Passage("between", "backward", Timeline(last)),
+        *(Passage("block", "backward", backward[kinds[n]], n) for n in reversed(range(blocks))),
+        Passage("start", "backward", Timeline(first)),
+    )
+
+
+def left(passages: tuple[Passage, ...]) -> dict[str, float]:
+    rows = {"activations": 0.0, "temporaries": 0.0, "gradients": 0.0}
+    for passage in passages:
+        net = play(passage.timeline, 1).net
+        rows = {row: size + net[row] for row, size in rows.items()}
+    return rows
+
+
+def test_what_a_stage_keeps_is_its_own_blocks_and_their_inputs() -> None:
+    """Any cut, equally large or not: a copy of a weight for each block, and what each of them was called with."""
+    blocks = 8
+    for pieces in ([range(3), range(3, 8)], [range(2), range(2, 5), range(5, 7), range(7, 8)]):
+        sections = sections_of(program(blocks), blocks, False)
+        for piece in pieces:
+            comes = Received(kept=HIDDEN) if piece.start else Received()
+            found = part(sections, piece, comes, Linear() if piece.stop == blocks else HIDDEN)
+            last = piece.stop == blocks
+            kept = left(found.forward)
+            assert kept["activations"] + kept["temporaries"] == len(piece) * 107 + (7 if last else 0), piece
+            ends = last or piece.start == 0  # each of which has the tied weight
+            assert left((*found.forward, *found.backward)) == {
+                "activations": 0,
+                "temporaries": 0,
+                "gradients": 100 * (len(piece) + ends),
+            }, piece
+
+
+def test_weights_of_linear_layers_are_made_later_from_what_is_left_for_them() -> None:
+    operand, gradient = Buffer(SIZE, "activations", "norm"), Buffer(HIDDEN, "temporaries", "mm")
+    weight = Buffer(SIZE, "gradients", "aten.mm", "blocks.0", operands=(operand, gradient))
+    output, bias = Buffer(HIDDEN, "temporaries", "mm"), Buffer(Linear(3.0), "gradients", "sum", "bias")
+    forward = Timeline(((operand, 1), (output, 1)), kept=frozenset((operand,)))
+    backward = Timeline(((weight, 1), (weight, 0), (bias, 1), (bias, 0), (operand, -1), (gradient, -1)))
+    training = (
+        Passage("block", "forward", forward, 0),
+        Passage("between", "forward", Timeline(kept=frozenset((output,)))),
+        Passage("between", "backward", Timeline(((gradient, 1), (output, -1)))),
+        Passage("block", "backward", backward, 0),
+    )
+    whole = part(sections_of(training, 1, False), range(1), Received(), Linear())
+    split = part(sections_of(training, 1, True), range(1), Received(), Linear())
+    assert whole.weights == ()
+    assert left(whole.passages) == left(split.passages) == {"activations": 0, "temporaries": 0, "gradients": 103}
+    waits = left((*split.forward, *split.backward))
+    assert waits == {"activations": 100, "temporaries": 7, "gradients": 3}

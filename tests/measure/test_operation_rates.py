@@ -1,0 +1,81 @@
+"""Rates: what one calibration measures, and where it stops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tightfit.measure import operation_rates
+
+
+def test_what_would_outlast_patience_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A type without instructions: 1 MFLOP/s, where the largest would take ten seconds."""
+    amounts = {64: 1e4, 128: 1e5, 256: 2e5, 512: 1e6, 1024: 1e7}
+    run: list[int] = []
+
+    def timed(work: object, device: torch.device, **named: object) -> float:
+        assert callable(work)
+        work()
+        return amounts[run[-1]] / 1e6
+
+    monkeypatch.setattr(operation_rates, "timed", timed)
+    cases = ((size, amount, lambda size=size: run.append(size)) for size, amount in amounts.items())
+    found = operation_rates._table(cases, torch.device("cpu"))  # type: ignore[arg-type]
+    assert run == [64, 128, 256]
+    assert found == dict.fromkeys(run, pytest.approx(1e6))
+
+
+def test_every_size_is_measured_where_they_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operation_rates, "timed", lambda work, device, **named: 1e-3)
+    cases = ((size, float(size), lambda: None) for size in (1, 10, 100))
+    assert operation_rates._table(cases, torch.device("cpu")) == {1: 1e3, 10: 1e4, 100: 1e5}
+
+
+def test_a_gpu_without_room_for_a_case_goes_on_at_the_rate_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operation_rates, "timed", lambda work, device, **named: 1e-3)
+
+    def cases() -> Iterator[operation_rates.Case]:
+        yield 1, 1.0, lambda: None
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert operation_rates._table(cases(), torch.device("cpu")) == {1: 1e3}
+
+
+def sizes(kind: str, dtype: torch.dtype, device: str) -> dict[int, float]:
+    """Amount of work by size of the cases of a kind, on tensors without values."""
+    with FakeTensorMode():
+        found = {}
+        for size, amount, work in operation_rates._KINDS[kind](dtype, torch.device(device)):
+            work()
+            found[size] = amount
+    return found
+
+
+@pytest.mark.parametrize("kind", ["attention", "attention backward"])
+def test_causal_attention_is_measured_by_the_pairs_that_it_computes(kind: str) -> None:
+    full, causal = sizes(kind, torch.float32, "cpu"), sizes(f"causal {kind}", torch.float32, "cpu")
+    assert full.keys() == causal.keys()
+    for (size, all_pairs), length in zip(full.items(), operation_rates.LENGTHS, strict=True):
+        assert size == round((length * length * 64) ** (1 / 3))
+        assert causal[size] / all_pairs == pytest.approx((length + 1) / (2 * length))
+
+
+def test_a_processor_is_measured_at_the_sizes_of_before() -> None:
+    """And a GPU also at what models of billions of parameters multiply and move."""
+    processor, gpu = torch.device("cpu"), torch.device("cuda")
+    assert list(sizes("product", torch.float32, "cpu")) == [
+        round((4 * size**3) ** (1 / 3)) for size in operation_rates.PRODUCT_SIZES
+    ]
+    assert operation_rates._bytes(processor) == operation_rates.BYTES
+    assert operation_rates._channels(processor) == operation_rates.CHANNELS
+    assert max(operation_rates._bytes(gpu)) > 2 * 126 * 2**20  # of the largest second-level cache, B200's
+    assert operation_rates._lengths(gpu)[-1] == 8192
+    assert {operation_rates._heads(length, gpu)[0] * length for length in operation_rates.GPU_LENGTHS} == {
+        operation_rates.GPU_TOKENS
+    }
+    products = [rows * depth * columns for rows, depth, columns in operation_rates.LARGE_PRODUCTS]
+    assert products == sorted(products)
+    assert products[0] > 4 * operation_rates.PRODUCT_SIZES[-1] ** 3

@@ -1,0 +1,19 @@
+"""Sequences that tensor-parallel devices divide, where a group is not needed to see it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tightfit.parallel.tensor.sequence_parallel import own
+from tightfit.planner.tracing.device_emulation import processes
+
+
+def test_a_part_of_one_sample_keeps_nothing_of_the_whole() -> None:
+    """Of one sample a part is contiguous as it is: a view would hold all of it, and have other strides than the next block's input."""
+    with processes(2):
+        assert dist.group.WORLD is not None
+        part = own(torch.arange(32.0).view(1, 8, 4), dist.group.WORLD)
+    assert part.untyped_storage().nbytes() == part.nbytes
+    assert part.stride() == (16, 4, 1)
+    assert part.flatten().tolist() == list(range(16))

@@ -1,0 +1,74 @@
+"""The model of torch's caching allocator, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+import tightfit
+from tests.planner import cases
+from tightfit.machine import Machine
+from tightfit.planner.allocators.cuda import Heap, Pool, reserved_bytes
+from tightfit.planner.estimate import Estimator
+
+MB = 2**20
+
+
+def test_small_blocks_share_a_segment_of_two_mebibytes() -> None:
+    heap = Heap(expandable=False)
+    for _ in range(2):
+        heap.take("small", MB)
+    assert heap.reserved == 2 * MB
+    heap.take("small", 1)
+    assert heap.reserved == 4 * MB
+
+
+def test_medium_blocks_share_a_segment_of_twenty_and_large_ones_have_their_own() -> None:
+    heap = Heap(expandable=False)
+    heap.take("medium", 6 * MB)
+    heap.take("medium", 6 * MB)
+    assert heap.reserved == 20 * MB
+    heap.take("large", 11 * MB + 1)
+    assert heap.reserved == 32 * MB
+
+
+def test_what_is_freed_is_used_again_and_neighbours_merge() -> None:
+    heap = Heap(expandable=False)
+    for _ in range(3):
+        heap.take("one", 6 * MB)
+    heap.give_all("one")
+    heap.take("whole", 20 * MB)
+    assert heap.reserved == 20 * MB
+
+
+def test_a_hole_between_segments_is_no_use_to_a_larger_block() -> None:
+    heap = Heap(expandable=False)
+    for _ in range(2):
+        heap.take("one", 12 * MB)
+    heap.give_all("one")
+    heap.take("whole", 24 * MB)
+    assert heap.reserved == 48 * MB
+    growing = Heap(expandable=True)
+    for _ in range(2):
+        growing.take("one", 12 * MB)
+    growing.give_all("one")
+    growing.take("whole", 24 * MB)
+    assert growing.reserved == 40 * MB
+
+
+def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
+    pool = Pool(small=False, expandable=False)
+    blocks = [pool.take(size * MB) for size in (30, 12, 20)]
+    for address, size in blocks:
+        pool.give(address, size)
+    assert pool.take(12 * MB) == blocks[1]
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize(
+    "fields", [{}, {"micro_batch": 2}, {"recompute": "full"}, {"update_in_backward": True}], ids=str
+)
+def test_a_step_reserves_what_its_tensors_take_and_not_much_more(fields: dict[str, object], expandable: bool) -> None:
+    estimate = Estimator(cases.job("llama", batch=64), Machine.named("a100-40gb")).estimate(tightfit.Plan(**fields))
+    tensors = estimate.peak.total - estimate.peak.rows["runtime"]
+    reserved = reserved_bytes(estimate.ledger, expandable)
+    assert tensors < reserved < 1.5 * tensors + 44 * MB

@@ -1,0 +1,74 @@
+"""What is foreseen of updates in batches, as CUDA devices make them, is what a dry run finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import tightfit
+from tests.planner import cases
+from tightfit.machine import Machine
+from tightfit.optim import in_batches
+from tightfit.planner.dry_run import rehearse
+from tightfit.planner.estimate import Estimator
+
+GPU = Machine.named("a100-80gb")
+PLANS: list[dict[str, Any]] = [
+    {"precision": "bf16-true", "rounding": "kahan"},
+    {"precision": "bf16-true", "rounding": "stochastic", "states": "bf16"},
+    {"precision": "bf16-true", "rounding": "kahan", "states": "8-bit", "fused_optimizer": True},
+    {"precision": "bf16-mixed", "states": "8-bit"},
+    {"precision": "fp16-true"},
+    {"precision": "bf16-true", "states": "4-bit"},
+]
+SEVERAL: list[dict[str, Any]] = [
+    {"states": "bf16", "zero": 1, "dp_shard": 2},
+    {"precision": "bf16-true", "rounding": "kahan", "zero": 2, "dp_shard": 2},
+    {"precision": "bf16-true", "rounding": "kahan", "zero": 3, "dp_shard": 2},
+    {"offload": ["states"]},
+    {"offload": ["states"], "precision": "bf16-true", "rounding": "kahan"},
+    {"precision": "fp16-mixed"},
+]
+
+
+@pytest.mark.parametrize("elements", [2**24, 2**14, 1], ids=["one batch", "some", "as the largest"])
+@pytest.mark.parametrize("fields", PLANS, ids=str)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion"])
+def test_the_bytes_of_a_step_are_those_of_a_dry_run(
+    fields: dict[str, Any], optimizer: str, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if optimizer != "adamw" and ("fused_optimizer" in fields or elements != 2**14):
+        pytest.skip("one of each is enough")
+    monkeypatch.setattr(in_batches, "ELEMENTS", elements)
+    job = cases.job("llama", optimizer=optimizer, batch=1)
+    plan = tightfit.Plan(**fields)
+    foreseen = Estimator(job, GPU).estimate(plan).ledger
+    found = rehearse(job, plan, "cuda")
+    rows = max(
+        (rows for phase, _, rows in foreseen.instants() if phase == "optimizer"), key=lambda rows: sum(rows.values())
+    )
+    assert found.phase == "optimizer"
+    total = sum(rows.values()) - foreseen.fixed["runtime"]
+    assert total == pytest.approx(found.total, rel=0.03)
+
+
+def test_batches_take_far_fewer_launches() -> None:
+    job = cases.job("llama")
+    plan = tightfit.Plan(precision="bf16-true", rounding="kahan", states="8-bit")
+    one_by_one = Estimator(job.replace(train=job.train.replace(optimizer="lamb")), GPU).estimate(plan)
+    together = Estimator(job, GPU).estimate(plan)
+
+    def launches(one: Any) -> float:
+        return sum(count for phase, _, _, count in one.time.rows if phase == "optimizer")
+
+    assert launches(together) < launches(one_by_one) / 3
+
+
+@pytest.mark.parametrize("fields", SEVERAL, ids=str)
+def test_of_parts_and_of_what_is_offloaded_too(fields: dict[str, Any]) -> None:
+    job = cases.job("llama", batch=2).replace(allow=[*cases.ALLOW, "offload"])
+    plan = tightfit.Plan(**fields)
+    ledger = Estimator(job, Machine.named("a100-80gb:2" if plan.devices > 1 else "a100-80gb")).estimate(plan).ledger
+    found = rehearse(job, plan, "cuda")
+    assert ledger.peak().total - ledger.fixed["runtime"] == pytest.approx(found.total, rel=0.06)

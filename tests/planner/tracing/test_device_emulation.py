@@ -1,0 +1,87 @@
+"""On fake tensors of a processor, what torch decides by device is decided as on the target."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tightfit
+from tests.planner import cases
+from tightfit.machine import Machine
+from tightfit.planner.dry_run import rehearse
+from tightfit.planner.estimate import fold
+from tightfit.planner.tracing.device_emulation import as_on
+from tightfit.planner.tracing.profiler import Profiler
+
+
+class Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.append(str(func).rsplit(".", 1)[0])
+        return func(*args, **(kwargs or {}))
+
+
+def normalised(device: str) -> torch.dtype:
+    with as_on(device), FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
+        narrow = functional.linear(torch.empty(4, 8), torch.empty(8, 8))
+        assert narrow.dtype is torch.bfloat16
+        return functional.layer_norm(narrow, (8,)).dtype
+
+
+def test_a_compiler_that_traced_for_the_target_traces_for_the_processor_again() -> None:
+    project = torch.nn.Linear(8, 8)
+
+    def attend(input: torch.Tensor) -> torch.Tensor:
+        query = project(input).view(1, 2, 4, 8)
+        return functional.scaled_dot_product_attention(query, query, query, is_causal=True).sum()
+
+    for device in ("cuda", "cpu"):
+        torch.compiler.reset()
+        with as_on(device):
+            torch.compile(attend, backend="aot_eager")(torch.randn(8, 8)).backward()
+    torch.compiler.reset()
+
+
+def test_autocast_keeps_in_fp32_what_it_keeps_on_the_target() -> None:
+    assert normalised("cpu") is torch.bfloat16
+    assert normalised("cuda") is torch.float32
+    assert normalised("cpu") is torch.bfloat16  # and nothing of it is left
+
+
+def attention(device: str) -> list[str]:
+    with as_on(device), FakeTensorMode(), Names() as names:
+        query = torch.empty(1, 2, 16, 8, requires_grad=True)
+        functional.scaled_dot_product_attention(query, query, query, dropout_p=0.1).sum().backward()
+    return names.seen
+
+
+def test_attention_with_dropout_is_fused_on_a_cuda_device() -> None:
+    assert any("flash_attention" in name for name in attention("cuda"))
+    assert not any("flash_attention" in name for name in attention("cpu"))
+
+
+def test_what_is_folded_for_a_cuda_device_is_what_its_rehearsal_sees() -> None:
+    machine = Machine.named("a100-40gb")
+    for name in ("gpt2", "bert", "vit"):
+        for fields in (
+            {},
+            {"precision": "bf16-mixed", "micro_batch": 2},
+            {"precision": "bf16-mixed", "fused_optimizer": True},
+        ):
+            plan = tightfit.Plan(**fields)
+            folded = fold(Profiler(cases.job(name), "cuda"), plan, machine).peak().total
+            seen = rehearse(cases.job(name), plan, "cuda").total
+            assert abs(folded / seen - 1) < 0.02, (name, fields)
+
+
+def test_kernels_over_all_parameters_hold_a_copy_of_each() -> None:
+    machine, job = Machine.named("a100-40gb"), cases.job("llama")
+    together, fused = (
+        fold(Profiler(job, "cuda"), tightfit.Plan(fused_optimizer=kind), machine) for kind in (False, True)
+    )
+    assert together.peaks()["optimizer"] - fused.peaks()["optimizer"] >= 0.95 * together.gradient_bytes()

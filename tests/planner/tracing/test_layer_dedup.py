@@ -1,0 +1,184 @@
+"""A deep model of which all but a few blocks were taken out is traced as the whole one would be."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import nn
+
+import tightfit
+from tests.planner import cases
+from tests.sweeps import spread
+from tightfit.cost.recorded_step import Passage
+from tightfit.job import ModelSpec
+from tightfit.machine import Machine
+from tightfit.models import find_blocks, model_factory, shallow
+from tightfit.planner.dry_run import rehearse
+from tightfit.planner.estimate import Estimator
+from tightfit.planner.tracing import profiler as profile
+from tightfit.planner.tracing.layer_dedup import Depth, created, thinned
+from tightfit.planner.tracing.profiler import Profiler
+
+DEEP: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 6},
+    "gpt2": {"n_layer": 6},
+    "bert": {"num_hidden_layers": 6},
+    "vit": {"num_hidden_layers": 6},
+    "t5": {"num_layers": 5, "num_decoder_layers": 6},
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_collected() -> Iterator[None]:
+    """What a compiler leaves in cycles goes when Python looks for them, at any moment of a trace."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def job(name: str) -> tightfit.Job:
+    known = cases.job(name, batch=2)
+    return known.replace(model={**known.model.content(), **DEEP[name]}, train=known.train.replace(clip=1.0))
+
+
+def told(passages: tuple[Passage, ...]) -> list[Any]:
+    return [
+        (
+            (one.part, one.phase, one.block),
+            [(buffer.size, buffer.row, buffer.maker, buffer.parameter, sign) for buffer, sign in one.timeline.events],
+            one.timeline.operations,
+            one.timeline.needed,
+        )
+        for one in passages
+    ]
+
+
+def seen(name: str, plan: tightfit.Plan) -> list[Any]:
+    profiler = Profiler(job(name), "cuda")
+    training, inference = (profiler._trace(plan, 2, phase) for phase in (True, False))
+    return [
+        told(training.passages),
+        told(inference.passages),
+        training.parameters,
+        training.blocks,
+        profiler.parameters(plan),
+        list(profiler.updates(plan).items()),
+        profiler.clipping(plan),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"), spread(DEEP, [{}, {"compile": "block"}, {"tp": 2, "sequence_parallel": True}], 4)
+)
+def test_a_thinned_model_is_traced_as_the_whole_one(
+    name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "t5" and "sequence_parallel" in fields:
+        fields = {"tp": 2}
+    taken: list[int] = []
+
+    def noted(spec: ModelSpec, create: Any, whole: bool) -> tuple[nn.Module, Depth]:
+        model, depth = created(spec, create, whole)
+        taken.append(len(depth.missing))
+        return model, depth
+
+    monkeypatch.setattr(profile, "created", noted)
+    thin = seen(name, tightfit.Plan(**fields))
+    assert taken
+    assert min(taken) >= 3
+    monkeypatch.setattr(profile, "created", lambda spec, create, whole: created(spec, create, True))
+    assert thin == seen(name, tightfit.Plan(**fields))
+
+
+@pytest.mark.parametrize(("name", "made"), [("llama", [4]), ("vit", [4]), ("t5", [4, 5])])
+def test_no_more_blocks_are_created_than_tell_whether_all_are_alike(name: str, made: list[int]) -> None:
+    """T5's configuration has two numbers, so all of its blocks are created."""
+    spec = job(name).model
+    assert isinstance(spec, ModelSpec)
+    asked: list[int] = []
+
+    def create(model: ModelSpec) -> nn.Module:
+        whole = model_factory(model)()
+        asked.append(whole.config.num_hidden_layers)
+        return whole
+
+    model, depth = created(spec, create, False)
+    assert asked == made
+    there = [found for found, _ in find_blocks(model, None)]
+    assert there == [depth.names[number] for number in depth.numbers]
+    assert depth.names == tuple(found for found, _ in find_blocks(model_factory(spec)(), None))
+
+
+FEW = [{}, {"recompute": "sqrt"}, {"recompute": "every-2"}, {"compile": "block"}, {"update_in_backward": True}]
+
+
+@pytest.mark.parametrize(("name", "fields"), spread(("llama", "gpt2", "bert", "vit"), FEW, 5))
+def test_a_ledger_of_few_blocks_is_that_of_a_model_with_so_few(name: str, fields: dict[str, Any]) -> None:
+    whole = job(name).replace(train=job(name).train.replace(clip=None))
+    plan, machine = tightfit.Plan(**fields), Machine.named("a100-80gb")
+    few = shallow(whole.model, 4)
+    assert few is not None
+    found = Estimator(whole, machine).peak_with_blocks(plan, 4)
+    expected = Estimator(whole.replace(model=few), machine).estimate(plan).peak
+    assert found == expected.total - expected.rows["runtime"]
+    assert found == pytest.approx(rehearse(whole.replace(model=few), plan, "cuda").total, rel=0.01)
+
+
+def test_segments_of_a_deep_model_are_rehearsed() -> None:
+    """Their blocks do not run by themselves, so none can be passed through."""
+    whole, plan = job("llama").replace(train=job("llama").train.replace(clip=None)), tightfit.Plan(recompute="sqrt")
+    found = Estimator(whole, Machine.named("a100-80gb")).estimate(plan).peak
+    assert rehearse(whole, plan, "cuda").total == pytest.approx(found.total - found.rows["runtime"], rel=2e-3)
+
+
+def test_names_of_what_is_there_stay() -> None:
+    model = model_factory(job("llama").model)()
+    whole = [name for name, _ in model.named_parameters()]
+    depth = thinned(model, None)
+    assert depth.numbers == [0, 1, 5]
+    assert depth.missing == {2: 1, 3: 1, 4: 1}
+    there = {name: name for name, _ in model.named_parameters()}
+    assert set(there) < set(whole)
+    assert list(depth.whole(there, lambda value, name, number: name)) == whole
+    assert list(depth.whole(there, lambda value, name, number: name).values()) == whole
+
+
+def test_a_model_that_counts_its_blocks_is_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    expected = seen("llama", tightfit.Plan())
+    forward = LlamaModel.forward
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert [self.layers[number] for number in range(self.config.num_hidden_layers)]
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaModel, "forward", counting)
+    assert seen("llama", tightfit.Plan()) == expected
+
+
+def test_layers_that_take_turns_stay() -> None:
+    model: Any = model_factory(job("llama").model)()
+    model.config.layer_types = ["full_attention", "sliding_attention"] * 3
+    assert thinned(model, None).missing == {}
+    assert len(find_blocks(model)) == 6
+
+
+def test_a_model_in_which_others_would_be_taken_for_blocks_stays() -> None:
+    class Two(nn.Module):
+        """Large blocks, and small ones that count only beside few of those."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.large = nn.ModuleList(nn.Sequential(nn.Linear(16, 16)) for _ in range(20))
+            self.small = nn.ModuleList(nn.TransformerEncoderLayer(4, 1, 4) for _ in range(2))
+
+    model = Two()
+    before = [name for name, _ in model.named_modules()]
+    assert {name.partition(".")[0] for name, _ in find_blocks(model)} == {"large"}
+    assert thinned(model, None).missing == {}
+    assert [name for name, _ in model.named_modules()] == before

@@ -1,0 +1,46 @@
+"""What is foreseen of updates that draw numbers, and of single numbers that are no parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import tightfit
+from tests.planner import cases
+from tightfit.machine import Machine
+from tightfit.planner.estimate import fold
+from tightfit.planner.tracing.profiler import Profiler, profile
+
+GEMMA: dict[str, Any] = {
+    "architecture": "gemma",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_stochastic_rounding_needs_what_rounding_to_nearest_does(optimizer: str) -> None:
+    """And the noise: one whole number for each weight of the parameter that is updated."""
+    job = cases.job("llama", optimizer=optimizer)
+    narrow = tightfit.Plan(precision="bf16-true", states="bf16")
+    updates = profile(job, narrow).updates
+    drawn = profile(job, narrow.replace(rounding="stochastic")).updates
+    assert updates.keys() == drawn.keys()
+    for name, update in drawn.items():
+        assert update.state_bytes == updates[name].state_bytes
+        assert update.transient_bytes >= updates[name].transient_bytes
+
+
+def test_a_buffer_of_one_number_is_not_divided() -> None:
+    job = cases.job("llama").replace(model=tightfit.Job(model=GEMMA, data=cases.TEXT, train={}).model)
+    plan = tightfit.Plan(zero=3, dp_shard=2)
+    found = {parameter.name: parameter for parameter in fold(Profiler(job, "cpu"), plan, Machine.detect()).parameters}
+    (single,) = (parameter for parameter in found.values() if not parameter.shape)
+    assert single.name == "model.embed_tokens.embed_scale"
+    assert single.bytes == 4  # of two devices each has it whole

@@ -1,0 +1,417 @@
+"""What a training leaves in its folder, and how it ends when something goes wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tests import tiny
+from tightfit.__main__ import main
+from tightfit.engine.step import Step
+from tightfit.errors import InputError
+from tightfit.plan import Plan
+from tightfit.report import run_folder
+from tightfit.report.commands import check_out
+from tightfit.report.run_folder import begin_files
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["tightfit", *arguments])
+    try:
+        main()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def losses(out: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_files_of_a_run_and_going_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, out = tiny.write(tmp_path, evaluate_every=4, checkpoint_every=3, trackers=["tensorboard"]), tmp_path / "out"
+    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 0
+    shown = capsys.readouterr().out
+    for words in ("loss", "lr", "tokens/s", "peak", "left", "evaluation loss", "record.json", "predicted"):
+        assert words in shown
+    assert {path.name for path in out.iterdir()} == {
+        "job.yaml",
+        "plan.yaml",
+        "predicted.json",
+        "metrics.jsonl",
+        "record.json",
+        "checkpoints",
+        "tensorboard",
+    }
+    record = json.loads((out / "record.json").read_text())
+    assert {
+        "plan",
+        "machine",
+        "code",
+        "step_s",
+        "tokens_per_s",
+        "peak_bytes",
+        "mfu",
+        "compile_s",
+        "loss",
+    } <= record.keys()
+    assert {"predicted", "measured"} <= record["peak_bytes"].keys()
+    assert len(record["loss"]) == 8
+    assert len(record["step_s"]) == 5
+    assert sum(record["peak_bytes"]["rows"].values()) == record["peak_bytes"]["measured"]
+    peaks = [json.loads(line)["peak_bytes"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert set(peaks) == {None, record["peak_bytes"]["measured"]}
+    assert peaks[0] is None
+
+    assert command(monkeypatch, "train", str(job), "--out", str(out)) == 2  # would overwrite
+    assert "--resume" in capsys.readouterr().err
+    assert (
+        command(
+            monkeypatch,
+            "train",
+            str(job),
+            "--plan",
+            "reference",
+            "--out",
+            str(out),
+            "--resume",
+            "--set",
+            "train.steps=10",
+        )
+        == 0
+    )
+    assert len(losses(out)) == 10
+
+    again = tmp_path / "again"
+    assert (
+        command(monkeypatch, "train", str(out / "job.yaml"), "--plan", str(out / "plan.yaml"), "--out", str(again)) == 0
+    )
+    assert losses(again)[:8] == losses(out)[:8]
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_keeps_what_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, out = tiny.write(tmp_path, checkpoint_every=1, optimizer="sgd"), tmp_path / "out"
+    assert (
+        command(
+            monkeypatch,
+            "train",
+            str(job),
+            "--plan",
+            "reference",
+            "--out",
+            str(out),
+            "--set",
+            "train.learning_rate=1e30",
+        )
+        == 1
+    )
+    message = capsys.readouterr().err
+    assert "train.clip" in message
+    assert "in the data" in message
+    assert f"{out / 'checkpoints' / 'step-'}" in message
+    assert "Traceback" not in message
+    assert list((out / "checkpoints").glob("step-*/state.json"))
+
+
+NAN = """
+import torch
+
+def model():
+    return torch.nn.Linear(3, 2)
+
+def data():
+    return [(torch.full((3,), float("nan")), 1) for _ in range(8)]
+"""
+
+
+def test_a_loss_that_never_was_a_number_is_looked_for_in_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(NAN)
+    parts = {name: {"python": f"own.py:{name}"} for name in ("model", "data")}
+    job, out = tmp_path / "job.yaml", tmp_path / "out"
+    job.write_text(yaml.safe_dump({**parts, "train": {"batch": 4, "steps": 3, "trackers": []}}))
+    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 1
+    message = capsys.readouterr().err
+    assert "no checkpoint was written before" in message
+    assert "values in the data" in message
+    assert "train.learning_rate" not in message
+
+
+UNSHIFTED = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(9, 9)
+
+    def forward(self, input_ids):
+        return self.table(input_ids)
+
+def data():
+    return [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
+"""
+
+
+@pytest.mark.filterwarnings("default::tightfit.errors.TightfitWarning")
+def test_a_warning_is_a_line_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(UNSHIFTED)
+    job, train = tmp_path / "job.yaml", {"batch": 4, "steps": 1, "trackers": []}
+    job.write_text(
+        yaml.safe_dump({"model": {"python": "own.py:Model"}, "data": {"python": "own.py:data"}, "train": train})
+    )
+    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(tmp_path / "out")) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines if "labels are taken as they are" in line] == ["warning"]
+
+
+RECURRENT = UNSHIFTED.replace("self.table(input_ids)", "self.head(self.layer(self.table(input_ids))[0])").replace(
+    "        self.table = torch.nn.Embedding(9, 9)\n",
+    """        self.table = torch.nn.Embedding(9, 9)
+        self.layer, self.head = torch.nn.LSTM(9, 9, batch_first=True), torch.nn.Linear(9, 9)
+""",
+)
+
+
+@pytest.mark.filterwarnings("default::tightfit.errors.TightfitWarning")
+def test_a_model_that_cannot_be_followed_trains_and_a_plan_that_is_refused_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(UNSHIFTED)
+    (tmp_path / "recurrent.py").write_text(RECURRENT)
+    train, paths = {"batch": 4, "steps": 1, "trackers": []}, {}
+    for name in ("own", "recurrent"):
+        parts = {"model": {"python": f"{name}.py:Model"}, "data": {"python": f"{name}.py:data"}}
+        paths[name] = tmp_path / f"{name}.yaml"
+        paths[name].write_text(yaml.safe_dump({**parts, "train": train}))
+    assert command(monkeypatch, "train", str(paths["recurrent"]), "--out", str(tmp_path / "out")) == 0
+    assert "predict  not possible: has LSTM" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "record.json").read_text()).get("predicted") is None
+    asked = ("--plan", "reference", "--set", "plan.recompute=full", "--out", str(tmp_path / "other"))
+    assert command(monkeypatch, "train", str(paths["own"]), *asked) == 2
+    said = capsys.readouterr()
+    assert "recompute" in said.err
+    assert "not possible" not in said.out
+
+
+def full(*arguments: Any, **options: Any) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_said_before_anything_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, out = tiny.write(tmp_path), tmp_path / "out"
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 2
+    shown = capsys.readouterr()
+    assert "No space left" in shown.err
+    assert "another folder with --out" in shown.err
+    assert "plan" not in shown.out
+    assert not out.exists()
+
+
+def test_a_disk_that_is_full_when_a_run_begins_is_an_input_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(InputError, match="make room there"):
+        begin_files(tiny.job(), Plan(), None, tmp_path / "out", 0)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="a folder that takes no files, whoever asks")
+def test_a_folder_that_cannot_be_made_is_refused() -> None:
+    with pytest.raises(InputError, match="cannot be written to") as raised:
+        check_out(Path("/proc/foo"), False)
+    assert "another folder" in str(raised.value)
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tightfit", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def test_ctrl_c_stops_after_the_step_and_saves(tmp_path: Path) -> None:
+    job, out = tiny.write(tmp_path, steps=100_000), tmp_path / "out"
+    process = start("train", str(job), "--plan", "reference", "--out", str(out))
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            break
+    process.send_signal(signal.SIGINT)
+    shown, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "--resume" in shown
+    assert "Traceback" not in said
+    (saved,) = (out / "checkpoints").glob("step-*")
+    assert int(saved.name.removeprefix("step-")) == len(losses(out))
+
+
+def test_checkpoints_are_written_as_often_as_the_job_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = {}
+    for every in (None, "end", 3, "never"):
+        job, out = tiny.write(tmp_path, checkpoint_every=every, keep_checkpoints=9), tmp_path / f"out-{every}"
+        assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 0
+        assert (out / "record.json").exists()
+        saved[every] = [int(path.name.removeprefix("step-")) for path in sorted(out.glob("checkpoints/step-*"))]
+    assert saved == {None: [8], "end": [8], 3: [3, 6, 8], "never": []}
+
+
+def test_checkpoints_that_no_job_can_have_are_refused() -> None:
+    for wrong in (0, -1, "sometimes"):
+        with pytest.raises(InputError, match="checkpoint_every"):
+            tiny.job(checkpoint_every=wrong)
+
+
+def test_going_on_from_a_run_that_was_told_to_save_nothing_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, out = tiny.write(tmp_path, checkpoint_every="never", steps=2), tmp_path / "out"
+    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 0
+    capsys.readouterr()
+    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out), "--resume") == 2
+    said = capsys.readouterr().err
+    assert "the run saved none (train.checkpoint_every: never)" in said
+    assert "leave out --resume" in said
+
+
+def test_a_signal_saves_unless_the_job_says_never(tmp_path: Path) -> None:
+    for every, words in (("end", "continue with --resume"), ("never", "nothing was saved")):
+        job, out = tiny.write(tmp_path, steps=100_000, checkpoint_every=every), tmp_path / f"out-{every}"
+        process = start("train", str(job), "--plan", "reference", "--out", str(out))
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 1/"):
+                break
+        process.send_signal(signal.SIGTERM)
+        shown, _ = process.communicate(timeout=60)
+        assert process.returncode == 143
+        assert words in shown
+        assert len(list(out.glob("checkpoints/step-*"))) == (every == "end")
+
+
+@dataclass
+class Followed:
+    """Stands for a run on CUDA, and for all that looks at it: notes what is done, in order."""
+
+    done: list[str]
+
+    def step(self, number: int) -> Step:
+        def read() -> Any:
+            self.done.append(f"read {number}")
+            return 1.0
+
+        loss: Any = read
+        return Step(number, loss, 0.1, None, 4, 60, 64, False, seconds=1.0)
+
+    def steps(self, run: Any, start: int, take: Any) -> Iterator[Step]:
+        for number in range(start, 6):
+            self.done.append(f"begin {number}")
+            yield self.step(number)
+
+
+def test_figures_of_a_step_on_cuda_are_read_when_the_next_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed = Followed([])
+    monkeypatch.setattr(run_folder, "train", followed.steps)
+    monkeypatch.setattr(run_folder, "total_steps", lambda run: 6)
+    monkeypatch.setattr(run_folder, "save", lambda run, folder, step: followed.done.append(f"save {step}"))
+    monkeypatch.setattr(run_folder, "_check_weights", lambda run, out, done: None)
+    monkeypatch.setattr(run_folder, "metrics_line", lambda result, observer: {"items_per_s": 1.0, "peak_bytes": 0})
+    observer = SimpleNamespace(take=None, see=lambda step: None, step_s=lambda step: 1.0)
+    view = SimpleNamespace(show=lambda *figures: None, say=lambda line: None)
+    settings = SimpleNamespace(checkpoint_every=3, evaluate_every=None)
+    for device, expected in (
+        (
+            "cuda",
+            "begin 0, begin 1, read 0, begin 2, read 1, read 2, save 3, begin 3, begin 4, read 3, begin 5, read 4, read 5",
+        ),
+        (
+            "cpu",
+            "begin 0, read 0, begin 1, read 1, begin 2, read 2, save 3, begin 3, read 3, begin 4, read 4, begin 5, read 5",
+        ),
+    ):
+        followed.done.clear()
+        run: Any = SimpleNamespace(
+            job=SimpleNamespace(train=settings), device=SimpleNamespace(type=device), stages=None, mesh=None
+        )
+        assert run_folder._train(run, 0, tmp_path, observer, view, None, None) is None  # type: ignore[arg-type]
+        assert ", ".join(followed.done) == f"{expected}, save 6"
+
+
+def test_a_process_that_the_system_ends_is_said(tmp_path: Path) -> None:
+    job, out = tiny.write(tmp_path, steps=100_000, checkpoint_every=1), tmp_path / "out"
+    process = start(
+        "train", str(job), "--plan", "reference", "--out", str(out), "--nproc", "2", "--set", "plan.dp_replicate=2"
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 1/"):
+            break
+    while not list((out / "checkpoints").glob("step-*")):
+        time.sleep(0.02)
+    _, second = sorted(psutil.Process(process.pid).children(), key=lambda child: int(child.environ()["RANK"]))
+    second.kill()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert said.splitlines()[-2:] == [
+        "tightfit: TightfitError: process 1 was ended by SIGKILL, as the system does when memory runs out: "
+        "a smaller plan.micro_batch, plan.recompute or fewer processes need less",
+        "  the saved checkpoints are kept: --resume continues from the newest",
+    ]
+    assert "Traceback" not in said
+    assert list((out / "checkpoints").glob("step-*"))
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_DATA, (2_500_000_000, 2_500_000_000))
+sys.argv = ["tightfit", "train", *sys.argv[1:]]
+from tightfit.__main__ import main
+main()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits a Linux process's memory")
+def test_out_of_memory_is_exit_code_3_with_what_takes_less(tmp_path: Path) -> None:
+    job = tiny.write(tmp_path, batch=512)
+    size = ["--set", "model.vocab_size=40000", "--set", "model.hidden_size=256", "--set", "data.samples=600"]
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(job), "--plan", "reference", "--out", str(tmp_path / "out"), *size],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    for change in ("micro_batch: 256", "chunked_loss", "recompute: full", "bf16-mixed"):
+        assert change in done.stderr

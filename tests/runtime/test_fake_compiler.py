@@ -1,0 +1,110 @@
+"""The compiler's stand-in on tensors without values."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tightfit
+from tightfit.machine import Machine
+from tightfit.planner.time_model import Clock
+from tightfit.planner.tracing.profiler import profile
+from tightfit.runtime.fake_compiler import stand_in
+
+ALONE = """
+import sys
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tightfit.runtime.fake_compiler import stand_in
+
+with FakeTensorMode():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 2))
+    backend = stand_in()
+    assert "torch._inductor.lowering" not in sys.modules, "which takes long to import"
+    torch.compile(model, backend=backend)(torch.zeros(2, 3, 8, 8)).sum().backward()
+    assert model[0].weight.grad is not None
+"""
+
+
+def test_pooling_is_followed_where_nothing_has_imported_the_code_generator() -> None:
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+class _Kernels(TorchDispatchMode):
+    """Keeps what generated kernels are said to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def see_kernel(self, moved: int, dtype: torch.dtype, kind: str = "compiled") -> None:
+        self.seen[kind] += moved
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "times"),
+    [
+        (nn.GELU(), "compiled erf", 2),  # backward computes it again
+        (nn.GELU(approximate="tanh"), "compiled tanh", 2),
+        (nn.SiLU(), "compiled exp", 2),
+        (nn.Tanh(), "compiled tanh", 1),
+        (nn.ReLU(), "compiled exp", 0),
+        (nn.Dropout(0.5), "compiled random", 1),
+    ],
+    ids=str,
+)
+def test_functions_within_generated_kernels_are_told(function: nn.Module, kind: str, times: int) -> None:
+    torch._dynamo.reset()
+    with FakeTensorMode(), _Kernels() as kernels:
+        model = nn.Sequential(nn.Linear(8, 8), function, nn.Linear(8, 8))
+        torch.compile(model, backend=stand_in())(torch.zeros(4, 8)).sum().backward()
+    assert kernels.seen[kind] == times * 4 * 4 * 8
+    assert kernels.seen["compiled"] > 0
+
+
+def test_pooling_within_a_generated_kernel_is_told() -> None:
+    torch._dynamo.reset()
+    with FakeTensorMode(), _Kernels() as kernels:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(16, 2))
+        torch.compile(model, backend=stand_in())(torch.zeros(2, 3, 8, 8)).sum().backward()
+    assert kernels.seen["compiled pooling"] == 4 * 9 * 2 * 4 * 2 * 2  # looks at nine of each
+
+
+def test_what_kernels_compute_takes_time_where_it_was_measured() -> None:
+    """Beside the memory traffic, and without a launch of its own; on a device where it was not measured it is free."""
+    job = tightfit.Job(
+        model={"architecture": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128},
+        data={"synthetic": "tokens", "sequence_length": 32},
+        train=tightfit.Train(batch=4, steps=10),
+    )
+    ledger = profile(job, tightfit.Plan(compile="block"))
+    kinds = ("elementwise", "compiled", "product")
+    known = Machine.named("a100-80gb").replace(device="cpu", rates={f"{kind}/float32": {1: 1e9} for kind in kinds})
+    slower = known.replace(rates={**known.rates, "compiled tanh/float32": {1: 1e9}})
+    computed = sum(
+        operation.moved.at(4) * operation.count.at(4)
+        for passage in ledger.training
+        for operation in passage.timeline.operations
+        if operation.name == "compiled tanh"
+    )
+    assert computed == 2 * 2 * 4 * (4 * 32 * 4 * 64)  # blocks, forward and backward, bytes, elements
+    free, charged = (Clock(machine).step_time(ledger) for machine in (known, slower))
+    assert charged.step_s - free.step_s == pytest.approx(computed / 1e9)
+    assert charged.launch_s == free.launch_s

@@ -1,0 +1,399 @@
+"""What a forward saves, in a store: it comes back ahead of its use, once for each use, and is given up with its graph."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tightfit
+from tightfit.optim.per_parameter import PerParameter
+from tightfit.runtime import offload_store
+from tightfit.runtime.offload_store import SMALL, Coming, Gradients, Store, is_dense
+from tightfit.target_device import TARGET
+
+WIDTH, ROWS = 64, 512  # of a tensor that is larger than SMALL
+BYTES = WIDTH * ROWS * 4
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Of a device that computes only with its own memory."""
+    assert BYTES > SMALL
+    meant = TARGET.set("cuda")
+    yield Store(tightfit.Plan(offload=("activations",), offload_to="disk", offload_folder=str(tmp_path)), CPU)
+    TARGET.reset(meant)
+
+
+CPU = torch.device("cpu")
+
+
+class Watched:
+    """What a store begins to fetch, and what is used, in order: numbers of what forward saved."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.saved: list[int] = []
+        self.seen: list[str] = []
+        begin, put, fetch = store.begin, offload_store._SaveOrder.put, offload_store._SaveOrder.fetch
+
+        def begins(value: Tensor) -> Coming:
+            self.seen.append(f"{self.saved.index(value.data_ptr())} comes")
+            return begin(value)
+
+        def puts(order: Any, value: Tensor) -> Any:
+            made = put(order, value)
+            self.saved.append(made.kept.data_ptr())
+            return made
+
+        def fetches(order: Any, saved: Any) -> Tensor:
+            self.seen.append(f"{saved.place} is asked for")
+            here = fetch(order, saved)
+            assert order.ahead <= max(offload_store.AHEAD, BYTES)
+            assert torch.equal(here, saved.kept)
+            return here
+
+        monkeypatch.setattr(store, "begin", begins)
+        monkeypatch.setattr(offload_store._SaveOrder, "put", puts)
+        monkeypatch.setattr(offload_store._SaveOrder, "fetch", fetches)
+
+
+def chain(length: int, begin: Tensor) -> Tensor:
+    """Each sine saves its operand."""
+    for _ in range(length):
+        begin = begin.sin()
+    return begin.sum()
+
+
+def operand() -> Tensor:
+    return torch.linspace(-1, 1, WIDTH * ROWS).view(ROWS, WIDTH).requires_grad_()
+
+
+def gradient_of(loss: Callable[[Tensor], Tensor]) -> Tensor:
+    start = operand()
+    loss(start).backward()
+    assert start.grad is not None
+    return start.grad
+
+
+def test_what_was_saved_before_comes_while_backward_is_at_what_came_last(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(store, monkeypatch)
+    start = operand()
+    with store.saving(set()):
+        loss = chain(4, start)
+    loss.backward()
+    assert watched.seen == [
+        "3 is asked for", "3 comes", "2 comes", "2 is asked for", "1 comes", "1 is asked for", "0 comes", "0 is asked for",
+    ]  # fmt: skip
+    assert torch.equal(start.grad, gradient_of(lambda x: chain(4, x)))  # type: ignore[arg-type]
+
+
+def test_as_much_comes_ahead_as_the_largest_tensor_has(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(store, monkeypatch)
+    start = operand()
+    with store.saving(set()):
+        small = chain(4, start)
+        loss = chain(1, torch.cat([start, start, start])) + small
+    loss.backward()
+    assert watched.saved[4:]
+    first = watched.seen.index("4 comes")
+    assert watched.seen[first : first + 4] == ["4 comes", "3 comes", "2 comes", "1 comes"]
+    assert sorted(line for line in watched.seen if line.endswith("comes")) == [f"{place} comes" for place in range(5)]
+
+
+def test_no_more_than_a_bound_comes_ahead(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_store, "AHEAD", 2 * BYTES)
+    watched = Watched(store, monkeypatch)
+    start = operand()
+    with store.saving(set()):
+        loss = chain(4, start) + chain(1, torch.cat([start] * 9))
+    loss.backward()
+    begun = [line for line in watched.seen if line.endswith("comes")]
+    assert sorted(begun) == [f"{place} comes" for place in range(5)]
+
+
+def test_a_graph_that_is_retained_is_used_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor comes once for each use, and the store holds it until the graph is gone."""
+    watched = Watched(store, monkeypatch)
+    start = operand()
+    with store.saving(set()):
+        loss = chain(3, start)
+    (first,) = torch.autograd.grad(loss, start, retain_graph=True)
+    assert store.taken == 3 * BYTES
+    (second,) = torch.autograd.grad(loss, start)
+    assert torch.equal(first, second)
+    assert sorted(line for line in watched.seen if line.endswith("comes")) == [
+        line for place in range(3) for line in [f"{place} comes"] * 2
+    ]
+    del loss
+    assert store.taken == 0
+
+
+def test_a_gradient_s_gradient(store: Store) -> None:
+    def penalty(start: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(chain(3, start), start, create_graph=True)
+        return gradient.square().sum()
+
+    start = operand()
+    with store.saving(set()):
+        loss = penalty(start)
+    loss.backward()
+    assert torch.equal(start.grad, gradient_of(penalty))  # type: ignore[arg-type]
+    del loss
+    assert store.taken == 0
+
+
+def test_a_graph_without_a_backward_leaves_nothing(store: Store) -> None:
+    start = operand()
+    gc.disable()  # no cycle has to be found
+    try:
+        with store.saving(set()):
+            loss = chain(3, start)
+        assert store.taken == 3 * BYTES
+        del loss
+        assert store.taken == 0
+        with store.saving(set()):
+            middle = start.sin()
+            loss = chain(3, middle)
+        torch.autograd.grad(loss, middle)  # the first sine is never asked for, though it has come
+        del loss, middle
+        assert store.taken == 0
+        assert not store._copies_out
+    finally:
+        gc.enable()
+
+
+def test_forwards_that_wait_for_each_other_keep_to_their_own(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As micro-batches of a pipeline do: backward of the first begins when the second has run forward."""
+    starts, losses = [operand(), operand()], []
+    for start in starts:
+        with store.saving(set()):
+            losses.append(chain(3, start))
+    watched: list[int] = []
+    begin = store.begin
+
+    def begins(value: Tensor) -> Coming:
+        watched.append(value.data_ptr())
+        return begin(value)
+
+    monkeypatch.setattr(store, "begin", begins)
+    losses[0].backward()
+    assert len(set(watched)) == len(watched) == 3
+    losses[1].backward()
+    assert len(set(watched)) == len(watched) == 6
+    assert all(torch.equal(start.grad, gradient_of(lambda x: chain(3, x))) for start in starts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_within_a_recomputation(store: Store, reentrant: bool) -> None:
+    def loss_of(start: Tensor) -> Tensor:
+        for _ in range(3):
+            start = checkpoint(lambda x: x.sin().exp().cos(), start, use_reentrant=reentrant)
+        return chain(2, start)
+
+    start = operand()
+    with store.saving(set()):
+        loss = loss_of(start)
+    loss.backward()
+    assert torch.equal(start.grad, gradient_of(loss_of))  # type: ignore[arg-type]
+    del loss
+    assert store.taken == 0
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_gradients_are_the_same_to_the_bit(store: Store, heads: int) -> None:
+    """Kernels find each tensor in the layout in which it was saved."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(WIDTH, heads, 4 * WIDTH, dropout=0.1, batch_first=True)
+    batch = torch.randn(8, 64, WIDTH)
+    gradients = []
+    for hooks in (None, store.saving({weight.untyped_storage()._cdata for weight in model.parameters()})):
+        model.zero_grad()
+        torch.manual_seed(1)
+        if hooks is None:
+            loss = model(batch).square().sum()
+        else:
+            with hooks:
+                loss = model(batch).square().sum()
+            assert store.taken > 0
+        loss.backward()
+        gradients.append([weight.grad for weight in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("value", "dense"),
+    [
+        (torch.empty(4, 6), True),
+        (torch.empty(4, 6).t(), True),
+        (torch.empty(2, 3, 5, 7).to(memory_format=torch.channels_last), True),
+        (torch.empty(4, 1, 6).transpose(0, 1), True),
+        (torch.empty(4, 6)[:, :3], False),
+        (torch.empty(4, 1).expand(4, 6), False),
+        (torch.empty(9).as_strided((3, 3), (1, 1)), False),
+        (torch.empty(()), True),
+    ],
+    ids=["plain", "transposed", "channels last", "of one row", "a part", "expanded", "overlapping", "a number"],
+)
+def test_which_tensors_fill_their_memory(value: Tensor, dense: bool) -> None:
+    assert is_dense(value) == dense
+    if dense:
+        assert torch.empty_like(value).stride() == value.stride()
+
+
+class Streams:
+    """Stands for torch.cuda: notes what each stream is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[str] = []
+        self.made = 0
+        outer = self
+
+        class Stream:
+            def __init__(self, device: Any = None, name: str = "") -> None:
+                outer.made += not name
+                self.name = name or f"stream {outer.made}"
+
+            def wait_stream(self, other: Stream) -> None:
+                outer.seen.append(f"{self.name} waits for {other.name}")
+
+            def wait_event(self, event: Event) -> None:
+                outer.seen.append(f"{self.name} waits for an event of {event.of}")
+
+            def synchronize(self) -> None:
+                outer.seen.append(f"the host waits for {self.name}")
+
+        class Event:
+            of = ""
+
+            def record(self, stream: Stream) -> None:
+                self.of = stream.name
+
+        own = Stream(name="own")
+        stack = [own]
+
+        class Within:
+            def __init__(self, stream: Stream) -> None:
+                self.stream = stream
+
+            def __enter__(self) -> None:
+                stack.append(self.stream)
+
+            def __exit__(self, *error: object) -> None:
+                stack.pop()
+
+        copy = Tensor.copy_
+
+        def copies(here: Tensor, value: Tensor, non_blocking: bool = False) -> Tensor:
+            outer.seen.append(f"{stack[-1].name} copies")
+            return copy(here, value)
+
+        empty_like = torch.empty_like
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "stream", Within)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stack[-1])
+        monkeypatch.setattr(Tensor, "copy_", copies)
+        monkeypatch.setattr(Tensor, "record_stream", lambda value, stream: None)
+        monkeypatch.setattr(torch, "empty_like", lambda value, **options: empty_like(value))
+
+    def since(self) -> list[str]:
+        seen, self.seen = self.seen, []
+        return seen
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    return Streams(monkeypatch)
+
+
+@pytest.fixture
+def on_a_gpu(streams: Streams, tmp_path: Path) -> Store:
+    plan = tightfit.Plan(offload=("activations",), offload_to="disk", offload_folder=str(tmp_path))
+    return Store(plan, torch.device("cuda"))
+
+
+def test_what_comes_waits_for_its_own_way_out_and_for_no_other(streams: Streams, on_a_gpu: Store) -> None:
+    store = on_a_gpu
+    first, second = (store.empty(torch.Size([4]), torch.float32) for _ in range(2))
+    store.send(torch.ones(4), first)
+    assert streams.since() == ["stream 1 waits for own", "stream 1 copies"]
+    store.fetch(second)
+    assert streams.since() == ["stream 2 waits for own", "stream 2 copies", "own waits for an event of stream 2"]
+    assert torch.equal(store.fetch(first), torch.ones(4))
+    waits = "stream 2 waits for an event of stream 1"
+    assert streams.since() == ["stream 2 waits for own", waits, "stream 2 copies", "own waits for an event of stream 2"]
+    store.settle()
+    assert streams.since() == ["the host waits for stream 1", "the host waits for own"]
+    store.fetch(first)
+    assert waits not in streams.since()
+
+
+def test_no_other_has_the_memory_of_what_nobody_uses_before_its_copy_has_ended(
+    streams: Streams, on_a_gpu: Store
+) -> None:
+    coming = on_a_gpu.begin(torch.ones(4))
+    streams.since()
+    del coming
+    assert streams.since() == ["own waits for an event of stream 1"]
+    on_a_gpu.begin(torch.ones(4)).end()
+    assert streams.since().count("own waits for an event of stream 1") == 1
+
+
+def test_gradients_are_summed_on_the_way_out(streams: Streams, on_a_gpu: Store) -> None:
+    weight = nn.Parameter(torch.zeros(4))
+    gradients = Gradients({weight: weight}, on_a_gpu)
+    for value in (1.0, 2.0):
+        (weight * value).sum().backward()
+        assert weight.grad is None
+    assert not any("stream 2" in line for line in streams.since())
+    gradients.end()
+    assert torch.equal(weight.grad, torch.full((4,), 3.0))  # type: ignore[arg-type]
+
+
+def test_states_come_and_leave_beside_the_updates_of_others(streams: Streams, on_a_gpu: Store) -> None:
+    """While a weight is updated the next one's momentum comes, and that of the one before leaves. No host waits."""
+    weights = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    inner = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    inner.register_step_post_hook(lambda *_: streams.seen.append("own updates"))
+    optimizer = PerParameter(inner, state_store=on_a_gpu)
+    for _ in range(2):
+        streams.since()
+        for weight in weights:
+            weight.grad = torch.ones(3)
+        optimizer.step()
+    comes = ["stream 2 waits for own", "stream 2 waits for an event of stream 1", "stream 2 copies"]
+    update = ["own waits for an event of stream 2", "own updates", "stream 1 waits for own", "stream 1 copies"]
+    left = "own waits for an event of stream 1"  # what its memory was, the device uses again
+    assert streams.since() == [*comes, *comes, *update, *comes, *update, left, *update, left, left]
+    assert all(torch.allclose(weight, torch.tensor(1 - 0.1 - 0.19)) for weight in weights)
+    optimizer.state_dict()
+    assert streams.since() == ["the host waits for stream 1", "the host waits for own"]
+
+
+def test_three_updates_states_are_on_the_device_at_a_time(store: Store) -> None:
+    """That of the update, of the one after it and of the one before; then none. As in a dry run, where nothing is waited for."""
+    weights = [nn.Parameter(torch.ones(ROWS, WIDTH)) for _ in range(5)]
+    inner = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    optimizer = PerParameter(inner, state_store=store)
+    held: list[int] = []
+
+    def look(*_: Any) -> None:
+        held.append(len(store._prefetched) + len(store._pending_sends[0]) + 1)
+
+    inner.register_step_pre_hook(look)
+    for _ in range(2):
+        held.clear()
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert held == [2, 3, 3, 3, 2]
+    assert not store._prefetched
+    assert store._pending_sends == ([], [])
