@@ -27,9 +27,9 @@ RECOMPUTE = ("none", "full")
 
 def settings() -> dict[str, tuple[str, dict[str, str]]]:
     """By name: the plan's allocator, and what the environment adds to it."""
-    from tightfit.engine.launch import KEEP_MEMORY
+    from tightfit.engine.launch import GLIBC_TUNABLES
 
-    cached = ":".join(part for part in KEEP_MEMORY.split(":") if "tcache" not in part and "mxfast" not in part)
+    cached = ":".join(part for part in GLIBC_TUNABLES.split(":") if "tcache" not in part and "mxfast" not in part)
     return {
         "default": ("default", {}),
         "tuned, small blocks cached": ("tuned", {"GLIBC_TUNABLES": cached}),

@@ -110,7 +110,7 @@ def choose(name: str) -> dict[str, Any]:
 
     machine = Machine.detect()
     estimator = Estimator(job_of(name), machine)
-    reference = estimator.settle(estimator.estimate(Plan(allocator="tuned")))
+    reference = estimator.include_allocator(estimator.estimate(Plan(allocator="tuned")))
     runtime = reference.peak.rows["runtime"]
     limit = runtime + JOBS[name][4] * (reference.peak.total - runtime)
     job = job_of(name, limit)
@@ -144,7 +144,7 @@ def run(name: str, fields: dict[str, Any], limit: float | None) -> dict[str, Any
     observer = Observer(built, 0)
     seconds = []
     for result in train(built, take=observer.take):
-        observer.see(result)
+        observer.add(result)
         seconds.append(result.seconds)
     from tightfit.machine import Machine
 
@@ -157,11 +157,11 @@ def warm_up(job: Any, plan: Any) -> None:
     """Let libraries map what they map once, threads' stacks and modules among it, before the limit is set."""
     import torch
 
-    from tightfit.planner.dry_run import rehearse
+    from tightfit.planner.dry_run import dry_run
 
     layer = torch.nn.Linear(256, 256)
     layer(torch.randn(256, 256)).sum().backward()
-    rehearse(job, plan)
+    dry_run(job, plan)
 
 
 def data_bytes() -> int:

@@ -139,8 +139,8 @@ class Contender:
 
 def ours(fields: dict[str, Any], micro_batch: int | None, vocabulary: int | None = None) -> Contender:
     import tightfit
-    from tightfit.engine.step import accumulate, over_data, take_step, update
-    from tightfit.planner.tracing.live_storages import state_tensors, track
+    from tightfit.engine.step import accumulate, all_reduce_counts, take_step, update
+    from tightfit.planner.tracing.live_storages import state_tensors, track_peak
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     fields = {name: value or world if name != "zero" else value for name, value in fields.items()}
@@ -155,13 +155,13 @@ def ours(fields: dict[str, Any], micro_batch: int | None, vocabulary: int | None
         number, batches = next(steps)
         begin = time.perf_counter()
         losses.append(take_step(run, batches, number).loss)
-        if run.stages is not None:
-            waited.append(run.stages.waited_s / (time.perf_counter() - begin))  # type: ignore[attr-defined]
-            run.stages.waited_s = 0.0  # type: ignore[attr-defined]
+        if run.executor is not None:
+            waited.append(run.executor.waited_s / (time.perf_counter() - begin))  # type: ignore[attr-defined]
+            run.executor.waited_s = 0.0  # type: ignore[attr-defined]
 
     step()
     number, batches = next(steps)
-    found["peak_bytes"] = track(run, batches, lambda watched: take_step(watched, batches, number))[1].total
+    found["peak_bytes"] = track_peak(run, batches, lambda watched: take_step(watched, batches, number))[1].total
     with Counted() as counted:
         step()
     found["sent"] = dict(counted.sent)
@@ -173,7 +173,7 @@ def ours(fields: dict[str, Any], micro_batch: int | None, vocabulary: int | None
             run.reduction.begin(False)
             run.loss_sum(batches[0]).backward()
         else:
-            accumulate(run, batches, lambda: over_data(run, [1])()[0])()
+            accumulate(run, batches, lambda: all_reduce_counts(run, [1])()[0])()
         weights = [w for group in run.optimizer.param_groups for w in group["params"]]
         own = [*run.model.parameters()]
         gradients = [t.grad for t in (*weights, *own) if t.grad is not None]

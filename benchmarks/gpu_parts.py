@@ -30,7 +30,7 @@ from benchmarks import memory_ladder
 from tightfit.engine.build import build
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.machine import Machine
-from tightfit.measure.calibrate import calibrate, glance
+from tightfit.measure.calibrate import calibrate, quick_calibrate
 from tightfit.measure.observer import Observer
 from tightfit.measure.verify import compare, observe, observe_settled
 from tightfit.methods import METHODS
@@ -132,7 +132,7 @@ def trained(
     built_s, observer = time.perf_counter() - began, Observer(run, 0)
     results = tightfit.train(run, take=observer.take)
     for step in itertools.islice(results, job.train.steps):
-        observer.see(step)
+        observer.add(step)
     record = observer.record(machine)
     flops, seconds = observer.flops_per_step, record.median_step_s
     peak = machine.matrix_peak_flops_per_s.get(plan.precision.split("-")[0])
@@ -387,7 +387,7 @@ def held(
 def calibration(setup: Setup, save: Save) -> None:
     """What the machine is measured to do; the parts after this one plan with it."""
     before = setup.machine
-    how = {"calibrate": calibrate, "glance": glance}[setup.sizes["how"]]
+    how = {"calibrate": calibrate, "glance": quick_calibrate}[setup.sizes["how"]]
     began = time.perf_counter()
     found = how(before)
     published = {kind: figure.value for kind, figure in before.matrix_peak_flops_per_s.items()}
@@ -560,7 +560,7 @@ def largest(setup: Setup, save: Save) -> None:
     def estimated(number: int, plan: tightfit.Plan) -> Estimate:
         if number not in estimators:
             estimators[number] = Estimator(job_of(number), here)
-        return estimators[number].settle(estimators[number].estimate(plan))
+        return estimators[number].include_allocator(estimators[number].estimate(plan))
 
     content: dict[str, Any] = {"ways": {}}
     for way, fields in sizes["ways"].items():
@@ -614,7 +614,7 @@ def largest_that_fits(count: int, estimated: Callable[[int], Estimate]) -> dict[
         "number": low if best is not None else None,
         "parameters": sum(one.count for one in best.ledger.parameters) if best is not None else None,
         "predicted": predicted_of(best) if best is not None else None,
-        "next_lacks": {name: list(pair) for name, pair in above.lacks().items()} if above is not None else None,
+        "next_lacks": {name: list(pair) for name, pair in above.shortages().items()} if above is not None else None,
     }
 
 

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tightfit
 from tightfit.engine.step import accumulate, update
-from tightfit.planner.tracing.live_storages import ROWS, Peak, track
+from tightfit.planner.tracing.live_storages import ROWS, Peak, track_peak
 from tightfit.record import code_version
 from tightfit.runtime.run import Run
 
@@ -95,7 +95,7 @@ def second_step(spec: dict[str, Any], train: tightfit.Train, plan: tightfit.Plan
         run = tightfit.build(job, plan)
         size = run.model.config.image_size
         take_step(run, size)
-        return track(run, [], lambda watched: take_step(watched, size))[1]
+        return track_peak(run, [], lambda watched: take_step(watched, size))[1]
 
 
 def take_step(run: Run, size: int) -> None:

@@ -130,7 +130,7 @@ def measure(pair: dict[str, Any], steps: int) -> dict[str, Any]:
     from tightfit.engine.loop import train
     from tightfit.measure.clock_drift import control_s
     from tightfit.measure.observer import SAMPLED, Observer
-    from tightfit.planner.dry_run import rehearse
+    from tightfit.planner.dry_run import dry_run
     from tightfit.planner.estimate import Estimator
 
     model, data, batch = MODELS[pair["model"]]
@@ -143,8 +143,8 @@ def measure(pair: dict[str, Any], steps: int) -> dict[str, Any]:
     plan, machine = tightfit.Plan(**pair["plan"]), tightfit.Machine.detect()
     estimator = Estimator(job, machine)
     estimate = estimator.estimate(plan)
-    rehearsed = rehearse(job, plan).total
-    settled = estimator.settle(estimate)
+    rehearsed = dry_run(job, plan).total
+    settled = estimator.include_allocator(estimate)
     run = build(job, plan, machine)
     observer = Observer(run, 0)
     usual = machine.control_s
@@ -152,7 +152,7 @@ def measure(pair: dict[str, Any], steps: int) -> dict[str, Any]:
         raise SystemExit("this machine is not calibrated: run tightfit machine --calibrate")
     controls = []
     for result in train(run, take=observer.take):
-        observer.see(result)
+        observer.add(result)
         if result.step >= SAMPLED:
             controls.append(control_s(torch.device("cpu")))
     around = [(before + after) / 2 for before, after in itertools.pairwise(controls)]

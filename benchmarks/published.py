@@ -26,8 +26,8 @@ from tightfit.machine import Machine
 from tightfit.plan import Plan
 from tightfit.planner.allocators.cuda import reserved_bytes
 from tightfit.planner.estimate import Estimate, Estimator
-from tightfit.planner.fit_machine import Timed, refine
-from tightfit.planner.time_model import Clock
+from tightfit.planner.fit_machine import TimedRun, fit_efficiencies
+from tightfit.planner.time_model import CostModel
 from tightfit.record import code_version
 from tightfit.units import parse_bytes
 
@@ -58,7 +58,7 @@ def compare(row: dict[str, Any]) -> dict[str, Any]:
         "framework": row["framework"],
         "machine": row.get("machine"),
         "devices": estimate.plan.devices,
-        **(compare_memory(row, ledger, estimator.settle(estimate)) if "memory" in row else {}),
+        **(compare_memory(row, ledger, estimator.include_allocator(estimate)) if "memory" in row else {}),
         "published_speed": row.get("speed"),
         "predicted_speed": amount / estimate.time.step_s if "speed" in row else None,
         "amount": amount,
@@ -95,7 +95,9 @@ def compare_memory(row: dict[str, Any], ledger: Ledger, settled: Estimate) -> di
     )
     predicted = peak - ledger.fixed["runtime"] + settled.workspace_bytes
     if metric != "allocated":
-        predicted = max(reserved_bytes(ledger, expandable=False, late=late) + settled.workspace_bytes, predicted)
+        predicted = max(
+            reserved_bytes(ledger, expandable=False, zero_grad_late=late) + settled.workspace_bytes, predicted
+        )
     if metric == "device":
         predicted += parse_bytes(row["context"])
     return {"metric": metric, "published_bytes": parse_bytes(size), "predicted_bytes": round(predicted)}
@@ -120,8 +122,8 @@ def calibrate(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     for (device, framework), same in groups.items():
         straight = [row for row in same if row["plan"].pp == 1] or same
         machine = with_their_kernels(Machine.named(device), same[0]["loop"])
-        seen = [Timed(row["ledger"], row["amount"] / row["published_speed"], machine) for row in straight]
-        refined = refine(machine, seen)
+        seen = [TimedRun(row["ledger"], row["amount"] / row["published_speed"], machine) for row in straight]
+        refined = fit_efficiencies(machine, seen)
         for row in same:
             row["calibrated_speed"] = row["amount"] / _seconds(row, refined)
         shares[f"{framework} on {device}"] = {name: figure.value for name, figure in refined.efficiency.items()}
@@ -130,11 +132,11 @@ def calibrate(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def _seconds(row: dict[str, Any], refined: Machine) -> float:
     """A step's, with the efficiencies of `refined`."""
-    clock = Clock(refined)
+    clock = CostModel(refined)
     if row["plan"].pp == 1:
         return clock.step_time(row["ledger"]).step_s
     estimator: Estimator = row["estimator"]
-    estimator.clock = clock
+    estimator.cost_model = clock
     return estimator.estimate(row["plan"]).time.step_s
 
 

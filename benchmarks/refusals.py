@@ -26,9 +26,9 @@ import tightfit
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.machine import Machine
 from tightfit.plan import Plan
-from tightfit.planner.candidates import is_legal, spreads
+from tightfit.planner.candidates import data_parallel_layouts, is_legal
 from tightfit.planner.defaults import complete
-from tightfit.planner.dry_run import rehearse
+from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.search import search
 from tightfit.record import code_version
@@ -108,13 +108,13 @@ def plans_by_bound(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> l
     }
     shared = {name: (pins[name],) if name in pins else values for name, values in shared.items()}
     found = []
-    for spread, *values in itertools.product(spreads(machine, start, pins), *shared.values()):
+    for spread, *values in itertools.product(data_parallel_layouts(machine, start, pins), *shared.values()):
         plan = start.replace(**spread, **dict(zip(shared, values, strict=True)))
         if plan.precision == "bf16-true" and plan.rounding == "nearest" and "rounding" not in pins:
             continue  # which loses small updates: search takes it only where it is asked for
         same = [one for one in _with_kernels(plan, job, pins) if is_legal(one, job, machine.device)]
         if same:
-            found.append((estimator.least_bytes(plan), same))
+            found.append((estimator.memory_lower_bound(plan), same))
     return sorted(found, key=lambda one: one[0])
 
 
@@ -153,8 +153,8 @@ def leanest_of_all(estimator: Estimator, pins: dict[str, Any], until: float) -> 
                 seen, best = [*seen, one], one.peak_bytes
     for one in reversed(seen[-3:]):
         try:
-            settled = estimator.settle(one)
-            peak = rehearse(estimator.job, one.plan, one.machine.device, one.ledger.device).total
+            settled = estimator.include_allocator(one)
+            peak = dry_run(estimator.job, one.plan, one.machine.device, one.ledger.device).total
         except InputError:
             continue
         beside = settled.peak.rows["runtime"] + settled.peak.rows["allocator"]
@@ -166,7 +166,7 @@ def asked(draw: Draw, machine: Machine, estimator: Estimator, memory: float | No
     """What search says of a draw with so much memory: fits, does not fit, or refused; and its plan or its words."""
     job = draw.job(memory)
     try:
-        chosen = search(job, machine, draw.pins, estimator.of(job, machine))[0]
+        chosen = search(job, machine, draw.pins, estimator.with_job(job, machine))[0]
     except DoesNotFit as refusal:
         return "does not fit", str(refusal)
     except InputError as error:

@@ -67,7 +67,7 @@ def one_order_of_sums(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     if torch.distributed.is_initialized():  # of one device that offloads parameters
         from tightfit.distributed import mesh
 
-        mesh.forget()
+        mesh.forget_meshes()
         gc.collect()
         torch.distributed.destroy_process_group()
 

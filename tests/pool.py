@@ -153,7 +153,7 @@ def _part(end: Connection) -> None:
 
     from tightfit.distributed import mesh
 
-    mesh.forget()
+    mesh.forget_meshes()
     _clear_sharding_prop_cache()
     gc.collect()
     end.send(None)

@@ -136,7 +136,7 @@ def test_configs_that_do_not_say_how_they_pad(architecture: str) -> None:
 
 def test_zero_over_more_groups_than_there_are_devices(tmp_path: Path) -> None:
     from tightfit.machine import Machine
-    from tightfit.planner.defaults import over_devices
+    from tightfit.planner.defaults import data_parallel_degrees
 
     (tmp_path / "plan.yaml").write_text("dp_replicate: 9\nzero: 1\n")
-    assert over_devices(Machine.named("h100-sxm:8"), read_pins(tmp_path / "plan.yaml"))["dp_shard"] == 1
+    assert data_parallel_degrees(Machine.named("h100-sxm:8"), read_pins(tmp_path / "plan.yaml"))["dp_shard"] == 1

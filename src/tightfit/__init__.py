@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tightfit.models.objective import Objective
     from tightfit.plan import Plan
     from tightfit.planner.defaults import complete
-    from tightfit.planner.dry_run import rehearse
+    from tightfit.planner.dry_run import dry_run
     from tightfit.planner.estimate import Estimate, estimate
     from tightfit.planner.search import search
     from tightfit.planner.tracing.profiler import profile
@@ -49,11 +49,11 @@ _MODULES = {
     "Train": "job",
     "build": "engine.build",
     "complete": "planner.defaults",
+    "dry_run": "planner.dry_run",
     "estimate": "planner.estimate",
     "evaluate": "engine.loop",
     "explain": "report.explain",
     "profile": "planner.tracing.profiler",
-    "rehearse": "planner.dry_run",
     "resume": "engine.checkpoint.resume",
     "save": "engine.checkpoint.save",
     "search": "planner.search",
@@ -80,11 +80,11 @@ __all__ = [
     "Train",
     "build",
     "complete",
+    "dry_run",
     "estimate",
     "evaluate",
     "explain",
     "profile",
-    "rehearse",
     "resume",
     "save",
     "search",

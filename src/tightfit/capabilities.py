@@ -57,10 +57,10 @@ def has_fast_float8(machine: Machine, recipe: str) -> bool:
 
 
 def can_compile(machine: Machine) -> bool:
-    return not lacking_to_compile(machine)
+    return not missing_for_compile(machine)
 
 
-def lacking_to_compile(machine: Machine) -> str:
+def missing_for_compile(machine: Machine) -> str:
     """What torch.compile needs and does not find on this machine, in words; empty if nothing is
     missing.
 

@@ -67,9 +67,9 @@ def train(
 ) -> None:
     """Train a job: choose what its plan leaves open, train, checkpoint, and write a record."""
     from tightfit.report.commands import train_command
-    from tightfit.report.processes import Surroundings
+    from tightfit.report.processes import LaunchOptions
 
-    train_command(job, plan, out, resume, changes or [], nproc, Surroundings(timeout * 60, interface, requeue_code))
+    train_command(job, plan, out, resume, changes or [], nproc, LaunchOptions(timeout * 60, interface, requeue_code))
 
 
 @app.command()
@@ -139,9 +139,9 @@ def verify(
 ) -> None:
     """Run the plan beside the reference plan and print the largest differences."""
     from tightfit.report.commands import verify_command
-    from tightfit.report.processes import Surroundings
+    from tightfit.report.processes import LaunchOptions
 
-    verify_command(job, plan, steps, changes or [], as_json, nproc, Surroundings(timeout * 60, interface))
+    verify_command(job, plan, steps, changes or [], as_json, nproc, LaunchOptions(timeout * 60, interface))
 
 
 @app.command()

@@ -453,7 +453,7 @@ def apply_change(content: dict[str, Any], change: str) -> None:
     check_plain(content[last], f"--set {change}")
 
 
-def expanded(text: str) -> Path:
+def expand_path(text: str) -> Path:
     """A path with ~ replaced by the home folder. Raises InputError for an unknown user's home and
     for text that cannot be a path."""
     try:
@@ -472,7 +472,7 @@ def _absolute(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     def path(text: Any) -> Any:
         if isinstance(text, list):
             return [path(item) for item in text]
-        return str(folder / expanded(text)) if isinstance(text, str) and text else text
+        return str(folder / expand_path(text)) if isinstance(text, str) and text else text
 
     def python(text: Any) -> Any:
         return path(text) if isinstance(text, str) and ".py:" in text else text

@@ -139,7 +139,7 @@ class Machine(Value):
             )
         return _of_table(name, known[name], int(match.group(1)), int(match.group(2) or 1))
 
-    def of_processes(self, per_node: int, nodes: int = 1) -> Machine:
+    def per_process(self, per_node: int, nodes: int = 1) -> Machine:
         """This machine for `per_node` processes on each of `nodes` hosts.
 
         Each process has a GPU, or an equal share of the CPU's memory, cores and rates.
@@ -169,7 +169,7 @@ class Machine(Value):
         path.write_text(self.to_json())
 
     @property
-    def speed_is(self) -> str:
+    def speed_caveat(self) -> str:
         """A caveat about predicted times; empty if the machine's speed is published or measured."""
         if not self.matrix_flops_per_s:
             return "a guess until this machine is measured: tightfit machine --calibrate"
@@ -220,9 +220,9 @@ class Machine(Value):
         for key in (f"{kind}/{dtype}", f"{_NEAREST.get(kind, kind)}/{dtype}", f"{kind}/float32"):
             if key in self.rates:
                 return _interpolated(self.rates[key], size)
-        if kind in COMPUTED and self.device == "cpu" and f"{_COMPUTED[kind]}/float32" in self.rates:
+        if kind in COMPILED_ARITHMETIC and self.device == "cpu" and f"{_COMPUTED[kind]}/float32" in self.rates:
             return _interpolated(self.rates[f"{_COMPUTED[kind]}/float32"], size)
-        if kind in COMPUTED:
+        if kind in COMPILED_ARITHMETIC:
             return math.inf
         if kind in _ARITHMETIC:
             return self._matrix_rate(dtype) * self._share_of_products(kind)
@@ -257,11 +257,11 @@ class Machine(Value):
                 return bf16 * known["fp8"].value / known["bf16"].value
         return bf16
 
-    def bandwidth(self, moved: float) -> float:
+    def bandwidth(self, bytes_accessed: float) -> float:
         """Bytes/s of device memory for an operation that accesses so many bytes."""
         for key in ("elementwise/float32",):
             if key in self.rates:
-                return _interpolated(self.rates[key], moved)
+                return _interpolated(self.rates[key], bytes_accessed)
         return self.memory_bytes_per_s.value if self.memory_bytes_per_s else _UNKNOWN_BANDWIDTH[self.device]
 
     def _matrix_rate(self, dtype: str) -> float:
@@ -344,7 +344,7 @@ _COMPUTED = {
     "compiled erf": "gelu",
     "compiled pooling": "pooling",
 }
-COMPUTED = tuple(_COMPUTED)
+COMPILED_ARITHMETIC = tuple(_COMPUTED)
 _SHARE_OF_PRODUCTS = {
     "attention": 0.6,
     "attention backward": 0.5,
@@ -372,7 +372,7 @@ _CAUSAL = 0.875
 _SEEN = (  # fields that are detected anew, whatever the calibration's file says
     "architecture", "devices_per_node", "cores", "memory_bytes", "host_memory_bytes", "matrix_peak_flops_per_s",
 )  # fmt: skip
-MEASURED_AS = 2  # version of the calibration's files: those of earlier versions are not read
+CALIBRATION_VERSION = 2  # version of the calibration's files: those of earlier versions are not read
 PRIVATE = 0o700  # mode of the cache's folders
 _UNKNOWN_FLOPS = {"cpu": 5e10, "cuda": 1e13}  # fp32, of a core or of a GPU, before a calibration
 _UNKNOWN_BANDWIDTH = {"cpu": 1e10, "cuda": 5e11}
@@ -414,7 +414,7 @@ def private_folder(folder: Path) -> None:
 def calibration_path(name: str) -> Path:
     """The file with a machine's measured figures."""
     plain = "".join(c if c.isalnum() else "-" for c in name.lower())
-    return cache_folder() / "machines" / f"{plain}.{MEASURED_AS}.json"
+    return cache_folder() / "machines" / f"{plain}.{CALIBRATION_VERSION}.json"
 
 
 def _detect_cpu() -> Machine:

@@ -21,7 +21,7 @@ def kind_of(device: torch.device) -> str:
     return TARGET.get() or device.type
 
 
-def is_apart(device: torch.device) -> bool:
+def has_own_memory(device: torch.device) -> bool:
     """Whether a device computes only on its own memory, as a GPU does.
 
     A CPU computes on everything that is mapped. In a dry run for a GPU, the CPU that holds its fake

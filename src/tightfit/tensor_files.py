@@ -25,7 +25,7 @@ from tightfit.errors import InputError
 FILE_BYTES = 2 * 2**30  # largest file
 SMALLEST_BYTES = 2**26  # smallest limit of a file, if several processes write a checkpoint
 CHECKSUMS = "checksums.json"
-HELD = 2  # files that a process has in memory at most
+FILES_IN_MEMORY = 2  # files that a process has in memory at most
 
 Layout = list[list[str]]  # for each file, the names of its tensors
 
@@ -36,7 +36,7 @@ def file_bytes(total: float, writers: int) -> float:
     return min(FILE_BYTES, max(total / writers, SMALLEST_BYTES))
 
 
-def laid_out(sizes: Mapping[str, int], limit: float) -> Layout:
+def distribute(sizes: Mapping[str, int], limit: float) -> Layout:
     """Distribute tensors, in their order, over files of at most `limit` bytes.
 
     sizes  by name: the tensor's bytes. A tensor larger than the limit has a file of its own
@@ -224,15 +224,15 @@ def _damaged(path: Path, error: Exception) -> InputError:
 
 __all__ = [
     "CHECKSUMS",
-    "HELD",
+    "FILES_IN_MEMORY",
     "Layout",
     "Reader",
     "Writer",
     "checksum",
+    "distribute",
     "file_bytes",
     "file_name",
     "index_name",
-    "laid_out",
     "read_checksums",
     "write_checksums",
     "write_index",

@@ -15,7 +15,7 @@ from torch.nn import functional
 import tightfit
 from tests import devices
 from tests.pool import together
-from tightfit.distributed.mesh import on_mesh
+from tightfit.distributed.mesh import on_mesh_device
 from tightfit.methods import compile as compile_method
 from tightfit.methods.microbatch import correct_batch_norm
 from tightfit.models import model_factory
@@ -359,7 +359,7 @@ def state_of(run: Any) -> dict[str, Tensor]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return on_mesh(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
+    return on_mesh_device(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

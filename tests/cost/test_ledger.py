@@ -10,14 +10,14 @@ import pytest
 import tightfit
 from tests.planner import cases
 from tests.sweeps import part, spread
-from tightfit.cost.recorded_step import play
+from tightfit.cost.recorded_step import replay
 from tightfit.engine.build import build
 from tightfit.engine.step import take_step
 from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.measure.memory import sample_step
-from tightfit.planner.dry_run import rehearse
-from tightfit.planner.estimate import fold
+from tightfit.planner.dry_run import dry_run
+from tightfit.planner.estimate import estimated_ledger
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.planner.tracing.recorder import Recorder
 
@@ -43,7 +43,7 @@ def profilers() -> dict[str, Profiler]:
 
 
 def folded(profilers: dict[str, Profiler], name: str, fields: dict[str, Any]) -> float:
-    return fold(profilers[name], tightfit.Plan(**fields), MACHINE).peak().total
+    return estimated_ledger(profilers[name], tightfit.Plan(**fields), MACHINE).peak().total
 
 
 @pytest.mark.parametrize(("name", "fields"), spread(cases.NAMES, PLANS, 5))
@@ -52,9 +52,9 @@ def test_what_is_folded_is_what_a_rehearsal_sees(
 ) -> None:
     if name == "convolutions" and "recompute" in fields:
         with pytest.raises(InputError, match="no repeated blocks"):
-            rehearse(cases.job(name), tightfit.Plan(**fields))
+            dry_run(cases.job(name), tightfit.Plan(**fields))
         return
-    rehearsed = rehearse(cases.job(name), tightfit.Plan(**fields))
+    rehearsed = dry_run(cases.job(name), tightfit.Plan(**fields))
     assert folded(profilers, name, fields) == pytest.approx(rehearsed.total, rel=0.02)
 
 
@@ -71,19 +71,19 @@ def test_what_is_rehearsed_is_what_runs(name: str, fields: dict[str, Any]) -> No
     for number in range(2):
         take_step(run, next(steps), number)
     _, measured = sample_step(run, next(steps), 2)
-    assert rehearse(cases.job(name), plan).total == pytest.approx(measured.total, rel=0.02)
+    assert dry_run(cases.job(name), plan).total == pytest.approx(measured.total, rel=0.02)
 
 
 def test_sqrt_recomputation_is_folded_as_it_runs(profilers: dict[str, Profiler]) -> None:
     plan = tightfit.Plan(recompute="sqrt")
-    rehearsed = rehearse(cases.job("llama"), plan).total
+    rehearsed = dry_run(cases.job("llama"), plan).total
     assert folded(profilers, "llama", {"recompute": "sqrt"}) == pytest.approx(rehearsed, rel=0.02)
 
 
 @pytest.mark.parametrize("micro_batch", part([2, 4, 8, 1], 2))
 def test_a_chunked_loss_is_folded_below_and_above_one_chunk(micro_batch: int, profilers: dict[str, Profiler]) -> None:
     fields = {"chunked_loss": 128, "micro_batch": micro_batch}  # a chunk is four sequences
-    rehearsed = rehearse(cases.job("llama"), tightfit.Plan(**fields)).total
+    rehearsed = dry_run(cases.job("llama"), tightfit.Plan(**fields)).total
     assert folded(profilers, "llama", fields) == pytest.approx(rehearsed, rel=0.02)
 
 
@@ -92,22 +92,22 @@ def test_chunks_that_are_alike_are_traced_as_if_each_were(device: str, monkeypat
     """The batch is of 8 chunks; on a processor each goes through the softmax in two pieces."""
     plan = tightfit.Plan(chunked_loss=128)
     job = cases.job("llama").replace(train=tightfit.Train(batch=32))
-    short, peak = Profiler(job, device).ledger(plan), rehearse(job, plan, device)
+    short, peak = Profiler(job, device).ledger(plan), dry_run(job, plan, device)
     taken: list[int] = []
 
     def take_all(recorder: Recorder, of: Sequence[int]) -> Iterator[int]:
         taken.append(len(of))
         return iter(of)
 
-    monkeypatch.setattr(Recorder, "take_turns", take_all)
+    monkeypatch.setattr(Recorder, "deduplicate_loop", take_all)
     monkeypatch.setattr("tightfit.planner.dry_run.few", iter)
     monkeypatch.setattr("tightfit.planner.tracing.profiler.kept", lambda what, make: make())
     whole = Profiler(job, device).ledger(plan)
     assert taken[0] == 8
     for one, other in zip(short.training, whole.training, strict=True):
         assert one.timeline.operations == other.timeline.operations
-        assert play(one.timeline, 32) == play(other.timeline, 32)
-    assert peak.rows == rehearse(job, plan, device).rows
+        assert replay(one.timeline, 32) == replay(other.timeline, 32)
+    assert peak.rows == dry_run(job, plan, device).rows
 
 
 @pytest.mark.parametrize("fields", [{}, {"precision": "bf16-mixed"}], ids=str)
@@ -115,7 +115,7 @@ def test_compiled_blocks_are_folded_as_they_are_rehearsed(
     fields: dict[str, Any], profilers: dict[str, Profiler]
 ) -> None:
     compiled = {**fields, "compile": "block"}
-    rehearsed = rehearse(cases.job("llama"), tightfit.Plan(**compiled)).total
+    rehearsed = dry_run(cases.job("llama"), tightfit.Plan(**compiled)).total
     assert folded(profilers, "llama", compiled) == pytest.approx(rehearsed, rel=0.02)
     assert rehearsed < folded(profilers, "llama", fields)  # fused operations leave fewer buffers
 
@@ -125,17 +125,17 @@ def test_a_deep_model_costs_one_line_per_block() -> None:
         Profiler(cases.job("llama").replace(model={**cases.SPECS["llama"], "num_hidden_layers": depth}), "cpu")
         for depth in (10, 20)
     )
-    small, large = (fold(one, tightfit.Plan(), MACHINE) for one in (shallow, deep))
+    small, large = (estimated_ledger(one, tightfit.Plan(), MACHINE) for one in (shallow, deep))
     assert large.blocks == 20
     per_block = (large.peak().total - small.peak().total) / 10
     states = sum(p.bytes for p in large.parameters if ".layers.3." in p.name) * 3  # weights and two moments
     assert per_block > states
-    rehearsed = rehearse(deep.job, tightfit.Plan()).total
+    rehearsed = dry_run(deep.job, tightfit.Plan()).total
     assert large.peak().total == pytest.approx(rehearsed, rel=0.005)
 
 
 def test_model_states_are_sixteen_bytes_a_parameter_in_mixed_precision(profilers: dict[str, Profiler]) -> None:
-    ledger = fold(profilers["llama"], tightfit.Plan(precision="bf16-mixed"), MACHINE)
+    ledger = estimated_ledger(profilers["llama"], tightfit.Plan(precision="bf16-mixed"), MACHINE)
     count = sum(parameter.count for parameter in ledger.parameters if parameter.trainable)
     rows = ledger.row_bytes()
     states = rows["parameters"] + rows["optimizer"] + ledger.gradient_bytes()
@@ -155,5 +155,5 @@ def test_the_weights_of_llama_2_7b() -> None:
 
 
 def test_what_an_evaluation_takes_is_less_than_a_step(profilers: dict[str, Profiler]) -> None:
-    phases = fold(profilers["gpt2"], tightfit.Plan(), MACHINE).peaks()
+    phases = estimated_ledger(profilers["gpt2"], tightfit.Plan(), MACHINE).peaks()
     assert phases["evaluation"] < phases["forward"] <= max(phases["forward"], phases["backward"])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tightfit.cost.pipeline_stage import Received, part, sections_of
-from tightfit.cost.recorded_step import Buffer, Linear, Passage, Timeline, play
+from tightfit.cost.pipeline_stage import StageInput, sections_of, stage_program
+from tightfit.cost.recorded_step import BatchLinear, Buffer, Segment, Timeline, replay
 
-SIZE, HIDDEN = Linear(100.0), Linear(7.0)  # all but the hidden states are equally large
+SIZE, HIDDEN = BatchLinear(100.0), BatchLinear(7.0)  # all but the hidden states are equally large
 
 
-def program(blocks: int) -> tuple[Passage, ...]:
+def program(blocks: int) -> tuple[Segment, ...]:
     """Of blocks of which those between the first two and the last were not recorded: they stand for the second. Each keeps a copy
     of its weight; the head's part of a tied gradient waits for the embedding's."""
     kinds = [0, *([1] * (blocks - 2)), 2]
@@ -25,26 +25,26 @@ def program(blocks: int) -> tuple[Passage, ...]:
     for kind in range(3):
         came, gradient = below[kind], above[kind] or head
         kept = frozenset((copies[kind], came))
-        forward.append(Timeline(((copies[kind], 1), (outputs[kind], 1)), inputs=(came,), kept=kept))
+        forward.append(Timeline(((copies[kind], 1), (outputs[kind], 1)), inputs=(came,), saved=kept))
         made = ((weights[kind], 1), (weights[kind], 0), (backwards[kind], 1))
         gone = ((copies[kind], -1), (came, -1), (gradient, -1))
         backward.append(Timeline((*made, *gone)))
     last = ((of_head, 1), (head, 1), (outputs[2], -1))
     first = ((of_embedding, 1), (tied, 1), (of_embedding, -1), (of_head, -1), (tied, 0), (backwards[0], -1))
     return (
-        Passage("start", "forward", Timeline(((embedded, 1),))),
-        *(Passage("block", "forward", forward[kind], number) for number, kind in enumerate(kinds)),
-        Passage("between", "forward", Timeline(kept=frozenset((outputs[2],)))),
-        Passage("between", "backward", Timeline(last)),
-        *(Passage("block", "backward", backward[kinds[n]], n) for n in reversed(range(blocks))),
-        Passage("start", "backward", Timeline(first)),
+        Segment("start", "forward", Timeline(((embedded, 1),))),
+        *(Segment("block", "forward", forward[kind], number) for number, kind in enumerate(kinds)),
+        Segment("between", "forward", Timeline(saved=frozenset((outputs[2],)))),
+        Segment("between", "backward", Timeline(last)),
+        *(Segment("block", "backward", backward[kinds[n]], n) for n in reversed(range(blocks))),
+        Segment("start", "backward", Timeline(first)),
     )
 
 
-def left(passages: tuple[Passage, ...]) -> dict[str, float]:
+def left(passages: tuple[Segment, ...]) -> dict[str, float]:
     rows = {"activations": 0.0, "temporaries": 0.0, "gradients": 0.0}
     for passage in passages:
-        net = play(passage.timeline, 1).net
+        net = replay(passage.timeline, 1).at_end
         rows = {row: size + net[row] for row, size in rows.items()}
     return rows
 
@@ -55,8 +55,8 @@ def test_what_a_stage_keeps_is_its_own_blocks_and_their_inputs() -> None:
     for pieces in ([range(3), range(3, 8)], [range(2), range(2, 5), range(5, 7), range(7, 8)]):
         sections = sections_of(program(blocks), blocks, False)
         for piece in pieces:
-            comes = Received(kept=HIDDEN) if piece.start else Received()
-            found = part(sections, piece, comes, Linear() if piece.stop == blocks else HIDDEN)
+            comes = StageInput(saved=HIDDEN) if piece.start else StageInput()
+            found = stage_program(sections, piece, comes, BatchLinear() if piece.stop == blocks else HIDDEN)
             last = piece.stop == blocks
             kept = left(found.forward)
             assert kept["activations"] + kept["temporaries"] == len(piece) * 107 + (7 if last else 0), piece
@@ -71,18 +71,18 @@ def test_what_a_stage_keeps_is_its_own_blocks_and_their_inputs() -> None:
 def test_weights_of_linear_layers_are_made_later_from_what_is_left_for_them() -> None:
     operand, gradient = Buffer(SIZE, "activations", "norm"), Buffer(HIDDEN, "temporaries", "mm")
     weight = Buffer(SIZE, "gradients", "aten.mm", "blocks.0", operands=(operand, gradient))
-    output, bias = Buffer(HIDDEN, "temporaries", "mm"), Buffer(Linear(3.0), "gradients", "sum", "bias")
-    forward = Timeline(((operand, 1), (output, 1)), kept=frozenset((operand,)))
+    output, bias = Buffer(HIDDEN, "temporaries", "mm"), Buffer(BatchLinear(3.0), "gradients", "sum", "bias")
+    forward = Timeline(((operand, 1), (output, 1)), saved=frozenset((operand,)))
     backward = Timeline(((weight, 1), (weight, 0), (bias, 1), (bias, 0), (operand, -1), (gradient, -1)))
     training = (
-        Passage("block", "forward", forward, 0),
-        Passage("between", "forward", Timeline(kept=frozenset((output,)))),
-        Passage("between", "backward", Timeline(((gradient, 1), (output, -1)))),
-        Passage("block", "backward", backward, 0),
+        Segment("block", "forward", forward, 0),
+        Segment("between", "forward", Timeline(saved=frozenset((output,)))),
+        Segment("between", "backward", Timeline(((gradient, 1), (output, -1)))),
+        Segment("block", "backward", backward, 0),
     )
-    whole = part(sections_of(training, 1, False), range(1), Received(), Linear())
-    split = part(sections_of(training, 1, True), range(1), Received(), Linear())
+    whole = stage_program(sections_of(training, 1, False), range(1), StageInput(), BatchLinear())
+    split = stage_program(sections_of(training, 1, True), range(1), StageInput(), BatchLinear())
     assert whole.weights == ()
-    assert left(whole.passages) == left(split.passages) == {"activations": 0, "temporaries": 0, "gradients": 103}
+    assert left(whole.segments) == left(split.segments) == {"activations": 0, "temporaries": 0, "gradients": 103}
     waits = left((*split.forward, *split.backward))
     assert waits == {"activations": 100, "temporaries": 7, "gradients": 3}

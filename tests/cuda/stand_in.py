@@ -185,15 +185,15 @@ def _with(fault: str) -> Iterator[None]:
     from tightfit.distributed.mesh import Mesh
     from tightfit.engine import step
 
-    kept, begin = step.arriving, Mesh.begin_sum
+    kept, begin = step.device_batches, Mesh.begin_all_reduce
     if fault == "batch":
-        step.arriving = lambda micro_batches, run: iter(micro_batches)
+        step.device_batches = lambda micro_batches, run: iter(micro_batches)
     elif fault == "sum":
-        Mesh.begin_sum = lambda mesh, values, axes: begin(mesh, values.cpu(), axes)  # type: ignore[method-assign]
+        Mesh.begin_all_reduce = lambda mesh, values, axes: begin(mesh, values.cpu(), axes)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        step.arriving, Mesh.begin_sum = kept, begin  # type: ignore[method-assign]
+        step.device_batches, Mesh.begin_all_reduce = kept, begin  # type: ignore[method-assign]
 
 
 def run_case(job: Any, fields: dict[str, Any], rank: int) -> None:
@@ -205,17 +205,17 @@ def run_case(job: Any, fields: dict[str, Any], rank: int) -> None:
     from tightfit.engine.step import drain, take_step
     from tightfit.machine import Figure, Machine
     from tightfit.parallel.fsdp import fully_shard
-    from tightfit.planner.dry_run import Shapes
-    from tightfit.planner.tracing.device_emulation import processes
-    from tightfit.planner.tracing.fake_inputs import example
+    from tightfit.planner.dry_run import DryRunData
+    from tightfit.planner.tracing.device_emulation import fake_process_group
+    from tightfit.planner.tracing.fake_inputs import example_batch
     from tightfit.planner.tracing.fake_tensors import FakeValues
 
     figure = Figure(value=1.0, source="system")
     machine = Machine(name="stand-in", device="cuda", memory_bytes=figure, host_memory_bytes=figure)
     plan = tightfit.Plan(**fields)
-    shapes = Shapes(example(job)[0], job, plan)
-    gathers = fully_shard.comes_and_goes(plan, "cuda")
-    with processes(plan.devices, rank, gathers), FakeTensorMode(), FakeValues(), _nccl():
+    shapes = DryRunData(example_batch(job)[0], job, plan)
+    gathers = fully_shard.uses_fully_shard(plan, "cuda")
+    with fake_process_group(plan.devices, rank, gathers), FakeTensorMode(), FakeValues(), _nccl():
         run = build(job, plan, machine, shapes)
         for step, micro_batches in zip(range(3), run.data.steps(0, None), strict=False):
             take_step(run, micro_batches, step)

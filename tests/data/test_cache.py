@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.data.cache import cached, stamps
+from tightfit.data.cache import cached_folder, stamps
 from tightfit.errors import InputError
 
 
@@ -21,11 +21,11 @@ def test_made_once_for_each_identity() -> None:
         made.append(folder)
         write(folder)
 
-    first = cached("kind", {"a": 1}, make)
-    assert cached("kind", {"a": 1}, make) == first
+    first = cached_folder("kind", {"a": 1}, make)
+    assert cached_folder("kind", {"a": 1}, make) == first
     assert (first / "a").read_text() == "made"
-    assert cached("kind", {"a": 2}, make) != first
-    assert cached("other", {"a": 1}, make) != first
+    assert cached_folder("kind", {"a": 2}, make) != first
+    assert cached_folder("other", {"a": 1}, make) != first
     assert len(made) == 3
 
 
@@ -36,7 +36,7 @@ def test_a_folder_that_is_not_as_it_was_made_is_made_again() -> None:
         made.append(folder)
         write(folder)
 
-    first = cached("kind", 7, make)
+    first = cached_folder("kind", 7, make)
     manifest = first.with_suffix(".json")
     for change in (
         lambda: (first / "a").write_text("mad"),
@@ -47,7 +47,7 @@ def test_a_folder_that_is_not_as_it_was_made_is_made_again() -> None:
         lambda: manifest.unlink(),
     ):
         change()
-        assert (cached("kind", 7, make) / "a").read_text() == "made"
+        assert (cached_folder("kind", 7, make) / "a").read_text() == "made"
         assert [path.name for path in first.iterdir()] == ["a"]
     assert len(made) == 7
     assert stat.S_IMODE(first.parent.stat().st_mode) == 0o700
@@ -59,13 +59,13 @@ def test_an_interrupted_run_leaves_nothing_and_a_killed_one_is_cleared(tmp_path:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cached("kind", 1, fail)
+        cached_folder("kind", 1, fail)
     folder = tmp_path / "cache" / "tightfit" / "data"
     assert [path.suffix for path in folder.iterdir()] == [".lock"]
     partial = next(folder.iterdir()).with_suffix(".partial")
     partial.mkdir()
     (partial / "left").write_text("by a killed run")
-    assert [path.name for path in cached("kind", 1, write).iterdir()] == ["a"]
+    assert [path.name for path in cached_folder("kind", 1, write).iterdir()] == ["a"]
     assert not partial.exists()
 
 
@@ -80,7 +80,7 @@ def test_whoever_comes_at_the_same_time_waits_and_reads_what_the_first_made() ->
                 file.write(f"{number}\n")
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: (cached("shared", 0, make_slowly) / "a").read_text(), range(4)))
+        found = list(pool.map(lambda _: (cached_folder("shared", 0, make_slowly) / "a").read_text(), range(4)))
     assert set(found) == {"".join(f"{number}\n" for number in range(200))}
     assert len(made) == 1
 
@@ -89,7 +89,7 @@ def test_a_folder_that_cannot_be_written_is_an_input_error(tmp_path: Path, monke
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(InputError, match="XDG_CACHE_HOME"):
-        cached("kind", 1, write)
+        cached_folder("kind", 1, write)
 
 
 def test_a_changed_file_has_another_stamp(tmp_path: Path) -> None:

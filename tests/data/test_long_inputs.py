@@ -12,9 +12,9 @@ import pytest
 
 from tests.data.conftest import make_job
 from tightfit.data import long_records, open_samples, text, tokens
-from tightfit.data.document_chunks import PIECE, pieces_of
+from tightfit.data.document_chunks import PIECE, chunk_documents
 from tightfit.data.long_records import LongRecord
-from tightfit.data.samples import Damage
+from tightfit.data.samples import DamagePolicy
 from tightfit.data.text import Columns, Document, open_text
 from tightfit.errors import InputError
 from tightfit.job import DataSpec
@@ -87,8 +87,8 @@ def test_pieces_have_the_tokens_of_the_whole(kinds: dict[str, Any], name: str, p
         draw = random.Random(seed)
         cuts = sorted(draw.sample(range(len(whole)), 5))
         parts = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
-        documents = [Document("here", part, ends=part is parts[-1]) for part in parts]
-        found = list(pieces_of(documents, encode, piece))
+        documents = [Document("here", part, is_last_part=part is parts[-1]) for part in parts]
+        found = list(chunk_documents(documents, encode, piece))
         assert len(found) >= len(whole) // piece
         assert all(len(one.text) <= piece for one in found)
         assert [one.begins for one in found] == [True] + [False] * (len(found) - 1)
@@ -99,7 +99,8 @@ def test_pieces_have_the_tokens_of_the_whole(kinds: dict[str, Any], name: str, p
 def test_a_giant_word_is_cut_inside_and_nothing_is_lost() -> None:
     whole = "a" * 1000 + " end"
     found = [
-        one.text for one in pieces_of([Document("here", whole, target=whole)], lambda text: [ord(c) for c in text], 100)
+        one.text
+        for one in chunk_documents([Document("here", whole, target=whole)], lambda text: [ord(c) for c in text], 100)
     ]
     assert "".join(found[: len(found) // 2]).replace(" ", "") == whole.replace(" ", "")
     assert max(map(len, found)) == 100
@@ -159,11 +160,11 @@ def test_broken_records_are_damage_however_long(tmp_path: Path, monkeypatch: pyt
     file = tmp_path / "d.jsonl"
     for line in BROKEN:
         file.write_text('{"text": "one"}\n' + line + '\n{"text": "two"}', encoding="utf-8")
-        damage = Damage(True)
+        damage = DamagePolicy(True)
         source = open_text(DataSpec(jsonl=str(file)), Columns("text"))
         assert ["".join(one.text for one in source.documents(damage)), damage.count] == ["onetwo", 1], line[:40]
         with pytest.raises(InputError, match=r"d\.jsonl:2"):
-            list(source.documents(Damage(False)))
+            list(source.documents(DamagePolicy(False)))
 
 
 def rows(file: Path, model: str = "causal-lm", **spec: Any) -> Any:
@@ -213,7 +214,7 @@ def test_repeated_texts_of_a_small_parquet_file_are_read_one_by_one(tmp_path: Pa
     before = pyarrow.total_allocated_bytes()
     source = open_text(DataSpec(parquet=str(file)), Columns("text"))
     most, count = 0, 0
-    for document in source.documents(Damage(False)):
+    for document in source.documents(DamagePolicy(False)):
         most = max(most, pyarrow.total_allocated_bytes() - before)
         count += len(document.text)
     assert count == 200 * 100_000
@@ -227,7 +228,7 @@ def test_memory_does_not_grow_with_a_record(tmp_path: Path) -> None:
     assert (tmp_path / "d.jsonl").stat().st_size > 1e7
     source = open_text(DataSpec(jsonl=str(tmp_path / "d.jsonl")), Columns("text"))
     tracemalloc.start()
-    count = sum(len(piece.text) for piece in pieces_of(source.documents(Damage(False)), list, PIECE))
+    count = sum(len(piece.text) for piece in chunk_documents(source.documents(DamagePolicy(False)), list, PIECE))
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count > 5e6

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import tightfit
-from tightfit.data.shared_memory import FEW, packed, unpacked
-from tightfit.data.user_samples import Given
+from tightfit.data.shared_memory import MAX_SHARED_SINGLY, pack_dataset, unpack_dataset
+from tightfit.data.user_samples import DatasetObject
 
 
 def pairs(count: int) -> list[tuple[Tensor, int]]:
@@ -36,7 +36,7 @@ def test_a_list_of_many_tensors_is_prepared_by_workers(count: int) -> None:
     assert losses(data, loader_workers=2) == losses(data)
 
 
-def _answer(given: Given, queue: Any) -> None:
+def _answer(given: DatasetObject, queue: Any) -> None:
     queue.put(float(sum(sample.sum() for sample, _ in given.dataset)))
 
 
@@ -47,7 +47,7 @@ def _answer(given: Given, queue: Any) -> None:
 def test_a_process_started_in_any_way_is_given_it(method: str) -> None:
     context = multiprocessing.get_context(method)
     queue = context.SimpleQueue()
-    process = context.Process(target=_answer, args=(Given(pairs(600)), queue))
+    process = context.Process(target=_answer, args=(DatasetObject(pairs(600)), queue))
     process.start()
     process.join(100)
     assert process.exitcode == 0
@@ -62,12 +62,12 @@ def test_what_is_packed_is_what_was_given() -> None:
     base = torch.arange(40).view(5, 8)
     kinds = [base.t(), base[2, 3:5], torch.tensor(3), torch.zeros(0, 3), torch.ones(2, dtype=torch.bfloat16)]
     kinds += [torch.tensor([1 + 2j]), nn.Parameter(torch.ones(3)).data.requires_grad_()]
-    many = [torch.full((number % 7,), number, dtype=torch.int16) for number in range(2 * FEW)]
+    many = [torch.full((number % 7,), number, dtype=torch.int16) for number in range(2 * MAX_SHARED_SINGLY)]
     array = np.arange(3)
     for filler in ([], many):
-        content, storages, offsets = packed({"kinds": kinds, "filler": filler, "array": array})
+        content, storages, offsets = pack_dataset({"kinds": kinds, "filler": filler, "array": array})
         assert (offsets is not None) == bool(filler)
-        found = unpacked(content, storages, offsets)
+        found = unpack_dataset(content, storages, offsets)
         for one, other in zip([*kinds, *filler], [*found["kinds"], *found["filler"]], strict=True):
             assert (one.dtype, one.shape, one.requires_grad) == (other.dtype, other.shape, other.requires_grad)
             assert torch.equal(one, other)
@@ -76,16 +76,16 @@ def test_what_is_packed_is_what_was_given() -> None:
 
 
 def test_subclasses_of_tensors_are_packed_too() -> None:
-    given = [torch.full((3,), float(number)).as_subclass(Labelled) for number in range(2 * FEW)]
-    content, storages, offsets = packed(given)
+    given = [torch.full((3,), float(number)).as_subclass(Labelled) for number in range(2 * MAX_SHARED_SINGLY)]
+    content, storages, offsets = pack_dataset(given)
     assert len(storages) == 1
-    found = unpacked(content, storages, offsets)
+    found = unpack_dataset(content, storages, offsets)
     assert all(type(one) is Labelled and torch.equal(one, other) for one, other in zip(found, given, strict=True))
 
 
 def test_few_tensors_are_shared_as_they_are() -> None:
     whole = torch.arange(6.0)
-    _, storages, offsets = packed([whole, whole[2:]])
+    _, storages, offsets = pack_dataset([whole, whole[2:]])
     assert offsets is None
     assert [storage.data_ptr() for storage in storages] == [whole.data_ptr()]
 
@@ -97,4 +97,4 @@ def test_samples_with_a_graph_are_refused() -> None:
 
 
 def test_a_dataset_survives_plain_pickling() -> None:
-    assert pickle.loads(pickle.dumps(Given(pairs(3)))).dataset[2][1] == 0
+    assert pickle.loads(pickle.dumps(DatasetObject(pairs(3)))).dataset[2][1] == 0

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tightfit.data import text
-from tightfit.data.samples import Damage
+from tightfit.data.samples import DamagePolicy
 from tightfit.data.text import Columns, Document, open_text, stdlib_files
 from tightfit.errors import InputError
 from tightfit.job import DataSpec
 
 
 def read(columns: Columns | None = None, skip: bool = False, **spec: Any) -> tuple[list[Document], int]:
-    damage = Damage(skip)
+    damage = DamagePolicy(skip)
     source = open_text(DataSpec(**spec), columns or Columns("text"))
     return list(source.documents(damage)), damage.count
 
@@ -43,7 +43,7 @@ def test_large_files_come_in_blocks_that_make_up_the_file(tmp_path: Path, monkey
     (tmp_path / "b.txt").write_text("b")
     documents, _ = read(text=str(tmp_path))
     assert "".join(document.text for document in documents[:-1]) == whole
-    assert [document.ends for document in documents] == [False] * (len(documents) - 2) + [True, True]
+    assert [document.is_last_part for document in documents] == [False] * (len(documents) - 2) + [True, True]
     assert len(documents) > 5
 
 

@@ -13,7 +13,7 @@ from tests.data.conftest import make_job
 from tightfit.data import open_samples
 from tightfit.data import tokens as tokens_module
 from tightfit.data.cache import cache_folder
-from tightfit.data.tokens import Packed, Padded
+from tightfit.data.tokens import PackedSequences, PaddedSequences
 from tightfit.errors import InputError
 
 DOCUMENTS = ["def f(x):\n    return x\n" * 20, "Grüße aus 東京 🙂\r\n\tend  ", "def g(y):\n    return y\n" * 30]
@@ -204,5 +204,5 @@ def test_rows_pickle_as_their_path(folder: Path) -> None:
     copy = pickle.loads(content)
     assert (copy[3]["input_ids"] == samples[3]["input_ids"]).all()
     assert copy.tokenizer is None
-    assert isinstance(samples.rows, Packed)
-    assert isinstance(pickle.loads(pickle.dumps(language(folder, packing="padded"))).rows, Padded)
+    assert isinstance(samples.rows, PackedSequences)
+    assert isinstance(pickle.loads(pickle.dumps(language(folder, packing="padded"))).rows, PaddedSequences)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tightfit
 from tests import tiny
 from tests.pool import together
-from tightfit.distributed.collectives import begin_scatter_rows, gather_rows, scatter_rows
+from tightfit.distributed.collectives import all_gather, begin_reduce_scatter, reduce_scatter
 from tightfit.distributed.mesh import make_mesh, world_size
 from tightfit.engine.step import take_step
 
@@ -32,11 +32,11 @@ def exchanged(kind: str) -> tuple[Tensor, ...]:
     count, place = dist.get_world_size(), dist.get_rank()
     rows = torch.arange(count * 5).view(count, 5).add(10 * place).to(dtype)
     begun, at_once, everyones = torch.empty(5, dtype=dtype), torch.empty(5, dtype=dtype), torch.zeros_like(rows)
-    work = begin_scatter_rows(begun, rows.clone(), group)
+    work = begin_reduce_scatter(begun, rows.clone(), group)
     work.wait()
-    scatter_rows(at_once, rows.clone(), group)
+    reduce_scatter(at_once, rows.clone(), group)
     everyones[place] = rows[place]
-    gather_rows(everyones, group)
+    all_gather(everyones, group)
     return rows, begun, at_once, everyones
 
 
@@ -66,8 +66,8 @@ def said() -> list[str]:
     group = everyone()
     rows = torch.zeros(dist.get_world_size(), 4)
     with _Names() as names:
-        scatter_rows(torch.empty(4), rows, group)
-        gather_rows(rows, group)
+        reduce_scatter(torch.empty(4), rows, group)
+        all_gather(rows, group)
     return names.seen
 
 

@@ -7,7 +7,7 @@ import pytest
 from tightfit.distributed import rendezvous
 from tightfit.distributed.rendezvous import INTERFACES, choose_interface, listen, on_one_host
 from tightfit.errors import InputError
-from tightfit.report.processes import Surroundings, check_start
+from tightfit.report.processes import LaunchOptions, check_start
 
 KNOWN = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.1.2.3"], "ib0": ["10.9.9.3", "fd00::3"]}
 ONE_HOST = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.1.2.3"}
@@ -66,9 +66,9 @@ def test_a_socket_listens_on_one_address_or_on_all() -> None:
 
 
 def test_a_command_that_starts_processes_takes_no_interface_and_one_of_several_starts_none() -> None:
-    check_start(2, 1, Surroundings())
-    check_start(1, 2, Surroundings(interface="eth0"))
+    check_start(2, 1, LaunchOptions())
+    check_start(1, 2, LaunchOptions(interface="eth0"))
     with pytest.raises(InputError, match="leave it out"):
-        check_start(2, 1, Surroundings(interface="eth0"))
+        check_start(2, 1, LaunchOptions(interface="eth0"))
     with pytest.raises(InputError, match="4 processes have been started already"):
-        check_start(2, 4, Surroundings())
+        check_start(2, 4, LaunchOptions())

@@ -18,14 +18,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit
 from tests import tiny
-from tightfit.engine.delayed_readings import Clock, begin_reading
+from tightfit.engine.delayed_readings import StepTimer, begin_reading
 from tightfit.engine.rng import seed_all
-from tightfit.engine.step import Step, accumulate, asker, changed, leaves_out_updates, over_data, take_step
+from tightfit.engine.step import (
+    Step,
+    accumulate,
+    all_reduce_counts,
+    make_stop_poll,
+    skips_on_found_inf,
+    take_step,
+    with_fields,
+)
 from tightfit.methods.precision import LossScalerOnDevice
-from tightfit.models.masks import masks_unread, numbers_in_order
-from tightfit.planner.tracing.device_emulation import as_on
-from tightfit.runtime.copy_stream import Uploads
-from tightfit.runtime.run import Filler, Run, arriving, without_full_masks
+from tightfit.models.masks import has_sequential_positions, without_mask_checks
+from tightfit.planner.tracing.device_emulation import emulate_device
+from tightfit.runtime.copy_stream import BatchPrefetcher
+from tightfit.runtime.run import DummyMicroBatch, Run, device_batches, without_full_masks
 
 
 class Reads(TorchDispatchMode):
@@ -43,7 +51,7 @@ def counted(run: Run) -> Run:
     """The run with labels that are counted by their shape: they lie on the host, and reading there waits for nobody. And as it is
     built for CUDA."""
     objective = replace(run.objective, count=lambda batch: batch["labels"][:, 1:].numel())
-    return replace(run, objective=objective, loss_sum=masks_unread(run.loss_sum, run.model))
+    return replace(run, objective=objective, loss_sum=without_mask_checks(run.loss_sum, run.model))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "fp16-mixed"])
@@ -68,12 +76,12 @@ def test_a_step_reads_nothing(precision: str, optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "lion", "lamb"])
 def test_a_step_in_fp16_reads_nothing_without_a_fused_kernel(optimizer: str) -> None:
     """But for the first, which makes states. Whether the last one was left out is asked before the next, and lies on the host."""
-    with as_on("cuda"):
+    with emulate_device("cuda"):
         run = counted(tightfit.build(tiny.job(clip=0.5, optimizer=optimizer), tightfit.Plan(precision="fp16-mixed")))
         assert isinstance(run.loss_scale, LossScalerOnDevice)
         steps = run.data.steps(0, None)
         take_step(run, next(steps), 0)
-        assert leaves_out_updates(run.optimizer)
+        assert skips_on_found_inf(run.optimizer)
         for step, reads in ((1, 0), (2, 1)):
             micro_batches = next(steps)
             with Reads() as mode:
@@ -131,7 +139,7 @@ def test_positions_of_a_batch_are_looked_at_and_a_models_own_are_not(monkeypatch
     run.model.eval()
     batch = run.data.example()
     packed = {**batch, "position_ids": torch.tensor([[*range(8), *range(8)]]).expand(len(batch["input_ids"]), -1)}
-    unread = masks_unread(run.loss_sum, run.model)
+    unread = without_mask_checks(run.loss_sum, run.model)
     for one, times in ((batch, 0), (packed, 1)):
         looked.clear()
         found = unread(one)
@@ -150,14 +158,14 @@ def test_a_model_that_numbers_positions_by_its_tokens_is_looked_at() -> None:
 
     sharded = type("FSDPRobertaEmbeddings", (FSDPModule, RobertaEmbeddings), {})  # as fully_shard makes of a class
     small = tightfit.build(tiny.job()).model
-    assert numbers_in_order(small)
-    assert numbers_in_order(Gemma3RMSNorm(4))  # whose file numbers images
+    assert has_sequential_positions(small)
+    assert has_sequential_positions(Gemma3RMSNorm(4))  # whose file numbers images
     for kind in (Own, RobertaEmbeddings, sharded):
         odd = object.__new__(kind)
         torch.nn.Module.__init__(odd)
-        assert not numbers_in_order(odd)
-        assert masks_unread(abs, odd) is abs  # type: ignore[arg-type, comparison-overlap]
-    assert masks_unread(abs, small) is not abs  # type: ignore[arg-type, comparison-overlap]
+        assert not has_sequential_positions(odd)
+        assert without_mask_checks(abs, odd) is abs  # type: ignore[arg-type, comparison-overlap]
+    assert without_mask_checks(abs, small) is not abs  # type: ignore[arg-type, comparison-overlap]
 
 
 SMALL_MODELS: dict[str, dict[str, Any]] = {
@@ -191,7 +199,7 @@ def test_a_mask_that_hides_padding_is_not_looked_at_on_the_device(name: str, att
         return model(**given).logits.square().sum()
 
     reads = []
-    for function in (loss_sum, masks_unread(loss_sum, model, without_full=True)):
+    for function in (loss_sum, without_mask_checks(loss_sum, model, without_full=True)):
         with Reads() as mode:
             reads.append((function(batch), mode.count))
     (plain, asked), (unread, more) = reads
@@ -216,11 +224,11 @@ def test_the_first_update_of_fused_momentum_is_decided_on_the_host() -> None:
     weight.grad = torch.ones(3)
     for momentum, plain in ((0.0, True), (0.9, False)):
         optimizer = torch.optim.SGD([weight], lr=0.1, momentum=momentum, fused=True)
-        assert leaves_out_updates(optimizer) == plain
+        assert skips_on_found_inf(optimizer) == plain
         optimizer.step()
-        assert leaves_out_updates(optimizer)
-    assert not leaves_out_updates(torch.optim.SGD([weight], lr=0.1))
-    assert leaves_out_updates(torch.optim.AdamW([weight], lr=0.1, fused=True))
+        assert skips_on_found_inf(optimizer)
+    assert not skips_on_found_inf(torch.optim.SGD([weight], lr=0.1))
+    assert skips_on_found_inf(torch.optim.AdamW([weight], lr=0.1, fused=True))
 
 
 def test_figures_of_a_step_are_read_when_they_are_asked_for() -> None:
@@ -237,7 +245,7 @@ def test_figures_of_a_step_are_read_when_they_are_asked_for() -> None:
         return Step(3, late("loss", 0.5), 0.1, late("norm", 2.0), 4, 60, 64, late("skipped", False))
 
     plain = Step(3, 0.5, 0.1, 2.0, 4, 60, 64, False)
-    step = changed(make(), seconds=late("seconds", 1.0))
+    step = with_fields(make(), seconds=late("seconds", 1.0))
     assert asked == []
     assert step.loss == step.loss == 0.5
     assert asked == ["loss"]
@@ -275,7 +283,7 @@ def test_numbers_are_read_once() -> None:
 
 
 def test_on_a_processor_all_are_asked_in_the_same_step() -> None:
-    ask = asker(tightfit.build(tiny.job()))
+    ask = make_stop_poll(tightfit.build(tiny.job()))
     assert [ask(number) for number in (0, 15, 0)] == [0, 15, 0]
 
 
@@ -298,7 +306,7 @@ def test_gradients_that_are_brought_to_the_device_are_clipped_there() -> None:
     job = tightfit.Job.parse({**content, "model": model, "allow": ["offload"]})
     for offloaded in (False, True):
         plan = tightfit.Plan(offload=("gradients",), offload_to="disk") if offloaded else tightfit.Plan()
-        with as_on("cuda") if offloaded else nullcontext():
+        with emulate_device("cuda") if offloaded else nullcontext():
             run = tightfit.build(job, plan)
             seed_all(1)
             for number, micro_batches in zip(range(3), run.data.steps(0, None), strict=False):
@@ -321,11 +329,11 @@ def placed(batch: Any, copy: Any) -> Any:
 
 
 def test_micro_batches_come_one_ahead_into_two_places() -> None:
-    uploads = Uploads(torch.device("cpu"))
+    uploads = BatchPrefetcher(torch.device("cpu"))
     for sizes in ((2, 2, 1), (2, 2), (1, 2), (2,)):
         given = batches(*sizes)
         seen = []
-        for there, batch in zip(uploads.one_ahead(given, placed), given, strict=True):
+        for there, batch in zip(uploads.prefetch(given, placed), given, strict=True):
             assert there["name"] == "x"
             assert torch.equal(there["input_ids"], batch["input_ids"])
             assert there["input_ids"].data_ptr() != batch["input_ids"].data_ptr()
@@ -334,11 +342,11 @@ def test_micro_batches_come_one_ahead_into_two_places() -> None:
 
 
 def test_the_first_micro_batch_of_a_step_goes_where_room_was_made() -> None:
-    uploads = Uploads(torch.device("cpu"))
-    list(uploads.one_ahead(batches(2, 2), placed))
+    uploads = BatchPrefetcher(torch.device("cpu"))
+    list(uploads.prefetch(batches(2, 2), placed))
     assert uploads._room is not None
     (room,) = uploads._room.tensors
-    first, *_ = uploads.one_ahead(batches(2, 1), placed)
+    first, *_ = uploads.prefetch(batches(2, 1), placed)
     assert first["input_ids"] is room
     assert uploads._room.tensors[0] is not room
 
@@ -346,7 +354,7 @@ def test_the_first_micro_batch_of_a_step_goes_where_room_was_made() -> None:
 def test_a_training_is_the_same_with_micro_batches_one_ahead() -> None:
     job, plan = tiny.job(steps=None, epochs=2.0), tightfit.Plan(micro_batch=3)  # steps of two sizes, the last one short
     found = []
-    for uploads in (None, Uploads(torch.device("cpu"))):
+    for uploads in (None, BatchPrefetcher(torch.device("cpu"))):
         run = replace(tightfit.build(job, plan), uploads=uploads)
         found.append([(step.loss, step.samples) for step in tightfit.train(run)])
     assert found[0] == found[1]
@@ -368,16 +376,16 @@ def test_counts_of_several_gpus_stay_on_them(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Tensor, "to", lambda tensor, device, non_blocking: tensor)
     run: Any = SimpleNamespace(mesh=TwoDevices(), stages=None, device=SimpleNamespace(type="cuda"))
     with Reads() as reads:
-        counts = over_data(run, [60, 4, 64])()
+        counts = all_reduce_counts(run, [60, 4, 64])()
         assert reads.count == 0
     assert all(isinstance(count, Tensor) for count in counts)
     assert [int(count) for count in counts] == [120, 8, 128]
 
 
 def test_fillers_come_too() -> None:
-    run = replace(tightfit.build(tiny.job()), uploads=Uploads(torch.device("cpu")))
+    run = replace(tightfit.build(tiny.job()), uploads=BatchPrefetcher(torch.device("cpu")))
     one, two = batches(2, 2)
-    found = list(arriving([one, Filler(two)], run))
+    found = list(device_batches([one, DummyMicroBatch(two)], run))
     assert [batch["input_ids"][0, 0].item() for batch in found] == [0, 1]
 
 
@@ -410,7 +418,7 @@ def test_a_copy_waits_for_its_room_and_the_work_for_its_copy(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: own)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
-    uploads = Uploads(torch.device("cpu"))
+    uploads = BatchPrefetcher(torch.device("cpu"))
     uploads._stream = beside  # type: ignore[assignment]
 
     def place(batch: Any, copy: Any) -> Any:
@@ -419,7 +427,7 @@ def test_a_copy_waits_for_its_room_and_the_work_for_its_copy(monkeypatch: pytest
         return there
 
     for _ in range(2):
-        for there in uploads.one_ahead(batches(2, 2), place):
+        for there in uploads.prefetch(batches(2, 2), place):
             own.give(f"work at {there['input_ids'][0, 0].item()}")
         own.give("update")
     assert (
@@ -454,9 +462,9 @@ def test_a_step_that_ends_early_waits_for_what_is_on_its_way(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: own)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
-    uploads = Uploads(torch.device("cpu"))
+    uploads = BatchPrefetcher(torch.device("cpu"))
     uploads._stream = beside  # type: ignore[assignment]
-    coming: Iterator[Any] = uploads.one_ahead(batches(2, 2), placed)
+    coming: Iterator[Any] = uploads.prefetch(batches(2, 2), placed)
     next(coming)
     before = len(log)
     coming.close()  # type: ignore[attr-defined]
@@ -484,7 +492,7 @@ def test_a_clock_is_never_more_than_a_step_behind(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    clock = Clock(SimpleNamespace(type="cuda"))  # type: ignore[arg-type]
+    clock = StepTimer(SimpleNamespace(type="cuda"))  # type: ignore[arg-type]
     seconds = []
     for _ in range(2):
         clock.begin()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tightfit.engine import launch
-from tightfit.engine.launch import KEEP_MEMORY, enter_environment, environment, first_host, take_surroundings
+from tightfit.engine.launch import GLIBC_TUNABLES, enter_environment, environment, first_host, read_launcher
 from tightfit.plan import Plan
 
 TUNED = Plan(allocator="tuned")
@@ -18,7 +18,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
 
 @linux
 def test_environment_of_each_device() -> None:
-    assert environment(TUNED, "cpu", {}) == {"GLIBC_TUNABLES": KEEP_MEMORY}
+    assert environment(TUNED, "cpu", {}) == {"GLIBC_TUNABLES": GLIBC_TUNABLES}
     assert environment(TUNED, "cuda", {}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert environment(Plan(), "cpu", {}) == environment(Plan(), "cuda", {}) == {}
 
@@ -65,7 +65,7 @@ def test_the_command_starts_again_with_its_own_arguments(
     enter_environment(TUNED, "cpu")
     ((path, arguments, variables),) = started
     assert (path, arguments) == (sys.executable, [sys.executable, *command[1:]])
-    assert variables["GLIBC_TUNABLES"] == KEEP_MEMORY
+    assert variables["GLIBC_TUNABLES"] == GLIBC_TUNABLES
     assert variables["KEPT"] == "yes"
     monkeypatch.setenv("GLIBC_TUNABLES", variables["GLIBC_TUNABLES"])
     enter_environment(TUNED, "cpu")
@@ -96,7 +96,7 @@ def test_slurm_says_which_process_this_is() -> None:
         "SLURM_NODELIST": "gpu[03-04]",
         "SLURM_JOB_ID": "7",
     }
-    assert take_surroundings(environ) == (4, 8)
+    assert read_launcher(environ) == (4, 8)
     assert environ["RANK"] == "5"
     assert environ["LOCAL_RANK"] == "1"
     assert environ["MASTER_ADDR"] == "gpu03"
@@ -105,16 +105,16 @@ def test_slurm_says_which_process_this_is() -> None:
 
 def test_what_torchrun_says_stays() -> None:
     environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "SLURM_NTASKS": "8", "SLURM_PROCID": "5"}
-    assert take_surroundings(environ) == (2, 2)
-    assert take_surroundings({}) == (1, 1)
+    assert read_launcher(environ) == (2, 2)
+    assert read_launcher({}) == (1, 1)
 
 
 def test_a_pod_of_one_process_is_a_host_of_its_own() -> None:
     environ = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
-    assert take_surroundings(environ) == (1, 4)
+    assert read_launcher(environ) == (1, 4)
     assert environ["LOCAL_RANK"] == "0"
     placed = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"}
-    assert take_surroundings(placed) == (4, 4)
+    assert read_launcher(placed) == (4, 4)
 
 
 @pytest.mark.parametrize(

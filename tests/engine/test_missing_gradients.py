@@ -96,7 +96,9 @@ def left_alone(fields: dict[str, Any]) -> tuple[bool, list[str]]:
     for _ in tightfit.train(run):
         pass
     after = cases.state_of(run)
-    names = {id(run.weights.get(parameter, parameter)): name for name, parameter in run.model.named_parameters()}
+    names = {
+        id(run.optimizer_weights.get(parameter, parameter)): name for name, parameter in run.model.named_parameters()
+    }
     states = [names[id(weight)] for weight, state in run.optimizer.state.items() if state]
     return all(torch.equal(after[name], before[name]) for name in before if "unused" in name), states
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tightfit.distributed.mesh import local_device
-from tightfit.engine.rng import random_states, randomness_kept, seed_all, set_random_states
+from tightfit.engine.rng import random_states, rng_preserved, seed_all, set_random_states
 from tightfit.errors import InputError
 
 
@@ -47,7 +47,7 @@ def test_a_run_without_a_device_saves_and_takes_none() -> None:
     seed_all(3)
     saved = random_states()
     assert saved["cuda"] == []
-    with randomness_kept():
+    with rng_preserved():
         drawn = torch.rand(2)
     assert torch.equal(torch.rand(2), drawn)
     set_random_states(saved)

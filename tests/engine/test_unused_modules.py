@@ -87,15 +87,16 @@ def refused(fields: dict[str, Any], model: Any, first: int | None = None) -> tup
     """
     run = tightfit.build(conditional.job(model, clip=0.05), tightfit.Plan(**fields))
     run.reduction.agreement.first = first
-    kept = [weight.detach().clone() for weight in run.weights.values()]
+    kept = [weight.detach().clone() for weight in run.optimizer_weights.values()]
     steps = 0
     try:
         for _ in tightfit.train(run):
-            kept = [weight.detach().clone() for weight in run.weights.values()]
+            kept = [weight.detach().clone() for weight in run.optimizer_weights.values()]
             steps += 1
     except tightfit.InputError as error:
         changed = sum(
-            float((weight - before).abs().sum()) for weight, before in zip(run.weights.values(), kept, strict=True)
+            float((weight - before).abs().sum())
+            for weight, before in zip(run.optimizer_weights.values(), kept, strict=True)
         )
         return str(error), steps, changed
     return "", steps, 0.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tightfit.engine import watchdog
-from tightfit.runtime.activity import noted
+from tightfit.runtime.activity import recording_activity
 
 
 class Deserted:
@@ -43,18 +43,18 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_process_ends_though_nobody_reads_its_message(codes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=refuse, flush=refuse))
     with pytest.raises(Ended):
-        watchdog.end(1, "tightfit: the process that started this one is gone")
+        watchdog.exit_now(1, "tightfit: the process that started this one is gone")
     assert codes == [1]
 
 
 def test_a_failure_waits_no_longer_than_seconds_for_a_store_that_is_gone() -> None:
-    with noted() as progress:
+    with recording_activity() as progress:
         watching = watchdog.Watch(Deserted(), 0, 2, progress)  # type: ignore[arg-type]
         assert watching.fail(1, wait_s=600.0) is None
 
 
 def test_a_process_whose_launcher_and_store_are_gone_ends(codes: list[int]) -> None:
-    with noted() as progress:
+    with recording_activity() as progress:
         watching = watchdog.Watch(Deserted(), 0, 2, progress, timeout_s=0.1)  # type: ignore[arg-type]
         watching.parent += 1
         with pytest.raises(Ended):

@@ -279,13 +279,13 @@ def data_files() -> st.SearchStrategy[tuple[str, bytes, bool]]:
 
 
 def take_data(drawn: tuple[str, bytes, bool]) -> None:
-    from tightfit.data.samples import Damage
+    from tightfit.data.samples import DamagePolicy
     from tightfit.data.text import Columns, open_text
 
     kind, content, skip = drawn
     spec = DataSpec.parse({kind: str(FOLDER.write(f".{kind}", content))})
     for label in (None, "label") if kind != "text" else (None,):
-        accept(partial(_read_all, open_text(spec, Columns("text", None, label)), Damage(skip)))
+        accept(partial(_read_all, open_text(spec, Columns("text", None, label)), DamagePolicy(skip)))
 
 
 def _read_all(source: Any, damage: Any) -> None:

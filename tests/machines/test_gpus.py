@@ -82,7 +82,7 @@ def test_a_gpu_of_the_table_has_its_rates_and_its_own_memory(host: Host) -> None
     assert known.memory_bytes.value == 79 * 2**30
     assert known.is_here
     assert not table.is_here
-    assert not known.speed_is
+    assert not known.speed_caveat
 
 
 def test_of_gpus_that_differ_the_one_with_the_least_memory_counts(host: Host) -> None:
@@ -106,8 +106,8 @@ def test_an_unknown_gpu_is_estimated_and_is_said_to_be(host: Host, monkeypatch: 
     clocks = {"memory_clock_rate": 6_251_000, "memory_bus_width": 384}
     host(["nvidia0"], properties("NVIDIA A10G", (8, 6), multi_processor_count=80, clock_rate=1_710_000, **clocks))
     found = Machine.detect()
-    assert "an estimate" in found.speed_is
-    assert "--calibrate" in found.speed_is
+    assert "an estimate" in found.speed_caveat
+    assert "--calibrate" in found.speed_caveat
     assert found.matrix_flops_per_s["bf16"].value == pytest.approx(0.7 * 140e12, rel=0.01)
     assert found.memory_bytes_per_s is not None
     assert found.memory_bytes_per_s.value == pytest.approx(0.85 * 600e9, rel=0.01)
@@ -121,7 +121,7 @@ def test_a_gpu_of_an_unknown_architecture_is_a_guess(host: Host) -> None:
     host(["kfd"], properties("Radeon", gcnArchName="gfx1100:sramecc-"))
     found = Machine.detect()
     assert found.architecture == "gfx1100"
-    assert "a guess" in found.speed_is
+    assert "a guess" in found.speed_caveat
     assert found.achieved("product", "float32", 1e12) == 1e13
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests import tiny
 from tests.report.test_run_folder import command
-from tightfit.machine import COMPUTED, Machine, calibration_path
+from tightfit.machine import COMPILED_ARITHMETIC, Machine, calibration_path
 from tightfit.measure import calibrate
 
 
@@ -26,17 +26,17 @@ def test_a_glance_finds_what_steps_are_predicted_from_and_is_kept(
         calibrate.subprocess, "run", lambda command, input, **more: subprocess.CompletedProcess(command, 0, look(input))
     )
     before = Machine.detect()
-    assert calibrate.glance(before).matrix_flops_per_s
+    assert calibrate.quick_calibrate(before).matrix_flops_per_s
     assert Machine.detect() == before  # a busy machine's is not kept
     load[0] = 0.0
-    assert "guess" in before.speed_is
-    seen = calibrate.glance(before)
-    assert "quick calibration" in seen.speed_is
+    assert "guess" in before.speed_caveat
+    seen = calibrate.quick_calibrate(before)
+    assert "quick calibration" in seen.speed_caveat
     assert Machine.detect() == seen
     assert all(figure.source == "glance" for figure in seen.matrix_flops_per_s.values())
     assert {"product/float32", "product/bfloat16", "elementwise/float32", "update/float32"} <= seen.rates.keys()
     assert all(rate > 0 for table in seen.rates.values() for rate in table.values())
-    for kind in COMPUTED:  # which nothing was compiled for: as what is nearest
+    for kind in COMPILED_ARITHMETIC:  # which nothing was compiled for: as what is nearest
         assert f"{kind}/float32" not in seen.rates
         assert 0 < seen.achieved(kind, "float32", 2**20) < 1e13
 
@@ -45,7 +45,7 @@ def test_a_glance_that_comes_to_nothing_leaves_a_guess(tmp_path: Path, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibrate.sys, "executable", "/bin/false")
     machine = Machine.detect()
-    assert calibrate.glance(machine) == machine
+    assert calibrate.quick_calibrate(machine) == machine
     assert not calibration_path(machine.name).exists()
 
 

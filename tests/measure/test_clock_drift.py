@@ -32,10 +32,10 @@ class Changing:
 def test_a_stretch_is_between_two_controls_and_usual_is_their_median(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.1, 0.3, 0.2])
     monkeypatch.setattr(clock_drift, "control_s", lambda device: next(seconds))
-    seen = clock_drift.Pace(PROCESSOR)
-    assert seen.stretch() == pytest.approx(0.2)
-    assert seen.stretch() == pytest.approx(0.25)
-    assert seen.usual == pytest.approx(0.2)
+    seen = clock_drift.ClockDrift(PROCESSOR)
+    assert seen.control_around_s() == pytest.approx(0.2)
+    assert seen.control_around_s() == pytest.approx(0.25)
+    assert seen.usual_control_s == pytest.approx(0.2)
 
 
 def test_the_control_is_the_same_work_each_time_and_allocates_nothing_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_rates_of_a_slow_moment_are_brought_to_the_usual_pace(tmp_path: Path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = Changing([0.5, 1.0, 1.0, 1.0, 1.0, 2.0])
 
-    class Steady(clock_drift.Pace):  # a stretch's controls are at its speed
+    class Steady(clock_drift.ClockDrift):  # a stretch's controls are at its speed
         def stretch(self) -> float:
             self.seen.append(machine.control_s(self.device))
             return self.seen[-1]

@@ -13,7 +13,7 @@ from tests.contract.cases import make_case
 from tightfit.engine.step import Step, take_step
 from tightfit.measure.flops import forward_flops
 from tightfit.measure.memory import process_peak_bytes, profiled, sample_step
-from tightfit.planner.tracing.live_storages import ROWS, Peak, state_tensors, tensor_bytes, track
+from tightfit.planner.tracing.live_storages import ROWS, Peak, state_tensors, tensor_bytes, track_peak
 from tightfit.runtime.run import Run
 
 PLANS: list[dict[str, Any]] = [
@@ -134,7 +134,7 @@ def test_the_allocator_agrees_with_the_storages(name: str, plan: dict[str, Any])
     batches = run.data.steps(0, None)
     take_step(run, next(batches), 0)
     peaks = []
-    for look in (track, profiled):
+    for look in (track_peak, profiled):
         micro_batches = next(batches)
         peaks.append(look(run, micro_batches, lambda watched, batch=micro_batches: take_step(watched, batch, 1))[1])
     seen, allocated = peaks

@@ -26,7 +26,7 @@ def observed(run: Run, start: int = 0, seconds: float = 0.5) -> Observer:
     """An observer of a whole training, whose steps took twice `seconds`, thrice, ..., and then `seconds`."""
     observer = Observer(run, start)
     for number, step in enumerate(tightfit.train(run, start, take=observer.take)):
-        observer.see(replace(step, seconds=seconds * max(SAMPLED + 2 - number, 1)))
+        observer.add(replace(step, seconds=seconds * max(SAMPLED + 2 - number, 1)))
     return observer
 
 
@@ -60,13 +60,13 @@ def test_mfu_counts_every_micro_batch() -> None:
 def test_a_resumed_training_is_sampled_at_its_own_third_step(monkeypatch: pytest.MonkeyPatch) -> None:
     from tightfit.measure import observer as module
 
-    honest, sampled = module.Sample.take, []
+    honest, sampled = module.MemorySample.take, []
 
-    def take(sample: module.Sample, run: Run, micro_batches: list[Any], step: int) -> Any:
+    def take(sample: module.MemorySample, run: Run, micro_batches: list[Any], step: int) -> Any:
         sampled.append(step)
         return honest(sample, run, micro_batches, step)
 
-    monkeypatch.setattr(module.Sample, "take", take)
+    monkeypatch.setattr(module.MemorySample, "take", take)
     record = observed(tightfit.build(tiny.job(steps=8)), start=3).record(machine())
     assert sampled == [5]
     assert [step for step, _ in record.loss] == [4, 5, 6, 7, 8]
@@ -81,7 +81,7 @@ def test_speed_before_anything_is_timed_is_the_latest_steps() -> None:
     observer = Observer(tightfit.build(tiny.job(steps=5)), 0)
     for seconds, speed in ((2.0, 32.0), (1.0, 64.0), (4.0, 16.0), (0.5, 128.0), (0.25, 192.0)):
         step = Step(0, 1.0, 0.1, None, samples=4, items=60, processed=64, skipped=False, seconds=seconds)
-        observer.see(step)
+        observer.add(step)
         assert observer.speed(step) == speed
     assert observer.step_s(step) == 0.375  # the median of 0.5 and 0.25
 
@@ -99,7 +99,7 @@ def test_what_compiling_took_is_the_first_step_beyond_a_usual_one(monkeypatch: p
 def test_losses_that_are_no_numbers_and_skipped_steps_are_told() -> None:
     observer = Observer(tightfit.build(tiny.job(steps=5)), 0)
     for number, loss in enumerate((2.0, float("nan"), float("inf"))):
-        observer.see(Step(number, loss, 0.1, None, 4, 60, 64, skipped=number > 0, seconds=1.0))
+        observer.add(Step(number, loss, 0.1, None, 4, 60, 64, skipped=number > 0, seconds=1.0))
     record = observer.record(machine())
     assert record.loss == [(1, 2.0), (2, None), (3, None)]
     assert record.skipped_steps == 2

@@ -14,7 +14,7 @@ from tests.devices import on_each_device, on_gpu
 from tightfit.engine.step import take_step
 from tightfit.measure.memory import sample_step
 from tightfit.measure.observer import SAMPLED, Observer
-from tightfit.planner.dry_run import rehearse
+from tightfit.planner.dry_run import dry_run
 
 SIZES: dict[str, dict[str, Any]] = {
     "cpu": {
@@ -79,7 +79,7 @@ def test_predicted_and_dry_run_peaks_are_the_measured_one(fields: dict[str, Any]
     found = measured(job, plan, device)
     rows = tightfit.estimate(job, plan, devices.machine(device)).peak.rows
     predicted = sum(size for row, size in rows.items() if row not in ("runtime", "allocator"))
-    for told in (predicted, rehearse(job, plan, device).total):
+    for told in (predicted, dry_run(job, plan, device).total):
         assert -WITHIN * found <= found - told <= WITHIN * found + BESIDE[device]
 
 
@@ -89,7 +89,7 @@ def test_a_record_is_of_the_device_that_ran(device: str) -> None:
     run = tightfit.build(job_of(device), machine=devices.machine(device))
     observer = Observer(run, 0)
     for step in tightfit.train(run, take=observer.take):
-        observer.see(step)
+        observer.add(step)
     record = observer.record(devices.machine(device))
     peak = record.peak_bytes
     assert record.machine.device == device

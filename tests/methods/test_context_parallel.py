@@ -77,7 +77,8 @@ def test_low_precision_is_as_near_to_fp32_as_on_one_device() -> None:
 def test_pieces_are_all_of_a_sequence_and_labels_stand_where_they_are_predicted(pieces: int) -> None:
     tokens = torch.arange(2 * 25).view(2, 25)
     cuts = [
-        sequence_chunks.cut({"input_ids": tokens, "labels": tokens}, True, piece, pieces) for piece in range(pieces)
+        sequence_chunks.shard_batch({"input_ids": tokens, "labels": tokens}, True, piece, pieces)
+        for piece in range(pieces)
     ]
     positions = torch.cat([cut["position_ids"] for cut in cuts], 1)
     assert sorted(positions[0].tolist()) == list(range(-(-25 // (2 * pieces)) * 2 * pieces))
@@ -94,7 +95,7 @@ def test_under_a_causal_mask_all_devices_have_as_much_to_do(size: int) -> None:
     for rank in range(size):
         ring = ring_attention.Ring.__new__(ring_attention.Ring)
         ring.rank, ring.size = rank, size
-        parts = [ring_attention.seen_parts(step, ring, True, 64) for step in range(1, size)]
+        parts = [ring_attention.visible_slices(step, ring, True, 64) for step in range(1, size)]
         work.append([len(range(64)[rows]) * len(range(64)[columns]) for rows, columns in parts])
     assert all(area == 64 * 32 for areas in work for area in areas)
 
@@ -146,7 +147,7 @@ def test_attention_that_is_more_than_attention_is_refused() -> None:
 def test_positions_of_the_data_s_own_are_refused() -> None:
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     with pytest.raises(InputError, match="position_ids of their own"):
-        sequence_chunks.cut({"input_ids": tokens, "labels": tokens, "position_ids": tokens}, True, 0, 2)
+        sequence_chunks.shard_batch({"input_ids": tokens, "labels": tokens, "position_ids": tokens}, True, 0, 2)
 
 
 @on_each_device
@@ -260,7 +261,7 @@ def test_the_kernels_of_a_gpu_are_called_as_they_want(
     if kernel == "flash" and masked:
         return  # which takes none
     kernels = KernelsOfCuda()
-    monkeypatch.setattr(ring_attention, "kernel_of", lambda query, seen: kernel)
+    monkeypatch.setattr(ring_attention, "select_kernel", lambda query, seen: kernel)
     monkeypatch.setattr(ring_attention, "aten", kernels)
     monkeypatch.setattr(ring_attention, "_is_on_accelerator", lambda tensor: True)
     hold_a_part(causal, masked, "cpu", 13)

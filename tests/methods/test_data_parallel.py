@@ -11,7 +11,7 @@ import tightfit
 from tests.contract import cases
 from tests.pool import together
 from tightfit.distributed.mesh import make_mesh, rank
-from tightfit.methods.data_parallel import LowRank
+from tightfit.methods.data_parallel import PowerSGD
 
 HERE = "tests.methods.test_data_parallel:"
 STEPS = 5
@@ -22,7 +22,7 @@ def sent(low: bool) -> tuple[list[Tensor], list[Tensor], Tensor]:
     mesh = make_mesh(tightfit.Plan(dp_replicate=2), torch.device("cpu"))
     assert mesh is not None
     matrix, vector = nn.Parameter(torch.zeros(24, 16)), nn.Parameter(torch.zeros(7))
-    reducer = LowRank([matrix, vector], mesh.group("dp_replicate"), rank=2)
+    reducer = PowerSGD([matrix, vector], mesh.group("dp_replicate"), rank=2)
     generator = torch.Generator().manual_seed(rank())
     left, right = (
         torch.randn(24, 1, generator=torch.Generator().manual_seed(9)),

@@ -22,7 +22,7 @@ from tightfit.machine import Machine
 from tightfit.measure.verify import FLOAT8, verify
 from tightfit.methods import float8
 from tightfit.planner.defaults import complete
-from tightfit.planner.dry_run import rehearse
+from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import Estimator
 from tightfit.planner.search import _in_float8
 from tightfit.report.explain import _layers_in_float8
@@ -264,7 +264,7 @@ ALSO_PREDICTED: list[dict[str, Any]] = [
 def test_memory_that_is_folded_is_that_of_a_dry_run(fields: dict[str, Any], large: Estimator) -> None:
     plan = tightfit.Plan(**{**TENSORWISE, **fields})
     folded = large.estimate(plan).peak
-    assert folded.total - folded.rows["runtime"] == pytest.approx(rehearse(large.job, plan, "cuda").total, rel=0.01)
+    assert folded.total - folded.rows["runtime"] == pytest.approx(dry_run(large.job, plan, "cuda").total, rel=0.01)
 
 
 def products(estimator: Estimator, plan: tightfit.Plan) -> list[str]:
@@ -321,9 +321,9 @@ def test_search_tries_it_only_where_it_may(large: Estimator) -> None:
     assert _in_float8(large, plan, {"float8": "none"}) == []
     assert _in_float8(large, plan.replace(tp=2), {}) == []
     assert _in_float8(large, tightfit.Plan(), {}) == []
-    assert _in_float8(large.of(job.replace(allow=["bf16"]), large.machine), plan, {}) == []
-    assert _in_float8(large.of(job, other), plan, {}) == []
-    assert [one.float8 for one in _in_float8(large.of(job, Machine.named("l4")), plan, {})] == ["tensorwise"]
+    assert _in_float8(large.with_job(job.replace(allow=["bf16"]), large.machine), plan, {}) == []
+    assert _in_float8(large.with_job(job, other), plan, {}) == []
+    assert [one.float8 for one in _in_float8(large.with_job(job, Machine.named("l4")), plan, {})] == ["tensorwise"]
 
 
 def test_it_is_said_that_torchao_is_missing(large: Estimator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ import tightfit
 from tests.pool import together
 from tightfit.distributed.mesh import make_mesh
 from tightfit.methods import attention, loss
-from tightfit.models.objective import IGNORED, Labelled
+from tightfit.models.objective import IGNORED, LabelCount
 from tightfit.parallel.context import ring_attention
 from tightfit.parallel.pipeline import executor, weight_gradients
 from tightfit.parallel.tensor import sequence_parallel, sharder, vocab_cross_entropy
@@ -45,7 +45,7 @@ def targets(count: int, classes: int) -> Tensor:
 
 def check_attention() -> None:
     """Two blocks of queries in batches of 2 x 2 heads, with a bias of each shape that broadcasts to them."""
-    attention.ROWS, rows = 3, attention.ROWS
+    attention.QUERY_BLOCK, rows = 3, attention.QUERY_BLOCK
     try:
         shapes = [None, (2, 2, 5, 5), (1, 2, 5, 5), (2, 1, 1, 5), (1, 1, 5, 1)]
         for causal in (False, True):
@@ -58,16 +58,18 @@ def check_attention() -> None:
 
                 assert gradcheck(output, (*inputs, bias))
     finally:
-        attention.ROWS = rows
+        attention.QUERY_BLOCK = rows
 
 
 def check_linear_cross_entropy() -> None:
     """Its backward scales what forward kept, so it runs once: each time, forward runs again."""
     some = targets(7, 9).index_fill(0, torch.tensor([0, 4]), IGNORED)
-    as_on_cuda = loss_kernels.Kernels(100, pads=True, adds=True, fused=loss_kernels.loss_and_gradient, multiple=1)
-    every = [(targets(7, 9), None), (some, Labelled(4, 7))]
+    as_on_cuda = loss_kernels.LossKernels(
+        100, pads=True, accumulates_fp32=True, fused=loss_kernels.loss_and_gradient, row_multiple=1
+    )
+    every = [(targets(7, 9), None), (some, LabelCount(4, 7))]
     for (labels, few), kernels, bias, chunk in itertools.product(
-        every, (loss_kernels.Kernels(2), as_on_cuda), (None, random(9)), (3, 100)
+        every, (loss_kernels.LossKernels(2), as_on_cuda), (None, random(9)), (3, 100)
     ):
 
         def total(
@@ -99,7 +101,7 @@ def check_deferred_product() -> None:
     """The input's gradient by differentiation; the weight's, which comes later, by its own."""
     for transposed in (False, True):
         weight = nn.Parameter(random(4, 4).detach())
-        store = weight_gradients.Deferred()
+        store = weight_gradients.DeferredWeightGradients()
 
         def output(input: Tensor, weight: Any = weight, store: Any = store, transposed: bool = transposed) -> Tensor:
             return weight_gradients._DeferredMatmul.apply(input, weight, torch.float64, store, transposed)
@@ -149,7 +151,7 @@ def everyone_has(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 def group_of(fields: dict[str, Any], axis: str) -> tuple[dist.ProcessGroup, int]:
     mesh = make_mesh(tightfit.Plan(**fields), torch.device("cpu"))
     assert mesh is not None
-    group = mesh.lines["context"] if axis == "cp" else mesh.group(axis)
+    group = mesh.p2p_groups["context"] if axis == "cp" else mesh.group(axis)
     return group, dist.get_rank(group)
 
 
@@ -178,7 +180,7 @@ def divided_cross_entropy() -> None:
 
     def total(logits: Tensor) -> Tensor:
         mine = everyone_has(logits, group).chunk(2, -1)[rank]
-        return vocab_cross_entropy.divided_cross_entropy(mine, labels, 3 * rank, group)
+        return vocab_cross_entropy.vocab_parallel_cross_entropy(mine, labels, 3 * rank, group)
 
     assert gradcheck(total, (random(4, 6),))
 

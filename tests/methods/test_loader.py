@@ -51,7 +51,7 @@ def data_of(data: Any, model: Any = GPT, plan: dict[str, Any] | None = None, **t
         optimizer=nothing,
         learning_rate=nothing,
     )
-    assert loader.wanted(run.plan)
+    assert loader.enabled(run.plan)
     return loader.apply(run, run.plan).data
 
 
@@ -291,10 +291,10 @@ def test_a_mask_that_hides_nothing_is_left_out_on_the_host(
     ]
     job = Job(model=TINY_BERT, data=data, train={"batch": 2, "steps": 2})
     run = build(job)
-    assert not run.maskless
+    assert not run.droppable_masks
     monkeypatch.setattr("tightfit.methods.loader.kind_of", lambda device: "cuda")
     on_cuda = loader.apply(run, Plan(**fields))
-    assert on_cuda.maskless == (("attention_mask",) if left_out else ())
+    assert on_cuda.droppable_masks == (("attention_mask",) if left_out else ())
     batch = next(run.data.steps(0, None))[0]
     assert ("attention_mask" not in to_device(batch, on_cuda)) == left_out
     padded = {**batch, "attention_mask": batch["attention_mask"].index_fill(1, torch.tensor(7), 0)}

@@ -18,18 +18,18 @@ from tests.pool import together
 from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.methods.loss import (
+    computed_rows,
     cross_entropy_with_gradient,
     default_chunk,
     find_head,
     linear_cross_entropy,
-    rows_taken,
 )
-from tightfit.models.objective import IGNORED, LABELLED, TASKS, Labelled
+from tightfit.models.objective import IGNORED, LABEL_COUNT_KEY, TASKS, LabelCount
 from tightfit.planner.defaults import complete
-from tightfit.planner.dry_run import rehearse
+from tightfit.planner.dry_run import dry_run
 from tightfit.planner.tracing.live_storages import StorageTracker
 from tightfit.planner.tracing.profiler import Profiler
-from tightfit.runtime.loss_kernels import Kernels, add_product, compiled, linear, loss_and_gradient
+from tightfit.runtime.loss_kernels import LossKernels, add_product, compiled_loss, linear, loss_and_gradient
 from tightfit.runtime.run import to_device
 
 TOKENS, WIDTH, VOCABULARY = 23, 16, 40
@@ -254,7 +254,7 @@ def test_a_plan_gets_the_chunk_of_its_device_and_vocabulary() -> None:
     assert complete(job, Machine.detect(), {})[0].chunked_loss == 1024
 
 
-AS_ON_CUDA = Kernels(1000, pads=True, adds=True, fused=loss_and_gradient, multiple=8)
+AS_ON_CUDA = LossKernels(1000, pads=True, accumulates_fp32=True, fused=loss_and_gradient, row_multiple=8)
 
 
 @pytest.mark.parametrize("chunk", [5, 1000])
@@ -266,7 +266,7 @@ def test_what_cuda_devices_compute_is_the_same(chunk: int, bias: bool, counted: 
     for pads in (None, True):
         hidden, weight, offset, targets = inputs(bias)
         targets[::2] = IGNORED
-        labelled = Labelled(int((targets != IGNORED).sum()), TOKENS) if counted else None
+        labelled = LabelCount(int((targets != IGNORED).sum()), TOKENS) if counted else None
         if pads is None:
             loss = whole(hidden, weight[:37], None if offset is None else offset[:37], targets.clamp(max=36))
         else:
@@ -310,7 +310,7 @@ def test_the_fused_kernel_computes_what_the_operations_do(dtype: torch.dtype) ->
         graphs.append(module)
         return module.forward
 
-    kernel = compiled(backend)
+    kernel = compiled_loss(backend)
     for rows in (6, 9, 4):
         buffer = torch.randn(rows, 64).to(dtype)
         labels = torch.randint(0, 50, (rows,))
@@ -340,19 +340,19 @@ def test_extreme_logits_give_the_fused_kernel_finite_losses_and_gradients() -> N
     ("labelled", "multiple", "taken"),
     [
         (None, 1, None),
-        (Labelled(150, 1000), 1, 150),
-        (Labelled(150, 1000), 128, 256),
-        (Labelled(0, 1000), 1, 1),
-        (Labelled(899, 1000), 1, 899),
-        (Labelled(900, 1000), 1, None),
-        (Labelled(1000, 1000), 128, None),
-        (Labelled(3, 20), 1, 150),
+        (LabelCount(150, 1000), 1, 150),
+        (LabelCount(150, 1000), 128, 256),
+        (LabelCount(0, 1000), 1, 1),
+        (LabelCount(899, 1000), 1, 899),
+        (LabelCount(900, 1000), 1, None),
+        (LabelCount(1000, 1000), 128, None),
+        (LabelCount(3, 20), 1, 150),
     ],
 )
 def test_rows_are_left_out_where_a_tenth_of_them_do_not_count(
-    labelled: Labelled | None, multiple: int, taken: int | None
+    labelled: LabelCount | None, multiple: int, taken: int | None
 ) -> None:
-    assert rows_taken(labelled, 1000, multiple) == taken
+    assert computed_rows(labelled, 1000, multiple) == taken
 
 
 BERT: dict[str, Any] = {
@@ -406,7 +406,7 @@ def test_a_masked_language_model_computes_logits_where_labels_stand() -> None:
 def test_a_batch_without_any_label_has_a_loss_of_zero_and_zero_gradients() -> None:
     hidden, weight, bias, targets = inputs()
     targets.fill_(IGNORED)
-    loss = linear_cross_entropy(hidden, weight, bias, targets, 5, labelled=Labelled(0, TOKENS))
+    loss = linear_cross_entropy(hidden, weight, bias, targets, 5, labelled=LabelCount(0, TOKENS))
     loss.backward()
     assert float(loss.detach()) == 0.0
     for tensor in (hidden, weight, bias):
@@ -431,7 +431,7 @@ def test_a_prediction_has_logits_for_the_share_of_labels(device: str) -> None:
     assert names.count("compiled") == (chunks if device == "cuda" else 0)
     assert ("aten._softmax" in names) == (device == "cpu")
     every = job.replace(data={**job.data.model_dump(exclude_none=True), "mask_probability": 0.99})
-    assert rehearse(job, plan, device).total < rehearse(every, plan, device).total
+    assert dry_run(job, plan, device).total < dry_run(every, plan, device).total
 
 
 @pytest.mark.parametrize("compiled", ["block", "model"])
@@ -456,7 +456,7 @@ def test_the_gradient_of_fp32_weights_from_16_bit_products(chunk: int, count: in
     hidden, weight, _, targets = inputs()
     narrow = hidden.detach().bfloat16()[:count]
     found = []
-    for kernels in (Kernels(adds=True), Kernels()):
+    for kernels in (LossKernels(accumulates_fp32=True), LossKernels()):
         weight.grad = None
         with torch.autocast("cpu", torch.bfloat16):
             linear_cross_entropy(narrow, weight, None, targets[:count], chunk, kernels).backward()
@@ -475,7 +475,7 @@ def trained_on_some_labels(fields: dict[str, Any]) -> tuple[list[float], dict[st
     job = bert_job().replace(train=tightfit.Train(batch=8, steps=2, learning_rate=1e-2, epsilon=cases.EPSILON))
     run = tightfit.build(job, tightfit.Plan(**fields))
     batch = next(run.data.steps(0, None))[0]
-    labelled = to_device(batch, run).get(LABELLED)
+    labelled = to_device(batch, run).get(LABEL_COUNT_KEY)
     left_out = 0 if labelled is None else labelled.of - labelled.count
     return [result.loss for result in tightfit.train(run)], cases.state_of(run), left_out
 

@@ -350,7 +350,7 @@ def test_a_run_gets_its_model_and_its_loss(way, precision, dtype):
         optimizer=unset,
         learning_rate=unset,
     )
-    assert materialize.wanted(plan)
+    assert materialize.enabled(plan)
     run = materialize.apply(run, plan)
     assert weights_dtype(plan) == dtype
     assert {parameter.dtype for parameter in run.model.parameters()} == {dtype}

@@ -52,7 +52,7 @@ class _Toy(ModuleType):
     VARIANTS = ({"prefetch": 3},)
 
     @staticmethod
-    def wanted(plan: Plan) -> bool:
+    def enabled(plan: Plan) -> bool:
         return plan.prefetch > 2
 
     @staticmethod

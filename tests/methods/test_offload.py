@@ -126,7 +126,7 @@ def test_what_a_device_holds_between_steps_is_no_parameter_and_no_gradient() -> 
     take_step(run, next(run.data.steps(0, None)), 0)
     assert run.store is not None
     count = sum(parameter.numel() for parameter in run.model.parameters())
-    assert run.store.taken >= 4 * 4 * count  # weights, gradients, two moments
+    assert run.store.stored_bytes >= 4 * 4 * count  # weights, gradients, two moments
     assert all(isinstance(parameter, DTensor) and parameter.grad is None for parameter in run.model.parameters())
 
 

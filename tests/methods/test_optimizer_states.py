@@ -9,7 +9,7 @@ from tightfit.errors import InputError
 from tightfit.job import Job, Train
 from tightfit.methods import optimizer_states
 from tightfit.models.objective import objective_of
-from tightfit.optim.in_batches import InBatches
+from tightfit.optim.in_batches import MultiTensor
 from tightfit.optim.per_parameter import PerParameter
 from tightfit.plan import Plan
 from tightfit.runtime.run import Run
@@ -143,9 +143,9 @@ def test_complex_parameters_are_refused_what_is_of_real_ones(fields: dict[str, A
 @pytest.mark.parametrize(
     ("fields", "optimizer", "kind"),
     [
-        ({"states": "8-bit"}, "adamw", InBatches),
-        ({"states": "bf16"}, "lion", InBatches),
-        ({"states": "8-bit", "fused_optimizer": True}, "sgd", InBatches),
+        ({"states": "8-bit"}, "adamw", MultiTensor),
+        ({"states": "bf16"}, "lion", MultiTensor),
+        ({"states": "8-bit", "fused_optimizer": True}, "sgd", MultiTensor),
         ({"states": "8-bit", "update_in_backward": True}, "adamw", PerParameter),
         ({"states": "8-bit"}, "lamb", PerParameter),
         ({"fused_optimizer": True}, "adamw", torch.optim.AdamW),

@@ -31,7 +31,7 @@ def trained(fields: dict[str, Any], slow: int) -> tuple[list[Any], list[int | No
         late.append(step.staleness)
         if rank() == slow:
             time.sleep(0.05)
-    return getattr(run.stages, "log", []), late, cases.state_of(run)
+    return getattr(run.executor, "log", []), late, cases.state_of(run)
 
 
 def replayed(log: list[tuple[int, int, int]], workers: int) -> dict[str, Tensor]:

@@ -20,17 +20,17 @@ from tightfit.cost.pipeline_schedule import (
     FORWARD,
     WEIGHTS,
     Action,
+    dependencies_of,
     in_flight,
-    needs,
-    play,
+    make_schedule,
+    simulate,
     split_balanced,
     split_evenly,
-    timetable,
 )
 from tightfit.engine.step import take_step
 from tightfit.errors import InputError
-from tightfit.models import find_blocks, places_of
-from tightfit.parallel.pipeline.stages import pieces_of
+from tightfit.models import find_blocks, parameter_uses
+from tightfit.parallel.pipeline.stages import stage_ranges
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
 HERE = "tests.methods.test_pipeline:"
@@ -45,20 +45,20 @@ def test_a_timetable_does_everything_once_and_nobody_waits_for_ever(
     schedule: str, devices: int, chunks: int, micro_batches: int
 ) -> None:
     chunks = chunks + 1 if schedule == "interleaved" else 1
-    table = timetable(schedule, devices, chunks, micro_batches)
+    table = make_schedule(schedule, devices, chunks, micro_batches)
     kinds = (FORWARD, BACKWARD, WEIGHTS) if schedule == "zero-bubble" else (FORWARD, BACKWARD)
     for device, actions in enumerate(table):
         own = range(device, devices * chunks, devices)
         wanted = {Action(kind, chunk, number) for kind in kinds for chunk in own for number in range(micro_batches)}
         assert len(actions) == len(wanted)
         assert set(actions) == wanted
-    ended = {slot.action: slot for slot in play(table, lambda action: 1.0)}
+    ended = {slot.action: slot for slot in simulate(table, lambda action: 1.0)}
     for action, slot in ended.items():
-        assert all(ended[other].end <= slot.start for other in needs(action, devices * chunks))
+        assert all(ended[other].end <= slot.start for other in dependencies_of(action, devices * chunks))
     for kind in (FORWARD, BACKWARD):  # what is sent on one line is received in the order in which it is sent
         for chunk in range(devices * chunks - 1):
             here, there = (
-                [action.micro_batch for action in table[c % devices] if (action.kind, action.chunk) == (kind, c)]
+                [action.micro_batch for action in table[c % devices] if (action.kind, action.stage) == (kind, c)]
                 for c in (chunk, chunk + 1)
             )
             assert here == there
@@ -80,15 +80,17 @@ def test_bubbles_and_activations_are_the_papers(devices: int, micro_batches: int
         "1f1b": [min(devices - device, micro_batches) for device in range(devices)],
     }
     for schedule, wanted in expected.items():
-        table = timetable(schedule, devices, 1, micro_batches)
-        assert max(slot.end for slot in play(table, seconds)) == pytest.approx(wanted)
+        table = make_schedule(schedule, devices, 1, micro_batches)
+        assert max(slot.end for slot in simulate(table, seconds)) == pytest.approx(wanted)
         assert [in_flight(actions) for actions in table] == held[schedule]
 
 
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_interleaving_divides_the_bubble_by_the_pieces_of_a_device(chunks: int) -> None:
     devices, micro_batches = 4, 8
-    slots = play(timetable("interleaved", devices, chunks, micro_batches), lambda action: seconds(action) / chunks)
+    slots = simulate(
+        make_schedule("interleaved", devices, chunks, micro_batches), lambda action: seconds(action) / chunks
+    )
     busy = 3.0 * micro_batches
     assert max(slot.end for slot in slots) == pytest.approx(busy + 3.0 * (devices - 1) / chunks)
 
@@ -96,8 +98,8 @@ def test_interleaving_divides_the_bubble_by_the_pieces_of_a_device(chunks: int) 
 @pytest.mark.parametrize(("devices", "micro_batches"), [(2, 4), (4, 4), (4, 8), (4, 16)])
 def test_zero_bubble_waits_a_third_at_most_and_holds_no_more(devices: int, micro_batches: int) -> None:
     """ZB-H1: (p-1)(F + B - W) where a forward, a backward and weights take as long; as many micro-batches as 1F1B's most."""
-    table = timetable("zero-bubble", devices, 1, micro_batches)
-    whole = max(slot.end for slot in play(table, lambda action: 1.0))
+    table = make_schedule("zero-bubble", devices, 1, micro_batches)
+    whole = max(slot.end for slot in simulate(table, lambda action: 1.0))
     assert whole - 3.0 * micro_batches <= devices - 1 + 2.0
     assert max(in_flight(actions) for actions in table) <= devices
 
@@ -121,7 +123,7 @@ def test_blocks_are_split_so_that_the_slowest_piece_is_fast() -> None:
 def test_where_parameters_are_used() -> None:
     def places(name: str) -> dict[str, tuple[int, ...]]:
         model = tightfit.build(cases.make_case(name).job).model
-        return places_of(model, find_blocks(model))
+        return parameter_uses(model, find_blocks(model))
 
     llama, gpt2, vit = places("llama"), places("gpt2"), places("vit")
     assert llama["model.embed_tokens.weight"] == (-1,)
@@ -154,9 +156,9 @@ def simulated(
     vertical sync; applied to the newest weights."""
     run = tightfit.build(pipedream_job(name, **train))
     blocks = find_blocks(run.model)
-    pieces = pieces_of(tightfit.Plan(pp=devices), len(blocks))
+    pieces = stage_ranges(tightfit.Plan(pp=devices), len(blocks))
     stage = {}
-    for key, (place, *_) in places_of(run.model, blocks).items():
+    for key, (place, *_) in parameter_uses(run.model, blocks).items():
         stage[key] = next((s for s, piece in enumerate(pieces) if place in piece), 0 if place < 0 else devices - 1)
     weights = dict(run.model.named_parameters())
     history = [{key: weight.detach().clone() for key, weight in weights.items()}]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tightfit
 from tightfit.errors import InputError
 from tightfit.planner.search import search
-from tightfit.planner.tracing.live_storages import track
+from tightfit.planner.tracing.live_storages import track_peak
 from tightfit.runtime.run import Run
 
 LAYERS, WIDTH, BATCH = 9, 16, 32
@@ -119,7 +119,7 @@ def test_which_blocks_run_twice_and_that_nobody_can_tell(recompute: str, again: 
 def activations(recompute: str) -> int:
     """Bytes that a forward leaves for backward."""
     run = build(recompute)
-    peak = track(run, [batch()], lambda watched: watched.loss_sum(batch()))[1]
+    peak = track_peak(run, [batch()], lambda watched: watched.loss_sum(batch()))[1]
     return peak.timeline[-1][1]
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import tightfit
-from tightfit.models.caches import tensors_kept_out
-from tightfit.planner.dry_run import rehearse
+from tightfit.models.caches import isolated_model_caches
+from tightfit.planner.dry_run import dry_run
 from tightfit.planner.tracing.profiler import Profiler
 
 TABLES: dict[int, Tensor] = {}
@@ -87,7 +87,7 @@ def test_a_trace_and_a_training_use_the_same_code_one_after_the_other() -> None:
     job: Any = tightfit.Job(model=Remembers, data=[(torch.zeros(8), 1)] * 8, train=tightfit.Train(batch=4, steps=1))
     for _ in range(2):
         Profiler(job, "cpu").ledger(tightfit.Plan())
-        rehearse(job, tightfit.Plan())
+        dry_run(job, tightfit.Plan())
         assert not any(isinstance(one, FakeTensor) for one in (*TABLES.values(), *Remembers.known.values()))
         losses = [result.loss for result in tightfit.train(tightfit.build(job, tightfit.Plan()))]
         assert len(losses) == 1
@@ -97,7 +97,7 @@ def test_a_trace_and_a_training_use_the_same_code_one_after_the_other() -> None:
 
 def test_what_dicts_held_is_there_again_and_what_a_trace_left_is_not() -> None:
     TABLES[3] = real = torch.arange(3)
-    with tensors_kept_out(), FakeTensorMode():
+    with isolated_model_caches(), FakeTensorMode():
         assert not TABLES
         TABLES[4] = torch.arange(4)
         TABLES[3] = torch.arange(3)
@@ -111,7 +111,7 @@ def test_beit_with_relative_positions_is_predicted_and_trains() -> None:
     job = tightfit.Job(model=BEIT, data={"synthetic": "images"}, train=tightfit.Train(batch=4, steps=1))
     for _ in range(2):
         assert Profiler(job, "cpu").ledger(tightfit.Plan()).peak().total > 0
-        assert rehearse(job, tightfit.Plan(recompute="full")).total > 0
+        assert dry_run(job, tightfit.Plan(recompute="full")).total > 0
         assert [result.loss for result in tightfit.train(tightfit.build(job, tightfit.Plan()))]
 
 
@@ -121,7 +121,7 @@ RINGS: dict[str, Any] = {}
 def test_a_dict_that_holds_itself_is_no_hindrance() -> None:
     RINGS["self"], RINGS["table"] = RINGS, torch.arange(2)
     try:
-        with tensors_kept_out():
+        with isolated_model_caches():
             assert "table" not in RINGS
         assert RINGS["self"] is RINGS
         assert RINGS["table"].tolist() == [0, 1]

@@ -15,7 +15,7 @@ from torch.nn.functional import grouped_mm
 import tightfit
 from tightfit.errors import Untraceable
 from tightfit.machine import Machine
-from tightfit.models.fake_kernels import GroupedProducts, grouped_flops, grouped_sizes
+from tightfit.models.fake_kernels import GroupedMatmuls, grouped_mm_flops, grouped_mm_sizes
 from tightfit.planner.estimate import Estimator
 
 ROWS, DEPTH, COLUMNS, GROUPS = 32, 16, 32, 2  # bf16 takes multiples of 8 in each group
@@ -59,15 +59,15 @@ def test_products_of_groups_have_their_real_shapes(left: Any, right: Any, dtype:
     cut = {2: DEPTH if len(right) == 2 else ROWS, 3: COLUMNS}[len(left)]
     offsets = None if len(left) == len(right) == 3 else torch.tensor([cut // 2, cut], dtype=torch.int32)
     real = product(torch.randn(left, dtype=dtype), torch.randn(right, dtype=dtype), offsets)
-    with FakeTensorMode(allow_non_fake_inputs=True), GroupedProducts():
+    with FakeTensorMode(allow_non_fake_inputs=True), GroupedMatmuls():
         assert product(torch.randn(left, dtype=dtype), torch.randn(right, dtype=dtype), offsets) == real
 
 
 def test_products_of_groups_count_as_what_they_multiply() -> None:
     """All rows go through one expert each."""
-    assert grouped_flops((ROWS, DEPTH), (GROUPS, DEPTH, COLUMNS), (GROUPS,)) == 2 * ROWS * DEPTH * COLUMNS
-    assert grouped_flops((DEPTH, ROWS), (ROWS, COLUMNS), (GROUPS,)) == 2 * ROWS * DEPTH * COLUMNS
-    assert grouped_sizes((ROWS, DEPTH), (GROUPS, DEPTH, COLUMNS), GROUPS) == (GROUPS, ROWS / GROUPS, COLUMNS, DEPTH)
+    assert grouped_mm_flops((ROWS, DEPTH), (GROUPS, DEPTH, COLUMNS), (GROUPS,)) == 2 * ROWS * DEPTH * COLUMNS
+    assert grouped_mm_flops((DEPTH, ROWS), (ROWS, COLUMNS), (GROUPS,)) == 2 * ROWS * DEPTH * COLUMNS
+    assert grouped_mm_sizes((ROWS, DEPTH), (GROUPS, DEPTH, COLUMNS), GROUPS) == (GROUPS, ROWS / GROUPS, COLUMNS, DEPTH)
 
 
 MINIMAX: dict[str, Any] = {

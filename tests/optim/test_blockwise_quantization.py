@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tightfit.optim.blockwise_quantization import Blocks, bits_of, code_values
+from tightfit.optim.blockwise_quantization import BlockQuantizer, bits_of, quantization_map
 from tightfit.planner.tracing.live_storages import StorageTracker
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ def test_maps_are_torchaos_but_for_the_zero_of_second_moments(bits: int, signed:
     if not signed and bits == 8:
         assert theirs[0] == 0
         theirs[0] = 1e-7
-    assert code_values(bits, signed) == pytest.approx(theirs, rel=1e-5)
+    assert quantization_map(bits, signed) == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -30,15 +30,15 @@ def test_states_come_back_as_from_torchao(bits: int, signed: bool) -> None:
     torch.manual_seed(0)
     state = torch.randn(64, 96) * 10 ** torch.randn(64, 1)
     state = state if signed else state.square()
-    blocks = Blocks(bits, CPU)
-    ours = blocks.unpack(NAMES[signed], blocks.pack(NAMES[signed], state), state)
+    blocks = BlockQuantizer(bits, CPU)
+    ours = blocks.dequantize(NAMES[signed], blocks.quantize(NAMES[signed], state), state)
     theirs = getattr(torchao, f"OptimState{bits}bit").zeros(state.shape, signed, blocks.size)
     theirs.copy_(state)
     largest = state.view(-1, blocks.size).abs().amax(1, keepdim=True)
     same = ((ours - theirs.dequantize()).view(-1, blocks.size) / largest).abs() < 4e-7  # about our zero, 1e-7
     same |= torch.isclose(ours, theirs.dequantize(), rtol=1e-4).view(-1, blocks.size)
     assert same.float().mean() > 0.999  # halfway cases may round to either neighbour
-    values = code_values(bits, signed)
+    values = quantization_map(bits, signed)
     bound = max(max(b - a for a, b in itertools.pairwise(values)) / 2, min(map(abs, values))) + 1e-6
     assert ((ours - state).view(-1, blocks.size).abs() <= largest * bound).all()
 
@@ -46,25 +46,25 @@ def test_states_come_back_as_from_torchao(bits: int, signed: bool) -> None:
 @pytest.mark.parametrize(("bits", "expected"), [(8, 1.0), (4, 0.5)])
 def test_bytes_held(bits: int, expected: float) -> None:
     state = torch.randn(64, 128)
-    packed = Blocks(bits, CPU).pack("exp_avg", state)
+    packed = BlockQuantizer(bits, CPU).quantize("exp_avg", state)
     assert packed["codes"].untyped_storage().nbytes() == expected * state.numel()
-    assert packed["scale"].untyped_storage().nbytes() == 4 * state.numel() / Blocks(bits, CPU).size
+    assert packed["scale"].untyped_storage().nbytes() == 4 * state.numel() / BlockQuantizer(bits, CPU).size
     assert bits_of(packed, state) == bits
 
 
 def test_only_large_tensors_of_whole_blocks_are_packed() -> None:
     for bits, size in ((8, 256), (4, 128)):
-        blocks = Blocks(bits, CPU)
-        assert blocks.divide(torch.empty(4096))
-        assert not blocks.divide(torch.empty(4096 - size))
-        assert not blocks.divide(torch.empty(4096 + size // 2))
+        blocks = BlockQuantizer(bits, CPU)
+        assert blocks.can_quantize(torch.empty(4096))
+        assert not blocks.can_quantize(torch.empty(4096 - size))
+        assert not blocks.can_quantize(torch.empty(4096 + size // 2))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_layout_and_type_follow_the_weight(bits: int) -> None:
     weight = torch.randn(64, 16, 3, 3, dtype=torch.float64).to(memory_format=torch.channels_last)
-    blocks = Blocks(bits, CPU)
-    found = blocks.unpack("exp_avg", blocks.pack("exp_avg", weight), weight)
+    blocks = BlockQuantizer(bits, CPU)
+    found = blocks.dequantize("exp_avg", blocks.quantize("exp_avg", weight), weight)
     assert found.stride() == weight.stride()
     assert found.dtype == torch.float64
     assert (found - weight).abs().max() < weight.abs().max() * (0.02 if bits == 8 else 0.2)
@@ -72,9 +72,9 @@ def test_layout_and_type_follow_the_weight(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_zeros_stay_zeros_where_signed_and_small_where_not(bits: int) -> None:
-    zeros, blocks = torch.zeros(4096), Blocks(bits, CPU)
-    assert torch.equal(blocks.unpack("exp_avg", blocks.pack("exp_avg", zeros), zeros), zeros)
-    assert blocks.unpack("exp_avg_sq", blocks.pack("exp_avg_sq", zeros), zeros).max() <= 1e-12
+    zeros, blocks = torch.zeros(4096), BlockQuantizer(bits, CPU)
+    assert torch.equal(blocks.dequantize("exp_avg", blocks.quantize("exp_avg", zeros), zeros), zeros)
+    assert blocks.dequantize("exp_avg_sq", blocks.quantize("exp_avg_sq", zeros), zeros).max() <= 1e-12
 
 
 def allocated(work: Callable[[], object]) -> int:
@@ -92,9 +92,9 @@ def allocated(work: Callable[[], object]) -> int:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_temporaries_are_the_fp32_values_and_their_codes(bits: int) -> None:
     """8 bytes an element in either direction, and no int64 copy of the codes, which an index would make unseen."""
-    state, blocks = torch.randn(256, 1024), Blocks(bits, CPU)
-    packed = blocks.pack("exp_avg", state)
-    for work in (lambda: blocks.unpack("exp_avg", packed, state), lambda: blocks.pack("exp_avg", state)):
+    state, blocks = torch.randn(256, 1024), BlockQuantizer(bits, CPU)
+    packed = blocks.quantize("exp_avg", state)
+    for work in (lambda: blocks.dequantize("exp_avg", packed, state), lambda: blocks.quantize("exp_avg", state)):
         with StorageTracker([]) as tracker:
             tracker.assign([state, *packed.values()], "parameters")
             work()

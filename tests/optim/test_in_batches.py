@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.optim.test_per_parameter import Model, assert_same, bytes_per_element, steps, train
 from tightfit.optim import in_batches, make_optimizer
-from tightfit.optim.in_batches import ELEMENTWISE, InBatches, batches
+from tightfit.optim.in_batches import ELEMENTWISE, MultiTensor, update_batches
 from tightfit.optim.per_parameter import PerParameter
 from tightfit.plan import Plan
 from tightfit.runtime.offload_store import Store
@@ -29,7 +29,7 @@ def both(
 ) -> list[tuple[Model, torch.optim.Optimizer]]:
     """The same model twice, updated in batches and one by one, by torch's kernels over lists in both."""
     found = []
-    for kind in (InBatches, PerParameter):
+    for kind in (MultiTensor, PerParameter):
         model = Model(dtype)
         optimizer = kind(make_optimizer(model, train(name), fused), **options)
         for group in optimizer.param_groups:
@@ -102,7 +102,7 @@ def test_wide_updates_of_fp16_weights() -> None:
 
 def test_weights_that_are_not_laid_out_row_by_row() -> None:
     ends = []
-    for kind, fused in itertools.product((InBatches, PerParameter), (False, True)):
+    for kind, fused in itertools.product((MultiTensor, PerParameter), (False, True)):
         torch.manual_seed(0)
         weights = [torch.nn.Parameter(torch.randn(16, 32, 3, 3).to(memory_format=torch.channels_last)) for _ in "ab"]
         optimizer = kind(torch.optim.AdamW(weights, lr=0.1, fused=fused), "8-bit")
@@ -141,9 +141,9 @@ def test_a_run_goes_on_in_batches_from_one_by_one_and_back() -> None:
 
 def test_a_batch_has_as_many_elements_as_the_largest_parameter_or_a_fixed_number() -> None:
     large = 3 * in_batches.ELEMENTS
-    assert batches([large, 10, large - 10, 1], large) == [range(1), range(1, 3), range(3, 4)]
-    assert batches([1, 2, 3], 3) == [range(3)]
-    assert batches([], 0) == []
+    assert update_batches([large, 10, large - 10, 1], large) == [range(1), range(1, 3), range(3, 4)]
+    assert update_batches([1, 2, 3], 3) == [range(3)]
+    assert update_batches([], 0) == []
 
 
 class Counted(torch.utils._python_dispatch.TorchDispatchMode):
@@ -158,7 +158,7 @@ class Counted(torch.utils._python_dispatch.TorchDispatchMode):
 
 def test_runs_on_fake_tensors_with_far_fewer_kernels() -> None:
     counts = []
-    for kind in (InBatches, PerParameter):
+    for kind in (MultiTensor, PerParameter):
         with FakeTensorMode():
             model = Model(torch.bfloat16)
             optimizer = kind(make_optimizer(model, train("adamw"), True), "8-bit", "kahan")

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tightfit.errors import InputError
 from tightfit.job import Train
 from tightfit.optim import make_optimizer
-from tightfit.optim.in_batches import InBatches
+from tightfit.optim.in_batches import MultiTensor
 from tightfit.optim.lamb import LAMB
-from tightfit.optim.per_parameter import PerParameter, round_stochastically_, unpack
+from tightfit.optim.per_parameter import PerParameter, dequantize_state, round_stochastically_
 
 ELEMENTWISE = ["adamw", "sgd", "lion", "lamb", "lars"]
 ALL = [*ELEMENTWISE, "adafactor", "muon"]
@@ -306,7 +306,7 @@ def test_resume_is_exact_for_states_that_are_not_elementwise(name: str) -> None:
 
 def widened(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> Tensor:
     state = optimizer.state[parameter][name]
-    return unpack(name, state, parameter) if isinstance(state, dict) else state.float()
+    return dequantize_state(name, state, parameter) if isinstance(state, dict) else state.float()
 
 
 @pytest.mark.parametrize(("saved_as", "loaded_as"), list(itertools.product(["plain", *WIDTHS], repeat=2)))
@@ -446,7 +446,7 @@ def test_kahan_s_compensation_lies_with_the_states_and_a_resume_waits_for_what_i
     assert after.settled
 
 
-@pytest.mark.parametrize("kind", [PerParameter, InBatches])
+@pytest.mark.parametrize("kind", [PerParameter, MultiTensor])
 def test_states_of_the_next_update_are_asked_for_before_this_one(kind: type[PerParameter], monkeypatch: Any) -> None:
     monkeypatch.setattr("tightfit.optim.in_batches.ELEMENTS", 1)
     weights = [torch.nn.Parameter(torch.ones(4 + number)) for number in range(3)]
@@ -485,7 +485,7 @@ def overflowing(name: str, batched: bool, way: dict[str, Any], by_the_device: bo
     """Weights and states after each step, those that overflow left out by the optimizer or by who calls it."""
     model = Model(torch.bfloat16 if "rounding" in way else torch.float32)
     inner = make_optimizer(model, Train(optimizer=name, learning_rate=RATES.get(name, 1e-2), weight_decay=0.1))
-    optimizer = (InBatches if batched else PerParameter)(inner, undoes=by_the_device, **way)
+    optimizer = (MultiTensor if batched else PerParameter)(inner, undoes=by_the_device, **way)
     weights, states = [], []
     for number, overflows in enumerate(LEFT_OUT):
         torch.manual_seed(number)

@@ -108,8 +108,8 @@ def late() -> Iterator[list[str]]:
         return Late(log, *given, **named) if async_op else SENT(*given, **named)
 
     with (
-        patch.multiple(gradient_buckets, BUCKET_BYTES=300, PIECE_BYTES=0),
-        patch.object(weight_gathers, "IN_PLACE_BYTES", 100),
+        patch.multiple(gradient_buckets, BUCKET_BYTES=300, MIN_BYTES_PER_DEVICE=0),
+        patch.object(weight_gathers, "MIN_IN_PLACE_BYTES", 100),
         patch.object(dist, "broadcast", broadcast),
         patch.object(compile, "BACKEND", "aot_eager"),
     ):
@@ -242,7 +242,7 @@ def test_what_the_forward_hides_is_no_time_of_a_gpu_s_step() -> None:
     assert updated.at_start == pytest.approx(at_start, rel=0.01)
     waiting = replace(found.ledger, messages=(replace(updated, hides=False, at_start=0.0),))
     beside = replace(found.ledger, messages=(updated,))
-    whole_s, shown_s = (estimator.clock.step_time(one).communication_s for one in (waiting, beside))
+    whole_s, shown_s = (estimator.cost_model.step_time(one).communication_s for one in (waiting, beside))
     assert updated.at_start * whole_s <= shown_s < whole_s
     one_region = estimator.estimate(tightfit.Plan(zero=1, dp_shard=2, micro_batch=16, compile="model"))
-    assert not one_region.ledger.messages[-1].hides
+    assert not one_region.ledger.messages[-1].overlaps

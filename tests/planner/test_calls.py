@@ -14,8 +14,8 @@ from tightfit.engine.build import build
 from tightfit.engine.step import take_step
 from tightfit.machine import Machine
 from tightfit.measure.memory import sample_step
-from tightfit.planner.dry_run import rehearse
-from tightfit.planner.estimate import fold
+from tightfit.planner.dry_run import dry_run
+from tightfit.planner.estimate import estimated_ledger
 from tightfit.planner.tracing.profiler import Profiler
 
 WIDTH, SAMPLES, DEPTH = 32, 256, 6
@@ -146,8 +146,8 @@ def test_what_is_folded_is_what_a_rehearsal_sees(
     model: type[nn.Module], fields: dict[str, Any], profilers: dict[type[nn.Module], Profiler]
 ) -> None:
     plan = tightfit.Plan(**fields)
-    folded = fold(profilers[model], plan, Machine.detect()).peak().total
-    assert folded == pytest.approx(rehearse(job(model), plan).total, rel=0.02)
+    folded = estimated_ledger(profilers[model], plan, Machine.detect()).peak().total
+    assert folded == pytest.approx(dry_run(job(model), plan).total, rel=0.02)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -157,7 +157,7 @@ def test_what_is_rehearsed_is_what_runs(model: type[nn.Module]) -> None:
     steps = run.data.steps(0, None)
     take_step(run, next(steps), 0)
     _, measured = sample_step(run, next(steps), 1)
-    assert rehearse(job(model), plan).total == pytest.approx(measured.total, rel=0.02)
+    assert dry_run(job(model), plan).total == pytest.approx(measured.total, rel=0.02)
 
 
 @pytest.mark.parametrize("model", [Twice, RectifiedTwice])
@@ -165,8 +165,8 @@ def test_segments_of_a_model_that_goes_through_its_blocks_twice(
     model: type[nn.Module], profilers: dict[type[nn.Module], Profiler]
 ) -> None:
     plan = tightfit.Plan(recompute="sqrt")
-    folded = fold(profilers[model], plan, Machine.detect()).peak().total
-    assert folded == pytest.approx(rehearse(job(model), plan).total, rel=0.02)
+    folded = estimated_ledger(profilers[model], plan, Machine.detect()).peak().total
+    assert folded == pytest.approx(dry_run(job(model), plan).total, rel=0.02)
 
 
 @pytest.mark.parametrize("model", [Twice, InTurn])

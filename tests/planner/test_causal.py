@@ -12,11 +12,11 @@ from torch.nn import functional
 
 import tightfit
 from tests.planner import cases
-from tightfit.cost.recorded_step import Linear, Operation
+from tightfit.cost.recorded_step import BatchLinear, Operation
 from tightfit.machine import Figure, Machine
 from tightfit.methods.attention import blocked_attention
 from tightfit.planner.estimate import Estimator
-from tightfit.planner.time_model import KIND, Clock
+from tightfit.planner.time_model import KIND, CostModel
 from tightfit.planner.tracing import plain_data
 from tightfit.planner.tracing.recorder import causal_pairs, trace
 
@@ -59,7 +59,7 @@ def test_all_pairs_count_as_flops_and_those_that_the_mask_leaves_are_computed(bl
         assert one.flops == other.flops
         assert one.flops.at(1) >= forward
         left = (64 * 64 + 64 * 128) / LENGTH**2 if blocked else (LENGTH + 1) / (2 * LENGTH)
-        assert (one.computed, other.computed) == (1.0, pytest.approx(left))
+        assert (one.computed_share, other.computed_share) == (1.0, pytest.approx(left))
 
 
 def machine(rates: dict[str, float]) -> Machine:
@@ -78,11 +78,11 @@ def machine(rates: dict[str, float]) -> Machine:
 
 def test_time_is_of_the_pairs_that_are_computed_at_the_rate_of_their_kernel() -> None:
     name = "aten._scaled_dot_product_flash_attention_for_cpu"
-    flops = Linear(1e12)
-    full, half = (Operation(name, "float32", flops, Linear(1.0), computed=share) for share in (1.0, 0.5))
-    clock = Clock(machine({"attention": 1e12}))
+    flops = BatchLinear(1e12)
+    full, half = (Operation(name, "float32", flops, BatchLinear(1.0), computed_share=share) for share in (1.0, 0.5))
+    clock = CostModel(machine({"attention": 1e12}))
     assert clock.operation_s(half, 1) == pytest.approx(0.5 * clock.operation_s(full, 1))
-    slower = Clock(machine({"attention": 1e12, "causal attention": 5e11}))
+    slower = CostModel(machine({"attention": 1e12, "causal attention": 5e11}))
     assert slower.operation_s(half, 1) == pytest.approx(slower.operation_s(full, 1)) == pytest.approx(1.0)
 
 
@@ -102,7 +102,7 @@ def test_a_language_model_s_flops_are_those_of_all_pairs_and_its_time_is_shorter
     estimate = estimator.estimate(tightfit.Plan())
     attention = [one for _, _, one, _ in estimate.ledger.operations() if KIND.get(one.name) == "attention"]
     assert attention
-    assert all(0.5 < one.computed < 0.6 for one in attention)
-    kept = plain_data.to_content(estimator.profiler.programs(tightfit.Plan(), 8))
+    assert all(0.5 < one.computed_share < 0.6 for one in attention)
+    kept = plain_data.to_content(estimator.profiler.recorded_step(tightfit.Plan(), 8))
     assert len({row[-1] for row in kept["operations"]}) == 2  # what is kept on disk says so, too
     assert plain_data.to_content(plain_data.from_content(kept)) == kept

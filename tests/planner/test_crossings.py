@@ -15,7 +15,7 @@ from tests.pool import together
 from tightfit.engine.build import build
 from tightfit.engine.step import take_step
 from tightfit.machine import Machine
-from tightfit.planner.estimate import Estimator, fold
+from tightfit.planner.estimate import Estimator, estimated_ledger
 from tightfit.planner.tracing.profiler import Profiler
 
 WIDTH, LENGTH, BATCH = 16, 24, 8
@@ -111,9 +111,9 @@ def test_all_that_crosses_is_sent_and_held_as_predicted(name: str, fields: dict[
     plan, machine, profiler = tightfit.Plan(**fields), Machine.detect(), Profiler(job_of(name), "cpu")
     found = together(plan.pp, "tests.planner.test_crossings:measured", name, fields)
     for device, (sent, peak) in enumerate(found):
-        ledger = fold(profiler, plan, machine, device)
-        assert ledger.stage is not None
-        assert ledger.stage.sent_bytes(ledger.micro_batch) == sent, f"device {device}"
+        ledger = estimated_ledger(profiler, plan, machine, device)
+        assert ledger.rank_program is not None
+        assert ledger.rank_program.sent_bytes(ledger.micro_batch) == sent, f"device {device}"
         assert ledger.peak().total == pytest.approx(peak, rel=0.03), f"device {device}"
     boundaries = plan.stages - 1
     assert sum(sent for sent, _ in found) == boundaries * BATCH * (FORWARD + BACKWARD[name])
@@ -124,11 +124,11 @@ def test_a_pipeline_waits_for_all_that_crosses() -> None:
     machine = Machine.named("a100-80gb:2")
     plan = tightfit.Plan(pp=2, micro_batch=BATCH, schedule="naive")
     found = Estimator(job_of("skips"), machine).estimate(plan)
-    stage = found.ledger.stage
+    stage = found.ledger.rank_program
     assert stage is not None
-    sent = sum(size.at(BATCH) for taken in stage.crossings.values() for size in (*taken.forward, *taken.backward))
+    sent = sum(size.at(BATCH) for taken in stage.boundaries.values() for size in (*taken.forward, *taken.backward))
     assert sent == BATCH * 2 * FORWARD
-    ends = {slot.action.kind + str(slot.device): slot for slot in found.slots}
+    ends = {slot.action.kind + str(slot.rank): slot for slot in found.schedule}
     rate = stage.bytes_per_s * (machine.efficiency["link"].value if "link" in machine.efficiency else 1.0)
     wanted = BATCH * FORWARD / rate + 3 * stage.latency_s
     assert ends["F1"].start - ends["F0"].end == pytest.approx(wanted)

@@ -11,7 +11,7 @@ import pytest
 import tightfit
 from tests import tiny
 from tests.planner import cases
-from tightfit.capabilities import can_compile, lacking_to_compile
+from tightfit.capabilities import can_compile, missing_for_compile
 from tightfit.machine import Figure, Machine
 from tightfit.planner.defaults import complete
 from tightfit.planner.estimate import Estimator, workspace_bytes
@@ -34,11 +34,11 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 def test_triton_needs_a_c_compiler_and_python_s_headers(
     bare: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert lacking_to_compile(HERE) == (
+    assert missing_for_compile(HERE) == (
         "a compiler (gcc, clang, cc) and Python's headers (python3-dev, or python3-devel)"
     )
     (tmp_path / "Python.h").touch()
-    assert lacking_to_compile(HERE) == "a compiler (gcc, clang, cc)"
+    assert missing_for_compile(HERE) == "a compiler (gcc, clang, cc)"
     monkeypatch.setenv("CC", "icx -O2")
     bare.append("icx")
     assert can_compile(HERE)

@@ -10,7 +10,7 @@ import tightfit
 from tightfit.cost.ledger import Ledger
 from tightfit.errors import DoesNotFit
 from tightfit.machine import Machine
-from tightfit.planner.estimate import Estimator, fold
+from tightfit.planner.estimate import Estimator, estimated_ledger
 from tightfit.planner.search import search
 from tightfit.planner.tracing.profiler import Profiler
 
@@ -25,7 +25,7 @@ def job(model: dict[str, Any], batch: int = 1, length: int = 64, **fields: Any) 
 
 
 def ledger(asked: tightfit.Job, **plan: Any) -> Ledger:
-    return fold(Profiler(asked, "cuda"), tightfit.Plan(**plan), V100)
+    return estimated_ledger(Profiler(asked, "cuda"), tightfit.Plan(**plan), V100)
 
 
 def trainable(found: Ledger) -> int:
@@ -88,7 +88,7 @@ def test_each_step_down_the_ladder_of_a_vision_transformer_saves() -> None:
 def test_a_model_that_is_created_in_half_precision_never_takes_what_a_cast_one_does() -> None:
     asked = job({"preset": "vit-l-16", "num_labels": 10}, batch=1, allow=["fp16"])
     cast, at_once = (
-        ledger(asked, precision="fp16-true", materialize=where).outside()["materialize"] / 1e9
+        ledger(asked, precision="fp16-true", materialize=where).peaks_outside_steps()["materialize"] / 1e9
         for where in ("host", "device")
     )
     assert cast == pytest.approx(1.24, rel=0.03)  # Raschka 2023: 1.24 GB when it is moved and cast, 0.65 at once

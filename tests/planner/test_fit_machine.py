@@ -15,9 +15,9 @@ from tests.report.test_run_folder import command
 from tightfit.cost.entries import Message
 from tightfit.cost.ledger import Ledger
 from tightfit.machine import Figure, Machine
-from tightfit.planner.estimate import Estimator, fold
-from tightfit.planner.fit_machine import Timed, refine, refine_from_records
-from tightfit.planner.time_model import Clock
+from tightfit.planner.estimate import Estimator, estimated_ledger
+from tightfit.planner.fit_machine import TimedRun, fit_efficiencies, fit_machine
+from tightfit.planner.time_model import CostModel
 from tightfit.planner.tracing import fake_inputs
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.record import PeakBytes, Record
@@ -34,7 +34,7 @@ def ledgers() -> list[Ledger]:
         model={"preset": preset}, data={"synthetic": "tokens", "sequence_length": 512}, train=tightfit.Train(batch=4, steps=1)
     ) for preset in ("gpt2", "bert-base")]  # fmt: skip
     plans = [tightfit.Plan(), tightfit.Plan(precision="bf16-mixed"), tightfit.Plan(recompute="full")]
-    return [fold(Profiler(job, "cuda"), plan, L4) for job in jobs for plan in plans]
+    return [estimated_ledger(Profiler(job, "cuda"), plan, L4) for job in jobs for plan in plans]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def folded() -> list[Ledger]:
 
 
 def test_runs_that_go_as_predicted_change_nothing(folded: list[Ledger]) -> None:
-    refined = refine(L4, [Timed(ledger, Clock(L4).step_time(ledger).step_s, L4) for ledger in folded])
+    refined = fit_efficiencies(L4, [TimedRun(ledger, CostModel(L4).step_time(ledger).step_s, L4) for ledger in folded])
     assert all(figure.value == pytest.approx(1.0) for figure in refined.efficiency.values())
 
 
@@ -52,10 +52,10 @@ def test_a_machine_that_is_slower_than_its_figures_is_found_out(folded: list[Led
         efficiency={name: Figure(value=value, source="measured") for name, value in
                     (("compute", 0.8), ("memory", 0.6), ("launch", 1.0))}
     )  # fmt: skip
-    seen = [Timed(ledger, Clock(true).step_time(ledger).step_s, L4) for ledger in folded]
-    refined = refine(L4, seen)
+    seen = [TimedRun(ledger, CostModel(true).step_time(ledger).step_s, L4) for ledger in folded]
+    refined = fit_efficiencies(L4, seen)
     before, after = (
-        max(abs(Clock(machine).step_time(one.ledger).step_s / one.seconds - 1) for one in seen)
+        max(abs(CostModel(machine).step_time(one.ledger).step_s / one.seconds - 1) for one in seen)
         for machine in (L4, refined)
     )
     assert before > 0.2
@@ -65,17 +65,19 @@ def test_a_machine_that_is_slower_than_its_figures_is_found_out(folded: list[Led
 
 def test_links_that_reach_half_of_their_figures_are_found_out(folded: list[Ledger]) -> None:
     """Of runs of which some send much and others nothing; what hides behind work says nothing of links."""
-    sends = Message("activations", bytes=2e9, bytes_per_s=2e10, hides=False, latency_s=1e-3)
+    sends = Message("activations", bytes=2e9, bytes_per_s=2e10, overlaps=False, latency_s=1e-3)
     seen_by = [replace(ledger, messages=(sends.times(share),)) for ledger in folded for share in (0.0, 0.3, 1.0)]
     true = L4.replace(efficiency={"link": Figure(value=0.5, source="measured")})
-    refined = refine(L4, [Timed(ledger, Clock(true).step_time(ledger).step_s, L4) for ledger in seen_by])
+    refined = fit_efficiencies(
+        L4, [TimedRun(ledger, CostModel(true).step_time(ledger).step_s, L4) for ledger in seen_by]
+    )
     assert refined.efficiency["link"].value == pytest.approx(0.5, rel=0.15)
     assert all(refined.efficiency[name].value == pytest.approx(1.0, rel=0.1) for name in ("compute", "memory"))
 
 
 def test_one_run_moves_the_numbers_only_so_far(folded: list[Ledger]) -> None:
-    seconds = Clock(L4).step_time(folded[0]).step_s
-    refined = refine(L4, [Timed(folded[0], 100 * seconds, L4)])
+    seconds = CostModel(L4).step_time(folded[0]).step_s
+    refined = fit_efficiencies(L4, [TimedRun(folded[0], 100 * seconds, L4)])
     assert all(0.2 < figure.value < 5 for figure in refined.efficiency.values())
 
 
@@ -89,14 +91,14 @@ def test_a_record_of_several_processes_is_of_their_parts_of_the_machine(monkeypa
         data={"synthetic": "tokens", "sequence_length": 64},
         train=tightfit.Train(batch=4, steps=3),
     )
-    two, plan = machine.of_processes(2), tightfit.Plan(dp_replicate=2)
+    two, plan = machine.per_process(2), tightfit.Plan(dp_replicate=2)
     seconds = Estimator(job, two).estimate(plan).time.step_s
 
     def record(plan: tightfit.Plan, seconds: float) -> Record:
         return Record(job=job.content(), plan=plan, machine=two, step_s=[seconds] * 3, **RECORD)
 
     for records in ([record(plan, seconds)], [record(plan, seconds), record(tightfit.Plan(pp=2, micro_batch=1), 9.0)]):
-        found = refine_from_records(machine, records).efficiency
+        found = fit_machine(machine, records).efficiency
         assert all(figure.value == pytest.approx(1.0) for figure in found.values())
 
 

@@ -21,7 +21,7 @@ from tightfit.methods.loader import SERVER_BYTES, WORKER_BYTES
 from tightfit.methods.materialize import SLACK_BYTES
 from tightfit.planner.estimate import HOST_PROCESS_BYTES, Estimator
 from tightfit.planner.search import search
-from tightfit.planner.time_model import LAST_TO_LEAVE, Clock
+from tightfit.planner.time_model import LAST_TO_LEAVE, CostModel
 
 GPU = Machine.named("a100-80gb")
 ADAM, PLAIN = tightfit.Plan(materialize="device"), tightfit.Plan()
@@ -111,12 +111,12 @@ def test_offloaded_states_are_the_host_s_or_the_disk_s(estimator: Estimator) -> 
 
 def test_states_pass_both_ways_at_once_beside_the_update(estimator: Estimator) -> None:
     """Only what outlasts the update is waited for; on a disk, and in a backward, all of it."""
-    ledger, clock = estimator.estimate(ADAM).ledger, Clock(GPU)
+    ledger, clock = estimator.estimate(ADAM).ledger, CostModel(GPU)
     assert not ledger.messages
     update_s = clock.step_time(ledger).optimizer_s
 
     def waited_s(seconds: float, *ways: str, during: str = "update") -> float:
-        messages = [Message("states", seconds * 1e9, 1e9, hides=True, during=during, way=way) for way in ways]
+        messages = [Message("states", seconds * 1e9, 1e9, overlaps=True, during=during, way=way) for way in ways]
         return clock.step_time(replace(ledger, messages=tuple(messages))).communication_s
 
     assert waited_s(3 * update_s, "in") == pytest.approx(2 * update_s)
@@ -128,13 +128,15 @@ def test_states_pass_both_ways_at_once_beside_the_update(estimator: Estimator) -
     assert 2 - sum(work) == pytest.approx(whole.compute_s + whole.memory_s + whole.launch_s)
     for fields, hides in (({}, True), ({"offload_to": "disk"}, False), ({"update_in_backward": True}, False)):
         moves = estimator.estimate(ADAM.replace(offload=("states",), **fields)).ledger.messages
-        assert [(one.during, one.way, one.hides) for one in moves] == [("update", way, hides) for way in ("in", "out")]
+        assert [(one.during, one.way, one.overlaps) for one in moves] == [
+            ("update", way, hides) for way in ("in", "out")
+        ]
 
 
 def test_offloaded_activations_leave_beside_all_forwards_and_come_beside_all_backwards(estimator: Estimator) -> None:
     plan = ADAM.replace(offload=("activations",))
     moves = estimator.estimate(plan).ledger.messages
-    assert [(one.name, one.during, one.way, one.hides) for one in moves] == [
+    assert [(one.name, one.during, one.way, one.overlaps) for one in moves] == [
         ("activations", "forward", "out", True),
         ("activations", "backward", "in", True),
     ]

@@ -13,8 +13,8 @@ from tests.pool import together
 from tightfit.engine.build import build
 from tightfit.engine.step import drain, take_step
 from tightfit.machine import Machine
-from tightfit.measure.memory import Sample
-from tightfit.planner.estimate import fold
+from tightfit.measure.memory import MemorySample
+from tightfit.planner.estimate import estimated_ledger
 from tightfit.planner.tracing.profiler import Profiler
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -86,7 +86,7 @@ def measured_of(job: tightfit.Job, fields: dict[str, Any]) -> int:
     steps, number = run.data.steps(0, None), 0
     for number in range(2):
         take_step(run, next(steps), number)
-    sample = Sample(run)
+    sample = MemorySample(run)
     while not sample.ended:
         number += 1
         sample.take(run, next(steps), number)
@@ -109,7 +109,7 @@ def held(name: str, size: str, fields: dict[str, Any]) -> None:
     profiler = Profiler(job(name, size), "cpu")
     found = together(plan.devices, "tests.planner.test_measured_devices:measured", name, size, fields)
     for device, bytes_there in enumerate(found):
-        predicted = fold(profiler, plan, machine, device * plan.pp // plan.devices).peak().total
+        predicted = estimated_ledger(profiler, plan, machine, device * plan.pp // plan.devices).peak().total
         assert predicted == pytest.approx(bytes_there, rel=WITHIN), f"device {device}"
 
 

@@ -11,8 +11,8 @@ from torch import nn
 import tightfit
 from tightfit.machine import Machine
 from tightfit.plan import Plan
-from tightfit.planner.dry_run import rehearse
-from tightfit.planner.estimate import fold
+from tightfit.planner.dry_run import dry_run
+from tightfit.planner.estimate import estimated_ledger
 from tightfit.planner.tracing.profiler import Profiler
 
 
@@ -30,10 +30,10 @@ def job(width: int) -> tightfit.Job:
 def test_a_part_that_is_not_a_whole_number_of_blocks_stays_wide(states: Any, block: int, width: int, zero: int) -> None:
     """Of the first matrix, of 51 or 85 blocks; of the second one the parts are packed."""
     plan = Plan(states=states, zero=zero, dp_shard=2)
-    ledger = fold(Profiler(job(width), "cpu"), plan, Machine.detect())
+    ledger = estimated_ledger(Profiler(job(width), "cpu"), plan, Machine.detect())
     folded = ledger.row_bytes()["optimizer"]
     moments = {name: update.state_bytes for name, update in ledger.updates.items()}
     each = {"8-bit": 1.0, "4-bit": 0.5}[states] + 4 / block  # bytes of an element, with its share of a block's scale
     assert moments["1.weight"] == pytest.approx(2 * each * 136 * 128 / 2, rel=0.01)
     assert moments["0.weight"] == pytest.approx(2 * 4 * width * 136 / 2, rel=0.01)
-    assert folded == pytest.approx(rehearse(job(width), plan).rows["optimizer"], rel=0.01)
+    assert folded == pytest.approx(dry_run(job(width), plan).rows["optimizer"], rel=0.01)

@@ -19,7 +19,7 @@ from tightfit.machine import Machine
 from tightfit.planner import finalists
 from tightfit.planner.candidates import is_legal
 from tightfit.planner.defaults import complete
-from tightfit.planner.dry_run import rehearse
+from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.leanest import leanest
 from tightfit.planner.search import search
@@ -34,7 +34,7 @@ def test_a_failed_dry_run_says_nothing_of_memory(monkeypatch: pytest.MonkeyPatch
     def failing(job: tightfit.Job, plan: tightfit.Plan, *arguments: Any) -> Any:
         if plan.compile != "none":
             raise Untraceable("job: model", "fails on tensors without values", "run it")
-        return rehearse(job, plan, *arguments)
+        return dry_run(job, plan, *arguments)
 
     monkeypatch.setattr(finalists, "rehearse", failing)
     job = cases.job("llama").replace(train=tightfit.Train(batch=4, steps=100_000_000))
@@ -93,7 +93,7 @@ def test_what_is_compiled_and_computed_again_is_estimated_as_its_dry_run_is(fiel
     """Every buffer that comes goes once: no row is ever below nothing."""
     estimator = Estimator(small(), GPU)
     one = estimator.estimate(tightfit.Plan(**fields))
-    found = rehearse(small(), one.plan, "cuda")
+    found = dry_run(small(), one.plan, "cuda")
     assert one.peak.total - one.peak.rows["runtime"] == pytest.approx(found.total, rel=0.02)
     instants = [rows for _, _, rows in one.ledger.instants()]
     little = 128 * 1024  # a mask, and positions, which all blocks share; what a block is called with is larger
@@ -105,13 +105,13 @@ def test_a_plan_whose_estimate_is_little_too_large_gets_its_dry_run() -> None:
     pins = {"compile": "block", "recompute": "selective", "micro_batch": None}
     estimator = Estimator(small(), GPU)
     start, _ = complete(small(), GPU, pins)
-    one = estimator.settle(estimator.estimate(start))
-    dry = rehearse(small(), start, "cuda").total + one.peak.rows["runtime"] + one.peak.rows["allocator"]
+    one = estimator.include_allocator(estimator.estimate(start))
+    dry = dry_run(small(), start, "cuda").total + one.peak.rows["runtime"] + one.peak.rows["allocator"]
     confirmed = replace(one, rehearsed=dry)
     assert dry < 0.999 * one.peak_bytes, "the estimate is as the dry run: nothing is shown"
     limit = (needed(one) + needed(confirmed)) / 2
     chosen, *_ = search(small(limit, plan=pins), GPU, {**pins, "update_in_backward": False})
-    assert chosen.rehearsed is not None
+    assert chosen.dry_run_bytes is not None
     assert chosen.fits
 
 
@@ -122,18 +122,20 @@ def test_what_an_allocator_adds_tells_the_leanest_of_plans_that_are_nearly_as_le
     job = small(memory=1e6)
     estimator = Estimator(job, GPU)
     start, _ = complete(job, GPU, {"compile": "none"})
-    settle = estimator.settle
+    settle = estimator.include_allocator
 
     def settled(one: Estimate) -> Estimate:
         found = settle(one)
         more = 0.05 * found.peak.total if one.plan.compile == "none" else 0.0
-        return found if one.settled else replace(found, peak=replace(found.peak, total=found.peak.total + more))
+        return (
+            found if one.includes_allocator else replace(found, peak=replace(found.peak, total=found.peak.total + more))
+        )
 
     monkeypatch.setattr(estimator, "settle", settled)
     least = leanest(estimator, start, {"precision": "fp32"})
     assert least is not None
     assert least.plan.compile == "block"
-    assert least.settled
+    assert least.includes_allocator
 
 
 def all_plans(estimator: Estimator, start: tightfit.Plan) -> list[Estimate]:
@@ -163,7 +165,7 @@ def test_a_refusal_is_held_against_all_plans(allow: list[str]) -> None:
     job, pins = small(allow=allow), {"compile": "none"}
     estimator = Estimator(job, GPU)
     start, _ = complete(job, GPU, pins)
-    least = min(map(needed, map(estimator.settle, sorted(all_plans(estimator, start), key=needed)[:40])))
+    least = min(map(needed, map(estimator.include_allocator, sorted(all_plans(estimator, start), key=needed)[:40])))
     fixed = estimator.runtime_bytes
     assert search(small(fixed + 1.001 * (least - fixed), allow=allow), GPU, pins)[0].fits
     with pytest.raises(DoesNotFit) as refused:
@@ -179,7 +181,7 @@ def test_each_remedy_does_what_it_says(every: bool) -> None:
     pins = {"compile": "none", "recompute": "none", "micro_batch": 4}
     estimator = Estimator(small(), GPU)
     start, _ = complete(small(), GPU, pins)
-    limit = needed(estimator.settle(estimator.estimate(start.replace(recompute="full")))) * 1.001
+    limit = needed(estimator.include_allocator(estimator.estimate(start.replace(recompute="full")))) * 1.001
     with pytest.raises(DoesNotFit) as refused:
         search(small(limit), GPU, pins)
     content = refused.value.content

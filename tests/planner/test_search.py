@@ -19,15 +19,15 @@ from tests.planner import cases
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import ModelSpec
 from tightfit.machine import Figure, Machine
-from tightfit.models import model_config, shallow
+from tightfit.models import model_config, with_fewer_blocks
 from tightfit.planner import finalists
 from tightfit.planner import search as searching
 from tightfit.planner.defaults import FEW_BLOCKS, complete
-from tightfit.planner.dry_run import rehearse
+from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import Estimator
 from tightfit.planner.leanest import leanest
 from tightfit.planner.search import search
-from tightfit.planner.time_model import Clock
+from tightfit.planner.time_model import CostModel
 from tightfit.planner.tracing import fake_inputs
 from tightfit.planner.waterfall import waterfall
 from tightfit.report.commands import explain_command
@@ -50,7 +50,7 @@ def limited(memory: float, name: str = "llama") -> tightfit.Job:
 def test_plenty_of_memory_gives_the_fastest_plan_and_says_why_others_lost() -> None:
     first, *others = search(cases.job("llama"), GPU)
     assert first.fits
-    assert first.rehearsed is not None
+    assert first.dry_run_bytes is not None
     assert first.rejected_because == ""
     assert others
     assert all(one.rejected_because for one in others)
@@ -163,7 +163,7 @@ def test_the_waterfall_ends_at_the_plan(machine: Machine) -> None:
     plan = tightfit.Plan(precision="bf16-mixed", micro_batch=2, recompute="full")
     stages = waterfall(estimator, plan)
     assert [stage.method for stage in stages[1:]] == ["+ microbatch", "+ recompute", "+ precision"]
-    assert stages[-1].peak_bytes == estimator.settle(estimator.estimate(plan)).peak_bytes
+    assert stages[-1].peak_bytes == estimator.include_allocator(estimator.estimate(plan)).peak_bytes
     assert stages[-1].peak_bytes < stages[0].peak_bytes
 
 
@@ -196,7 +196,7 @@ def test_compiling_is_looked_into_only_where_the_run_is_long_enough_for_it(
 def test_a_search_collects_seldom_and_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     before, within = gc.get_threshold(), []
     monkeypatch.setattr(
-        finalists, "rehearse", lambda *arguments: within.append(gc.get_threshold()) or rehearse(*arguments)
+        finalists, "rehearse", lambda *arguments: within.append(gc.get_threshold()) or dry_run(*arguments)
     )
     search(cases.job("llama"), GPU, {"compile": "none"})
     assert within == [searching.GC_THRESHOLDS]
@@ -213,19 +213,19 @@ def test_a_deep_model_is_rehearsed_whole_only_where_few_of_its_blocks_differ_fro
 
     def noted(job: tightfit.Job, *arguments: Any) -> Any:
         depths.append(model_config(job.model).num_hidden_layers)
-        return rehearse(job, *arguments)
+        return dry_run(job, *arguments)
 
     folded = Estimator.peak_with_blocks
     monkeypatch.setattr(finalists, "rehearse", noted)
     monkeypatch.setattr(Estimator, "peak_with_blocks", lambda *arguments: (1 + off) * folded(*arguments))
     best = search(job, GPU, {"compile": "none"})[0]
     assert depths == asked
-    assert best.rehearsed == pytest.approx(best.peak.total, rel=1e-3)
+    assert best.dry_run_bytes == pytest.approx(best.peak.total, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["gpt2-xl", "llama-3-70b", "t5-3b"])
 def test_what_a_deep_model_takes_is_tried_on_few_blocks(name: str) -> None:
-    config = model_config(shallow(ModelSpec(preset=name), FEW_BLOCKS))
+    config = model_config(with_fewer_blocks(ModelSpec(preset=name), FEW_BLOCKS))
     assert config.num_hidden_layers == FEW_BLOCKS
     assert config.hidden_size == model_config(ModelSpec(preset=name)).hidden_size
 
@@ -242,7 +242,7 @@ def test_a_step_takes_longer_with_recomputation_and_on_a_slower_machine() -> Non
     assert 1.1 * plain < again < 1.6 * plain
     slower = Estimator(job, Machine.named("t4")).estimate(tightfit.Plan())
     assert slower.time.step_s > plain
-    assert isinstance(Clock(GPU).step_time(slower.ledger).step_s, float)
+    assert isinstance(CostModel(GPU).step_time(slower.ledger).step_s, float)
 
 
 def test_the_picture_has_a_layer_for_each_row(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_what_the_engine_refuses_is_passed_over_and_says_so(monkeypatch: pytest.
     def refusing(job: tightfit.Job, plan: tightfit.Plan, *arguments: Any) -> Any:
         if plan == fastest:
             raise InputError("plan: x", "this model is too odd", "another")
-        return rehearse(job, plan, *arguments)
+        return dry_run(job, plan, *arguments)
 
     monkeypatch.setattr(finalists, "rehearse", refusing)
     chosen, *others = search(cases.job("llama"), GPU)
@@ -375,7 +375,7 @@ def test_a_plan_that_only_its_rehearsal_finds_too_large_says_what_it_needs(monke
     fastest = search(cases.job("llama"), GPU)[0].plan
 
     def larger(job: tightfit.Job, plan: tightfit.Plan, *arguments: Any) -> Any:
-        peak = rehearse(job, plan, *arguments)
+        peak = dry_run(job, plan, *arguments)
         return replace(peak, total=peak.total + 90e9) if plan == fastest else peak
 
     monkeypatch.setattr(finalists, "rehearse", larger)
@@ -449,7 +449,7 @@ def test_a_dry_run_keeps_the_rules_of_the_device_that_it_stands_for(device: str)
     job = cases.job("llama", optimizer="sgd")
     plan = tightfit.Plan(precision="bf16-true", fused_optimizer=True)
     if device == "cuda":
-        assert rehearse(job, plan, device).total > 0
+        assert dry_run(job, plan, device).total > 0
         return
     with pytest.raises(InputError, match="fused SGD"):
-        rehearse(job, plan, device)
+        dry_run(job, plan, device)

@@ -13,11 +13,11 @@ from tests.sweeps import spread
 from tightfit.distributed.mesh import latency
 from tightfit.errors import InputError
 from tightfit.machine import Machine
-from tightfit.parallel.gradient_buckets import BUCKET_BYTES, PIECE_BYTES, bucket_bytes
+from tightfit.parallel.gradient_buckets import BUCKET_BYTES, MIN_BYTES_PER_DEVICE, bucket_bytes
 from tightfit.planner.candidates import candidates
-from tightfit.planner.dry_run import rehearse
-from tightfit.planner.estimate import Estimator, fold
-from tightfit.planner.search import search, worth_knowing
+from tightfit.planner.dry_run import dry_run
+from tightfit.planner.estimate import Estimator, estimated_ledger
+from tightfit.planner.search import estimate_candidates, search
 
 LLAMA = {
     "architecture": "llama",
@@ -97,7 +97,7 @@ def test_what_a_device_holds_is_folded_as_it_is_rehearsed(estimator: Estimator, 
     plan = tightfit.Plan(**fields, fused_optimizer=True)
     found = estimator.estimate(plan)
     folded = found.peak.total - found.peak.rows["runtime"]
-    assert folded == pytest.approx(rehearse(JOB, plan, "cuda", found.ledger.device).total, rel=0.06)
+    assert folded == pytest.approx(dry_run(JOB, plan, "cuda", found.ledger.device).total, rel=0.06)
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
@@ -142,7 +142,7 @@ def test_what_is_offloaded_is_no_longer_the_device_s(
     # what a forward saves leaves one by one, and is folded as leaving at the end of its passage: where little else is left,
     # that shows
     bound = 0.08 if len(words) == 4 else 0.06
-    assert folded == pytest.approx(rehearse(job, plan, device).total, rel=bound)
+    assert folded == pytest.approx(dry_run(job, plan, device).total, rel=bound)
     least = 1.0 if words == ("gradients",) else 0.8  # with one micro-batch they are all there at its end only
     assert folded <= least * (without.peak.total - without.peak.rows["runtime"])
     assert found.time.communication_s > without.time.communication_s
@@ -152,7 +152,7 @@ def test_what_is_recomputed_is_not_offloaded() -> None:
     job, words = JOB.replace(allow=["bf16", "offload"]), ("states", "activations")
     plan = tightfit.Plan(recompute="full", micro_batch=4, offload=words, fused_optimizer=True)
     found = Estimator(job, Machine.named("a100-80gb")).estimate(plan).peak
-    assert found.total - found.rows["runtime"] == pytest.approx(rehearse(job, plan, "cuda").total, rel=0.03)
+    assert found.total - found.rows["runtime"] == pytest.approx(dry_run(job, plan, "cuda").total, rel=0.03)
 
 
 def test_a_search_offloads_where_nothing_else_fits() -> None:
@@ -180,9 +180,9 @@ def test_a_pipeline_waits_longer_where_its_pieces_wait_for_each_other() -> None:
     """What tp devices say to each other within a piece is a part of what the next device waits for."""
     plan = tightfit.Plan(tp=2, pp=2, micro_batch=1)
     estimator = Estimator(JOB, Machine.named("a100-80gb:4"))
-    ledgers = {device: fold(estimator.profiler, plan, estimator.machine, device) for device in range(2)}
+    ledgers = {device: estimated_ledger(estimator.profiler, plan, estimator.machine, device) for device in range(2)}
     silent = {device: replace(ledger, messages=()) for device, ledger in ledgers.items()}
-    time, silent_time = (estimator.clock.pipeline_time(those)[0] for those in (ledgers, silent))
+    time, silent_time = (estimator.cost_model.pipeline_time(those)[0] for those in (ledgers, silent))
     assert time.communication_s > 0.1 * (time.compute_s + time.memory_s)
     assert time.bubble_s > 1.01 * silent_time.bubble_s
 
@@ -319,7 +319,7 @@ def test_what_a_search_passes_over_is_no_better(estimator: Estimator, fields: di
         limit = peaks[int(share * (len(peaks) - 1))] * 1.1
         tight = copy.copy(estimator)
         tight.limit_bytes = limit
-        looked_at = worth_knowing(tight, start, pins)
+        looked_at = estimate_candidates(tight, start, pins)
         assert len(looked_at) < len(everything)
         best = min((replace(one, limit_bytes=limit) for one in everything), key=lambda one: (not one.fits, one.total_s))
         assert min(one.total_s for one in looked_at if one.fits) <= 1.01 * best.total_s
@@ -346,7 +346,7 @@ def test_more_calls_wait_longer(estimator: Estimator) -> None:
     messages = Estimator(JOB, machine).estimate(plan).ledger.messages
     calls = sum(message.latency_s for message in messages) / latency(plan, machine, ("dp_shard",), 1)
     assert calls == pytest.approx(2 * 3 * 7)
-    pipeline = Estimator(JOB, machine).estimate(tightfit.Plan(pp=2, micro_batch=2)).ledger.stage
+    pipeline = Estimator(JOB, machine).estimate(tightfit.Plan(pp=2, micro_batch=2)).ledger.rank_program
     assert pipeline is not None
     assert pipeline.latency_s == latency(tightfit.Plan(pp=2), machine, ("pp",), 1)
 
@@ -369,7 +369,7 @@ def test_a_pipeline_s_device_says_its_share_to_its_slices(compiled: str) -> None
 
 def test_buckets_of_many_devices_are_larger() -> None:
     assert bucket_bytes(8) == bucket_bytes(1) == BUCKET_BYTES
-    assert bucket_bytes(2048) == 2048 * PIECE_BYTES
+    assert bucket_bytes(2048) == 2048 * MIN_BYTES_PER_DEVICE
     job = tightfit.Job(
         model={"preset": "llama-2-7b"},
         data={"synthetic": "tokens", "sequence_length": 512},

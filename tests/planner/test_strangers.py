@@ -14,7 +14,7 @@ from tightfit.engine.build import build
 from tightfit.engine.step import take_step
 from tightfit.errors import InputError
 from tightfit.measure.memory import sample_step
-from tightfit.planner.dry_run import rehearse
+from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import estimate
 
 REFUSED = {"gathering-experts": "depend on the data", "lstm": "LSTM, whose kernel keeps a workspace"}
@@ -43,7 +43,7 @@ def test_a_strangers_model_is_explained_as_it_runs(name: str, fields: dict[str, 
     predicted = estimate(job(name), plan)
     folded = predicted.peak.total - predicted.peak.rows["runtime"] - predicted.peak.rows["allocator"]
     assert folded == pytest.approx(measured.total, rel=0.05)
-    assert rehearse(job(name), plan).total == pytest.approx(measured.total, rel=0.05)
+    assert dry_run(job(name), plan).total == pytest.approx(measured.total, rel=0.05)
     assert predicted.time.step_s > 0
 
 

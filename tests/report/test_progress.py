@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from tightfit.engine.step import Step
-from tightfit.report.progress import Bar, Lines, progress
+from tightfit.report.progress import ProgressBar, ProgressLines, progress
 
 STEP = Step(
     step=4,
@@ -23,7 +23,7 @@ STEP = Step(
 )
 
 
-@pytest.mark.parametrize(("terminal", "kind"), [(True, Bar), (False, Lines)])
+@pytest.mark.parametrize(("terminal", "kind"), [(True, ProgressBar), (False, ProgressLines)])
 def test_shows_what_matters(terminal: bool, kind: type) -> None:
     text = io.StringIO()
     with progress(10, "tokens", Console(file=text, force_terminal=terminal, width=160, legacy_windows=False)) as view:

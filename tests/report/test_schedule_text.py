@@ -7,7 +7,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from tightfit.cli import app
-from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, play, timetable
+from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, make_schedule, simulate
 from tightfit.errors import InputError
 from tightfit.report.figures import draw_timeline
 from tightfit.report.schedule_text import timeline_text
@@ -21,7 +21,7 @@ train: {batch: 8, steps: 10}
 
 
 def test_each_device_has_a_line_of_what_it_does() -> None:
-    slots = play(timetable("1f1b", 2, 1, 2), lambda action: SECONDS[action.kind])
+    slots = simulate(make_schedule("1f1b", 2, 1, 2), lambda action: SECONDS[action.kind])
     first, second, note = timeline_text(slots, width=18)
     assert first.split() == ["device", "0", "0011....aaaa..bbbb", "67%", "busy"]
     assert second.split() == ["device", "1", "..00aaaa11bbbb....", "67%", "busy"]
@@ -30,7 +30,7 @@ def test_each_device_has_a_line_of_what_it_does() -> None:
 
 def test_a_picture_has_every_action(tmp_path: Path) -> None:
     for schedule, chunks in (("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1)):
-        slots = play(timetable(schedule, 4, chunks, 8), lambda action: SECONDS[action.kind])
+        slots = simulate(make_schedule(schedule, 4, chunks, 8), lambda action: SECONDS[action.kind])
         draw_timeline(slots, schedule, tmp_path / "timeline.svg")
         drawn = (tmp_path / "timeline.svg").read_text()
         colours = {FORWARD: "#bee3f8", BACKWARD: "#c6f6d5", WEIGHTS: "#fefcbf"}

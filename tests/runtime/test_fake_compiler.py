@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit
 from tightfit.machine import Machine
-from tightfit.planner.time_model import Clock
+from tightfit.planner.time_model import CostModel
 from tightfit.planner.tracing.profiler import profile
-from tightfit.runtime.fake_compiler import stand_in
+from tightfit.runtime.fake_compiler import fake_backend
 
 ALONE = """
 import sys
@@ -74,7 +74,7 @@ def test_functions_within_generated_kernels_are_told(function: nn.Module, kind: 
     torch._dynamo.reset()
     with FakeTensorMode(), _Kernels() as kernels:
         model = nn.Sequential(nn.Linear(8, 8), function, nn.Linear(8, 8))
-        torch.compile(model, backend=stand_in())(torch.zeros(4, 8)).sum().backward()
+        torch.compile(model, backend=fake_backend())(torch.zeros(4, 8)).sum().backward()
     assert kernels.seen[kind] == times * 4 * 4 * 8
     assert kernels.seen["compiled"] > 0
 
@@ -83,7 +83,7 @@ def test_pooling_within_a_generated_kernel_is_told() -> None:
     torch._dynamo.reset()
     with FakeTensorMode(), _Kernels() as kernels:
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(16, 2))
-        torch.compile(model, backend=stand_in())(torch.zeros(2, 3, 8, 8)).sum().backward()
+        torch.compile(model, backend=fake_backend())(torch.zeros(2, 3, 8, 8)).sum().backward()
     assert kernels.seen["compiled pooling"] == 4 * 9 * 2 * 4 * 2 * 2  # looks at nine of each
 
 
@@ -99,12 +99,12 @@ def test_what_kernels_compute_takes_time_where_it_was_measured() -> None:
     known = Machine.named("a100-80gb").replace(device="cpu", rates={f"{kind}/float32": {1: 1e9} for kind in kinds})
     slower = known.replace(rates={**known.rates, "compiled tanh/float32": {1: 1e9}})
     computed = sum(
-        operation.moved.at(4) * operation.count.at(4)
+        operation.bytes_accessed.at(4) * operation.count.at(4)
         for passage in ledger.training
         for operation in passage.timeline.operations
         if operation.name == "compiled tanh"
     )
     assert computed == 2 * 2 * 4 * (4 * 32 * 4 * 64)  # blocks, forward and backward, bytes, elements
-    free, charged = (Clock(machine).step_time(ledger) for machine in (known, slower))
+    free, charged = (CostModel(machine).step_time(ledger) for machine in (known, slower))
     assert charged.step_s - free.step_s == pytest.approx(computed / 1e9)
     assert charged.launch_s == free.launch_s

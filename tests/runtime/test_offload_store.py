@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import tightfit
 from tightfit.optim.per_parameter import PerParameter
 from tightfit.runtime import offload_store
-from tightfit.runtime.offload_store import SMALL, Coming, Gradients, Store, is_dense
+from tightfit.runtime.offload_store import MIN_OFFLOAD_BYTES, OffloadedGradients, PendingFetch, Store, is_dense
 from tightfit.target_device import TARGET
 
 WIDTH, ROWS = 64, 512  # of a tensor that is larger than SMALL
@@ -25,7 +25,7 @@ BYTES = WIDTH * ROWS * 4
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
     """Of a device that computes only with its own memory."""
-    assert BYTES > SMALL
+    assert BYTES > MIN_OFFLOAD_BYTES
     meant = TARGET.set("cuda")
     yield Store(tightfit.Plan(offload=("activations",), offload_to="disk", offload_folder=str(tmp_path)), CPU)
     TARGET.reset(meant)
@@ -40,9 +40,9 @@ class Watched:
     def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         self.saved: list[int] = []
         self.seen: list[str] = []
-        begin, put, fetch = store.begin, offload_store._SaveOrder.put, offload_store._SaveOrder.fetch
+        begin, put, fetch = store.begin_fetch, offload_store._SaveOrder.put, offload_store._SaveOrder.fetch
 
-        def begins(value: Tensor) -> Coming:
+        def begins(value: Tensor) -> PendingFetch:
             self.seen.append(f"{self.saved.index(value.data_ptr())} comes")
             return begin(value)
 
@@ -54,7 +54,7 @@ class Watched:
         def fetches(order: Any, saved: Any) -> Tensor:
             self.seen.append(f"{saved.place} is asked for")
             here = fetch(order, saved)
-            assert order.ahead <= max(offload_store.AHEAD, BYTES)
+            assert order.ahead <= max(offload_store.MAX_PREFETCH_BYTES, BYTES)
             assert torch.equal(here, saved.kept)
             return here
 
@@ -86,7 +86,7 @@ def test_what_was_saved_before_comes_while_backward_is_at_what_came_last(
 ) -> None:
     watched = Watched(store, monkeypatch)
     start = operand()
-    with store.saving(set()):
+    with store.offload_saved(set()):
         loss = chain(4, start)
     loss.backward()
     assert watched.seen == [
@@ -98,7 +98,7 @@ def test_what_was_saved_before_comes_while_backward_is_at_what_came_last(
 def test_as_much_comes_ahead_as_the_largest_tensor_has(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(store, monkeypatch)
     start = operand()
-    with store.saving(set()):
+    with store.offload_saved(set()):
         small = chain(4, start)
         loss = chain(1, torch.cat([start, start, start])) + small
     loss.backward()
@@ -109,10 +109,10 @@ def test_as_much_comes_ahead_as_the_largest_tensor_has(store: Store, monkeypatch
 
 
 def test_no_more_than_a_bound_comes_ahead(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_store, "AHEAD", 2 * BYTES)
+    monkeypatch.setattr(offload_store, "MAX_PREFETCH_BYTES", 2 * BYTES)
     watched = Watched(store, monkeypatch)
     start = operand()
-    with store.saving(set()):
+    with store.offload_saved(set()):
         loss = chain(4, start) + chain(1, torch.cat([start] * 9))
     loss.backward()
     begun = [line for line in watched.seen if line.endswith("comes")]
@@ -123,17 +123,17 @@ def test_a_graph_that_is_retained_is_used_again(store: Store, monkeypatch: pytes
     """Each tensor comes once for each use, and the store holds it until the graph is gone."""
     watched = Watched(store, monkeypatch)
     start = operand()
-    with store.saving(set()):
+    with store.offload_saved(set()):
         loss = chain(3, start)
     (first,) = torch.autograd.grad(loss, start, retain_graph=True)
-    assert store.taken == 3 * BYTES
+    assert store.stored_bytes == 3 * BYTES
     (second,) = torch.autograd.grad(loss, start)
     assert torch.equal(first, second)
     assert sorted(line for line in watched.seen if line.endswith("comes")) == [
         line for place in range(3) for line in [f"{place} comes"] * 2
     ]
     del loss
-    assert store.taken == 0
+    assert store.stored_bytes == 0
 
 
 def test_a_gradient_s_gradient(store: Store) -> None:
@@ -142,29 +142,29 @@ def test_a_gradient_s_gradient(store: Store) -> None:
         return gradient.square().sum()
 
     start = operand()
-    with store.saving(set()):
+    with store.offload_saved(set()):
         loss = penalty(start)
     loss.backward()
     assert torch.equal(start.grad, gradient_of(penalty))  # type: ignore[arg-type]
     del loss
-    assert store.taken == 0
+    assert store.stored_bytes == 0
 
 
 def test_a_graph_without_a_backward_leaves_nothing(store: Store) -> None:
     start = operand()
     gc.disable()  # no cycle has to be found
     try:
-        with store.saving(set()):
+        with store.offload_saved(set()):
             loss = chain(3, start)
-        assert store.taken == 3 * BYTES
+        assert store.stored_bytes == 3 * BYTES
         del loss
-        assert store.taken == 0
-        with store.saving(set()):
+        assert store.stored_bytes == 0
+        with store.offload_saved(set()):
             middle = start.sin()
             loss = chain(3, middle)
         torch.autograd.grad(loss, middle)  # the first sine is never asked for, though it has come
         del loss, middle
-        assert store.taken == 0
+        assert store.stored_bytes == 0
         assert not store._copies_out
     finally:
         gc.enable()
@@ -174,12 +174,12 @@ def test_forwards_that_wait_for_each_other_keep_to_their_own(store: Store, monke
     """As micro-batches of a pipeline do: backward of the first begins when the second has run forward."""
     starts, losses = [operand(), operand()], []
     for start in starts:
-        with store.saving(set()):
+        with store.offload_saved(set()):
             losses.append(chain(3, start))
     watched: list[int] = []
-    begin = store.begin
+    begin = store.begin_fetch
 
-    def begins(value: Tensor) -> Coming:
+    def begins(value: Tensor) -> PendingFetch:
         watched.append(value.data_ptr())
         return begin(value)
 
@@ -199,12 +199,12 @@ def test_within_a_recomputation(store: Store, reentrant: bool) -> None:
         return chain(2, start)
 
     start = operand()
-    with store.saving(set()):
+    with store.offload_saved(set()):
         loss = loss_of(start)
     loss.backward()
     assert torch.equal(start.grad, gradient_of(loss_of))  # type: ignore[arg-type]
     del loss
-    assert store.taken == 0
+    assert store.stored_bytes == 0
 
 
 @pytest.mark.parametrize("heads", [1, 4])
@@ -214,7 +214,7 @@ def test_gradients_are_the_same_to_the_bit(store: Store, heads: int) -> None:
     model = nn.TransformerEncoderLayer(WIDTH, heads, 4 * WIDTH, dropout=0.1, batch_first=True)
     batch = torch.randn(8, 64, WIDTH)
     gradients = []
-    for hooks in (None, store.saving({weight.untyped_storage()._cdata for weight in model.parameters()})):
+    for hooks in (None, store.offload_saved({weight.untyped_storage()._cdata for weight in model.parameters()})):
         model.zero_grad()
         torch.manual_seed(1)
         if hooks is None:
@@ -222,7 +222,7 @@ def test_gradients_are_the_same_to_the_bit(store: Store, heads: int) -> None:
         else:
             with hooks:
                 loss = model(batch).square().sum()
-            assert store.taken > 0
+            assert store.stored_bytes > 0
         loss.backward()
         gradients.append([weight.grad for weight in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))  # type: ignore[arg-type]
@@ -339,17 +339,17 @@ def test_what_comes_waits_for_its_own_way_out_and_for_no_other(streams: Streams,
 def test_no_other_has_the_memory_of_what_nobody_uses_before_its_copy_has_ended(
     streams: Streams, on_a_gpu: Store
 ) -> None:
-    coming = on_a_gpu.begin(torch.ones(4))
+    coming = on_a_gpu.begin_fetch(torch.ones(4))
     streams.since()
     del coming
     assert streams.since() == ["own waits for an event of stream 1"]
-    on_a_gpu.begin(torch.ones(4)).end()
+    on_a_gpu.begin_fetch(torch.ones(4)).wait()
     assert streams.since().count("own waits for an event of stream 1") == 1
 
 
 def test_gradients_are_summed_on_the_way_out(streams: Streams, on_a_gpu: Store) -> None:
     weight = nn.Parameter(torch.zeros(4))
-    gradients = Gradients({weight: weight}, on_a_gpu)
+    gradients = OffloadedGradients({weight: weight}, on_a_gpu)
     for value in (1.0, 2.0):
         (weight * value).sum().backward()
         assert weight.grad is None

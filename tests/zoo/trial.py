@@ -118,7 +118,7 @@ def attempt(trial: Trial, references: dict[str, str], backend: str | None = "aot
         trained = {precision: Trained(**torch.load(path)) for precision, path in references.items()}
         said = compare(trial, losses, skipped, found, trained)
         if not said and is_replayed(trial, run):
-            expected = replay(trial.model, trial.train, run.stages.log, plan.dp_replicate)
+            expected = replay(trial.model, trial.train, run.executor.log, plan.dp_replicate)
             said = compare_replayed(found, expected, trained["fp32"])
         return Found("different", said) if said else Found("equal")
     except TightfitError as error:

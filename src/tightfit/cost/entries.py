@@ -16,10 +16,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from tightfit.cost.pipeline_schedule import FORWARD, WEIGHTS, Action, Timetable, taken_by
-from tightfit.cost.recorded_step import Linear, Operation, Passage
+from tightfit.cost.pipeline_schedule import FORWARD, WEIGHTS, Action, Schedule, consumer_of
+from tightfit.cost.recorded_step import BatchLinear, Operation, Segment
 
-NOTHING = Linear()
+NOTHING = BatchLinear()
 # places of a (small) buffer that belongs to no block: before the blocks and after them
 EVERYWHERE = (-1, 10**9)
 
@@ -86,7 +86,7 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
+class PeakInstant:
     """The instant of a step with the most memory: its bytes, in all and by row, phase and part."""
 
     total: float = 0.0
@@ -96,7 +96,7 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class BucketedReduction:
     """Gradients that are reduced over the data-parallel ranks in buckets, while backward runs.
 
     shards   ranks that each gradient is sharded over (reduce-scatter); 1: every rank gets the full
@@ -108,26 +108,26 @@ class Sent:
     stays    whether those buffers live until the next forward begins
     """
 
-    devices: int
+    shards: int
     bucket: float
     always: bool
     coming: float = 0.0
     stays: bool = False
 
-    def opened(self, done: float, whole: float) -> float:
+    def begun_bytes(self, done: float, whole: float) -> float:
         """Bytes of the buckets that have begun when `done` of the `whole` bytes of gradients are
         complete."""
         return min(math.ceil(done / self.bucket) * self.bucket, whole)
 
-    def during(self, done: float, whole: float) -> dict[str, float]:
+    def rows_during(self, done: float, whole: float) -> dict[str, float]:
         """Bytes by row of the shards and buckets when `done` of the `whole` bytes are complete."""
-        if self.devices == 1:
-            return {"gradients": self.opened(done, whole)}
-        return {"gradients": done / self.devices, "communication": min(2 * self.bucket, self.opened(done, whole))}
+        if self.shards == 1:
+            return {"gradients": self.begun_bytes(done, whole)}
+        return {"gradients": done / self.shards, "communication": min(2 * self.bucket, self.begun_bytes(done, whole))}
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class ShardedParameters:
     """Parameters that are unsharded only while their block computes (ZeRO-3, FSDP).
 
     shards   ranks that parameters and gradients are sharded over. Infinity if gradients leave for
@@ -139,15 +139,15 @@ class Gathered:
     ahead    whether they are gathered ahead in forward, too
     """
 
-    devices: float
+    shards: float
     block: float
     rest: float
     reduced: float
-    coming: float
+    prefetched: float
     ahead: bool = False
 
     @property
-    def widened(self) -> float:
+    def reduce_dtype_ratio(self) -> float:
         """Bytes of a gradient as it is reduced, over its bytes as backward computes it: 2 if bf16
         gradients are reduced in fp32."""
         return self.reduced / self.block if self.block else 1.0
@@ -171,7 +171,7 @@ class Message:
     name: str
     bytes: float
     bytes_per_s: float
-    hides: bool
+    overlaps: bool
     latency_s: float = 0.0
     during: str = ""
     way: str = ""
@@ -183,7 +183,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Part:
+class StageProgram:
     """What a device does with one micro-batch in one pipeline stage of the model.
 
     forward, backward  the stage's recorded step
@@ -191,17 +191,17 @@ class Part:
               own (zero bubble); else empty
     """
 
-    forward: tuple[Passage, ...]
-    backward: tuple[Passage, ...]
-    weights: tuple[Passage, ...] = ()
+    forward: tuple[Segment, ...]
+    backward: tuple[Segment, ...]
+    weights: tuple[Segment, ...] = ()
 
     @property
-    def passages(self) -> tuple[Passage, ...]:
+    def segments(self) -> tuple[Segment, ...]:
         return (*self.forward, *self.backward, *self.weights)
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
+class StageBoundary:
     """What one pipeline stage sends to the next for a micro-batch, and gets back.
 
     forward   bytes of each tensor that the stage sends
@@ -210,17 +210,17 @@ class Crossing:
               its memory anyway, so they are not counted twice
     """
 
-    forward: tuple[Linear, ...] = ()
-    backward: tuple[Linear, ...] = ()
-    kept: Linear = NOTHING
+    forward: tuple[BatchLinear, ...] = ()
+    backward: tuple[BatchLinear, ...] = ()
+    saved: BatchLinear = NOTHING
 
-    def sent(self, kind: str) -> tuple[Linear, ...]:
+    def sent(self, kind: str) -> tuple[BatchLinear, ...]:
         """Bytes of each tensor that crosses the boundary in an action of this kind."""
         return self.forward if kind == FORWARD else self.backward
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class RankProgram:
     """What one pipeline rank does in a step.
 
     stage_programs  by the number of each stage that the rank holds: its recorded step
@@ -235,10 +235,10 @@ class Stage:
     continuous   whether the next step begins without waiting for the last backward (pipedream)
     """
 
-    parts: dict[int, Part]
-    table: Timetable
-    device: int
-    crossings: dict[int, Crossing]
+    stage_programs: dict[int, StageProgram]
+    schedule: Schedule
+    pipeline_rank: int
+    boundaries: dict[int, StageBoundary]
     bytes_per_s: float
     messages: tuple[tuple[tuple[Action, ...], tuple[Action, ...]], ...]
     latency_s: float = 0.0
@@ -246,30 +246,30 @@ class Stage:
     versions: int = 0
     continuous: bool = False
 
-    def message(self, taken: Action) -> tuple[Linear, ...]:
+    def message_bytes(self, taken: Action) -> tuple[BatchLinear, ...]:
         """Bytes of each tensor that an action receives from its neighbour."""
-        crossing = self.crossings.get(taken.chunk if taken.kind == FORWARD else taken.chunk + 1, Crossing())
+        crossing = self.boundaries.get(taken.stage if taken.kind == FORWARD else taken.stage + 1, StageBoundary())
         return crossing.sent(taken.kind)
 
     def sent_bytes(self, samples: int) -> float:
         """Bytes that this rank sends to its neighbours in one step of the schedule."""
-        own = (taken_by(action) for action in self.table[self.device] if action.kind != WEIGHTS)
-        return sum(size.at(samples) for taken in own if taken.chunk >= 0 for size in self.message(taken))
+        own = (consumer_of(action) for action in self.schedule[self.pipeline_rank] if action.kind != WEIGHTS)
+        return sum(size.at(samples) for taken in own if taken.stage >= 0 for size in self.message_bytes(taken))
 
-    def beside(self, place: int) -> Linear:
+    def resident_message_bytes(self, place: int) -> BatchLinear:
         """Bytes of the messages in memory beside the action at index `place` of this rank."""
         sent, coming = self.messages[place]
-        total = Linear()
+        total = BatchLinear()
         for taken in (*sent, *coming):
-            total = sum(self.message(taken), total)
+            total = sum(self.message_bytes(taken), total)
         for taken in sent:
             if taken.kind == FORWARD:
-                total += self.crossings[taken.chunk].kept.times(-1.0)
+                total += self.boundaries[taken.stage].saved.times(-1.0)
         return total
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class MicroBatchRun:
     """Segments of one micro-batch that run without a break: the whole forward and backward, or in a
     pipeline one action.
 
@@ -279,8 +279,8 @@ class Visit:
     updates   whether an update follows it while other micro-batches are in flight (pipedream)
     """
 
-    passages: tuple[Passage, ...]
-    sends: bool
+    segments: tuple[Segment, ...]
+    reduces: bool
     later: bool
     ends: bool = True
     updates: bool = False

@@ -19,20 +19,29 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tightfit.cost.entries import Gathered, Message, Parameter, Peak, Sent, Stage, Update, Visit
+from tightfit.cost.entries import (
+    BucketedReduction,
+    Message,
+    MicroBatchRun,
+    Parameter,
+    PeakInstant,
+    RankProgram,
+    ShardedParameters,
+    Update,
+)
 from tightfit.cost.pipeline_schedule import FORWARD, WEIGHTS
 from tightfit.cost.recorded_step import (
+    BatchLinear,
     Buffer,
-    Linear,
     Operation,
-    Passage,
-    Played,
+    ReplayedSegment,
+    Segment,
     Timeline,
-    accumulated,
-    edited,
-    handed_over,
-    play,
-    updated_at_once,
+    accumulate_gradients,
+    edit_backward,
+    free_completed_gradients,
+    fuse_updates,
+    replay,
 )
 from tightfit.machine import Machine
 from tightfit.plan import Plan
@@ -89,12 +98,12 @@ class Ledger:
 
     micro_batch: int
     micro_batches: int
-    training: tuple[Passage, ...]
-    inference: Callable[[], tuple[Passage, ...]]
+    training: tuple[Segment, ...]
+    inference: Callable[[], tuple[Segment, ...]]
     parameters: tuple[Parameter, ...]
     blocks: int = 0
     dataflow: Callable[[], Any] | None = None
-    try_segments: Callable[[], None] | None = None
+    check_segments: Callable[[], None] | None = None
     updates: dict[str, Update] = field(default_factory=dict)
     whole_step: tuple[Operation, ...] = ()
     batch_bytes: float = 0.0
@@ -102,9 +111,9 @@ class Ledger:
     update_in_backward: bool = False
     foreach: bool = False
     host_batch: bool = False
-    keeps_memory: bool = False
+    caches_memory: bool = False
     keeps_step: bool = False
-    mapped_from: float | None = None
+    mmap_threshold: float | None = None
     fixed: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -116,19 +125,19 @@ class Ledger:
     saving: float = 0.0
     compile_s: float = 0.0
     summed_bytes: float = 0.0
-    sent: Sent | None = None
-    gathered: Gathered | None = None
+    bucketed_reduction: BucketedReduction | None = None
+    sharded_parameters: ShardedParameters | None = None
     messages: tuple[Message, ...] = ()
     takes_gradients: bool = False
     device: int = 0
-    stage: Stage | None = None
+    rank_program: RankProgram | None = None
 
     def row_bytes(self) -> dict[str, float]:
         """Bytes that live from step to step, by row."""
         rows = dict.fromkeys(ROWS, 0.0)
         rows["parameters"] = sum(parameter.bytes for parameter in self.parameters)
-        if self.stage is not None:
-            rows["parameters"] += self.stage.versions * self.gradient_bytes()
+        if self.rank_program is not None:
+            rows["parameters"] += self.rank_program.versions * self.gradient_bytes()
         rows["optimizer"] = sum(update.state_bytes for update in self.updates.values())
         for row, size in self.fixed.items():
             rows[row] += size
@@ -165,42 +174,50 @@ class Ledger:
         there = self.micro_batches if self.host_batch else 1 + self.batches_ahead
         in_memory = self.batch_bytes * self.micro_batch * there
         rows["activations"] += in_memory
-        if self.gathered is not None:
-            rows["communication"] += self.gathered.rest
-        coming = self.sent.coming if self.sent is not None and self.sent.stays else 0.0
+        if self.sharded_parameters is not None:
+            rows["communication"] += self.sharded_parameters.rest
+        coming = (
+            self.bucketed_reduction.coming
+            if self.bucketed_reduction is not None and self.bucketed_reduction.stays
+            else 0.0
+        )
         yield "forward", "start", {**rows, "communication": rows["communication"] + coming}
-        known: dict[Timeline, Played] = {}
+        known: dict[Timeline, ReplayedSegment] = {}
         whole, arrived = self.gradient_bytes(), 0.0
-        for visit in self.visits():
-            sends, done = visit.sends, 0.0
-            for passage in visit.passages:
+        for visit in self.micro_batch_runs():
+            sends, done = visit.reduces, 0.0
+            for passage in visit.segments:
                 if passage.timeline not in known:
-                    known[passage.timeline] = play(passage.timeline, self.micro_batch)
+                    known[passage.timeline] = replay(passage.timeline, self.micro_batch)
                 played = known[passage.timeline]
                 reduced_rows: dict[str, float] = {"gradients": arrived}
-                then, made = played.made
-                if sends and self.sent is not None:
+                then, made = played.completed_gradients
+                if sends and self.bucketed_reduction is not None:
                     reduced_rows = self._bucket_rows(done + then, whole, arrived)
-                if self.gathered is not None:
-                    parts = max(arrived, done * self.gathered.widened / self.gathered.devices)
-                    reduced_rows = self._unsharded_rows(passage, parts, reducing=done > 0 or self.stage is not None)
-                yield passage.phase, passage.part, _sum(_sum(rows, played.largest), reduced_rows)
-                rows = _sum(rows, played.net)
-                if sends and self.sent is not None and made:
-                    if visit.later and not self.sent.always:  # the sums move to the buckets
+                if self.sharded_parameters is not None:
+                    parts = max(
+                        arrived, done * self.sharded_parameters.reduce_dtype_ratio / self.sharded_parameters.shards
+                    )
+                    reduced_rows = self._unsharded_rows(
+                        passage, parts, reducing=done > 0 or self.rank_program is not None
+                    )
+                yield passage.phase, passage.part, _sum(_sum(rows, played.at_peak), reduced_rows)
+                rows = _sum(rows, played.at_end)
+                if sends and self.bucketed_reduction is not None and made:
+                    if visit.later and not self.bucketed_reduction.always:  # the sums move to the buckets
                         rows = _sum(rows, {"gradients": -made})
                     done += made
-                    last = {"temporaries": played.gradient}
+                    last = {"temporaries": played.largest_gradient}
                     yield passage.phase, passage.part, _sum(_sum(rows, self._bucket_rows(done, whole, arrived)), last)
-                if self.gathered is not None and passage.block is not None:  # leaves a shard
+                if self.sharded_parameters is not None and passage.block is not None:  # leaves a shard
                     if made:
-                        summed = self.gathered.reduced * (1 + 1 / self.gathered.devices)
+                        summed = self.sharded_parameters.reduced * (1 + 1 / self.sharded_parameters.shards)
                         yield passage.phase, "reduce", _sum_all(rows, {"communication": summed, "gradients": parts})
                     done += made
                     rows = _sum(rows, {"gradients": -made})
-            if sends and self.sent is not None:
-                arrived = self.sent.during(whole, whole)["gradients"]
-            if self.gathered is not None and visit.ends:
+            if sends and self.bucketed_reduction is not None:
+                arrived = self.bucketed_reduction.rows_during(whole, whole)["gradients"]
+            if self.sharded_parameters is not None and visit.ends:
                 rest = rows["gradients"]
                 yield (
                     "backward",
@@ -208,7 +225,10 @@ class Ledger:
                     _sum_all(
                         rows,
                         {
-                            "gradients": max(arrived, done * self.gathered.widened / self.gathered.devices),
+                            "gradients": max(
+                                arrived,
+                                done * self.sharded_parameters.reduce_dtype_ratio / self.sharded_parameters.shards,
+                            ),
                             "communication": rest,
                         },
                     ),
@@ -218,40 +238,40 @@ class Ledger:
             if visit.updates:
                 yield "optimizer", "update", {**rows, "temporaries": rows["temporaries"] + self._update_bytes()}
                 rows, arrived = {**rows, "gradients": 0.0}, 0.0
-        if self.gathered is not None:
-            rows = _sum(rows, {"communication": -self.gathered.rest})
+        if self.sharded_parameters is not None:
+            rows = _sum(rows, {"communication": -self.sharded_parameters.rest})
         rows = _sum(rows, {"gradients": arrived})
         if self.summed_bytes:
             yield "backward", "reduce", {**rows, "temporaries": rows["temporaries"] + self.summed_bytes}
         yield "optimizer", "update", {**rows, "temporaries": rows["temporaries"] + self._update_bytes()}
-        if self.sent is not None and self.sent.coming:
+        if self.bucketed_reduction is not None and self.bucketed_reduction.coming:
             without = {**rows, "gradients": 0.0}
-            yield "optimizer", "gather", _sum_all(without, {"communication": self.sent.coming})
+            yield "optimizer", "gather", _sum_all(without, {"communication": self.bucketed_reduction.coming})
 
     def _bucket_rows(self, done: float, whole: float, arrived: float) -> dict[str, float]:
         """Bytes by row of shards and buckets when `done` bytes of gradients are complete, and
         `arrived` bytes of earlier micro-batches' gradients exist."""
-        assert self.sent is not None
-        found = self.sent.during(done, whole)
-        if arrived and self.sent.devices > 1:  # a new shard, beside the sum
-            found["communication"] += 2 * self.sent.bucket / self.sent.devices
+        assert self.bucketed_reduction is not None
+        found = self.bucketed_reduction.rows_during(done, whole)
+        if arrived and self.bucketed_reduction.shards > 1:  # a new shard, beside the sum
+            found["communication"] += 2 * self.bucketed_reduction.bucket / self.bucketed_reduction.shards
         return {**found, "gradients": max(found["gradients"], arrived)}
 
-    def _unsharded_rows(self, passage: Passage, arrived: float, reducing: bool) -> dict[str, float]:
+    def _unsharded_rows(self, passage: Segment, arrived: float, reducing: bool) -> dict[str, float]:
         """Bytes by row beside a segment's own buffers under ZeRO-3.
 
         The unsharded parameters of its block; the next block's, which are prefetched in backward;
         in backward the gradients that are being reduced, if an earlier block has computed some; and
         the gradient shards that have arrived.
         """
-        assert self.gathered is not None
+        assert self.sharded_parameters is not None
         there = 0.0
         if passage.block is not None:
-            there = self.gathered.block
-            if passage.phase == "backward" or self.gathered.ahead:
-                there += self.gathered.coming
+            there = self.sharded_parameters.block
+            if passage.phase == "backward" or self.sharded_parameters.ahead:
+                there += self.sharded_parameters.prefetched
             if passage.phase == "backward" and reducing:
-                there += self.gathered.reduced
+                there += self.sharded_parameters.reduced
         return {"communication": there, "gradients": arrived}
 
     def model_flops(self) -> float:
@@ -266,40 +286,42 @@ class Ledger:
             for passage in self.inference()
             for operation in passage.timeline.operations
         )
-        devices = len(self.stage.table) if self.stage is not None else 1
+        devices = len(self.rank_program.schedule) if self.rank_program is not None else 1
         return 3 * forward * self.micro_batches / devices
 
-    def visits(self) -> Iterator[Visit]:
+    def micro_batch_runs(self) -> Iterator[MicroBatchRun]:
         """What the micro-batches of a step run, in order.
 
         Without a pipeline the first two micro-batches, because all later ones equal the second. In
         a pipeline every action of this rank.
         """
-        sent = self.sent
-        if self.stage is None:
-            programs = self.passes(self.training, self.micro_batches)
+        sent = self.bucketed_reduction
+        if self.rank_program is None:
+            programs = self.first_and_later(self.training, self.micro_batches)
             for number, program in enumerate(programs):
-                yield Visit(program, sent is not None and (sent.always or number == len(programs) - 1), number > 0)
+                yield MicroBatchRun(
+                    program, sent is not None and (sent.always or number == len(programs) - 1), number > 0
+                )
             return
-        own = self.stage
-        backward = {stage: self.passes(part.backward, 2) for stage, part in own.parts.items()}
-        weights = {stage: self.passes(part.weights, 2) for stage, part in own.parts.items()}
+        own = self.rank_program
+        backward = {stage: self.first_and_later(part.backward, 2) for stage, part in own.stage_programs.items()}
+        weights = {stage: self.first_and_later(part.weights, 2) for stage, part in own.stage_programs.items()}
         seen: set[tuple[str, int]] = set()
-        for number, action in enumerate(own.table[own.device]):
-            kind, stage, place = action.kind, action.chunk, action.micro_batch % self.micro_batches
-            allocate, free = _messages(own.beside(number), "forward" if kind == FORWARD else "backward")
+        for number, action in enumerate(own.schedule[own.pipeline_rank]):
+            kind, stage, place = action.kind, action.stage, action.micro_batch % self.micro_batches
+            allocate, free = _messages(own.resident_message_bytes(number), "forward" if kind == FORWARD else "backward")
             if kind == FORWARD:
-                yield Visit((allocate, *own.parts[stage].forward, free), False, False, ends=False)
+                yield MicroBatchRun((allocate, *own.stage_programs[stage].forward, free), False, False, ends=False)
                 continue
-            last, completes = place == self.micro_batches - 1, kind == WEIGHTS or not own.parts[stage].weights
+            last, completes = place == self.micro_batches - 1, kind == WEIGHTS or not own.stage_programs[stage].weights
             later = place > 0 if own.continuous else (kind, stage) in seen
             passages = (weights if kind == WEIGHTS else backward)[stage][int(later)]
             sends = sent is not None and (sent.always or last) and completes
             updates = last and completes and own.continuous
-            yield Visit((allocate, *passages, free), sends, later, ends=completes, updates=updates)
+            yield MicroBatchRun((allocate, *passages, free), sends, later, ends=completes, updates=updates)
             seen.add((kind, stage))
 
-    def passes(self, training: tuple[Passage, ...], micro_batches: int) -> list[tuple[Passage, ...]]:
+    def first_and_later(self, training: tuple[Segment, ...], micro_batches: int) -> list[tuple[Segment, ...]]:
         """The recorded steps of the first micro-batch and, if there are more, of a later one, as
         this plan runs them.
 
@@ -308,18 +330,18 @@ class Ledger:
         edits: list[Callable[[Timeline], Timeline]] = []
         if self.update_in_backward:
             needed = {name: float(update.transient_bytes + update.comes) for name, update in self.updates.items()}
-            edits.append(lambda timeline: updated_at_once(timeline, needed))
+            edits.append(lambda timeline: fuse_updates(timeline, needed))
         if self.takes_gradients:
-            edits.append(handed_over)
-        first = edited(training, edits)
+            edits.append(free_completed_gradients)
+        first = edit_backward(training, edits)
         if self.takes_gradients:
             return [first] * min(micro_batches, 2)
-        if self.gathered is not None:
+        if self.sharded_parameters is not None:
             return [first] * min(micro_batches, 2)
-        if self.sent is not None and (self.sent.always or micro_batches == 1):
-            first = edited(first, [handed_over])
+        if self.bucketed_reduction is not None and (self.bucketed_reduction.always or micro_batches == 1):
+            first = edit_backward(first, [free_completed_gradients])
             return [first] * min(micro_batches, 2)
-        return [first] if micro_batches == 1 else [first, edited(first, [accumulated])]
+        return [first] if micro_batches == 1 else [first, edit_backward(first, [accumulate_gradients])]
 
     def evaluation(self) -> Iterator[tuple[str, str, dict[str, float]]]:
         """Like `instants`, for one micro-batch of an evaluation."""
@@ -328,11 +350,11 @@ class Ledger:
         if self.keeps_step:
             rows["temporaries"] += self._pool_bytes()
         for passage in self.inference():
-            played = play(passage.timeline, self.micro_batch)
-            yield "evaluation", passage.part, _sum(rows, played.largest)
-            rows = _sum(rows, played.net)
+            played = replay(passage.timeline, self.micro_batch)
+            yield "evaluation", passage.part, _sum(rows, played.at_peak)
+            rows = _sum(rows, played.at_end)
 
-    def peak(self) -> Peak:
+    def peak(self) -> PeakInstant:
         """The peak of a step. With CUDA graphs, evaluations count too, because they need memory
         beside the graphs' pool."""
         return _largest((*self.instants(), *self.evaluation()) if self.keeps_step else self.instants())
@@ -342,9 +364,9 @@ class Ledger:
         found: dict[str, float] = {}
         for phase, _, rows in (*self.instants(), *self.evaluation()):
             found[phase] = max(found.get(phase, 0.0), sum(rows.values()))
-        return {**found, **self.outside()}
+        return {**found, **self.peaks_outside_steps()}
 
-    def outside(self) -> dict[str, float]:
+    def peaks_outside_steps(self) -> dict[str, float]:
         """Device bytes at the peak of each phase outside the steps: those before the first step,
         and the checkpoint.
 
@@ -386,12 +408,12 @@ _IN_A_GRAPH = ("forward", "backward")
 _OF_A_GRAPH = ("activations", "temporaries", "gradients")  # rows in a CUDA graph's pool
 
 
-def _messages(size: Linear, phase: str) -> tuple[Passage, Passage]:
+def _messages(size: BatchLinear, phase: str) -> tuple[Segment, Segment]:
     """Two segments: one allocates messages of `size` bytes before an action, one frees them after
     it."""
     buffer = Buffer(size, "temporaries", "message")
     allocate, free = (Timeline(((buffer, sign),)) for sign in (1, -1))
-    return Passage("messages", phase, allocate), Passage("messages", phase, free)
+    return Segment("messages", phase, allocate), Segment("messages", phase, free)
 
 
 def _sum(rows: dict[str, float], more: dict[str, float]) -> dict[str, float]:
@@ -402,16 +424,16 @@ def _sum_all(rows: dict[str, float], more: dict[str, float]) -> dict[str, float]
     return {row: rows.get(row, 0.0) + more.get(row, 0.0) for row in {**rows, **more}}
 
 
-def _largest(instants: Iterable[tuple[str, str, dict[str, float]]]) -> Peak:
-    best = Peak()
+def _largest(instants: Iterable[tuple[str, str, dict[str, float]]]) -> PeakInstant:
+    best = PeakInstant()
     for phase, part, rows in instants:
         total = sum(rows.values())
         if total > best.total:
-            best = Peak(total, rows, phase, part)
+            best = PeakInstant(total, rows, phase, part)
     return best
 
 
-def traced(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
+def cost_in_trace(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """The `cost` of a method that is applied before the trace: the ledger contains its changes
     already."""
     return ledger

@@ -49,18 +49,18 @@ class Action:
     """
 
     kind: str
-    chunk: int
+    stage: int
     micro_batch: int
 
     def __str__(self) -> str:
         return f"{self.kind}{self.micro_batch}"
 
 
-Timetable = tuple[tuple[Action, ...], ...]  # a list of actions for each rank
+Schedule = tuple[tuple[Action, ...], ...]  # a list of actions for each rank
 
 
 @cache
-def timetable(schedule: str, devices: int, chunks: int, micro_batches: int) -> Timetable:
+def make_schedule(schedule: str, ranks: int, virtual_stages: int, micro_batches: int) -> Schedule:
     """The actions of every rank in one step, in order; for pipedream, in several steps.
 
     schedule        a plan's `schedule`: naive, gpipe, 1f1b, interleaved, zero-bubble or pipedream
@@ -71,15 +71,15 @@ def timetable(schedule: str, devices: int, chunks: int, micro_batches: int) -> T
     Raises KeyError for an unknown schedule.
     """
     if schedule == "interleaved":
-        padded = -(-micro_batches // devices) * devices
-        whole = tuple(_interleaved(device, devices, chunks, padded) for device in range(devices))
+        padded = -(-micro_batches // ranks) * ranks
+        whole = tuple(_interleaved(device, ranks, virtual_stages, padded) for device in range(ranks))
         return tuple(tuple(action for action in actions if action.micro_batch < micro_batches) for actions in whole)
     if schedule == "pipedream":
-        return tuple(_steps_of(device, devices, micro_batches) for device in range(devices))
+        return tuple(_steps_of(device, ranks, micro_batches) for device in range(ranks))
     if schedule == "zero-bubble":
-        return _zero_bubble(devices, micro_batches)
+        return _zero_bubble(ranks, micro_batches)
     make = {"naive": _naive, "gpipe": _gpipe, "1f1b": _one_forward_one_backward}[schedule]
-    return tuple(make(device, devices, micro_batches) for device in range(devices))
+    return tuple(make(device, ranks, micro_batches) for device in range(ranks))
 
 
 def _naive(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
@@ -145,7 +145,7 @@ def _interleaved(rank: int, ranks: int, virtual_stages: int, count: int) -> tupl
     return _in_turn(forwards, backwards, ahead)
 
 
-def _zero_bubble(ranks: int, count: int) -> Timetable:
+def _zero_bubble(ranks: int, count: int) -> Schedule:
     """1F1B whose bubbles are filled with the weights' gradients of earlier backwards (ZB-H1).
 
     In each time slot a rank runs a backward if one is ready, else a forward, else a W. It runs a
@@ -159,7 +159,7 @@ def _zero_bubble(ranks: int, count: int) -> Timetable:
         for rank, counted in enumerate(counts):
             for kind in (BACKWARD, FORWARD, WEIGHTS):
                 action = Action(kind, rank, counted[kind])
-                waits = needs(action, ranks)
+                waits = dependencies_of(action, ranks)
                 if kind == FORWARD and counted[FORWARD] - counted[WEIGHTS] >= ranks:
                     continue
                 if counted[kind] < count and all(done.get(other, moment) < moment for other in waits):
@@ -171,29 +171,29 @@ def _zero_bubble(ranks: int, count: int) -> Timetable:
     return tuple(map(tuple, tables))
 
 
-def needs(action: Action, chunks: int) -> list[Action]:
+def dependencies_of(action: Action, stages: int) -> list[Action]:
     """The actions that must end before this one begins. stages: of the whole model."""
-    kind, chunk, number = action.kind, action.chunk, action.micro_batch
+    kind, chunk, number = action.kind, action.stage, action.micro_batch
     if kind == FORWARD:
         return [Action(FORWARD, chunk - 1, number)] if chunk else []
     if kind == BACKWARD:
-        after = [Action(BACKWARD, chunk + 1, number)] if chunk < chunks - 1 else []
+        after = [Action(BACKWARD, chunk + 1, number)] if chunk < stages - 1 else []
         return [Action(FORWARD, chunk, number), *after]
     return [Action(BACKWARD, chunk, number)]
 
 
-def taken_by(action: Action) -> Action:
+def consumer_of(action: Action) -> Action:
     """The action that consumes this one's output.
 
     The last stage's forward and the first stage's backward send nothing: their result names a stage
     that does not exist.
     """
-    return Action(action.kind, action.chunk + (1 if action.kind == FORWARD else -1), action.micro_batch)
+    return Action(action.kind, action.stage + (1 if action.kind == FORWARD else -1), action.micro_batch)
 
 
-def given_by(action: Action) -> Action:
+def producer_of(action: Action) -> Action:
     """The action whose output this one consumes."""
-    return Action(action.kind, action.chunk - (1 if action.kind == FORWARD else -1), action.micro_batch)
+    return Action(action.kind, action.stage - (1 if action.kind == FORWARD else -1), action.micro_batch)
 
 
 @cache
@@ -214,8 +214,8 @@ def coming(
     """
     last, waits = devices * chunks - 1, late(schedule, devices, chunks, micro_batches) if stops else frozenset()
     found: list[Action | None] = []
-    for here, after in pairwise(timetable(schedule, devices, chunks, micro_batches)[device]):
-        is_sent = after.kind != WEIGHTS and 0 <= given_by(after).chunk <= last
+    for here, after in pairwise(make_schedule(schedule, devices, chunks, micro_batches)[device]):
+        is_sent = after.kind != WEIGHTS and 0 <= producer_of(after).stage <= last
         is_update = schedule == "pipedream" and here.kind == BACKWARD and (here.micro_batch + 1) % micro_batches == 0
         found.append(after if is_sent and not is_update and after not in waits else None)
     return (*found, None)
@@ -233,13 +233,13 @@ def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozen
     if schedule == "pipedream":
         return frozenset()
     table, places = (
-        timetable(schedule, devices, chunks, micro_batches),
+        make_schedule(schedule, devices, chunks, micro_batches),
         _places(schedule, devices, chunks, micro_batches),
     )
     found = set()
     for actions in table:
         for here, after in pairwise(actions):
-            given = given_by(after)
+            given = producer_of(after)
             if after.kind != WEIGHTS and given in places and places[given] > places[here]:
                 found.add(after)
     return frozenset(found)
@@ -252,7 +252,7 @@ def _places(schedule: str, devices: int, chunks: int, micro_batches: int) -> dic
     As far as that can be, an action comes after the receiver has come to what its device sent before: a device that stops waits
     for its sends, too.
     """
-    table = timetable(schedule, devices, chunks, micro_batches)
+    table = make_schedule(schedule, devices, chunks, micro_batches)
     own = {action: place for actions in table for place, action in enumerate(actions)}
     done, at = dict[Action, int](), [0] * devices
     sending: list[list[Action]] = [[] for _ in table]  # by the action that takes it
@@ -260,35 +260,35 @@ def _places(schedule: str, devices: int, chunks: int, micro_batches: int) -> dic
         ready = []
         for device, actions in enumerate(table):
             if at[device] < len(actions) and all(
-                other in done for other in needs(actions[at[device]], devices * chunks)
+                other in done for other in dependencies_of(actions[at[device]], devices * chunks)
             ):
                 ready.append(actions[at[device]])
-            sending[device] = [one for one in sending[device] if at[one.chunk % devices] < own[one]]
-        free = [action for action in ready if not sending[action.chunk % devices]] or ready
+            sending[device] = [one for one in sending[device] if at[one.stage % devices] < own[one]]
+        free = [action for action in ready if not sending[action.stage % devices]] or ready
         assert free, "the ranks of this schedule wait for each other"
         for action in sorted(free, key=_along):
             done[action] = len(done)
-            at[action.chunk % devices] += 1
-            if (taken := taken_by(action)) in own and action.kind != WEIGHTS:
-                sending[action.chunk % devices].append(taken)
+            at[action.stage % devices] += 1
+            if (taken := consumer_of(action)) in own and action.kind != WEIGHTS:
+                sending[action.stage % devices].append(taken)
     return done
 
 
 def _along(action: Action) -> tuple[bool, int]:
     """In the way of messages."""
     is_forward = action.kind == FORWARD
-    return not is_forward, action.chunk if is_forward else -action.chunk
+    return not is_forward, action.stage if is_forward else -action.stage
 
 
-def _in_order(table: Timetable) -> Iterator[Action]:
+def _in_order(table: Schedule) -> Iterator[Action]:
     """All actions, each after those that it needs. Raises ValueError for a table in which devices wait for each other."""
-    chunks = 1 + max(action.chunk for actions in table for action in actions)
+    chunks = 1 + max(action.stage for actions in table for action in actions)
     done: set[Action] = set()
     places = [0] * len(table)
     while any(place < len(actions) for place, actions in zip(places, table, strict=True)):
         before = len(done)
         for device, actions in enumerate(table):
-            while places[device] < len(actions) and done.issuperset(needs(actions[places[device]], chunks)):
+            while places[device] < len(actions) and done.issuperset(dependencies_of(actions[places[device]], chunks)):
                 done.add(actions[places[device]])
                 yield actions[places[device]]
                 places[device] += 1
@@ -296,23 +296,23 @@ def _in_order(table: Timetable) -> Iterator[Action]:
             raise ValueError("the ranks of this schedule wait for each other")
 
 
-def sent(table: Timetable, device: int) -> tuple[tuple[Action, ...], ...]:
+def sent(table: Schedule, device: int) -> tuple[tuple[Action, ...], ...]:
     """For each action of a device, which messages that it sent lie in its memory beside what the action itself works with, each
     by the action that takes it. A message stays until it is known to have arrived: until the device that takes it has sent one
     back that it made later."""
-    devices, last = len(table), max(action.chunk for actions in table for action in actions)
+    devices, last = len(table), max(action.stage for actions in table for action in actions)
     places = {action: place for actions in table for place, action in enumerate(actions)}
     there: list[Action] = []
     found = []
     for action in table[device]:
-        given = given_by(action)
+        given = producer_of(action)
         if action.kind != WEIGHTS and given in places:
             there = [
-                one for one in there if one.chunk % devices != given.chunk % devices or places[one] > places[given]
+                one for one in there if one.stage % devices != given.stage % devices or places[one] > places[given]
             ]
         found.append(tuple(there))
-        taken = taken_by(action)
-        if action.kind != WEIGHTS and 0 <= taken.chunk <= last:
+        taken = consumer_of(action)
+        if action.kind != WEIGHTS and 0 <= taken.stage <= last:
             there.append(taken)
     return tuple(found)
 
@@ -329,21 +329,21 @@ def in_flight(actions: Iterable[Action]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ScheduledAction:
     """An action of a rank with its start and its end, in seconds from the begin of the step."""
 
-    device: int
+    rank: int
     action: Action
     start: float
     end: float
 
 
-def play(
-    table: Timetable,
+def simulate(
+    schedule: Schedule,
     seconds: Callable[[Action], float],
-    between: Callable[[Action], float] = lambda action: 0.0,
+    transfer: Callable[[Action], float] = lambda action: 0.0,
     late: Collection[Action] = (),
-) -> list[Slot]:
+) -> list[ScheduledAction]:
     """When each action runs: an action starts when its rank is free and its inputs have arrived.
 
     seconds   seconds of an action
@@ -353,33 +353,35 @@ def play(
 
     Raises ValueError for a schedule in which ranks wait for each other (a deadlock).
     """
-    chunks = 1 + max(action.chunk for actions in table for action in actions)
+    chunks = 1 + max(action.stage for actions in schedule for action in actions)
     ends: dict[Action, float] = {}
-    asked, free = [0.0] * len(table), [0.0] * len(table)
-    found: list[Slot] = []
-    for action in _in_order(table):
-        device, start = action.chunk % len(table), 0.0
-        for other in needs(action, chunks):
+    asked, free = [0.0] * len(schedule), [0.0] * len(schedule)
+    found: list[ScheduledAction] = []
+    for action in _in_order(schedule):
+        device, start = action.stage % len(schedule), 0.0
+        for other in dependencies_of(action, chunks):
             since = free[device] if action in late else asked[device]
-            start = max(start, ends[other] if other.chunk == action.chunk else max(ends[other], since) + between(other))
+            start = max(
+                start, ends[other] if other.stage == action.stage else max(ends[other], since) + transfer(other)
+            )
         start = max(free[device], start)
         asked[device] = start
         free[device] = ends[action] = start + seconds(action)
-        found.append(Slot(device, action, start, free[device]))
+        found.append(ScheduledAction(device, action, start, free[device]))
     return found
 
 
-def split_evenly(blocks: int, chunks: int) -> tuple[int, ...]:
+def split_evenly(blocks: int, stages: int) -> tuple[int, ...]:
     """How many blocks each stage has, as equal as possible: 10 blocks in 4 stages are (2, 3, 3, 2).
 
     The first and the last stage, which also hold the embedding and the head, get the fewer blocks.
     """
-    each, more = divmod(blocks, chunks)
-    inner = sorted(range(chunks), key=lambda chunk: (chunk in (0, chunks - 1), chunk))
-    return tuple(each + (chunk in inner[:more]) for chunk in range(chunks))
+    each, more = divmod(blocks, stages)
+    inner = sorted(range(stages), key=lambda chunk: (chunk in (0, stages - 1), chunk))
+    return tuple(each + (chunk in inner[:more]) for chunk in range(stages))
 
 
-def split_balanced(blocks: list[float], first: float, last: float, chunks: int) -> tuple[int, ...]:
+def split_balanced(blocks: list[float], first: float, last: float, stages: int) -> tuple[int, ...]:
     """How many blocks each stage has, so that the slowest stage is as fast as possible.
 
     blocks  seconds of each block
@@ -396,10 +398,10 @@ def split_balanced(blocks: list[float], first: float, last: float, chunks: int) 
         sums.append(sums[-1] + block)
 
     def cost(chunk: int, begin: int, end: int) -> float:
-        return sums[end] - sums[begin] + (first if chunk == 0 else 0.0) + (last if chunk == chunks - 1 else 0.0)
+        return sums[end] - sums[begin] + (first if chunk == 0 else 0.0) + (last if chunk == stages - 1 else 0.0)
 
     best: dict[int, tuple[float, tuple[int, ...]]] = {end: (cost(0, 0, end), (end,)) for end in range(1, count + 1)}
-    for chunk in range(1, chunks):
+    for chunk in range(1, stages):
         best = {
             end: min(
                 (max(best[begin][0], cost(chunk, begin, end)), (*best[begin][1], end - begin))

@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from tightfit.cost.entries import NOTHING, Part
-from tightfit.cost.recorded_step import Buffer, Linear, Passage, Timeline
+from tightfit.cost.entries import NOTHING, StageProgram
+from tightfit.cost.recorded_step import BatchLinear, Buffer, Segment, Timeline
 
 # The section of what comes before the blocks. What comes after n blocks is in section n.
 BEFORE = -1
@@ -46,14 +46,14 @@ class Sections:
     tied      gradients of parameters that several sections use: sums of their terms
     """
 
-    def __init__(self, training: tuple[Passage, ...], blocks: int, deferred: bool) -> None:
+    def __init__(self, training: tuple[Segment, ...], blocks: int, deferred: bool) -> None:
         self.end = blocks
-        self.passages: dict[tuple[int, str], list[Passage]] = defaultdict(list)
+        self.passages: dict[tuple[int, str], list[Segment]] = defaultdict(list)
         split: dict[Timeline, tuple[Timeline, Timeline]] = {}
         late = {
             buffer.parameter
             for timeline in {passage.timeline for passage in training if deferred and passage.phase == BACKWARD}
-            for buffer in timeline.born
+            for buffer in timeline.allocated
             if buffer.parameter and buffer.operands
         }
         for section, passage in _in_sections(training, blocks):
@@ -78,63 +78,63 @@ class Sections:
             for passage in passages:
                 timeline = passage.timeline
                 if timeline not in born:
-                    born[timeline] = Counter(timeline.born)
+                    born[timeline] = Counter(timeline.allocated)
                 for buffer, count in born[timeline].items():
                     self.made[buffer][section] += count
                     self.phase.setdefault(buffer, FORWARD if phase == FORWARD else BACKWARD)
-                self._freed_by_section[section] |= timeline.gone
+                self._freed_by_section[section] |= timeline.freed
         self.freed: dict[Buffer, set[int]] = defaultdict(set)  # by other sections than made them
         for section, gone in self._freed_by_section.items():
             for buffer in gone:
                 if section not in self.made.get(buffer, ()):
                     self.freed[buffer].add(section)
 
-    def to_next(self, buffer: Buffer) -> bool:
+    def freed_by_next(self, buffer: Buffer) -> bool:
         """Whether a section leaves the buffer to the section that runs after it.
 
         In forward that is the block above, in backward the block below. Of equal blocks, only the
         first and the last have neighbours that were recorded.
         """
-        made, freed = self.made.get(buffer), self.freed.get(buffer)
-        if not made or not freed:
+        allocated, freed = self.made.get(buffer), self.freed.get(buffer)
+        if not allocated or not freed:
             return False
         step = 1 if self.phase[buffer] == FORWARD else -1
-        return min(freed) - min(made) == step or max(freed) - max(made) == step
+        return min(freed) - min(allocated) == step or max(freed) - max(allocated) == step
 
-    def kept(self, piece: range) -> frozenset[Buffer]:
+    def saved(self, piece: range) -> frozenset[Buffer]:
         """What the forward of a stage saves for its backward."""
         first, last = piece.start or BEFORE, self.end + 1 if piece.stop == self.end else piece.stop
         here = (passage for section in range(first, last) for passage in self.passages.get((section, FORWARD), ()))
-        return frozenset().union(*(passage.timeline.kept for passage in here))
+        return frozenset().union(*(passage.timeline.saved for passage in here))
 
-    def keeps(self, piece: range, given: Buffer | None) -> bool:
+    def saves_output(self, piece: range, given: Buffer | None) -> bool:
         """Whether a stage's backward needs what its forward passes to the next block.
 
         given: the buffer as the next block's segment names it; the stage may use another name.
         """
         if given is None:
             return False
-        kept, last = self.kept(piece), piece.stop - 1
+        kept, last = self.saved(piece), piece.stop - 1
         if not {BEFORE, last}.isdisjoint(self.made.get(given, ())):
             return given in kept
-        handed_on = (one for one in self.left(last) if self.phase[one] == FORWARD and self.to_next(one))
+        handed_on = (one for one in self.unfreed(last) if self.phase[one] == FORWARD and self.freed_by_next(one))
         return any(one in kept for one in handed_on if one.size == given.size)
 
-    def left(self, section: int, whole: bool = True) -> Iterator[Buffer]:
+    def unfreed(self, section: int, whole: bool = True) -> Iterator[Buffer]:
         """Buffers that a section allocates and does not free, except gradients of parameters.
 
         whole: consider its backward too, not only its forward.
         """
         phases = (FORWARD, BACKWARD, WEIGHTS) if whole else (FORWARD,)
-        passages = [passage for phase in phases for passage in self.passages.get((section, phase), ())]
-        gone = frozenset().union(*(passage.timeline.gone for passage in passages))
-        for passage in passages:
-            for buffer in passage.timeline.born:
+        segments = [passage for phase in phases for passage in self.passages.get((section, phase), ())]
+        gone = frozenset().union(*(passage.timeline.freed for passage in segments))
+        for passage in segments:
+            for buffer in passage.timeline.allocated:
                 if buffer not in gone and buffer.row != "gradients":
                     yield buffer
 
 
-def _in_sections(training: tuple[Passage, ...], blocks: int) -> Iterator[tuple[int, Passage]]:
+def _in_sections(training: tuple[Segment, ...], blocks: int) -> Iterator[tuple[int, Segment]]:
     """Each segment with the number of its section, in order."""
     here = {FORWARD: BEFORE, BACKWARD: blocks}
     last = blocks - 1
@@ -150,13 +150,13 @@ def _in_sections(training: tuple[Passage, ...], blocks: int) -> Iterator[tuple[i
 
 
 @lru_cache(16)
-def sections_of(training: tuple[Passage, ...], blocks: int, deferred: bool) -> Sections:
+def sections_of(training: tuple[Segment, ...], blocks: int, deferred: bool) -> Sections:
     """The Sections of a recorded step, cached: all stages and many plans share one."""
     return Sections(training, blocks, deferred)
 
 
 @dataclass(frozen=True)
-class Received:
+class StageInput:
     """Bytes that a stage receives.
 
     saved    of what its backward needs
@@ -164,12 +164,12 @@ class Received:
     instead  the buffers that the received tensors replace, where they were made before the blocks
     """
 
-    kept: Linear = NOTHING
-    passing: Linear = NOTHING
-    instead: frozenset[Buffer] = frozenset()
+    saved: BatchLinear = NOTHING
+    passing: BatchLinear = NOTHING
+    replaced: frozenset[Buffer] = frozenset()
 
 
-def part(sections: Sections, piece: range, received: Received, gradients: Linear) -> Part:
+def stage_program(sections: Sections, stage: range, received: StageInput, gradients: BatchLinear) -> StageProgram:
     """The program of one stage of the model.
 
     What other ranks send is allocated at the beginning of the forward or backward. What no segment
@@ -178,7 +178,7 @@ def part(sections: Sections, piece: range, received: Received, gradients: Linear
     received   bytes from the stage before
     gradients  bytes of the gradients that the next stage sends
     """
-    return _StageBuilder(sections, piece, received, gradients).part()
+    return _StageBuilder(sections, stage, received, gradients).part()
 
 
 class _StageBuilder:
@@ -192,19 +192,19 @@ class _StageBuilder:
     becomes  what replaces a buffer in this stage; None where nothing does
     """
 
-    def __init__(self, sections: Sections, piece: range, comes: Received, gradients: Linear) -> None:
+    def __init__(self, sections: Sections, piece: range, comes: StageInput, gradients: BatchLinear) -> None:
         self.sections, self.comes, self.gradients = sections, comes, gradients
         self.received, self.handed_on = piece.start > 0, piece.stop < sections.end
         self.here = range(piece.start if self.received else BEFORE, piece.stop if self.handed_on else sections.end + 1)
         self.run = {BEFORE, *self.here}
         self.alive: Counter[Buffer] = Counter()
         self.operand = {FORWARD: False, BACKWARD: False}
-        self.kept = sections.kept(piece)
+        self.kept = sections.saved(piece)
         self.early: dict[int, Events] = {}
         self.becomes: dict[Buffer, Buffer | None] = {}
         for gradient in sections.tied:
             self._untie_gradient(gradient)
-        self.becomes.update((buffer, None) for buffer in comes.instead if BEFORE in sections.made.get(buffer, ()))
+        self.becomes.update((buffer, None) for buffer in comes.replaced if BEFORE in sections.made.get(buffer, ()))
 
     def _untie_gradient(self, gradient: Buffer) -> None:
         """A parameter that stages on several ranks use has its own gradient on each, and not their
@@ -216,7 +216,7 @@ class _StageBuilder:
             if self.sections.phase[here[0]] == FORWARD:  # a loss that makes gradients in its forward
                 self.early[min(self.sections.made[here[0]])] = [(here[0], -1), (own, 1), (own, 0)]
 
-    def part(self) -> Part:
+    def part(self) -> StageProgram:
         inside = self.sections.passages
         forward = [
             (section, passage)
@@ -237,14 +237,14 @@ class _StageBuilder:
             ends[BACKWARD if kept else FORWARD].append((buffer, -1))
         begin: dict[str, Events] = {FORWARD: [], BACKWARD: []}
         for phase, row, size, end in (
-            (FORWARD, "activations", self.comes.kept, WEIGHTS if self.operand[FORWARD] else BACKWARD),
+            (FORWARD, "activations", self.comes.saved, WEIGHTS if self.operand[FORWARD] else BACKWARD),
             (FORWARD, "temporaries", self.comes.passing, FORWARD),
             (BACKWARD, "temporaries", self.gradients, WEIGHTS if self.operand[BACKWARD] else BACKWARD),
         ):
             buffer = Buffer(size, row, "received")
             begin[phase].append((buffer, 1))
             ends[end].append((buffer, -1))
-        return Part(
+        return StageProgram(
             (_segment("received", FORWARD, begin[FORWARD]), *done, _segment("sent", FORWARD, ends[FORWARD])),
             (_segment("received", BACKWARD, begin[BACKWARD]), *back, _segment("sent", BACKWARD, ends[BACKWARD])),
             (*later, _segment("sent", BACKWARD, ends[WEIGHTS])) if later else (),
@@ -254,20 +254,24 @@ class _StageBuilder:
         """Count the buffers that are alive after their own section and that the next one does not
         free."""
         for section in self.run:
-            for buffer in self.sections.left(section, whole=section in self.here):
+            for buffer in self.sections.unfreed(section, whole=section in self.here):
                 if buffer in self.becomes:
                     continue
                 step = 1 if self.sections.phase[buffer] == FORWARD else -1
-                if section not in self.here or section + step not in self.here or not self.sections.to_next(buffer):
+                if (
+                    section not in self.here
+                    or section + step not in self.here
+                    or not self.sections.freed_by_next(buffer)
+                ):
                     self.alive[buffer] += 1
 
-    def _without_foreign_frees(self, section: int, passage: Passage) -> Passage:
+    def _without_foreign_frees(self, section: int, passage: Segment) -> Segment:
         """A segment without the frees of buffers that this stage never had."""
         timeline = passage.timeline
         sections = self.sections
-        elsewhere = {buffer for buffer in timeline.gone if section not in sections.made.get(buffer, ())}
+        elsewhere = {buffer for buffer in timeline.freed if section not in sections.made.get(buffer, ())}
         inner = section - 1 in self.here and section + 1 in self.here
-        if inner and all(sections.to_next(buffer) for buffer in elsewhere):
+        if inner and all(sections.freed_by_next(buffer) for buffer in elsewhere):
             return passage
         events: Events = []
         for buffer, sign in timeline.events:
@@ -277,7 +281,7 @@ class _StageBuilder:
                     events += [(buffer, 1)] if passage.phase == FORWARD else [(own, 1), (own, 0)]
                 continue
             if sign < 0 and buffer in elsewhere and not self._is_freed_here(section, buffer):
-                if sections.to_next(buffer):
+                if sections.freed_by_next(buffer):
                     self.operand[sections.phase[buffer]] |= passage in sections.passages[section, WEIGHTS]
                 continue
             events.append((buffer, sign))
@@ -287,7 +291,7 @@ class _StageBuilder:
 
     def _is_freed_here(self, section: int, buffer: Buffer) -> bool:
         sections = self.sections
-        if sections.to_next(buffer):
+        if sections.freed_by_next(buffer):
             return section + (-1 if sections.phase[buffer] == FORWARD else 1) in self.here
         if self.alive[buffer] > 0:
             self.alive[buffer] -= 1
@@ -295,8 +299,8 @@ class _StageBuilder:
         return False
 
 
-def _segment(part: str, phase: str, events: Events) -> Passage:
-    return Passage(part, phase, Timeline(tuple(events)))
+def _segment(part: str, phase: str, events: Events) -> Segment:
+    return Segment(part, phase, Timeline(tuple(events)))
 
 
 def _recast_in_backward(timeline: Timeline, phase: str, late: set[str]) -> Timeline:
@@ -327,7 +331,7 @@ def _recast_in_backward(timeline: Timeline, phase: str, late: set[str]) -> Timel
             events.append((buffer, sign))
             if sign > 0:
                 events, there = events + there, []
-    return replace(timeline, events=(*events, *there), kept=timeline.kept - copies)
+    return replace(timeline, events=(*events, *there), saved=timeline.saved - copies)
 
 
 def _split_weight_gradients(timeline: Timeline) -> tuple[Timeline, Timeline]:
@@ -336,7 +340,7 @@ def _split_weight_gradients(timeline: Timeline) -> tuple[Timeline, Timeline]:
 
     The second also frees the operands that only the weight gradients still need.
     """
-    made = [buffer for buffer in timeline.born if buffer.parameter and buffer.operands]
+    made = [buffer for buffer in timeline.allocated if buffer.parameter and buffer.operands]
     if not made:
         return timeline, Timeline()
     moved, waits = set(made), {operand for buffer in made for operand in buffer.operands}
@@ -356,4 +360,4 @@ def _split_weight_gradients(timeline: Timeline) -> tuple[Timeline, Timeline]:
     return replace(timeline, events=tuple(now)), Timeline(tuple(weights))
 
 
-__all__ = ["Received", "Sections", "part", "sections_of"]
+__all__ = ["Sections", "StageInput", "sections_of", "stage_program"]

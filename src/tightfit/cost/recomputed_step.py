@@ -22,9 +22,9 @@ from functools import lru_cache
 
 import torch
 
-from tightfit.cost.recorded_step import Buffer, Linear, Operation, Passage, Timeline
+from tightfit.cost.recorded_step import BatchLinear, Buffer, Operation, Segment, Timeline
 
-PRODUCTS = frozenset(
+COMPUTE_INTENSIVE_OPS = frozenset(
     {
         torch.ops.aten.mm.default,
         torch.ops.aten._scaled_mm.default,
@@ -39,7 +39,7 @@ PRODUCTS = frozenset(
         torch.ops.aten._scaled_dot_product_attention_math_for_mps.default,
     }
 )
-COUNTED = frozenset(  # products with weights: selective-2 saves every second one
+WEIGHT_MATMUL_OPS = frozenset(  # products with weights: selective-2 saves every second one
     (
         torch.ops.aten.mm.default,
         torch.ops.aten._scaled_mm.default,
@@ -47,8 +47,8 @@ COUNTED = frozenset(  # products with weights: selective-2 saves every second on
         torch.ops.aten.convolution.default,
     )
 )
-_PRODUCT_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in PRODUCTS)
-_COUNTED_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in COUNTED)
+_PRODUCT_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in COMPUTE_INTENSIVE_OPS)
+_COUNTED_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in WEIGHT_MATMUL_OPS)
 
 
 # The time that torch's checkpointing spends in Python, beside the recomputation itself, as a
@@ -60,12 +60,12 @@ DISPATCH_LAUNCHES = 2.3  # selective: for each operation, in both forwards, to d
 
 @lru_cache(64)  # plans that differ only in how they shard the work share an entry
 def with_recomputation(
-    training: tuple[Passage, ...],
-    inference: tuple[Passage, ...],
+    training: tuple[Segment, ...],
+    inference: tuple[Segment, ...],
     segments: tuple[range, ...],
     selective: int,
     compiled: bool = False,
-) -> tuple[Passage, ...]:
+) -> tuple[Segment, ...]:
     """The recorded step in which these segments of blocks are recomputed in backward.
 
     training   the recorded step without recomputation; inference: an evaluation's, whose forward
@@ -98,15 +98,15 @@ class _RecomputationEdit:
 
     def __init__(
         self,
-        training: tuple[Passage, ...],
-        inference: tuple[Passage, ...],
+        training: tuple[Segment, ...],
+        inference: tuple[Segment, ...],
         segments: tuple[range, ...],
         selective: int,
         compiled: bool,
     ) -> None:
         self.training, self.selective, self.compiled = list(training), selective, compiled
         self.inference = {(p.block, p.call): p.timeline for p in inference if p.block is not None}
-        self.passing = {buffer for passage in inference[:-1] for buffer in passage.timeline.gone}
+        self.passing = {buffer for passage in inference[:-1] for buffer in passage.timeline.freed}
         self.forward: dict[Call, int] = {}
         self.backward: dict[Call, list[int]] = {}
         for place, passage in enumerate(self.training):
@@ -124,7 +124,7 @@ class _RecomputationEdit:
         for passage in self.training:
             if passage.phase == "forward":
                 here, whole = passage.timeline, passage.block in blocks
-                self.kept.update(here.inputs if whole else here.kept.difference(here.born))
+                self.kept.update(here.inputs if whole else here.saved.difference(here.allocated))
         self.end = max(place for place, passage in enumerate(self.training) if passage.phase == "forward")
 
     def recompute(self, segment: tuple[Call, ...]) -> None:
@@ -133,7 +133,7 @@ class _RecomputationEdit:
         for call in segment:
             before = self.training[self.forward[call]].timeline
             asked += len(before.operations)
-            saved = {buffer for place in self.backward[call] for buffer in self.training[place].timeline.gone}
+            saved = {buffer for place in self.backward[call] for buffer in self.training[place].timeline.freed}
             # autocast casts a weight once per forward, so the second forward casts it again
             anew = [replace(copy) for copy in self.copies.get(call[0], [])]
             self._replace_timeline(self.backward[call][-1], self._backward_of(call).then(_freeing(anew)))
@@ -155,7 +155,7 @@ class _RecomputationEdit:
         again: operations that run again; asked: operations for which selective decides.
         """
         count = SEGMENT_LAUNCHES + HOOK_LAUNCHES * again + (2 * DISPATCH_LAUNCHES * asked if self.selective else 0.0)
-        return Timeline((), (Operation("call", "float32", Linear(), Linear(), count=Linear(count)),))
+        return Timeline((), (Operation("call", "float32", BatchLinear(), BatchLinear(), count=BatchLinear(count)),))
 
     def _replace_timeline(self, place: int, timeline: Timeline) -> None:
         self.training[place] = replace(self.training[place], timeline=timeline)
@@ -168,7 +168,7 @@ class _RecomputationEdit:
         forward makes the block's own.
         """
         products = _saved_products(before, self.selective) if self.selective else set()
-        return {buffer: replace(buffer) for buffer in before.born if buffer in (saved & self.kept) - products}
+        return {buffer: replace(buffer) for buffer in before.allocated if buffer in (saved & self.kept) - products}
 
     def _forward(
         self, call: Call, before: Timeline, saved: set[Buffer], handed_on: dict[Buffer, Buffer], keep_input: bool
@@ -180,7 +180,7 @@ class _RecomputationEdit:
         kept = {*_outputs_of(before, saved), *handed_on}
         if self.selective:
             kept |= _saved_products(before, self.selective)
-        left = [handed_on.get(buffer, buffer) for buffer in before.born if buffer in kept]
+        left = [handed_on.get(buffer, buffer) for buffer in before.allocated if buffer in kept]
         first = _forward_leaving(self.inference.get(call, self.inference[call[0], 0]), left, bool(self.selective))
         if self.selective:  # a later call makes its own casts of weights
             anew = [replace(copy) for copy in self.copies.get(call[0], [])]
@@ -194,8 +194,10 @@ class _RecomputationEdit:
             first = first.then(_freeing([buffer for buffer in inputs if buffer in saved]))
         products = _saved_products(before, self.selective) if self.selective else set()
         own = frozenset((*(inputs if keep_input else ()), *products))
-        self._replace_timeline(self.forward[call], replace(first, inputs=inputs, kept=own, given=before.given))
-        held = [buffer for buffer in first.born if buffer not in first.gone and buffer not in left]
+        self._replace_timeline(
+            self.forward[call], replace(first, inputs=inputs, saved=own, block_inputs=before.block_inputs)
+        )
+        held = [buffer for buffer in first.allocated if buffer not in first.freed and buffer not in left]
         soon = [buffer for buffer in held if buffer in self.passing]  # outputs that nobody saves
         after = next(iter(self._after(call)), self.end)
         if soon:  # else forward's end would be copied once for each of many blocks
@@ -216,13 +218,13 @@ class _RecomputationEdit:
     def _is_freed_after(self, call: Call, buffer: Buffer) -> bool:
         """Whether the buffer is freed after the block's forward, because nothing saves it for
         backward."""
-        return any(buffer in self.training[place].timeline.gone for place in self._after(call))
+        return any(buffer in self.training[place].timeline.freed for place in self._after(call))
 
     def _keep_alive(self, call: Call, buffer: Buffer) -> bool:
         """Keep the buffer alive after the forward. Returns whether it was freed there before."""
         for place in self._after(call):
             timeline = self.training[place].timeline
-            if buffer in timeline.gone:
+            if buffer in timeline.freed:
                 events = tuple(event for event in timeline.events if event != (buffer, -1))
                 self._replace_timeline(place, replace(timeline, events=events))
                 return True
@@ -233,7 +235,7 @@ class _RecomputationEdit:
 
         It ends with the buffers alive that backward frees.
         """
-        events, operations = before.needed if stops else (len(before.events), len(before.operations))
+        events, operations = before.recompute_end if stops else (len(before.events), len(before.operations))
         there = _saved_products(before, self.selective) if self.selective else set()
         done = [event for event in before.events[:events] if not (event[0] in there and event[1] > 0)]
         alive = [buffer for buffer, sign in done if sign > 0]
@@ -259,15 +261,15 @@ def _is_saved(names: list[str], selective: int) -> list[bool]:
 
 def _saved_products(timeline: Timeline, selective: int) -> set[Buffer]:
     """The results of products that the first forward saves."""
-    born = timeline.born
+    born = timeline.allocated
     kept = _is_saved([buffer.maker for buffer in born], selective)
     return {buffer for buffer, is_kept in zip(born, kept, strict=True) if is_kept}
 
 
 def _outputs_of(timeline: Timeline, saved: set[Buffer]) -> list[Buffer]:
     """What a forward leaves that its own backward does not need: its outputs."""
-    gone = timeline.gone
-    return [buffer for buffer in timeline.born if buffer not in gone and buffer not in saved]
+    gone = timeline.freed
+    return [buffer for buffer in timeline.allocated if buffer not in gone and buffer not in saved]
 
 
 def _forward_leaving(timeline: Timeline, kept: list[Buffer], selective: bool) -> Timeline:
@@ -277,7 +279,7 @@ def _forward_leaving(timeline: Timeline, kept: list[Buffer], selective: bool) ->
     that made them and by their size. A compiled forward makes its results by other operations than
     an evaluation does: these are found by size alone.
     """
-    born, gone = timeline.born, timeline.gone
+    born, gone = timeline.allocated, timeline.freed
     left = [buffer for buffer in born if buffer not in gone or (selective and buffer.maker in _PRODUCT_NAMES)]
     names: dict[Buffer, Buffer] = {}
     unlike: list[Buffer] = []
@@ -307,4 +309,4 @@ def _freeing(buffers: list[Buffer]) -> Timeline:
     return Timeline(tuple((buffer, -1) for buffer in buffers))
 
 
-__all__ = ["COUNTED", "PRODUCTS", "with_recomputation"]
+__all__ = ["COMPUTE_INTENSIVE_OPS", "WEIGHT_MATMUL_OPS", "with_recomputation"]

@@ -28,13 +28,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 # the rows that a buffer may count under
-TRACED = ("activations", "temporaries", "gradients", "optimizer", "parameters")
+TRACED_ROWS = ("activations", "temporaries", "gradients", "optimizer", "parameters")
 
-LINEAR = ("aten.mm", "aten.addmm")  # matrix products with a layer's weight
+WEIGHT_PRODUCTS = ("aten.mm", "aten.addmm")  # matrix products with a layer's weight
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class BatchLinear:
     """A number that is linear in the samples of a micro-batch: fixed + per_sample x samples."""
 
     fixed: float = 0.0
@@ -43,11 +43,11 @@ class Linear:
     def at(self, samples: float) -> float:
         return self.fixed + self.per_sample * samples
 
-    def __add__(self, other: Linear) -> Linear:
-        return Linear(self.fixed + other.fixed, self.per_sample + other.per_sample)
+    def __add__(self, other: BatchLinear) -> BatchLinear:
+        return BatchLinear(self.fixed + other.fixed, self.per_sample + other.per_sample)
 
-    def times(self, factor: float) -> Linear:
-        return Linear(self.fixed * factor, self.per_sample * factor)
+    def times(self, factor: float) -> BatchLinear:
+        return BatchLinear(self.fixed * factor, self.per_sample * factor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +64,7 @@ class Buffer:
                single uses, whose sum it is
     """
 
-    size: Linear
+    size: BatchLinear
     row: str
     maker: str = ""
     parameter: str = ""
@@ -87,15 +87,15 @@ class Operation:
 
     name: str
     dtype: str
-    flops: Linear
-    moved: Linear
-    sizes: tuple[Linear, ...] = ()
-    count: Linear = Linear(1.0)
-    computed: float = 1.0
+    flops: BatchLinear
+    bytes_accessed: BatchLinear
+    sizes: tuple[BatchLinear, ...] = ()
+    count: BatchLinear = BatchLinear(1.0)
+    computed_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Given:
+class BlockInput:
     """A tensor that a block is called with.
 
     path          its path within the block's arguments
@@ -105,7 +105,7 @@ class Given:
     """
 
     path: str
-    size: Linear
+    size: BatchLinear
     buffer: Buffer | None = None
     has_gradient: bool = False
 
@@ -126,35 +126,35 @@ class Timeline:
 
     events: tuple[tuple[Buffer, int], ...] = ()
     operations: tuple[Operation, ...] = ()
-    needed: tuple[int, int] = (0, 0)
+    recompute_end: tuple[int, int] = (0, 0)
     inputs: tuple[Buffer, ...] = ()
-    kept: frozenset[Buffer] = frozenset()
-    given: tuple[Given, ...] = ()
+    saved: frozenset[Buffer] = frozenset()
+    block_inputs: tuple[BlockInput, ...] = ()
 
     def then(self, other: Timeline) -> Timeline:
         """This timeline followed by `other`."""
-        events, operations = other.needed
-        needed = (len(self.events) + events, len(self.operations) + operations) if events else self.needed
+        events, operations = other.recompute_end
+        needed = (len(self.events) + events, len(self.operations) + operations) if events else self.recompute_end
         return Timeline(
             self.events + other.events,
             self.operations + other.operations,
             needed,
             self.inputs + other.inputs,
-            self.kept | other.kept,
-            self.given or other.given,
+            self.saved | other.saved,
+            self.block_inputs or other.block_inputs,
         )
 
     @property
-    def born(self) -> list[Buffer]:
+    def allocated(self) -> list[Buffer]:
         return [buffer for buffer, sign in self.events if sign > 0]
 
     @cached_property
-    def gone(self) -> frozenset[Buffer]:
+    def freed(self) -> frozenset[Buffer]:
         return frozenset(buffer for buffer, sign in self.events if sign < 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class Segment:
     """What one micro-batch does in one part of the model in one phase.
 
     part      "block" for a repeated block, else a name for the code before, between or after them
@@ -170,13 +170,13 @@ class Passage:
     call: int = 0
 
     @property
-    def place(self) -> tuple[str, str, int | None, int]:
+    def key(self) -> tuple[str, str, int | None, int]:
         """Identifies the segment within a recorded step: (part, phase, block, call)."""
         return self.part, self.phase, self.block, self.call
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class ReplayedSegment:
     """What replaying a timeline found, in bytes and relative to the bytes at its begin.
 
     at_peak              bytes by row that it adds at its peak
@@ -185,15 +185,15 @@ class Played:
     largest_gradient     bytes of the largest complete gradient
     """
 
-    largest: dict[str, float]
-    net: dict[str, float]
-    made: tuple[float, float] = (0.0, 0.0)
-    gradient: float = 0.0
+    at_peak: dict[str, float]
+    at_end: dict[str, float]
+    completed_gradients: tuple[float, float] = (0.0, 0.0)
+    largest_gradient: float = 0.0
 
 
-def play(timeline: Timeline, samples: float) -> Played:
+def replay(timeline: Timeline, samples: float) -> ReplayedSegment:
     """Add up a timeline's events for a micro-batch of `samples`, and note the peak of their sum."""
-    rows = dict.fromkeys(TRACED, 0.0)
+    rows = dict.fromkeys(TRACED_ROWS, 0.0)
     total, best, largest = 0.0, 0.0, dict(rows)
     made, made_then, gradient = 0.0, 0.0, 0.0
     for buffer, sign in timeline.events:
@@ -205,17 +205,19 @@ def play(timeline: Timeline, samples: float) -> Played:
         total += sign * size
         if total > best:
             best, largest, made_then = total, dict(rows), made
-    return Played(largest, rows, (made_then, made), gradient)
+    return ReplayedSegment(largest, rows, (made_then, made), gradient)
 
 
-def edited(program: tuple[Passage, ...], edits: list[Callable[[Timeline], Timeline]]) -> tuple[Passage, ...]:
+def edit_backward(
+    recorded_step: tuple[Segment, ...], edits: list[Callable[[Timeline], Timeline]]
+) -> tuple[Segment, ...]:
     """The recorded step with every timeline of its backwards edited by all `edits`, in order.
 
     Equal blocks share one timeline. It is edited once, so that they share the result, too.
     """
     known: dict[Timeline, Timeline] = {}
 
-    def changed(passage: Passage) -> Passage:
+    def changed(passage: Segment) -> Segment:
         if passage.phase != "backward" or not edits:
             return passage
         if passage.timeline not in known:
@@ -225,10 +227,10 @@ def edited(program: tuple[Passage, ...], edits: list[Callable[[Timeline], Timeli
             known[passage.timeline] = timeline
         return replace(passage, timeline=known[passage.timeline])
 
-    return tuple(map(changed, program))
+    return tuple(map(changed, recorded_step))
 
 
-def handed_over(timeline: Timeline) -> Timeline:
+def free_completed_gradients(timeline: Timeline) -> Timeline:
     """Backward's timeline if each gradient is copied to a bucket, or to other memory, and freed as
     soon as it is complete. The caller accounts for the bucket."""
     events: list[tuple[Buffer, int]] = []
@@ -240,7 +242,7 @@ def handed_over(timeline: Timeline) -> Timeline:
     return replace(timeline, events=tuple(events))
 
 
-def accumulated(timeline: Timeline) -> Timeline:
+def accumulate_gradients(timeline: Timeline) -> Timeline:
     """Backward's timeline of a later micro-batch: each new gradient is a temporary, which is added
     to the gradients of earlier micro-batches and freed."""
     events: list[tuple[Buffer, int]] = []
@@ -256,7 +258,7 @@ def accumulated(timeline: Timeline) -> Timeline:
     return replace(timeline, events=(*events, *((buffer, -1) for buffer in passing.values())))
 
 
-def updated_at_once(timeline: Timeline, needed: Mapping[str, float]) -> Timeline:
+def fuse_updates(timeline: Timeline, update_bytes: Mapping[str, float]) -> Timeline:
     """Backward's timeline if each parameter is updated as soon as its gradient is complete, which
     is then freed.
 
@@ -267,6 +269,6 @@ def updated_at_once(timeline: Timeline, needed: Mapping[str, float]) -> Timeline
         if buffer.row != "gradients" or sign > 0:
             events.append((buffer, sign))
         elif sign == 0:
-            transient = Buffer(Linear(needed.get(buffer.parameter, 0.0)), "temporaries")
+            transient = Buffer(BatchLinear(update_bytes.get(buffer.parameter, 0.0)), "temporaries")
             events += [(transient, 1), (transient, -1), (buffer, -1)]
     return replace(timeline, events=tuple(events))

@@ -14,7 +14,7 @@ from tightfit.data.language import open_language, synthetic_language
 from tightfit.data.order import Order
 from tightfit.data.samples import ModelInput, Samples
 from tightfit.data.synthetic import SyntheticImages
-from tightfit.data.user_samples import Given, Named, UserStream, open_user
+from tightfit.data.user_samples import DatasetFunction, DatasetObject, UserStream, open_user
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job, ModelSpec
 from tightfit.models import model_config, task_of, text_config
@@ -32,9 +32,9 @@ def open_samples(job: Job) -> Samples | UserStream:
     model, seed = model_input(job), job.train.seed
     spec = job.data
     if not isinstance(spec, DataSpec):
-        return open_user(Given(spec), model, seed)
+        return open_user(DatasetObject(spec), model, seed)
     if spec.python is not None:
-        return open_user(Named(spec.python), model, seed)
+        return open_user(DatasetFunction(spec.python), model, seed)
     if _are_images(spec, model):
         return _images(spec, model, seed)
     return synthetic_language(spec, model, seed) if spec.synthetic else open_language(spec, model, seed)

@@ -36,7 +36,7 @@ def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
     return [(str(file), (facts := file.stat()).st_size, facts.st_mtime_ns) for file in files]
 
 
-def cached(kind: str, identity: Any, make: Callable[[Path], None]) -> Path:
+def cached_folder(kind: str, identity: Any, make: Callable[[Path], None]) -> Path:
     """The cache folder for `identity`; if there is none yet, `make(folder)` fills it now.
 
     kind      the kind of the content, which begins the folder's name

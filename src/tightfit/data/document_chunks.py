@@ -29,26 +29,26 @@ Encode = Callable[[str], list[int]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentChunk:
     """A chunk of a document.
 
     field         the field that it is from: "text" or "target"
     begins, ends  whether it is the first and the last chunk of the field
     """
 
-    part: str
+    field: str
     text: str
     begins: bool
     ends: bool
 
 
-def pieces_of(documents: Iterable[Document], encode: Encode, piece: int) -> Iterator[Piece]:
+def chunk_documents(documents: Iterable[Document], encode: Encode, piece: int) -> Iterator[DocumentChunk]:
     """The documents in chunks of at most `piece` characters. encode: text -> token ids, without
     special tokens."""
     text = _Splitter("text", encode, piece)
     for document in documents:
-        yield from text.split(document.text, document.ends)
-        if document.ends and document.target is not None:
+        yield from text.split(document.text, document.is_last_part)
+        if document.is_last_part and document.target is not None:
             yield from _Splitter("target", encode, piece).split(document.target, True)
 
 
@@ -59,7 +59,7 @@ class _Splitter:
         self.part, self.encode, self.piece = part, encode, piece
         self.buffer, self.begins = "", True
 
-    def split(self, text: str, ends: bool) -> Iterator[Piece]:
+    def split(self, text: str, ends: bool) -> Iterator[DocumentChunk]:
         for place in range(0, len(text), self.piece):
             self.buffer += text[place : place + self.piece]
             while len(self.buffer) > 2 * self.piece:
@@ -67,12 +67,12 @@ class _Splitter:
         if ends:
             while len(self.buffer) > self.piece:
                 yield self._take_chunk()
-            yield Piece(self.part, self.buffer, self.begins, True)
+            yield DocumentChunk(self.part, self.buffer, self.begins, True)
             self.buffer, self.begins = "", True
 
-    def _take_chunk(self) -> Piece:
+    def _take_chunk(self) -> DocumentChunk:
         left, self.buffer = _split(self.buffer, self.encode, self.piece)
-        found = Piece(self.part, left, self.begins, False)
+        found = DocumentChunk(self.part, left, self.begins, False)
         self.begins = False
         return found
 
@@ -90,4 +90,4 @@ def _split(text: str, encode: Encode, piece: int) -> tuple[str, str]:
     return text[:place], text[place:]
 
 
-__all__ = ["PIECE", "Piece", "pieces_of"]
+__all__ = ["PIECE", "DocumentChunk", "chunk_documents"]

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from tightfit.data.cache import cached, stamps
-from tightfit.data.order import Integers, pieces
-from tightfit.data.samples import Damage, ModelInput, single
+from tightfit.data.cache import cached_folder, stamps
+from tightfit.data.order import Integers, split_ranges
+from tightfit.data.samples import DamagePolicy, ModelInput, one_sample
 from tightfit.data.text import find_files, load_dataset
 from tightfit.errors import InputError
-from tightfit.job import DataSpec, expanded
+from tightfit.job import DataSpec, expand_path
 from tightfit.values import nearest
 
 DIGITS = "digits"
@@ -111,7 +111,7 @@ class ImageSamples:
     """
 
     images: ImageSource
-    kept: Integers
+    undamaged: Integers
     labels: Integers
     size: int
     channels: int
@@ -121,15 +121,15 @@ class ImageSamples:
     tokenizer: Any = None
 
     def __len__(self) -> int:
-        return len(self.kept)
+        return len(self.undamaged)
 
     def __getitem__(self, index: int) -> Any:
-        return single(self, index)
+        return one_sample(self, index)
 
     def batch(self, indices: Integers, epochs: Integers) -> dict[str, Tensor]:
-        pixels = torch.from_numpy(np.stack([self._pixels(int(index)) for index in self.kept[indices]]))
+        pixels = torch.from_numpy(np.stack([self._pixels(int(index)) for index in self.undamaged[indices]]))
         fractions = pixels.permute(0, 3, 1, 2).float() / 255
-        return {"pixel_values": normalise(fractions), "labels": torch.from_numpy(self.labels[self.kept[indices]])}
+        return {"pixel_values": normalise(fractions), "labels": torch.from_numpy(self.labels[self.undamaged[indices]])}
 
     def _pixels(self, index: int) -> NDArray[np.uint8]:
         """(H, W, C)"""
@@ -159,7 +159,7 @@ class DigitSamples:
         return len(self.digits)
 
     def __getitem__(self, index: int) -> Any:
-        return single(self, index)
+        return one_sample(self, index)
 
     def batch(self, indices: Integers, epochs: Integers) -> dict[str, Tensor]:
         images = self.images[torch.from_numpy(indices)]
@@ -178,7 +178,7 @@ def open_images(spec: DataSpec, model: ModelInput) -> ImageSamples | DigitSample
     if spec.images == DIGITS:
         return _digits(spec, model)
     if spec.images is not None:
-        files, labels = class_folders(expanded(spec.images))
+        files, labels = class_folders(expand_path(spec.images))
         return _samples(spec, model, ImageFiles(files), labels, stamps(files))
     folder = Path(str(spec.dataset))
     column, labels = _image_column(folder, spec.label_field)
@@ -189,7 +189,7 @@ def first_images(spec: DataSpec, model: ModelInput, count: int) -> ImageSamples 
     """The first `count` images of a folder, unchecked, to measure how long one takes to decode;
     None if there are none."""
     try:
-        files, labels = class_folders(expanded(str(spec.images)))
+        files, labels = class_folders(expand_path(str(spec.images)))
     except InputError:
         return None
     size, channels = _size_and_channels(spec, model, _DEFAULT_SIZE, 3)
@@ -288,17 +288,19 @@ def _damaged(images: ImageSource, skip: bool, identity: Any) -> Integers:
     """
 
     def make(folder: Path) -> None:
-        damage = Damage(skip)
+        damage = DamagePolicy(skip)
         found: dict[int, str] = {}
         with ThreadPoolExecutor() as threads:  # PIL releases the GIL while it decodes
-            ranges = itertools.starmap(range, pieces(0, len(images), 256))
+            ranges = itertools.starmap(range, split_ranges(0, len(images), 256))
             for errors in threads.map(lambda indices: _decode_errors(images, indices, skip), ranges):
                 found |= errors
         for index, error_message in found.items():
             damage.report(images.location(index), f"not a readable image ({error_message})")
         (folder / "damaged.json").write_text(json.dumps(list(found)))
 
-    return np.array(json.loads((cached("images", [identity, skip], make) / "damaged.json").read_text()), dtype=np.int64)
+    return np.array(
+        json.loads((cached_folder("images", [identity, skip], make) / "damaged.json").read_text()), dtype=np.int64
+    )
 
 
 def _decode_errors(images: ImageSource, indices: range, decode: bool) -> dict[int, str]:

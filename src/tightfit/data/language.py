@@ -25,7 +25,7 @@ from tightfit.data.sequences import (
 from tightfit.data.synthetic import SyntheticRows
 from tightfit.data.text import Columns, TextSource, first_document, open_text
 from tightfit.data.tokenizer import SpecialTokens, load_tokenizer, special_tokens, trained_tokenizer
-from tightfit.data.tokens import Packed, Padded, Rows, TokenFile, token_file
+from tightfit.data.tokens import PackedSequences, PaddedSequences, TokenFile, TokenSequences, token_file
 from tightfit.errors import InputError
 from tightfit.job import DataSpec
 
@@ -59,12 +59,14 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     damaged = tokens.facts["damaged"]
     if labelled:
         model.check_labels(f"data: {source.name}", tokens.labels)
-        return LabelledSamples(Padded(tokens, length, special.pad), tokenizer, damaged, labels=tokens.labels)
+        return LabelledSamples(PaddedSequences(tokens, length, special.pad), tokenizer, damaged, labels=tokens.labels)
     if pairs:
-        targets = Padded(TokenFile(tokens.folder, "target"), spec.target_length or length, special.pad)
-        return PairSamples(Padded(tokens, length, special.pad), tokenizer, damaged, targets=targets)
+        targets = PaddedSequences(TokenFile(tokens.folder, "target"), spec.target_length or length, special.pad)
+        return PairSamples(PaddedSequences(tokens, length, special.pad), tokenizer, damaged, targets=targets)
     rows = (
-        Padded(tokens, length, special.pad) if spec.packing == "padded" else _packed_sequences(source, tokens, length)
+        PaddedSequences(tokens, length, special.pad)
+        if spec.packing == "padded"
+        else _packed_sequences(source, tokens, length)
     )
     return _task_samples(task, rows, special, spec, seed, tokenizer, damaged)
 
@@ -114,8 +116,8 @@ def _check_lengths(spec: DataSpec, model: ModelInput) -> None:
     model.check_length("data: target_length", spec.target_length or 0)
 
 
-def _packed_sequences(source: TextSource, tokens: TokenFile, length: int) -> Packed:
-    rows = Packed(tokens, length)
+def _packed_sequences(source: TextSource, tokens: TokenFile, length: int) -> PackedSequences:
+    rows = PackedSequences(tokens, length)
     if len(rows) == 0:
         count = len(tokens.ids)
         raise InputError(
@@ -127,7 +129,7 @@ def _packed_sequences(source: TextSource, tokens: TokenFile, length: int) -> Pac
 
 
 def _task_samples(
-    task: str, rows: Rows, special: SpecialTokens, spec: DataSpec, seed: int, tokenizer: Any, damaged: int
+    task: str, rows: TokenSequences, special: SpecialTokens, spec: DataSpec, seed: int, tokenizer: Any, damaged: int
 ) -> Samples:
     if task == "causal-lm":
         return CausalSamples(rows, tokenizer, damaged)

@@ -41,7 +41,7 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def key(*numbers: int) -> int:
+def hash_numbers(*numbers: int) -> int:
     """A 64-bit hash of several numbers; their order matters."""
     value = 0
     for number in numbers:
@@ -52,10 +52,10 @@ def key(*numbers: int) -> int:
     return value
 
 
-def draws(seed: int, rows: NDArray[np.integer], columns: int) -> NDArray[np.uint64]:
+def random_numbers(seed: int, rows: NDArray[np.integer], columns: int) -> NDArray[np.uint64]:
     """Random 64-bit numbers of shape (len(rows), columns), each a function of the seed, its value
     in `rows` and its column."""
-    starts = mix(rows.astype(np.uint64) * np.uint64(_STRIDE) + np.uint64(key(seed)))
+    starts = mix(rows.astype(np.uint64) * np.uint64(_STRIDE) + np.uint64(hash_numbers(seed)))
     return mix(starts[:, None] + np.arange(1, columns + 1, dtype=np.uint64)[None] * np.uint64(_STRIDE))
 
 
@@ -69,7 +69,7 @@ def permute(places: Integers, count: int, secret: int) -> Integers:
     the permutation."""
     rows = math.isqrt(count - 1) + 1 if count > 1 else 1
     a, b = np.uint64(rows), np.uint64(-(-count // rows))
-    keys = [np.uint64(key(secret, turn)) for turn in range(_ROUNDS)]
+    keys = [np.uint64(hash_numbers(secret, turn)) for turn in range(_ROUNDS)]
     found = places.astype(np.uint64)
     outside = np.ones(len(found), dtype=bool)
     while outside.any():
@@ -97,36 +97,38 @@ class Order:
     seed: int
 
     @property
-    def evaluation(self) -> int:
+    def evaluation_count(self) -> int:
         """How many samples are held out."""
         wanted = max(1, round(self.share * self.count)) if self.share > 0 else 0
         return min(wanted, self.count - 1)
 
     @property
-    def training(self) -> int:
+    def training_count(self) -> int:
         """How many training samples one epoch has."""
-        return self.count - self.evaluation
+        return self.count - self.evaluation_count
 
-    def at(self, start: int, stop: int) -> tuple[Integers, Integers]:
+    def training_samples(self, start: int, stop: int) -> tuple[Integers, Integers]:
         """(indices, epochs) of the training samples at positions start..stop of the stream: two
         arrays of shape (stop - start,)."""
-        epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.training)
+        epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.training_count)
         inner = np.empty_like(places)
-        for epoch in range(start // self.training, -(-stop // self.training)):
+        for epoch in range(start // self.training_count, -(-stop // self.training_count)):
             here = epochs == epoch
-            inner[here] = permute(places[here], self.training, key(self.seed, epoch))
+            inner[here] = permute(places[here], self.training_count, hash_numbers(self.seed, epoch))
         return self._split(inner), epochs
 
     def held_out(self, limit: int) -> Integers:
         """Indices of the first `limit` held-out samples, which are the same at every call."""
-        stop = self.training + min(limit, self.evaluation)
-        return self._split(np.arange(self.training, stop, dtype=np.int64))
+        stop = self.training_count + min(limit, self.evaluation_count)
+        return self._split(np.arange(self.training_count, stop, dtype=np.int64))
 
     def _split(self, places: Integers) -> Integers:
-        return permute(places, self.count, key(self.seed, _EVALUATION_SPLIT)) if self.evaluation else places
+        return (
+            permute(places, self.count, hash_numbers(self.seed, _EVALUATION_SPLIT)) if self.evaluation_count else places
+        )
 
 
-def pieces(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+def split_ranges(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
     """start..stop as consecutive ranges of `size`; the last one may be shorter."""
     for begin in range(start, stop, size):
         yield begin, min(begin + size, stop)

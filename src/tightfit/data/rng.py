@@ -17,7 +17,7 @@ from torch import Tensor
 States = tuple[Any, Any, Tensor]
 
 
-class Randomness:
+class GeneratorStates:
     """A state of Python's, NumPy's and torch's random generators, separate from the training's."""
 
     def __init__(self, seed: int) -> None:
@@ -27,7 +27,7 @@ class Randomness:
         _restore(outside)
 
     @contextmanager
-    def used(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Inside, the generators have this state. On exit, it is updated, and the state from before
         is restored."""
         outside = _states()

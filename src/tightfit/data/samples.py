@@ -113,7 +113,7 @@ class ModelInput:
             )
 
 
-def single(samples: Samples, index: int) -> Any:
+def one_sample(samples: Samples, index: int) -> Any:
     """One sample: a batch of size 1 without the first dim. Raises IndexError."""
     if not -len(samples) <= index < len(samples):
         raise IndexError(f"sample {index} of {len(samples)}")
@@ -121,7 +121,7 @@ def single(samples: Samples, index: int) -> Any:
     return map_tensors(lambda tensor: tensor[0], batch)
 
 
-class Damage:
+class DamagePolicy:
     """The policy for damaged samples: refuse the first one, or (`skip`) leave all of them out and
     count them."""
 

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tightfit.data.order import Integers, draws, uniform
-from tightfit.data.samples import single
+from tightfit.data.order import Integers, random_numbers, uniform
+from tightfit.data.samples import one_sample
 from tightfit.data.tokenizer import SpecialTokens
-from tightfit.data.tokens import Mask, Rows
+from tightfit.data.tokens import Mask, TokenSequences
 from tightfit.models.objective import IGNORED
 
 _MEAN_SPAN = 3  # mean length of a corrupted span, in tokens
@@ -33,7 +33,7 @@ class CausalSamples:
     no label.
     """
 
-    rows: Rows
+    rows: TokenSequences
     tokenizer: Any = field(default=None, repr=False)
     damaged: int = 0
 
@@ -41,7 +41,7 @@ class CausalSamples:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        return single(self, index)
+        return one_sample(self, index)
 
     def __getstate__(self) -> dict[str, Any]:
         # workers need none, and importing transformers costs memory
@@ -75,7 +75,7 @@ class MaskedSamples(CausalSamples):
 
     def batch(self, indices: Integers, epochs: Integers) -> dict[str, Tensor]:
         ids, mask = self.rows.gather(indices)
-        numbers = draws(self.seed, _sample_keys(indices, epochs), 2 * ids.shape[1])
+        numbers = random_numbers(self.seed, _sample_keys(indices, epochs), 2 * ids.shape[1])
         chance, other = uniform(numbers[:, ::2]), numbers[:, 1::2] % np.uint64(self.special.vocabulary)
         chosen = mask & (chance < self.probability) & ~np.isin(ids, self.special.all)
         corrupted = np.where(chosen & (chance < 0.9 * self.probability), other.astype(np.int64), ids)
@@ -102,7 +102,7 @@ class PairSamples(CausalSamples):
     """Batches {"input_ids", "attention_mask"}, (B, L), and "labels", (B, M), all int64: texts and
     their target texts."""
 
-    targets: Rows
+    targets: TokenSequences
 
     @property
     def sample_items(self) -> int:
@@ -137,7 +137,7 @@ class SpanSamples(CausalSamples):
 
     def batch(self, indices: Integers, epochs: Integers) -> dict[str, Tensor]:
         ids, mask = self.rows.gather(indices)
-        numbers = draws(self.seed, _sample_keys(indices, epochs), 2 * ids.shape[1])
+        numbers = random_numbers(self.seed, _sample_keys(indices, epochs), 2 * ids.shape[1])
         rows = [row[:length] for row, length in zip(ids, mask.sum(1), strict=True)]
         pairs = [self._corrupt(row, draw) for row, draw in zip(rows, numbers, strict=True)]
         inputs, mask = _pad_rows([left for left, _ in pairs], self.special.pad)

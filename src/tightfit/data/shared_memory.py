@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FEW = 32  # up to this many storages are shared one by one, without a copy
+MAX_SHARED_SINGLY = 32  # up to this many storages are shared one by one, without a copy
 ALIGNMENT = 64  # bytes, the alignment of torch's own allocations
 
 # storage number, type, storage offset in elements, size, strides, requires_grad
 TensorLocation = tuple[int, torch.dtype, int, torch.Size, tuple[int, ...], bool]
 
 
-def packed(dataset: Any) -> tuple[bytes, list[Tensor], list[int] | None]:
+def pack_dataset(dataset: Any) -> tuple[bytes, list[Tensor], list[int] | None]:
     """The dataset as (pickle, storages, offsets), the arguments of `unpack_dataset`.
 
     pickle    of the dataset without the contents of its tensors
@@ -37,7 +37,7 @@ def packed(dataset: Any) -> tuple[bytes, list[Tensor], list[int] | None]:
     pickler = _Pickler(file, pickle.HIGHEST_PROTOCOL)
     pickler.dump(dataset)
     storages = [_as_bytes(storage) for storage in pickler.storages]
-    if len(storages) <= FEW:
+    if len(storages) <= MAX_SHARED_SINGLY:
         return file.getvalue(), storages, None
     offsets, end = [], 0
     for storage in storages:
@@ -49,7 +49,7 @@ def packed(dataset: Any) -> tuple[bytes, list[Tensor], list[int] | None]:
     return file.getvalue(), [block], [*offsets, end]
 
 
-def unpacked(content: bytes, storages: list[Tensor], offsets: list[int] | None) -> Any:
+def unpack_dataset(content: bytes, storages: list[Tensor], offsets: list[int] | None) -> Any:
     """The dataset that `pack_dataset` was given. Its tensors are views of the shared memory: do not write
     to them."""
     return _Unpickler(io.BytesIO(content), storages, offsets).load()
@@ -108,4 +108,4 @@ class _Unpickler(pickle.Unpickler):
         return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride).requires_grad_(requires_grad)
 
 
-__all__ = ["packed", "unpacked"]
+__all__ = ["pack_dataset", "unpack_dataset"]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tightfit.data.images import normalise
-from tightfit.data.order import Integers, draws, uniform
-from tightfit.data.samples import single
+from tightfit.data.order import Integers, random_numbers, uniform
+from tightfit.data.samples import one_sample
 from tightfit.data.tokens import Mask
 
 _NOISE = 0.1  # share of the tokens that follow no rule
@@ -40,7 +40,7 @@ class SyntheticRows:
         return self.count
 
     def gather(self, indices: Integers) -> tuple[Integers, Mask]:
-        numbers = draws(self.seed, indices, self.length + 2)
+        numbers = random_numbers(self.seed, indices, self.length + 2)
         starts, rules, others = numbers[:, :1] >> np.uint64(1), numbers[:, 1:2] % np.uint64(_STEPS), numbers[:, 2:]
         counted = starts + (rules + np.uint64(1)) * np.arange(self.length, dtype=np.uint64)
         ids = np.where(uniform(others) < _NOISE, others, counted) % np.uint64(self.vocabulary)
@@ -48,7 +48,7 @@ class SyntheticRows:
 
     def rules(self, indices: Integers) -> Integers:
         """(B,) the number, 0 to 7, of the step of each sequence."""
-        return (draws(self.seed, indices, 2)[:, 1] % np.uint64(_STEPS)).astype(np.int64)
+        return (random_numbers(self.seed, indices, 2)[:, 1] % np.uint64(_STEPS)).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class SyntheticImages:
         return self.count
 
     def __getitem__(self, index: int) -> Any:
-        return single(self, index)
+        return one_sample(self, index)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_textures"}
@@ -79,14 +79,14 @@ class SyntheticImages:
     def _textures(self) -> Tensor:
         """(textures, C, H, W) of noise in [0, 1)."""
         pixels = self.channels * self.size * self.size
-        drawn = uniform(draws(self.seed, np.arange(_TEXTURES), pixels)).astype(np.float32)
+        drawn = uniform(random_numbers(self.seed, np.arange(_TEXTURES), pixels)).astype(np.float32)
         return torch.from_numpy(drawn).view(_TEXTURES, self.channels, self.size, self.size)
 
     def batch(self, indices: Integers, epochs: Integers) -> dict[str, Tensor]:
-        numbers = draws(self.seed + 1, indices, 2)
+        numbers = random_numbers(self.seed + 1, indices, 2)
         labels = (numbers[:, 0] % np.uint64(self.classes)).astype(np.int64)
         noise = self._textures[torch.from_numpy((numbers[:, 1] % np.uint64(_TEXTURES)).astype(np.int64))]
-        tiles = uniform(draws(self.seed + 2, labels, self.channels * _TILE * _TILE)).astype(np.float32)
+        tiles = uniform(random_numbers(self.seed + 2, labels, self.channels * _TILE * _TILE)).astype(np.float32)
         pattern = torch.from_numpy(tiles).view(-1, self.channels, _TILE, _TILE)
         pattern = torch.nn.functional.interpolate(pattern, (self.size, self.size))
         return {"pixel_values": normalise((noise + pattern) / 2), "labels": torch.from_numpy(labels)}

@@ -20,9 +20,9 @@ from typing import Any, BinaryIO
 
 from tightfit.data.cache import stamps
 from tightfit.data.long_records import LONG, LongRecord, incomplete
-from tightfit.data.samples import Damage
+from tightfit.data.samples import DamagePolicy
 from tightfit.errors import InputError
-from tightfit.job import DataSpec, expanded
+from tightfit.job import DataSpec, expand_path
 from tightfit.values import nearest
 
 PYTHON_STDLIB = "python-stdlib"
@@ -41,11 +41,11 @@ class Document:
     is_last_part  False if the next document continues this one: large files are read in blocks
     """
 
-    place: str
+    location: str
     text: str
     target: str | None = None
     label: int | str | None = None
-    ends: bool = True
+    is_last_part: bool = True
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class TextSource:
     name: str
     identity: Any
     size_bytes: int
-    documents: Callable[[Damage], Iterator[Document]]
+    documents: Callable[[DamagePolicy], Iterator[Document]]
 
 
 def open_text(spec: DataSpec, columns: Columns) -> TextSource:
@@ -105,14 +105,16 @@ def open_text(spec: DataSpec, columns: Columns) -> TextSource:
 
 def first_document(source: TextSource, skip_damaged: bool) -> Document:
     """The first undamaged document. Raises InputError if there is none."""
-    damage = Damage(skip_damaged)
+    damage = DamagePolicy(skip_damaged)
     for document in source.documents(damage):
         return document
     left_out = f": all {damage.count} samples are damaged" if damage.count else ""
     raise InputError(f"data: {source.name}", f"holds no text{left_out}", "name files that do, or another field")
 
 
-def _source(name: str, files: list[Path], columns: Columns, read: Callable[[Damage], Iterator[Document]]) -> TextSource:
+def _source(
+    name: str, files: list[Path], columns: Columns, read: Callable[[DamagePolicy], Iterator[Document]]
+) -> TextSource:
     seen = stamps(files)
     return TextSource(name, [seen, columns.names()], sum(size for _, size, _ in seen), read)
 
@@ -137,7 +139,7 @@ def find_files(field: str, given: str | list[str], endings: tuple[str, ...] = ()
     """
     if isinstance(given, list):
         return [file for one in given for file in find_files(field, one, endings)]
-    path = expanded(given)
+    path = expand_path(given)
     if path.is_file():
         return [path]
     if path.is_dir():
@@ -168,7 +170,7 @@ def _nearest_path_fix(path: Path) -> str:
     return nearest(path.name, names[:20]) if names else f"put data into {path.parent}, which is empty"
 
 
-def _read_text(files: list[Path], damage: Damage) -> Iterator[Document]:
+def _read_text(files: list[Path], damage: DamagePolicy) -> Iterator[Document]:
     """Each file as one document. A file larger than a block comes as several documents, split at
     line ends."""
     for file in files:
@@ -176,7 +178,7 @@ def _read_text(files: list[Path], damage: Damage) -> Iterator[Document]:
         for line, block in _blocks(file):
             text = _decode(file, line, block, damage)
             if text and held:
-                yield Document(held.place, held.text, ends=False)
+                yield Document(held.location, held.text, is_last_part=False)
             held = Document(f"{file}:{line}", text) if text else held
         if held:
             yield held
@@ -207,7 +209,7 @@ def _refuse_parquet(file: Path) -> None:
             )
 
 
-def _decode(file: Path, first: int, block: bytes, damage: Damage) -> str:
+def _decode(file: Path, first: int, block: bytes, damage: DamagePolicy) -> str:
     """The block as text. Lines that are not UTF-8 are reported as damage and left out."""
     try:
         return block.decode()
@@ -215,7 +217,7 @@ def _decode(file: Path, first: int, block: bytes, damage: Damage) -> str:
         return "".join(_valid_lines(file, first, block, damage))
 
 
-def _valid_lines(file: Path, first: int, block: bytes, damage: Damage) -> Iterator[str]:
+def _valid_lines(file: Path, first: int, block: bytes, damage: DamagePolicy) -> Iterator[str]:
     for number, line in enumerate(io.BytesIO(block), first):
         try:
             yield line.decode()
@@ -223,7 +225,7 @@ def _valid_lines(file: Path, first: int, block: bytes, damage: Damage) -> Iterat
             damage.report(f"{file}:{number}", f"not UTF-8 text ({error.reason} at byte {error.start} of the line)")
 
 
-def _read_jsonl(files: list[Path], columns: Columns, damage: Damage) -> Iterator[Document]:
+def _read_jsonl(files: list[Path], columns: Columns, damage: DamagePolicy) -> Iterator[Document]:
     for file in files:
         with file.open("rb") as lines:
             start = 0
@@ -239,7 +241,7 @@ def _read_jsonl(files: list[Path], columns: Columns, damage: Damage) -> Iterator
                 start = lines.tell()
 
 
-def _read_line(place: str, line: bytes, columns: Columns, damage: Damage) -> Iterator[Document]:
+def _read_line(place: str, line: bytes, columns: Columns, damage: DamagePolicy) -> Iterator[Document]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -260,7 +262,7 @@ def _line_end(lines: BinaryIO) -> int:
     return lines.tell()
 
 
-def _read_long(place: str, record: LongRecord, columns: Columns, damage: Damage) -> Iterator[Document]:
+def _read_long(place: str, record: LongRecord, columns: Columns, damage: DamagePolicy) -> Iterator[Document]:
     """The document of a line that is too long to be read at once, with its text in several
     parts."""
     try:
@@ -272,12 +274,12 @@ def _read_long(place: str, record: LongRecord, columns: Columns, damage: Damage)
         before = None
         for part in record.text(columns.text):
             if before is not None:
-                yield Document(place, before, ends=False)
+                yield Document(place, before, is_last_part=False)
             before = part
         yield replace(document, text=before or "")
 
 
-def _read_parquet(files: list[Path], columns: Columns, damage: Damage) -> Iterator[Document]:
+def _read_parquet(files: list[Path], columns: Columns, damage: DamagePolicy) -> Iterator[Document]:
     """The rows of parquet files, one by one.
 
     Texts are read in their dictionary encoding: if many rows repeat a text, a small file would
@@ -308,7 +310,7 @@ def _read_parquet(files: list[Path], columns: Columns, damage: Damage) -> Iterat
             damage.report(str(file), f"not readable as parquet after row {number} ({error})")
 
 
-def _read_dataset(folder: Path, columns: Columns, damage: Damage) -> Iterator[Document]:
+def _read_dataset(folder: Path, columns: Columns, damage: DamagePolicy) -> Iterator[Document]:
     rows = load_dataset(folder)
     missing = [name for name in columns.names() if name not in rows.column_names]
     if missing:
@@ -346,7 +348,7 @@ def load_dataset(folder: Path) -> Any:
     return loaded.with_format(None)
 
 
-def _documents(place: str, row: Any, columns: Columns, damage: Damage) -> Iterator[Document]:
+def _documents(place: str, row: Any, columns: Columns, damage: DamagePolicy) -> Iterator[Document]:
     """The document of one row; nothing if it is damaged or its text is empty."""
     found = _row_damage(row, columns)
     if found:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tightfit.data.cache import cached
-from tightfit.data.samples import Damage, ModelInput
+from tightfit.data.cache import cached_folder
+from tightfit.data.samples import DamagePolicy, ModelInput
 from tightfit.data.text import TextSource
 from tightfit.errors import InputError
-from tightfit.job import DataSpec, expanded
+from tightfit.job import DataSpec, expand_path
 
 _log = logging.getLogger(__name__)
 PAD, END, MASK, SENTINEL = "<|pad|>", "<|endoftext|>", "<|mask|>", "<extra_id_{}>"
@@ -56,7 +56,7 @@ def load_tokenizer(path: str) -> Any:
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
-    asked, place = f"data: tokenizer={path}", expanded(path)
+    asked, place = f"data: tokenizer={path}", expand_path(path)
     if not place.exists():
         raise InputError(asked, "no such file or folder", "name a tokenizer.json, or a folder that has one")
     try:
@@ -108,7 +108,7 @@ def trained_tokenizer(source: TextSource, spec: DataSpec, model: ModelInput, sen
             f"set model.vocab_size (or data.vocabulary_size) to {_BYTES + len(names)} or more",
         )
     identity = [source.identity, size, names, _TRAINING_CHARACTERS]
-    return load_tokenizer(str(cached("tokenizer", identity, lambda folder: _train(folder, source, size, names))))
+    return load_tokenizer(str(cached_folder("tokenizer", identity, lambda folder: _train(folder, source, size, names))))
 
 
 def _special_names(task: str | None, sentinels: int) -> list[str]:
@@ -142,7 +142,7 @@ def _training_texts(source: TextSource) -> Iterator[str]:
     """
     every = max(1, -(-source.size_bytes // _TRAINING_CHARACTERS))
     left, read = _TRAINING_CHARACTERS, 0
-    for document in itertools.islice(source.documents(Damage(skip=True)), 0, None, every):
+    for document in itertools.islice(source.documents(DamagePolicy(skip=True)), 0, None, every):
         for text in filter(None, (document.text, document.target)):
             kept = _LONG_RUN.sub(r"\1\2", text[:left])
             yield kept

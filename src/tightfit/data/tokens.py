@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tightfit.data.cache import cached
-from tightfit.data.document_chunks import PIECE, Piece, pieces_of
+from tightfit.data.cache import cached_folder
+from tightfit.data.document_chunks import PIECE, DocumentChunk, chunk_documents
 from tightfit.data.order import Integers
-from tightfit.data.samples import Damage
+from tightfit.data.samples import DamagePolicy
 from tightfit.data.text import Document, TextSource
 from tightfit.data.tokenizer import SpecialTokens
 from tightfit.errors import InputError
@@ -46,10 +46,10 @@ class TokenFile:
     """
 
     folder: Path
-    part: str = "text"
+    field: str = "text"
 
     def __reduce__(self) -> tuple[type, tuple[Path, str]]:
-        return type(self), (self.folder, self.part)
+        return type(self), (self.folder, self.field)
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -57,11 +57,11 @@ class TokenFile:
 
     @cached_property
     def ids(self) -> NDArray[np.unsignedinteger]:
-        return np.asarray(np.memmap(self.folder / f"{self.part}.bin", self.facts["dtype"], mode="r"))
+        return np.asarray(np.memmap(self.folder / f"{self.field}.bin", self.facts["dtype"], mode="r"))
 
     @cached_property
     def offsets(self) -> Integers:
-        return np.load(self.folder / f"{self.part}-offsets.npy")
+        return np.load(self.folder / f"{self.field}-offsets.npy")
 
     @cached_property
     def labels(self) -> Integers:
@@ -81,21 +81,21 @@ def token_file(
     identity = [source.identity, tokenizer.backend_tokenizer.to_str(), special.end, template, skip_damaged]
 
     def make(folder: Path) -> None:
-        damage = Damage(skip_damaged)
+        damage = DamagePolicy(skip_damaged)
         writer = _Writer(folder, tokenizer, special, template)
         counted = writer.counted(source.documents(damage))
-        for batch in _batches(pieces_of(counted, writer.encode, PIECE)):
+        for batch in _batches(chunk_documents(counted, writer.encode, PIECE)):
             writer.write(batch)
             _log.info("tokenizing %s: %.0f million characters so far", source.name, writer.read)
         writer.finish(source.name, damage)
 
-    return TokenFile(cached("tokens", identity, make))
+    return TokenFile(cached_folder("tokens", identity, make))
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _batches(pieces: Iterable[DocumentChunk]) -> Iterator[list[DocumentChunk]]:
     """Chunks in lists of about a million characters, which the tokenizer encodes in parallel. It
     needs about 200 bytes for each character."""
-    batch: list[Piece] = []
+    batch: list[DocumentChunk] = []
     size = 0
     for piece in pieces:
         batch.append(piece)
@@ -131,18 +131,18 @@ class _Writer:
         """Pass the documents on. Collects their labels and counts their characters."""
         for document in documents:
             self.read += len(document.text) / 1e6
-            if document.ends and document.label is not None:
+            if document.is_last_part and document.label is not None:
                 self.labels.append(document.label)
             yield document
 
-    def write(self, batch: list[Piece]) -> None:
+    def write(self, batch: list[DocumentChunk]) -> None:
         """Tokenize chunks and append them to the files of their fields."""
         encodings = self.backend.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
         with (self.folder / "text.bin").open("ab") as text, (self.folder / "target.bin").open("ab") as target:
             for piece, encoding in zip(batch, encodings, strict=True):
-                self._append_chunk(piece, encoding, target if piece.part == "target" else text)
+                self._append_chunk(piece, encoding, target if piece.field == "target" else text)
 
-    def _append_chunk(self, piece: Piece, encoding: Any, file: Any) -> None:
+    def _append_chunk(self, piece: DocumentChunk, encoding: Any, file: Any) -> None:
         ids = encoding.ids
         if piece.begins:
             before, self._closing = self._template_tokens(encoding) if self.template else ([], [])
@@ -153,9 +153,9 @@ class _Writer:
                 ids = [*ids, self.special.end]
         np.array(ids, dtype=self.dtype).tofile(file)
         self._last = -1 if piece.ends else ids[-1] if ids else self._last
-        self.written[piece.part] += len(ids)
+        self.written[piece.field] += len(ids)
         if piece.ends:
-            self.offsets[piece.part].append(self.written[piece.part])
+            self.offsets[piece.field].append(self.written[piece.field])
 
     def _template_tokens(self, encoding: Any) -> tuple[list[int], list[int]]:
         """The special tokens that the tokenizer puts before and after a text."""
@@ -165,7 +165,7 @@ class _Writer:
                 return whole[:before], whole[before + len(ids) :]
         return [], []
 
-    def finish(self, name: str, damage: Damage) -> None:
+    def finish(self, name: str, damage: DamagePolicy) -> None:
         """Write offsets, labels and facts, which are known only at the end.
 
         Raises InputError if some labels are text and some are numbers.
@@ -184,7 +184,7 @@ class _Writer:
         (self.folder / "facts.json").write_text(json.dumps(facts))
 
 
-class Rows(Protocol):
+class TokenSequences(Protocol):
     """Token sequences of at most `length` tokens.
 
     gather  (B,) indices -> (B, L) int64 ids and a (B, L) bool mask, False at padding
@@ -203,7 +203,7 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedSequences:
     """All documents joined and cut into sequences of `length` tokens. The remainder after the last
     full sequence is left out. Example: 1,000 tokens with length 300 give 3 sequences; 100 tokens
     are unused."""
@@ -222,7 +222,7 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Padded:
+class PaddedSequences:
     """One document per sequence, truncated to `length` and padded on the right with `pad` to the
     longest of the batch."""
 

@@ -17,10 +17,10 @@ from typing import Any, Protocol, runtime_checkable
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tightfit.data.collate import as_tensors, check_labelled, collate, items_in, tensors_in, warn_unshifted
-from tightfit.data.order import Integers, key
-from tightfit.data.rng import Randomness, seed_generators
-from tightfit.data.samples import ModelInput, single
-from tightfit.data.shared_memory import packed, unpacked
+from tightfit.data.order import Integers, hash_numbers
+from tightfit.data.rng import GeneratorStates, seed_generators
+from tightfit.data.samples import ModelInput, one_sample
+from tightfit.data.shared_memory import pack_dataset, unpack_dataset
 from tightfit.errors import InputError, TightfitError
 from tightfit.models import load_python
 from tightfit.models.objective import Batch
@@ -39,7 +39,7 @@ class MapStyle(Protocol):
 
 
 @dataclass(frozen=True)
-class Given:
+class DatasetObject:
     """A dataset that was given as a Python object. Pickles with its tensors in shared memory, where
     all worker processes read them."""
 
@@ -50,18 +50,18 @@ class Given:
 
     @cached_property
     def _packed(self) -> Any:
-        return packed(self.dataset)
+        return pack_dataset(self.dataset)
 
     def __reduce__(self) -> Any:
         return _restore_given, self._packed
 
 
-def _restore_given(*parts: Any) -> Given:
-    return Given(unpacked(*parts))
+def _restore_given(*parts: Any) -> DatasetObject:
+    return DatasetObject(unpack_dataset(*parts))
 
 
 @dataclass(frozen=True)
-class Named:
+class DatasetFunction:
     """The dataset that the function "file.py:function" or "module:function" returns. Pickles as
     that name: each worker process calls the function itself."""
 
@@ -91,7 +91,7 @@ class UserSamples:
     damaged = 0
     tokenizer = None
 
-    def __init__(self, make: Given | Named, dataset: MapStyle, model: ModelInput, seed: int) -> None:
+    def __init__(self, make: DatasetObject | DatasetFunction, dataset: MapStyle, model: ModelInput, seed: int) -> None:
         self.make, self.dataset, self.model, self.seed = make, dataset, model, seed
         if len(dataset) == 0:
             raise InputError("data", "the dataset is empty", "give one with samples")
@@ -112,17 +112,17 @@ class UserSamples:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return single(self, index)
+        return one_sample(self, index)
 
     def batch(self, indices: Integers, epochs: Integers) -> Batch:
         return collate(self._samples(indices.tolist(), epochs.tolist()), self.model)
 
     def _samples(self, indices: Iterable[int], epochs: Iterable[int]) -> list[Any]:
-        with Randomness(self.seed).used():
+        with GeneratorStates(self.seed).active():
             return [self._sample(index, epoch) for index, epoch in zip(indices, epochs, strict=True)]
 
     def _sample(self, index: int, epoch: int) -> Any:
-        seed_generators(key(self.seed, epoch, index))
+        seed_generators(hash_numbers(self.seed, epoch, index))
         try:
             return as_tensors(self.dataset[index])
         except TightfitError:
@@ -137,7 +137,7 @@ class UserStream:
     """The samples of a user's iterable dataset. When it ends, it is read again from its start. A
     resumed run reads and skips the samples that were consumed before."""
 
-    def __init__(self, make: Given | Named, model: ModelInput, seed: int) -> None:
+    def __init__(self, make: DatasetObject | DatasetFunction, model: ModelInput, seed: int) -> None:
         self.make, self.model, self.seed = make, model, seed
 
     def batches(self, ranges: Iterable[tuple[int, int]]) -> Iterator[Batch]:
@@ -170,11 +170,11 @@ class UserStream:
                 )
 
     def _epoch(self, epoch: int) -> Iterator[Any]:
-        randomness = Randomness(key(self.seed, epoch))
-        with randomness.used():
+        randomness = GeneratorStates(hash_numbers(self.seed, epoch))
+        with randomness.active():
             samples = iter(self.make())
         while True:
-            with randomness.used():
+            with randomness.active():
                 sample = self._next(samples)
             if sample is _END:
                 return
@@ -191,13 +191,13 @@ class UserStream:
             ) from error
 
 
-def open_user(make: Given | Named, model: ModelInput, seed: int) -> UserSamples | UserStream:
+def open_user(make: DatasetObject | DatasetFunction, model: ModelInput, seed: int) -> UserSamples | UserStream:
     """A user's dataset as UserSamples, or as a UserStream if it is an iterable without a length.
 
     Raises InputError for anything else: a DataLoader, a string, a dict, or an iterator that can be
     read only once.
     """
-    dataset, asked = make(), f"data: python={make.source}" if isinstance(make, Named) else "data"
+    dataset, asked = make(), f"data: python={make.source}" if isinstance(make, DatasetFunction) else "data"
     found = f"a {type(dataset).__name__}"
     if isinstance(dataset, DataLoader):
         raise InputError(
@@ -207,7 +207,7 @@ def open_user(make: Given | Named, model: ModelInput, seed: int) -> UserSamples 
         raise InputError(
             asked, f"{found}, not a dataset", "give a list of samples, a torch Dataset or an iterable of samples"
         )
-    if isinstance(dataset, Iterator) and isinstance(make, Given):
+    if isinstance(dataset, Iterator) and isinstance(make, DatasetObject):
         raise InputError(
             asked,
             f"{found}, which can be read only once, so a run could not be resumed",

@@ -23,7 +23,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def begin_scatter_rows(part: Tensor, rows: Tensor, group: dist.ProcessGroup) -> Any:
+def begin_reduce_scatter(part: Tensor, rows: Tensor, group: dist.ProcessGroup) -> Any:
     """Begin a reduce-scatter (sum) of `rows`.
 
     part   this device's result, with as many elements as one row; valid when the returned work has
@@ -34,21 +34,21 @@ def begin_scatter_rows(part: Tensor, rows: Tensor, group: dist.ProcessGroup) -> 
 
     Returns a work with a `wait` method.
     """
-    if not goes_by_row(group):
+    if not uses_row_collectives(group):
         return _reduce_scatter(part.view(-1), rows.view(-1), group=group, async_op=True)
     works = [dist.reduce(row, group=group, group_dst=place, async_op=True) for place, row in enumerate(rows)]
     return _RowReduces(works, rows[dist.get_rank(group)], part)
 
 
-def scatter_rows(part: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
+def reduce_scatter(part: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
     """The blocking reduce-scatter: see `begin_reduce_scatter`."""
-    if goes_by_row(group):
-        begin_scatter_rows(part, rows, group).wait()
+    if uses_row_collectives(group):
+        begin_reduce_scatter(part, rows, group).wait()
     else:
         _reduce_scatter(part.view(-1), rows.view(-1), group=group)
 
 
-def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduced(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The all-reduced (summed) tensor, a new one of the same shape.
 
     A compiled region does not reduce in place: if a forward returns a tensor that was reduced in
@@ -61,11 +61,11 @@ def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-def gather_rows(rows: Tensor, group: dist.ProcessGroup) -> None:
+def all_gather(rows: Tensor, group: dist.ProcessGroup) -> None:
     """All-gather in place: each device has filled row `rank` of `rows`, (group size, ...);
     afterwards all devices have all rows.
     """
-    if not goes_by_row(group):
+    if not uses_row_collectives(group):
         _all_gather(rows.view(-1), rows[dist.get_rank(group)].view(-1), group=group)
         return
     works = [dist.broadcast(row, group=group, group_src=place, async_op=True) for place, row in enumerate(rows)]
@@ -80,7 +80,7 @@ class _Allocator:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class ScatterByRow(_Allocator):
+class RowReduceScatter(_Allocator):
     """`reduce_scatter` with the signature that fully_shard asks a custom reduce-scatter for. It
     sums, whatever `op` is.
     """
@@ -88,10 +88,10 @@ class ScatterByRow(_Allocator):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        scatter_rows(output_tensor, input_tensor.view(group.size(), -1), group)
+        reduce_scatter(output_tensor, input_tensor.view(group.size(), -1), group)
 
 
-class GatherByRow(_Allocator):
+class RowAllGather(_Allocator):
     """`all_gather` with the signature that fully_shard asks a custom all-gather for: `input_tensor`
     is this device's row of `output_tensor`.
     """
@@ -99,10 +99,10 @@ class GatherByRow(_Allocator):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        gather_rows(output_tensor.view(group.size(), -1), group)
+        all_gather(output_tensor.view(group.size(), -1), group)
 
 
-def goes_by_row(group: dist.ProcessGroup) -> bool:
+def uses_row_collectives(group: dist.ProcessGroup) -> bool:
     """Whether rows are sent one by one: on gloo, but not in compiled code, since a compiler knows
     only the common collectives.
     """
@@ -125,4 +125,12 @@ class _RowReduces:
         self.part.view(-1).copy_(self.row.view(-1))
 
 
-__all__ = ["GatherByRow", "ScatterByRow", "begin_scatter_rows", "gather_rows", "goes_by_row", "scatter_rows", "summed"]
+__all__ = [
+    "RowAllGather",
+    "RowReduceScatter",
+    "all_gather",
+    "all_reduced",
+    "begin_reduce_scatter",
+    "reduce_scatter",
+    "uses_row_collectives",
+]

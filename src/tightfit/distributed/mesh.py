@@ -31,15 +31,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tightfit.cost.entries import Message
-from tightfit.distributed.rendezvous import choose_interface, meet
+from tightfit.distributed.rendezvous import choose_interface, join_store
 from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.plan import Plan
-from tightfit.target_device import is_apart
+from tightfit.target_device import has_own_memory
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 DATA = ("dp_replicate", "dp_shard")  # the axes along which samples are sharded
-UNKNOWN_LINK = 1e9  # bytes/s; used until the machine has been calibrated
+DEFAULT_BYTES_PER_S = 1e9  # bytes/s; used until the machine has been calibrated
 _BufferRef = tuple[nn.Module, str]  # a module and the name of one of its buffers
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -66,7 +66,7 @@ class Mesh:
     """
 
     axes: dict[str | tuple[str, ...], DeviceMesh]
-    lines: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    p2p_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     servers: int = 0
     cp: int = 1
 
@@ -83,7 +83,7 @@ class Mesh:
         return self.axes[axis].get_group()
 
     @property
-    def part(self) -> tuple[int, int]:
+    def data_rank_and_size(self) -> tuple[int, int]:
         """(rank, size) in data parallelism: which shard of a step's samples this device trains on,
         and the number of shards. The `cp` devices that share samples have the same rank.
         """
@@ -91,14 +91,14 @@ class Mesh:
         return number // self.cp, count // self.cp
 
     @property
-    def piece(self) -> int:
+    def cp_rank(self) -> int:
         """The rank in context parallelism, from 0 to `cp` - 1: which chunks of each sequence this
         device has.
         """
         return self._data_position[0] % self.cp
 
     @property
-    def draws(self) -> int:
+    def rng_rank(self) -> int:
         """A number that selects this device's random numbers. The tp devices share their
         activations, so they have the same number and draw the same dropout masks.
         """
@@ -110,7 +110,9 @@ class Mesh:
         replica, replicas = self.rank("dp_replicate") - self.servers, self.size("dp_replicate") - self.servers
         return max(replica, 0) * self.size("dp_shard") + self.rank("dp_shard"), replicas * self.size("dp_shard")
 
-    def sum(self, values: Tensor, axes: tuple[str, ...], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    def all_reduce(
+        self, values: Tensor, axes: tuple[str, ...], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Tensor:
         """All-reduce `values` in place over the devices along `axes`, and return it.
 
         values  a tensor of any shape, on any device
@@ -118,10 +120,10 @@ class Mesh:
         """
         for axis in axes:
             if self.size(axis) > 1:
-                self.sum_in(values, self.group(axis), op)
+                self.all_reduce_in_group(values, self.group(axis), op)
         return values
 
-    def sum_in(
+    def all_reduce_in_group(
         self, values: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Tensor:
         """All-reduce `values` in place over the devices of `group`, and return it.
@@ -129,7 +131,7 @@ class Mesh:
         NCCL takes only contiguous tensors on the device. A tensor that is offloaded or not
         contiguous is copied to the device, reduced there and copied back.
         """
-        there = self.here(values)
+        there = self.to_device(values)
         dist.all_reduce(there, op, group=group)
         return values if there is values else values.copy_(there)
 
@@ -138,12 +140,12 @@ class Mesh:
         """The device of this process."""
         return local_device(self.axes["pp"].device_type)
 
-    def here(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor) -> Tensor:
         """`tensor` as a collective can take it: contiguous and on this process's device."""
         elsewhere = tensor.device.type != self.device.type
         return (tensor.to(self.device) if elsewhere else tensor).contiguous()
 
-    def begin_sum(self, values: Tensor, axes: tuple[str, ...]) -> Callable[[], Tensor]:
+    def begin_all_reduce(self, values: Tensor, axes: tuple[str, ...]) -> Callable[[], Tensor]:
         """Begin an all-reduce (sum) of `values`, in place.
 
         Returns a callable that waits for the result and returns it. The caller can compute
@@ -157,13 +159,13 @@ class Mesh:
 
         def end() -> Tensor:
             work.wait()
-            return self.sum(values, tuple(others))
+            return self.all_reduce(values, tuple(others))
 
         return end
 
 
 @dataclass(frozen=True)
-class Slice:
+class ParameterSharding:
     """How a parameter is sharded along `dim` over the devices of the tp axis.
 
     mesh         the mesh, whose tp axis shards the parameter
@@ -179,39 +181,41 @@ class Slice:
     mesh: Mesh
     shape: torch.Size
     dim: int
-    pieces: int = 1
+    fused_count: int = 1
 
     def range(self, rank: int | None = None) -> tuple[int, int]:
         """(begin, end) along `dim` of a device's shard within one fused matrix; end is exclusive.
 
         rank  the rank along tp; None: this process's
         """
-        size, count = self.shape[self.dim] // self.pieces, self.mesh.size("tp")
+        size, count = self.shape[self.dim] // self.fused_count, self.mesh.size("tp")
         rank = self.mesh.rank("tp") if rank is None else rank
         each = -(-size // count)
         return min(rank * each, size), min((rank + 1) * each, size)
 
-    def part(self, whole: Tensor) -> Tensor:
+    def shard(self, full: Tensor) -> Tensor:
         """This device's shard of `full`, a tensor of the full parameter's shape."""
         first, last = self.range()
-        if self.pieces == 1:
-            return whole.narrow(self.dim, first, last - first)
-        parts = [piece.narrow(self.dim, first, last - first) for piece in whole.chunk(self.pieces, self.dim)]
+        if self.fused_count == 1:
+            return full.narrow(self.dim, first, last - first)
+        parts = [piece.narrow(self.dim, first, last - first) for piece in full.chunk(self.fused_count, self.dim)]
         return torch.cat(parts, self.dim)
 
-    def whole(self, part: Tensor) -> Tensor:
+    def unshard(self, shard: Tensor) -> Tensor:
         """All-gather the full tensor from each device's shard. All devices of the tp axis must call
         it.
         """
-        count, part = self.mesh.size("tp"), self.mesh.here(part)
-        most = (self.range(0)[1] - self.range(0)[0]) * self.pieces
-        missing = most - part.shape[self.dim]
-        padded = torch.cat([part, part.new_zeros(*self._padding_shape(part, missing))], self.dim) if missing else part
+        count, shard = self.mesh.size("tp"), self.mesh.to_device(shard)
+        most = (self.range(0)[1] - self.range(0)[0]) * self.fused_count
+        missing = most - shard.shape[self.dim]
+        padded = (
+            torch.cat([shard, shard.new_zeros(*self._padding_shape(shard, missing))], self.dim) if missing else shard
+        )
         parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in range(count)]
         dist.all_gather(parts, padded.contiguous(), group=self.mesh.group("tp"))
         lengths = [last - first for first, last in map(self.range, range(count))]
         found = []
-        for piece in range(self.pieces):
+        for piece in range(self.fused_count):
             for there, length in zip(parts, lengths, strict=True):
                 found.append(there.narrow(self.dim, piece * length, length))
         return torch.cat(found, self.dim)
@@ -221,7 +225,7 @@ class Slice:
 
 
 @torch.no_grad()
-def shrink(parameter: Tensor, mesh: Mesh, whole: Tensor) -> None:
+def shard_parameter(parameter: Tensor, mesh: Mesh, full: Tensor) -> None:
     """Replace a parameter's values by its ZeRO-3 shard on this device, stored in `parameter.rows`.
 
     The parameter keeps its full shape, but its data occupies no memory (one number, expanded).
@@ -231,15 +235,15 @@ def shrink(parameter: Tensor, mesh: Mesh, whole: Tensor) -> None:
                dp_shard as torch's `chunk` does; a device beyond the last chunk has a shard of no
                rows
     """
-    rows = (whole if whole.dim() else whole.view(1)).chunk(mesh.size("dp_shard"))
+    rows = (full if full.dim() else full.view(1)).chunk(mesh.size("dp_shard"))
     rank = mesh.rank("dp_shard")
     mine = rows[rank] if rank < len(rows) else rows[0][:0]
     parameter.rows = mine.clone()  # type: ignore[attr-defined]
     if not parameter.is_meta:
-        parameter.data = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(whole.shape)
+        parameter.data = torch.zeros((), dtype=full.dtype, device=full.device).expand(full.shape)
 
 
-def onto_meta(model: nn.Module) -> None:
+def move_shards_to_meta(model: nn.Module) -> None:
     """Move the parameters that `shard_parameter` has sharded to the meta device: fully_shard
     accepts only full parameters or parameters on the meta device.
     """
@@ -256,7 +260,7 @@ def onto_meta(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def grown(parameter: Tensor, mesh: Mesh) -> Tensor:
+def unshard_parameter(parameter: Tensor, mesh: Mesh) -> Tensor:
     """The full values of a parameter. If `shard_parameter` has sharded it, its shards are
     all-gathered, and all devices along dp_shard must call this.
     """
@@ -271,7 +275,7 @@ def grown(parameter: Tensor, mesh: Mesh) -> Tensor:
     return whole.view(parameter.shape)
 
 
-def on_mesh(tensor: DTensor) -> DTensor:
+def on_mesh_device(tensor: DTensor) -> DTensor:
     """`tensor` with its local shard on the device of its mesh, so that a collective can send it.
     The shard of an offloaded tensor is in another memory, from which it is copied.
     """
@@ -297,7 +301,7 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def leads() -> bool:
+def is_rank_zero() -> bool:
     """Whether this process has rank 0: it writes files and prints for all processes."""
     return rank() == 0
 
@@ -316,7 +320,7 @@ def join(kind: str, store: dist.Store | None = None, timeout: timedelta | None =
             torch.cuda.set_device(local_device(kind))
         choose_interface(None)
         count = world_size()
-        store = dist.HashStore() if count == 1 else dist.PrefixStore("groups", store or meet())
+        store = dist.HashStore() if count == 1 else dist.PrefixStore("groups", store or join_store())
         dist.init_process_group(BACKENDS[kind], store=store, rank=rank(), world_size=count, timeout=timeout)
 
 
@@ -345,7 +349,7 @@ def make_mesh(plan: Plan, device: torch.device) -> Mesh | None:
     Raises InputError when the number of processes is not the plan's number of devices.
     """
     check_world(plan)
-    if plan.devices == 1 and not ("parameters" in plan.offload and is_apart(device)):
+    if plan.devices == 1 and not ("parameters" in plan.offload and has_own_memory(device)):
         return None
     join(device.type)
     return _mesh(device.type, (plan.pp, plan.replicas + plan.servers, plan.shards, plan.tp), plan.servers, plan.cp)
@@ -361,7 +365,7 @@ def _mesh(kind: str, sizes: tuple[int, ...], servers: int, cp: int) -> Mesh:
     """
     global _world
     if dist.group.WORLD is not _world:
-        forget()
+        forget_meshes()
         _world = dist.group.WORLD
     known = kind, sizes, servers, cp
     if known not in _meshes:
@@ -403,10 +407,10 @@ def _world_group() -> dist.ProcessGroup:
     return world
 
 
-LINES = ("forward", "backward", "forward around", "backward around", "ends")
+P2P_GROUPS = ("forward", "backward", "forward around", "backward around", "ends")
 
 
-def forget() -> None:
+def forget_meshes() -> None:
     """Drop the cached meshes, so that their process groups can be freed."""
     global _world
     _meshes.clear()
@@ -420,7 +424,7 @@ def _p2p_groups(devices: DeviceMesh) -> dict[str, dist.ProcessGroup]:
     found = {}
     # every process must create all groups, in the same order
     for row in devices.mesh.flatten(1).t().tolist():
-        for name in LINES:
+        for name in P2P_GROUPS:
             members = [row[0], row[-1]] if name == "ends" else row
             group = dist.new_group(members)
             if dist.get_rank() in members:
@@ -466,7 +470,7 @@ def local_device(kind: str) -> torch.device:
     return torch.device(kind, 0 if visible == 1 else number)
 
 
-def on_device(numbers: list[float], device: torch.device) -> Tensor:
+def copy_to_device(numbers: list[float], device: torch.device) -> Tensor:
     """An fp32 tensor of `numbers` on `device`, without waiting: a copy from pageable memory would
     wait for the device's other work.
     """
@@ -475,7 +479,7 @@ def on_device(numbers: list[float], device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def same_everywhere(model: nn.Module, mesh: Mesh) -> None:
+def broadcast_parameters(model: nn.Module, mesh: Mesh) -> None:
     """Broadcast the parameters and buffers of the first replica to all others, in place. Models
     that are initialized at random may differ between processes.
     """
@@ -485,7 +489,7 @@ def same_everywhere(model: nn.Module, mesh: Mesh) -> None:
                 dist.broadcast(tensor, group=mesh.group(axis), group_src=0)
 
 
-class Statistics:
+class ReplicatedBuffers:
     """Averages over the replicas the buffers that a forward writes, such as BatchNorm's running
     statistics.
 
@@ -525,7 +529,7 @@ class Statistics:
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             if not counts:
                 flat.zero_()
-            self.mesh.sum(flat, DATA).div_(self.mesh.part[1] * self.mesh.cp)
+            self.mesh.all_reduce(flat, DATA).div_(self.mesh.data_rank_and_size[1] * self.mesh.cp)
             for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                 # safe: no later backward reads these buffers
                 buffer.data.copy_(mean.view(buffer.shape))
@@ -542,7 +546,7 @@ class Statistics:
         ]
         if active_fake_mode() is None:
             flags = torch.tensor(written, dtype=torch.int32, device=self._candidates[0][1].device)
-            written = [bool(flag) for flag in self.mesh.sum(flags, DATA, dist.ReduceOp.MAX)]
+            written = [bool(flag) for flag in self.mesh.all_reduce(flags, DATA, dist.ReduceOp.MAX)]
         self._written += [place for (place, _, _), changed in zip(self._candidates, written, strict=True) if changed]
         self._candidates = []
 
@@ -563,7 +567,7 @@ def _stride(plan: Plan, axes: tuple[str, ...]) -> tuple[int, int]:
     return stride, sizes[axes[0]]
 
 
-def link(plan: Plan, machine: Machine, axes: tuple[str, ...]) -> float:
+def bandwidth(plan: Plan, machine: Machine, axes: tuple[str, ...]) -> float:
     """The bandwidth in bytes/s with which one device sends along `axes`.
 
     It is that of the link inside a node if all devices along the axes are in one node, and that of
@@ -578,7 +582,7 @@ def link(plan: Plan, machine: Machine, axes: tuple[str, ...]) -> float:
     inside = machine.process_bytes_per_s
     between = machine.network_bytes_per_s or inside
     if inside is None or between is None:
-        return UNKNOWN_LINK
+        return DEFAULT_BYTES_PER_S
     stride, size = _stride(plan, axes)
     if stride * size <= machine.devices_per_node:
         return inside.value
@@ -619,4 +623,4 @@ def message(
     rounds  as for `latency`
     """
     waits = calls * latency(plan, machine, axes, rounds)
-    return Message(name, size, link(plan, machine, axes), hides=machine.device == "cuda", latency_s=waits)
+    return Message(name, size, bandwidth(plan, machine, axes), overlaps=machine.device == "cuda", latency_s=waits)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tightfit.errors import InputError
 
-CONNECT = timedelta(minutes=60)  # how long to wait for the slowest process to start
+CONNECT_TIMEOUT = timedelta(minutes=60)  # how long to wait for the slowest process to start
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # gloo and NCCL read it from here only
 
 
@@ -70,7 +70,7 @@ def choose_interface(named: str | None, environ: MutableMapping[str, str] = os.e
         environ.setdefault(variable, str(named))
 
 
-def keeps_store(environ: Mapping[str, str] = os.environ) -> bool:
+def hosts_store(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process hosts the TCP store: rank 0 does, unless the launcher (torchrun) does."""
     return environ["RANK"] == "0" and not _launcher_keeps_store(environ)
 
@@ -80,7 +80,7 @@ def _launcher_keeps_store(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def meet(environ: Mapping[str, str] = os.environ) -> dist.Store:
+def join_store(environ: Mapping[str, str] = os.environ) -> dist.Store:
     """The store through which the processes of the run exchange their addresses.
 
     The launcher hosts it, or rank 0 does. Rank 0 then listens on the interface that
@@ -89,21 +89,21 @@ def meet(environ: Mapping[str, str] = os.environ) -> dist.Store:
     host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     if on_one_host(environ) and not _launcher_keeps_store(environ):
         host = "127.0.0.1"
-    if keeps_store(environ):
-        store = keep_store(_listening_address(host, environ), port)
+    if hosts_store(environ):
+        store = host_store(_listening_address(host, environ), port)
     else:
-        store = dist.TCPStore(host, port, is_master=False, timeout=CONNECT, wait_for_workers=False)
-    return within(store, environ)
+        store = dist.TCPStore(host, port, is_master=False, timeout=CONNECT_TIMEOUT, wait_for_workers=False)
+    return with_restart_prefix(store, environ)
 
 
-def within(store: dist.Store, environ: Mapping[str, str] = os.environ) -> dist.Store:
+def with_restart_prefix(store: dist.Store, environ: Mapping[str, str] = os.environ) -> dist.Store:
     """`store` with a key prefix for this start of the processes: a launcher that restarts them
     keeps its store.
     """
     return dist.PrefixStore(f"tightfit/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def keep_store(address: str, port: int = 0, listening: socket.socket | None = None) -> dist.TCPStore:
+def host_store(address: str, port: int = 0, listening: socket.socket | None = None) -> dist.TCPStore:
     """A TCP store that this process hosts.
 
     address    the address to listen on; "": all addresses
@@ -117,7 +117,7 @@ def keep_store(address: str, port: int = 0, listening: socket.socket | None = No
         address or "127.0.0.1",
         port,
         is_master=True,
-        timeout=CONNECT,
+        timeout=CONNECT_TIMEOUT,
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )
@@ -155,4 +155,13 @@ def _listening_address(host: str, environ: Mapping[str, str]) -> str:
     return candidates[0] if candidates else ""
 
 
-__all__ = ["CONNECT", "choose_interface", "keep_store", "keeps_store", "listen", "meet", "on_one_host", "within"]
+__all__ = [
+    "CONNECT_TIMEOUT",
+    "choose_interface",
+    "host_store",
+    "hosts_store",
+    "join_store",
+    "listen",
+    "on_one_host",
+    "with_restart_prefix",
+]

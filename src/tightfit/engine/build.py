@@ -17,7 +17,7 @@ from tightfit.job import Job, LossSpec
 from tightfit.machine import Machine
 from tightfit.methods import METHODS, loader, microbatch
 from tightfit.models import load_python, task_of
-from tightfit.models.masks import masks_unread
+from tightfit.models.masks import without_mask_checks
 from tightfit.models.objective import objective_of
 from tightfit.parallel.pipeline import boundaries
 from tightfit.plan import Plan
@@ -63,12 +63,12 @@ def build(
         store=Store(plan, device) if plan.offload else None,
     )
     for method in METHODS:
-        if method.wanted(plan) and not (method is loader and data is not None):
+        if method.enabled(plan) and not (method is loader and data is not None):
             run = method.apply(run, plan)
         if method is loader and plan.pp > 1:  # before any method changes the model
-            run = boundaries.look(run, plan)
+            run = boundaries.trace_boundaries(run, plan)
     if kind == "cuda" and plan.compile != "model":  # a compiled model does not check
-        run = replace(run, loss_sum=masks_unread(run.loss_sum, run.model, bool(run.maskless)))
+        run = replace(run, loss_sum=without_mask_checks(run.loss_sum, run.model, bool(run.droppable_masks)))
     microbatch.warn_of_dropped_tokens(run)
     run.model.train()
     return run

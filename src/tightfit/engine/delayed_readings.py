@@ -59,7 +59,7 @@ def begin_reading(numbers: Mapping[str, float | Tensor]) -> Reading:
     return Reading(numbers)
 
 
-def settle(owner: Any) -> None:
+def read_all(owner: Any) -> None:
     """Read all late fields, so that the page-locked copies behind them are freed.
 
     It does not wait if the step that computed them has ended.
@@ -105,7 +105,7 @@ def read_late(*names: str) -> Callable[[Kind], Kind]:
     return decorate
 
 
-class Clock:
+class StepTimer:
     """Measures the seconds of one step after another on their device.
 
     On CPU: from `begin` to `end`. On CUDA: from the end of the work that was queued before `begin`
@@ -150,4 +150,4 @@ class Clock:
         return event
 
 
-__all__ = ["Clock", "begin_reading", "read_late", "settle"]
+__all__ = ["StepTimer", "begin_reading", "read_all", "read_late"]

@@ -21,7 +21,7 @@ from types import FrameType
 from tightfit.errors import TightfitError
 from tightfit.plan import Plan
 
-KEEP_MEMORY = ":".join(
+GLIBC_TUNABLES = ":".join(
     (
         "glibc.malloc.hugetlb=1",  # madvise huge pages
         "glibc.malloc.trim_threshold=1099511627776",  # return nothing to the system
@@ -43,7 +43,7 @@ def environment(plan: Plan, device: str, inherited: Mapping[str, str]) -> dict[s
     kept."""
     added: dict[str, str] = {}
     if plan.allocator == "tuned" and device == "cpu" and sys.platform.startswith("linux"):
-        added["GLIBC_TUNABLES"] = KEEP_MEMORY
+        added["GLIBC_TUNABLES"] = GLIBC_TUNABLES
     if plan.allocator == "tuned" and device == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in inherited:
         added["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return {name: value for name, value in added.items() if name not in inherited}
@@ -61,7 +61,7 @@ def enter_environment(plan: Plan, device: str) -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **added})
 
 
-def take_surroundings(environ: MutableMapping[str, str] = os.environ) -> tuple[int, int]:
+def read_launcher(environ: MutableMapping[str, str] = os.environ) -> tuple[int, int]:
     """(processes on this host, processes in all) that train together, from the launcher's
     variables.
 
@@ -134,9 +134,9 @@ def start_processes(count: int) -> int:
 
 
 def _wait_for(children: list[subprocess.Popen[bytes]], asked: set[int], listening: socket.socket) -> int:
-    from tightfit.distributed.rendezvous import keep_store, within
+    from tightfit.distributed.rendezvous import host_store, with_restart_prefix
 
-    store = within(keep_store("127.0.0.1", listening=listening))
+    store = with_restart_prefix(host_store("127.0.0.1", listening=listening))
     first: int | None = None
     until = math.inf
     while running := [child for child in children if child.poll() is None]:

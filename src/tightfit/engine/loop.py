@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 import torch
 
 from tightfit.distributed.mesh import DATA
-from tightfit.engine.delayed_readings import Clock, begin_reading, settle
+from tightfit.engine.delayed_readings import StepTimer, begin_reading, read_all
 from tightfit.engine.pipeline_check import check_split, wants_check
-from tightfit.engine.rng import evaluating, randomness_kept, seed_all
-from tightfit.engine.step import Step, changed, drain, take_step
+from tightfit.engine.rng import evaluating, rng_preserved, seed_all
+from tightfit.engine.step import Step, drain, take_step, with_fields
 from tightfit.errors import InputError
 from tightfit.models.objective import Batch
 from tightfit.optim import schedule
-from tightfit.runtime.activity import doing
-from tightfit.runtime.run import Filler, Run, to_device, wait_for_weights
+from tightfit.runtime.activity import note_activity
+from tightfit.runtime.run import DummyMicroBatch, Run, to_device, wait_for_weights
 
 TakeStep = Callable[[Run, list[Batch], int], Step]
 
@@ -56,25 +56,25 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step, weights_at_yield
     if run.job.train.steps is None and run.data.samples is not None:
         until = math.ceil((run.job.train.epochs or 1) * run.data.samples)
     if start == 0:
-        place = run.mesh.draws if run.mesh is not None else 0
+        place = run.mesh.rng_rank if run.mesh is not None else 0
         # again, so that dropout does not depend on how the model was created
         seed_all(run.job.train.seed + 1 + 7919 * place)
     if wants_check(run, total_steps(run) - start):
         check_split(run)
     waiting: deque[Step] = deque()
     before: Step | None = None
-    clock = Clock(run.device)
+    clock = StepTimer(run.device)
     clock.begin()
-    doing("reading data", start)
+    note_activity("reading data", start)
     for step, micro_batches in zip(range(start, total_steps(run)), run.data.steps(start * batch, until), strict=False):
         result = take(run, micro_batches, step)
         if run.device.type == "cuda":
-            doing("the end of the step before")
-        waiting.append(changed(result, seconds=clock.end()))
+            note_activity("the end of the step before")
+        waiting.append(with_fields(result, seconds=clock.end()))
         if before is not None and run.device.type == "cuda":
-            settle(before)  # it has ended; unread figures would keep page-locked memory
+            read_all(before)  # it has ended; unread figures would keep page-locked memory
         before = waiting[-1]
-        if run.stages is None or len(waiting) > run.stages.delay:
+        if run.executor is None or len(waiting) > run.executor.loss_delay:
             if weights_at_yield:
                 wait_for_weights(run)
             try:
@@ -82,7 +82,7 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step, weights_at_yield
             except GeneratorExit:  # the caller has left, and may read what it likes
                 wait_for_weights(run)
                 raise
-        doing("reading data", step + 1)
+        note_activity("reading data", step + 1)
         clock.begin()
     drain(run)
     while waiting:
@@ -90,10 +90,10 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step, weights_at_yield
 
 
 def _with_loss(run: Run, step: Step) -> Step:
-    if run.stages is None or not run.stages.delay:
+    if run.executor is None or not run.executor.loss_delay:
         return step
-    read = begin_reading({"loss": run.stages.losses.popleft()})
-    return changed(step, loss=lambda: read()["loss"])
+    read = begin_reading({"loss": run.executor.losses.popleft()})
+    return with_fields(step, loss=lambda: read()["loss"])
 
 
 @torch.no_grad()
@@ -107,22 +107,22 @@ def evaluate(run: Run, samples: int | None = None) -> float:
     """
     drain(run)
     total, items = torch.zeros((), dtype=torch.float64, device=run.device), 0
-    with evaluating(run.model), randomness_kept():
+    with evaluating(run.model), rng_preserved():
         for number, batch in enumerate(run.data.held_out(samples or run.job.train.evaluate_samples)):
-            doing(f"evaluation, micro-batch {number + 1}")
-            if run.stages is not None:
-                items += 0 if isinstance(batch, Filler) else run.objective.count(batch)
-                total += run.stages.evaluate(run, batch)
+            note_activity(f"evaluation, micro-batch {number + 1}")
+            if run.executor is not None:
+                items += 0 if isinstance(batch, DummyMicroBatch) else run.objective.count(batch)
+                total += run.executor.evaluate(run, batch)
                 continue
-            if isinstance(batch, Filler):  # gathering sharded parameters needs all ranks
+            if isinstance(batch, DummyMicroBatch):  # gathering sharded parameters needs all ranks
                 run.loss_sum(to_device(batch.batch, run))
                 continue
             items += run.objective.count(batch)
             total += run.loss_sum(to_device(batch, run))
     if run.mesh is not None:
-        run.mesh.sum(total, ("pp",))
-        run.mesh.sum(total, DATA)
-        items = int(run.mesh.sum(torch.tensor(items, device=run.device), DATA))
+        run.mesh.all_reduce(total, ("pp",))
+        run.mesh.all_reduce(total, DATA)
+        items = int(run.mesh.all_reduce(torch.tensor(items, device=run.device), DATA))
     if not items:
         raise InputError("evaluate", "the data has no held-out items that count in the loss", "set data.held_out: 0.01")
     return float(total) / items

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from tightfit.distributed.mesh import DATA
 from tightfit.engine.checkpoint.contents import model_of
-from tightfit.engine.rng import evaluating, randomness_kept, seed_all
-from tightfit.engine.step import gradient_norm, sum_shared
+from tightfit.engine.rng import evaluating, rng_preserved, seed_all
+from tightfit.engine.step import all_reduce_replicated, gradient_norm
 from tightfit.errors import InputError
 from tightfit.job import LossSpec
 from tightfit.methods import float8, precision
@@ -30,15 +30,15 @@ from tightfit.methods.materialize import create_on_host, weights_dtype
 from tightfit.models import load_python, task_of
 from tightfit.models.objective import objective_of
 from tightfit.parallel.context.sequence_chunks import SequenceChunks
-from tightfit.parallel.pipeline.executor import Pipeline
+from tightfit.parallel.pipeline.executor import PipelineRank
 from tightfit.runtime.run import Run, to_device
 
-SHARE = 0.02  # the check runs unasked up to this share of the run's time and of a device's memory
+AUTO_CHECK_SHARE = 0.02  # the check runs unasked up to this share of the run's time and of a device's memory
 TOLERANCES = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitComparison:
     """Loss and gradient norm of one micro-batch on the stages, and those of the undivided model.
 
     The norm is None if gradients are compressed, because compressing changes the error feedback of
@@ -75,10 +75,10 @@ def wants_check(run: Run, steps: int) -> bool:
     cuda = run.device.type == "cuda"
     memory = torch.cuda.get_device_properties(run.device).total_memory if cuda else psutil.virtual_memory().total
     # the undivided model takes as long as all stages one after another, and so does the pipeline
-    return 2 * plan.stages <= SHARE * steps * micro_batches and 3 * 4 * whole <= SHARE * memory
+    return 2 * plan.stages <= AUTO_CHECK_SHARE * steps * micro_batches and 3 * 4 * whole <= AUTO_CHECK_SHARE * memory
 
 
-def check_split(run: Run) -> Split | None:
+def check_split(run: Run) -> SplitComparison | None:
     """Compare, and raise InputError on all devices if they differ.
 
     All devices call it. The run is left unchanged. Returns None if the loss is random.
@@ -96,25 +96,27 @@ def check_split(run: Run) -> Split | None:
     return found
 
 
-def compare_split(run: Run) -> Split | None:
+def compare_split(run: Run) -> SplitComparison | None:
     """Run one micro-batch through the stages and through the undivided model with the same weights.
 
     Returns None if the model's loss is random.
     """
     assert run.mesh is not None
-    assert isinstance(run.stages, Pipeline)
+    assert isinstance(run.executor, PipelineRank)
     whole = run.data.example()
     own = run.data.cut(whole) if isinstance(run.data, SequenceChunks) else whole
-    parts, copies = run.mesh.part[1], run.mesh.cp
+    parts, copies = run.mesh.data_rank_and_size[1], run.mesh.cp
     items = max(run.objective.count(own) if copies == 1 else _over_pieces(run, run.objective.count(own)), 1) * parts
     with_gradients = run.plan.compressed_gradients == "none"
-    with randomness_kept(), _buffers_kept(run.model), _mode_of(run):
+    with rng_preserved(), _buffers_kept(run.model), _mode_of(run):
         seed_all(run.job.train.seed)
-        total = run.stages.once(run, own, 1.0 / items) if with_gradients else run.stages.evaluate(run, own)
-        loss = float(run.mesh.sum(total.detach().double(), (*DATA, "pp"))) / items
+        total = (
+            run.executor.run_micro_batch(run, own, 1.0 / items) if with_gradients else run.executor.evaluate(run, own)
+        )
+        loss = float(run.mesh.all_reduce(total.detach().double(), (*DATA, "pp"))) / items
         norm = None
         if with_gradients:
-            sum_shared(run)
+            all_reduce_replicated(run)
             norm = float(gradient_norm(run, run.mesh))
             run.optimizer.zero_grad(set_to_none=True)
     expected = _undivided(run, whole, with_gradients)
@@ -122,7 +124,7 @@ def compare_split(run: Run) -> Split | None:
         return None
     expected_loss, expected_norm = expected
     tolerance = TOLERANCES[run.plan.precision.split("-")[0]]
-    return Split(loss, expected_loss, norm, expected_norm if with_gradients else None, tolerance)
+    return SplitComparison(loss, expected_loss, norm, expected_norm if with_gradients else None, tolerance)
 
 
 def _over_pieces(run: Run, count: int) -> int:
@@ -130,14 +132,14 @@ def _over_pieces(run: Run, count: int) -> int:
     sequences."""
     assert run.mesh is not None
     values = torch.tensor(count, device=run.device)
-    dist.all_reduce(values, group=run.mesh.lines["context"])
+    dist.all_reduce(values, group=run.mesh.p2p_groups["context"])
     return int(values)
 
 
 def _undivided(run: Run, batch: Any, with_gradients: bool) -> tuple[float, float] | None:
     """Loss and gradient norm of the undivided model with the stages' weights; None if the loss is
     random."""
-    with randomness_kept():
+    with rng_preserved():
         seed_all(run.job.train.seed)
         model = create_on_host(run.job.model, run.device, weights_dtype(run.plan))
     _gather_weights(run, model)
@@ -146,13 +148,13 @@ def _undivided(run: Run, batch: Any, with_gradients: bool) -> tuple[float, float
         load_python(given.python) if isinstance(given, LossSpec) else given, task_of(run.job.model)
     )
     one = replace(
-        run, model=model, loss_sum=partial(objective.total, model), stages=None, mesh=None, objective=objective
+        run, model=model, loss_sum=partial(objective.total, model), executor=None, mesh=None, objective=objective
     )
     for room in (float8, precision):
-        if room.wanted(run.plan):
+        if room.enabled(run.plan):
             one = room.apply(one, run.plan)
     items = max(objective.count(batch), 1)
-    with randomness_kept(), _mode_of(one), torch.set_grad_enabled(with_gradients):
+    with rng_preserved(), _mode_of(one), torch.set_grad_enabled(with_gradients):
         if run.dataflow is not None and run.dataflow.is_random and _differs(one, batch):
             return None
         loss = one.loss_sum(to_device(batch, run)) / items

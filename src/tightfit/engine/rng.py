@@ -57,7 +57,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 @contextmanager
-def randomness_kept() -> Iterator[None]:
+def rng_preserved() -> Iterator[None]:
     """Within, random numbers may be drawn; afterwards the generators are in the states of
     before."""
     before = random_states()

@@ -27,12 +27,19 @@ from tightfit.distributed.mesh import AXES, DATA, Mesh
 from tightfit.engine.delayed_readings import begin_reading, read_late
 from tightfit.errors import InputError
 from tightfit.methods import optimizer_states
-from tightfit.methods.compile import compiler_failures_named
+from tightfit.methods.compile import naming_compiler_failures
 from tightfit.models.objective import Batch, processed_count, sample_count
 from tightfit.optim.per_parameter import PerParameter
-from tightfit.parallel.gradient_buckets import made_everywhere
-from tightfit.runtime.activity import doing
-from tightfit.runtime.run import Filler, Run, arriving, slices_of, wait_for_weights, weights_named
+from tightfit.parallel.gradient_buckets import gradients_filled
+from tightfit.runtime.activity import note_activity
+from tightfit.runtime.run import (
+    DummyMicroBatch,
+    Run,
+    device_batches,
+    optimizer_weights_named,
+    tp_shards_of,
+    wait_for_weights,
+)
 from tightfit.target_device import kind_of
 
 
@@ -75,14 +82,14 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
     micro_batches  this device's samples of the step, in host memory
     step           number of the step, from 0
     """
-    doing("forward and backward", step)
-    real = [batch for batch in micro_batches if not isinstance(batch, Filler)]
+    note_activity("forward and backward", step)
+    real = [batch for batch in micro_batches if not isinstance(batch, DummyMicroBatch)]
     counts = [sum(map(count, real)) for count in (run.objective.count, sample_count, processed_count)]
-    counted = over_data(run, counts)
+    counted = all_reduce_counts(run, counts)
     learning_rate = run.learning_rate(step)
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate
-    with compiler_failures_named(run.plan):
+    with naming_compiler_failures(run.plan):
         losses = accumulate(run, micro_batches, lambda: counted()[0])
     norm, finite = update(run)
     figures: dict[str, float | torch.Tensor] = {"loss": losses(), "finite": finite}
@@ -90,8 +97,8 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
         figures["norm"] = norm
     cp = run.mesh.cp if run.mesh is not None else 1
     items, samples, processed = counted()
-    if run.stages is not None and run.stages.counted is not None:
-        (items, samples, processed), cp = run.stages.counted, 1
+    if run.executor is not None and run.executor.counted is not None:
+        (items, samples, processed), cp = run.executor.counted, 1
     read = begin_reading({**figures, "items": items, "samples": samples, "processed": processed})
 
     def late(value: Callable[[dict[str, float]], Any]) -> Any:
@@ -106,11 +113,11 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
         items=late(lambda figures: int(figures["items"])),
         processed=late(lambda figures: int(figures["processed"])),
         skipped=late(lambda figures: not figures["finite"]),
-        staleness=max(run.stages.staleness, default=None) if run.stages is not None else None,
+        staleness=max(run.executor.staleness, default=None) if run.executor is not None else None,
     )
 
 
-def changed(step: Step, **fields: Any) -> Step:
+def with_fields(step: Step, **fields: Any) -> Step:
     """The step with other values of `fields`, which may be functions that wait for the value.
 
     Unlike `dataclasses.replace` it does not wait for the figures that are not known yet.
@@ -118,35 +125,35 @@ def changed(step: Step, **fields: Any) -> Step:
     return Step(**{**vars(step), **fields})
 
 
-def over_data(run: Run, counts: list[int]) -> Callable[[], list[int] | list[torch.Tensor]]:
+def all_reduce_counts(run: Run, counts: list[int]) -> Callable[[], list[int] | list[torch.Tensor]]:
     """Start to all-reduce integers over the data-parallel ranks; returns a callable that waits for
     the sums.
 
     On CUDA the sums stay on the device, because reading one would make the host wait for all work
     that the device was given.
     """
-    if run.mesh is None or is_free(run) or all(run.mesh.size(axis) == 1 for axis in DATA):
+    if run.mesh is None or runs_unsynchronized(run) or all(run.mesh.size(axis) == 1 for axis in DATA):
         return lambda: counts
     numbers = torch.tensor(counts)
     if run.device.type == "cuda":  # a copy from pageable memory would block
         numbers = numbers.pin_memory().to(run.device, non_blocking=True)
-        sums = run.mesh.begin_sum(numbers, DATA)
+        sums = run.mesh.begin_all_reduce(numbers, DATA)
         return cache(lambda: list(sums().unbind()))
-    sums = run.mesh.begin_sum(numbers, DATA)
+    sums = run.mesh.begin_all_reduce(numbers, DATA)
     return cache(lambda: [int(count) for count in sums()])
 
 
 def _begin_sum(run: Run, loss: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Start to all-reduce the loss over all devices; returns a callable that waits for the sum."""
-    if run.mesh is None or (run.stages is not None and run.stages.free):
+    if run.mesh is None or (run.executor is not None and run.executor.unsynchronized):
         return lambda: loss
-    return run.mesh.begin_sum(loss, (*DATA, "pp"))
+    return run.mesh.begin_all_reduce(loss, (*DATA, "pp"))
 
 
-def is_free(run: Run) -> bool:
+def runs_unsynchronized(run: Run) -> bool:
     """Whether each device trains on its own samples without waiting for the others in every step,
     as the workers of an asynchronous parameter server do."""
-    return run.stages is not None and run.stages.free and not run.stages.delay
+    return run.executor is not None and run.executor.unsynchronized and not run.executor.loss_delay
 
 
 def accumulate(
@@ -168,14 +175,14 @@ def accumulate(
             return whole / count.clamp(min=1).double()
         return whole / max(count, 1)
 
-    if run.stages is not None:
-        return _begin_sum(run, run.stages.accumulate(run, micro_batches, scale()))
+    if run.executor is not None:
+        return _begin_sum(run, run.executor.accumulate(run, micro_batches, scale()))
     total = torch.zeros((), device=run.device)
-    coming = arriving(micro_batches, run)
+    coming = device_batches(micro_batches, run)
     for number, batch in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
-        doing(f"forward and backward of micro-batch {number + 1}")
-        counts = not isinstance(batch, Filler)
+        note_activity(f"forward and backward of micro-batch {number + 1}")
+        counts = not isinstance(batch, DummyMicroBatch)
         if run.reduction is not None:
             run.reduction.begin(last)
         with _compiled_indices_named(run):
@@ -233,14 +240,14 @@ def update(run: Run) -> tuple[torch.Tensor | None, bool | torch.Tensor]:
     """
     finite: bool | torch.Tensor = True
     norm = None
-    doing("update")
-    sum_shared(run)
+    note_activity("update")
+    all_reduce_replicated(run)
     if run.loss_scale is not None:
-        finite = everywhere(run, run.loss_scale.unscale(_weights(run)))
+        finite = holds_everywhere(run, run.loss_scale.unscale(_weights(run)))
         on_device = (
             isinstance(finite, torch.Tensor) and finite.device.type == run.device.type
         )  # not of offloaded gradients
-        if isinstance(finite, torch.Tensor) and not (on_device and leaves_out_updates(run.optimizer)):
+        if isinstance(finite, torch.Tensor) and not (on_device and skips_on_found_inf(run.optimizer)):
             finite = bool(finite)
         run.loss_scale.update(finite)
     if run.job.train.clip is not None:
@@ -268,7 +275,7 @@ def _say_what_to_leave_out(optimizer: torch.optim.Optimizer, finite: torch.Tenso
         optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
 
 
-def leaves_out_updates(optimizer: torch.optim.Optimizer) -> bool:
+def skips_on_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer can skip an update without making the host wait for the number that decides.
 
     torch's fused kernels read `found_inf` and change nothing if it is 1. Optimizers that update
@@ -291,15 +298,15 @@ def leaves_out_updates(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def sum_shared(run: Run) -> None:
+def all_reduce_replicated(run: Run) -> None:
     """All-reduce over tp the gradients of replicated weights, such as norms under sequence
     parallelism: each tp rank has computed them from its shard of the positions only."""
-    weights = [weight for weight in weights_named(run, run.shared) if weight.requires_grad]
+    weights = [weight for weight in optimizer_weights_named(run, run.tp_replicated) if weight.requires_grad]
     if not weights:
         return
     assert run.mesh is not None
-    total = partial(run.mesh.sum, axes=("tp",))
-    with made_everywhere(weights, total):
+    total = partial(run.mesh.all_reduce, axes=("tp",))
+    with gradients_filled(weights, total):
         gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
         flat = torch.cat([gradient.reshape(-1).float() for gradient in gradients])
         total(flat)
@@ -315,23 +322,23 @@ def drain(run: Run) -> None:
     """Finish what is in flight: weights that are being gathered, and the steps and updates of an
     asynchronous pipeline."""
     wait_for_weights(run)
-    if run.stages is not None:
+    if run.executor is not None:
         with torch.enable_grad():
-            for _ in run.stages.drain(run):
+            for _ in run.executor.drain(run):
                 update(run)
 
 
-def everywhere(run: Run, holds: bool | torch.Tensor) -> bool | torch.Tensor:
+def holds_everywhere(run: Run, holds: bool | torch.Tensor) -> bool | torch.Tensor:
     """Whether something holds on every device. A scalar tensor gives a scalar tensor, without a
     wait."""
     if run.mesh is None:
         return holds
     if isinstance(holds, torch.Tensor):
-        return run.mesh.sum((~holds).to(run.device, torch.int64), AXES, dist.ReduceOp.MAX) == 0
-    return not greatest(run, int(not holds))
+        return run.mesh.all_reduce((~holds).to(run.device, torch.int64), AXES, dist.ReduceOp.MAX) == 0
+    return not all_reduce_max(run, int(not holds))
 
 
-def greatest(run: Run, number: int) -> int:
+def all_reduce_max(run: Run, number: int) -> int:
     """The largest of all devices' numbers. Waits for it."""
     return int(_begin_greatest(run, number)()["greatest"])
 
@@ -340,17 +347,17 @@ def _begin_greatest(run: Run, number: int) -> Callable[[], dict[str, float]]:
     if run.mesh is None:
         return begin_reading({"greatest": number})
     there = torch.full((), number, device=run.device)  # a copy from the host would block
-    return begin_reading({"greatest": run.mesh.sum(there, AXES, dist.ReduceOp.MAX)})
+    return begin_reading({"greatest": run.mesh.all_reduce(there, AXES, dist.ReduceOp.MAX)})
 
 
-def asker(run: Run) -> Callable[[int], int]:
+def make_stop_poll(run: Run) -> Callable[[int], int]:
     """Returns a function that is called once a step with this device's number and returns the
     largest number of all devices, the same on each of them.
 
     On several CUDA devices it returns the answer of the step before, so that no device waits.
     """
     if run.mesh is None or run.device.type != "cuda":
-        return partial(greatest, run)
+        return partial(all_reduce_max, run)
     asked: list[Callable[[], dict[str, float]]] = [begin_reading({"greatest": 0})]
 
     def ask(number: int) -> int:
@@ -367,7 +374,7 @@ def clip(run: Run, limit: float) -> torch.Tensor:
     device for their updates.
     """
     weights = [weight for weight in _weights(run) if weight.grad is not None]
-    comes = run.store is not None and optimizer_states.brings(run.plan, kind_of(run.device))
+    comes = run.store is not None and optimizer_states.uploads_for_update(run.plan, kind_of(run.device))
     if run.mesh is None and not comes:
         return torch.nn.utils.clip_grad_norm_(weights, limit)
     gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
@@ -383,9 +390,9 @@ def clip(run: Run, limit: float) -> torch.Tensor:
 
 def gradient_norm(run: Run, mesh: Mesh) -> torch.Tensor:
     """Norm of the full gradient, over all parameters and devices."""
-    elsewhere = set(weights_named(run, run.stages.copies)) if run.stages is not None else set()
+    elsewhere = set(optimizer_weights_named(run, run.executor.replicated)) if run.executor is not None else set()
     squares = torch.zeros(2, device=run.device)  # weights sharded, and replicated, over tp
-    cut = slices_of(run)
+    cut = tp_shards_of(run)
     for weight in _weights(run):
         if weight.grad is None or weight in elsewhere:
             continue
@@ -395,10 +402,10 @@ def gradient_norm(run: Run, mesh: Mesh) -> torch.Tensor:
             real, dtype=torch.promote_types(real.dtype, torch.float32)
         ).square()
     squares[1] /= mesh.size("tp")
-    sharded_over = run.reduction.parts if run.reduction is not None else ()
+    sharded_over = run.reduction.shard_axes if run.reduction is not None else ()
     if run.plan.servers:  # the server has all gradients, the workers none
         sharded_over = (*sharded_over, "dp_replicate")
-    return mesh.sum(squares, (*sharded_over, "tp", "pp")).sum().sqrt()
+    return mesh.all_reduce(squares, (*sharded_over, "tp", "pp")).sum().sqrt()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

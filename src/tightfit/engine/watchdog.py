@@ -25,9 +25,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tightfit.distributed.rendezvous import keeps_store
+from tightfit.distributed.rendezvous import hosts_store
 from tightfit.errors import TightfitError
-from tightfit.runtime.activity import Progress, noted
+from tightfit.runtime.activity import Activity, recording_activity
 
 TIMEOUT_S = 600.0
 FIRST_TIMEOUT_S = 3600.0  # until the first step is done: planning, loading and compiling
@@ -40,7 +40,7 @@ FAILED = "failed"
 
 
 @dataclass(frozen=True)
-class Note:
+class ProgressNote:
     """A process's heartbeat: its number, the step and operation under way, the seconds since that
     operation began, and the place in the code."""
 
@@ -58,7 +58,7 @@ class Watch:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world: int, progress: Progress, timeout_s: float = TIMEOUT_S
+        self, store: dist.Store, rank: int, world: int, progress: Activity, timeout_s: float = TIMEOUT_S
     ) -> None:
         self.store, self.rank, self.world, self.progress, self.timeout_s = store, rank, world, progress, timeout_s
         self.beat_s = min(BEAT_S, timeout_s / 10)
@@ -104,9 +104,9 @@ class Watch:
                 _ask(partial(store.set, _key(self.rank), json.dumps(vars(self._note()))))
                 code = _failed(store)
                 if code is not None and not self.ended.wait(GRACE_S):
-                    end(code)
+                    exit_now(code)
             if os.getppid() != self.parent and self.parent != 1:
-                end(1, "tightfit: the process that started this one is gone")
+                exit_now(1, "tightfit: the process that started this one is gone")
 
     def _look(self) -> None:
         """End this process if the training has been in one operation for too long."""
@@ -118,18 +118,18 @@ class Watch:
                     continue  # it has made progress meanwhile
                 code = self.fail(1)
                 if code is None:
-                    end(1, f"tightfit: {TightfitError.__name__}: {message}")
-                end(1 if code is None else code)
+                    exit_now(1, f"tightfit: {TightfitError.__name__}: {message}")
+                exit_now(1 if code is None else code)
 
     def _limit_s(self) -> float:
         if self.progress.steps < 2:
             return max(FIRST_TIMEOUT_S, 6 * self.timeout_s)
         return max(self.timeout_s, NORMAL * self.progress.longest_s)
 
-    def _note(self) -> Note:
+    def _note(self) -> ProgressNote:
         progress = self.progress
         seconds = time.monotonic() - progress.since
-        return Note(self.beats, progress.step, progress.operation, round(seconds, 1), place_of(self.main))
+        return ProgressNote(self.beats, progress.step, progress.operation, round(seconds, 1), code_location(self.main))
 
     def _verdict(self, seconds: float) -> str:
         """The message: which rank does not answer or is behind, and where this process waits for
@@ -151,18 +151,18 @@ class Watch:
             why = "stopped, or on a host that cannot be reached"
             return _said(f"{_ranks(silent)} {_have(silent)} not answered", seconds, mine, self.rank, why)
         notes = {rank: note for rank, note in after.items() if note is not None}
-        late = behind(notes)
+        late = ranks_behind(notes)
         if late:
             there = notes[late[0]]
             why = f"still in {_step(there)}, {there.operation}{there.where}"
             return _said(f"{_ranks(late)} {_have(late)} not come along", seconds, mine, self.rank, why)
         return _said("no rank goes on", seconds, mine, self.rank, "each of them waits for another")
 
-    def _notes(self, store: dist.Store) -> dict[int, Note | None]:
+    def _notes(self, store: dist.Store) -> dict[int, ProgressNote | None]:
         """The last heartbeat of each rank; None for a rank without one."""
         there = [rank for rank in range(self.world) if store.check([_key(rank)])]
         found = [json.loads(text) for text in store.multi_get([_key(rank) for rank in there])]
-        notes = {rank: Note(**note) for rank, note in zip(there, found, strict=True)}
+        notes = {rank: ProgressNote(**note) for rank, note in zip(there, found, strict=True)}
         return {rank: notes.get(rank) for rank in range(self.world)}
 
 
@@ -198,7 +198,7 @@ def _code(said: bytes) -> int:
     return int(said.decode().partition(":")[2])
 
 
-def behind(notes: dict[int, Note]) -> list[int]:
+def ranks_behind(notes: dict[int, ProgressNote]) -> list[int]:
     """The ranks that the others wait for, if all answer: those in an earlier step, else those in
     another operation than most."""
     steps = {rank: -1 if note.step is None else note.step for rank, note in notes.items()}
@@ -211,7 +211,7 @@ def behind(notes: dict[int, Note]) -> list[int]:
     return [rank for rank, note in notes.items() if note.operation != most]
 
 
-def place_of(thread: int | None) -> str:
+def code_location(thread: int | None) -> str:
     """Where in tightfit a thread is, and what it has called there: " (all_reduce, step.py:180)"."""
     frame = sys._current_frames().get(thread or 0)
     called = ""
@@ -225,7 +225,7 @@ def place_of(thread: int | None) -> str:
     return ""
 
 
-def _said(who: str, seconds: float, mine: Note, rank: int, why: str) -> str:
+def _said(who: str, seconds: float, mine: ProgressNote, rank: int, why: str) -> str:
     return (
         f"{who} for {_minutes(seconds)}: {why}; rank {rank} waits in {_step(mine)}, {mine.operation}{mine.where}\n"
         "  fix: look there for the cause; --resume continues from the newest checkpoint, --timeout MINUTES waits longer"
@@ -236,7 +236,7 @@ def _minutes(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
-def _step(note: Note) -> str:
+def _step(note: ProgressNote) -> str:
     return "the preparations" if note.step is None else f"step {note.step + 1}"
 
 
@@ -249,7 +249,7 @@ def _have(ranks: list[int]) -> str:
     return "have" if len(ranks) > 1 else "has"
 
 
-def _beat(note: Note | None) -> int:
+def _beat(note: ProgressNote | None) -> int:
     return -1 if note is None else note.beat
 
 
@@ -257,7 +257,7 @@ def _key(rank: int) -> str:
     return f"progress/{rank}"
 
 
-def end(code: int, message: str = "") -> None:
+def exit_now(code: int, message: str = "") -> None:
     """Exit at once, whatever other threads wait for, even if the message cannot be printed any
     more."""
     with suppress(OSError):
@@ -275,7 +275,7 @@ def watched(store: dist.Store, rank: int, world: int, timeout_s: float) -> Itera
     An error is raised only in the first process that fails; the others exit with its exit code.
     Raises TightfitError if a connection broke and no process has reported why.
     """
-    with noted() as progress:
+    with recording_activity() as progress:
         watch = Watch(store, rank, world, progress, timeout_s)
         watch.start()
         try:
@@ -284,7 +284,7 @@ def watched(store: dist.Store, rank: int, world: int, timeout_s: float) -> Itera
             code = watch.fail(getattr(error, "exit_code", 1), LOST_S if is_lost_connection(error) else 0.0)
             if code is not None:
                 raise SystemExit(code) from None
-            if keeps_store():
+            if hosts_store():
                 time.sleep(LINGER_S)  # the others read there that this one has failed
             if is_lost_connection(error):
                 mine = watch._note()

@@ -20,5 +20,5 @@ def analyze(job: Job, plan: Plan, machine: Machine, steps: int = 5) -> Record:
     run = build(short, plan, machine)
     observer = Observer(run, 0)
     for result in train(run, take=observer.take, weights_at_yield=False):
-        observer.see(result)
+        observer.add(result)
     return observer.record(machine)

@@ -26,7 +26,7 @@ import torch
 from tightfit.errors import TightfitError, TightfitWarning
 from tightfit.machine import Figure, Machine
 from tightfit.machines.gpus import architecture_of, multiplies_float8
-from tightfit.measure.clock_drift import Pace
+from tightfit.measure.clock_drift import ClockDrift
 from tightfit.measure.operation_rates import measure_rates
 from tightfit.measure.timing import Pick, timed, timed_by_clock
 
@@ -54,20 +54,20 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
     say  receives a line about each measurement
     """
     device = device_of(machine)
-    pace = Pace(device)
+    pace = ClockDrift(device)
     by_size: dict[str, dict[int, float]] = {}
     for kind in _types(device):
         say(f"matrix products in {kind}")
         rates = _matrix_rates(kind, device, SIZES)
-        control_s = pace.stretch()
+        control_s = pace.control_around_s()
         by_size[kind] = {size: rate * control_s for size, rate in rates.items()}
     kinds = measure_rates(device, pace, say)
     say("memory bandwidth, launches, copies, processes")
     bandwidth, launch_s = _memory_bandwidth(device), _launch_s(device)
     copies = _copy_bandwidth(device) if device.type == "cuda" else None
-    ended_s = pace.stretch()
+    ended_s = pace.control_around_s()
     sums_s = _all_reduces_here_s(machine, say)
-    sums_ended_s, usual_s = pace.stretch(), pace.usual
+    sums_ended_s, usual_s = pace.control_around_s(), pace.usual_control_s
     now, sums_now = usual_s / ended_s, usual_s / sums_ended_s  # to the usual speed
     by_size = {kind: {size: amount / usual_s for size, amount in table.items()} for kind, table in by_size.items()}
     measured = machine.replace(
@@ -133,7 +133,7 @@ def _all_reduces_here_s(machine: Machine, say: Callable[[str], None]) -> dict[in
         return None
 
 
-def glance(machine: Machine) -> Machine:
+def quick_calibrate(machine: Machine) -> Machine:
     """The quick calibration: this machine with figures that take seconds to measure.
 
     The figures are those of the fastest of a few runs of small operations, without compiled ones.
@@ -161,7 +161,7 @@ def glanced(text: str) -> str:
     machine = Machine.model_validate_json(text)
     device = device_of(machine)
     by_size = {kind: _matrix_rates(kind, device, GLANCE_SIZES, min) for kind in _types(device)}
-    kinds = measure_rates(device, Pace(device, watched=False), lambda line: None, glance=True)
+    kinds = measure_rates(device, ClockDrift(device, watched=False), lambda line: None, quick=True)
     bandwidth, launch_s = _memory_bandwidth(device, min), _launch_s(device, min)
     seen = machine.replace(
         matrix_flops_per_s=_best(by_size, "glance"),

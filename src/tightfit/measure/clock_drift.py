@@ -45,7 +45,7 @@ def control_s(device: torch.device) -> float:
     return timed(work, device, least_s=0.15)
 
 
-class Pace:
+class ClockDrift:
     """Times the control before and after each group of measurements.
 
     A GPU is not shared, so its speed is assumed to be constant.
@@ -55,20 +55,20 @@ class Pace:
 
     def __init__(self, device: torch.device, watched: bool = True) -> None:
         self.device = device
-        self.moves = watched and device.type == "cpu"
+        self.drifts = watched and device.type == "cpu"
         self.seen: list[float] = [self._now()]
 
     def _now(self) -> float:
-        return control_s(self.device) if self.moves else 1.0
+        return control_s(self.device) if self.drifts else 1.0
 
-    def stretch(self) -> float:
+    def control_around_s(self) -> float:
         """Seconds of the control, averaged over before and after the measurements since the last
         call."""
         self.seen.append(self._now())
         return (self.seen[-2] + self.seen[-1]) / 2
 
     @property
-    def usual(self) -> float:
+    def usual_control_s(self) -> float:
         """The median of all controls: the machine's usual speed, to which measurements are
         scaled."""
         return statistics.median(self.seen)

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tightfit.job import LossSpec
 from tightfit.machine import Machine
 from tightfit.models import load_python, model_factory, task_of
-from tightfit.models.caches import tensors_kept_out
-from tightfit.models.fake_kernels import GROUPED_PRODUCT, GroupedProducts, failures_unlogged, grouped_flops
+from tightfit.models.caches import isolated_model_caches
+from tightfit.models.fake_kernels import GROUPED_MM, GroupedMatmuls, grouped_mm_flops, without_fake_tensor_logs
 from tightfit.models.objective import Batch, map_tensors, objective_of
 from tightfit.runtime.run import Run
 
@@ -56,9 +56,9 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
             return run.loss_sum(inputs)
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    counter = FlopCounterMode(display=False, custom_mapping={GROUPED_PRODUCT: grouped_flops})
+    counter = FlopCounterMode(display=False, custom_mapping={GROUPED_MM: grouped_mm_flops})
     try:
-        with tensors_kept_out(), fake if sharded else nullcontext():
+        with isolated_model_caches(), fake if sharded else nullcontext():
             total = Total()
         state: dict[str, Tensor] = {
             name: tensor if sharded else fake.from_tensor(tensor.detach())
@@ -66,13 +66,13 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
         }
         inputs = map_tensors(lambda tensor: fake.from_tensor(tensor.to(run.device)), batch)
         with (
-            tensors_kept_out(),
-            failures_unlogged(),
+            isolated_model_caches(),
+            without_fake_tensor_logs(),
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
             sdpa_kernel(SDPBackend.MATH),
             fake,
-            GroupedProducts(),
+            GroupedMatmuls(),
             counter,
         ):
             functional_call(total, state, (inputs,))

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from tightfit.engine.step import Step, take_step
 from tightfit.models.objective import Batch
-from tightfit.planner.tracing.live_storages import Peak, Tracking, state_tensors, tensor_bytes, tensors_in
+from tightfit.planner.tracing.live_storages import Peak, RunTracker, state_tensors, tensor_bytes, tensors_in
 from tightfit.runtime.run import Run
 
 Result = TypeVar("Result")
@@ -34,7 +34,7 @@ Take = Callable[[Run], Result]
 _FORWARD = "tightfit: forward"  # marks a forward among the profiler's events
 
 
-class Sample:
+class MemorySample:
     """Samples the memory of one step, or of several consecutive steps of a pipeline that never
     drains.
 
@@ -46,11 +46,11 @@ class Sample:
     """
 
     def __init__(self, run: Run) -> None:
-        self.steps = 1 + 2 * (run.stages.delay if run.stages is not None else 0)
+        self.steps = 1 + 2 * (run.executor.loss_delay if run.executor is not None else 0)
         self.peak: Peak | None = None
         self._taken = 0
         self._beside = 0  # bytes in flight when a step begins
-        self._tracking = Tracking(run) if run.plan.compile == "none" else None
+        self._tracking = RunTracker(run) if run.plan.compile == "none" else None
 
     def take(self, run: Run, micro_batches: list[Batch], step: int) -> Step:
         """Run a real step and sample its memory. The optimizer's states must exist before the first
@@ -85,7 +85,7 @@ class Sample:
 def sample_step(run: Run, micro_batches: list[Batch], step: int) -> tuple[Step, Peak]:
     """Run one step and sample the peak of its memory. For a pipeline that never drains use
     `Sample`."""
-    sample = Sample(run)
+    sample = MemorySample(run)
     sample.steps = 1
     result = sample.take(run, micro_batches, step)
     assert sample.peak is not None

@@ -15,11 +15,11 @@ from tightfit.engine.step import Step, take_step
 from tightfit.machine import Machine
 from tightfit.measure.flops import forward_flops, matrix_utilization, mfu
 from tightfit.measure.kernels import AttentionCalls
-from tightfit.measure.memory import Sample, process_peak_bytes
+from tightfit.measure.memory import MemorySample, process_peak_bytes
 from tightfit.models.objective import Batch, sample_count
 from tightfit.planner.tracing.live_storages import Peak
 from tightfit.record import PeakBytes, Record, code_version
-from tightfit.runtime.run import Filler, Run, parameter_count
+from tightfit.runtime.run import DummyMicroBatch, Run, parameter_count
 
 SAMPLED = 2  # number of the step, from the start, whose memory is sampled; later steps are timed
 
@@ -36,7 +36,7 @@ class Observer:
         self.steps: list[Step] = []
         self._speeds: list[float] = []  # of the timed steps, sorted, so that the median is cheap
         self._seconds: list[float] = []
-        self.sample: Sample | None = None
+        self.sample: MemorySample | None = None
         self.flops_per_step: float | None = None
         self.attention: str | None = None
 
@@ -44,7 +44,7 @@ class Observer:
         """Run a step, and sample its memory, FLOPs and attention kernel if it is the sampled
         one."""
         if self.sample is None and step - self.start == SAMPLED and micro_batches:
-            self.sample = Sample(run)
+            self.sample = MemorySample(run)
         if self.sample is None or self.sample.ended:
             return take_step(run, micro_batches, step)
         result = self.sample.take(run, micro_batches, step)
@@ -52,13 +52,13 @@ class Observer:
             return result
         calls = AttentionCalls()
         with calls:
-            flops = None if isinstance(micro_batches[0], Filler) else forward_flops(run, micro_batches[0])
+            flops = None if isinstance(micro_batches[0], DummyMicroBatch) else forward_flops(run, micro_batches[0])
         self.attention = calls.kernel(run)
         if flops is not None:
             self.flops_per_step = 3 * flops * run.job.train.batch / sample_count(micro_batches[0])
         return result
 
-    def see(self, step: Step) -> None:
+    def add(self, step: Step) -> None:
         """Add a finished step; its figures are not read yet."""
         self.steps.append(step)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from tightfit.capabilities import can_compile
-from tightfit.machine import COMPUTED, Machine
-from tightfit.measure.clock_drift import Pace
+from tightfit.machine import COMPILED_ARITHMETIC, Machine
+from tightfit.measure.clock_drift import ClockDrift
 from tightfit.measure.timing import Pick, timed
 from tightfit.methods.allocator import keep_freed_memory
 from tightfit.methods.attention import blocked_attention, probability_count
@@ -51,7 +51,7 @@ Case = tuple[int, float, Work]  # size, FLOPs or bytes accessed, the function to
 
 
 def measure_rates(
-    device: torch.device, pace: Pace, say: Callable[[str], None], glance: bool = False
+    device: torch.device, pace: ClockDrift, say: Callable[[str], None], quick: bool = False
 ) -> dict[str, dict[int, float]]:
     """Measure all kinds: "kind/dtype" -> size -> FLOPs or bytes in the time of one control.
 
@@ -62,18 +62,20 @@ def measure_rates(
     rates: dict[str, dict[int, float]] = {}
     if device.type == "cpu":
         fetched = _fetch_rate(device)
-        rates["fetch/float32"] = {2**25: fetched * pace.stretch()}
+        rates["fetch/float32"] = {2**25: fetched * pace.control_around_s()}
         keep_freed_memory()  # page faults are measured apart, by "fetch"
     for name, dtype in DTYPES.items():
         for kind, cases in _KINDS.items():
-            if glance and kind in COMPUTED:
+            if quick and kind in COMPILED_ARITHMETIC:
                 continue
             say(f"{kind} in {name}")
-            if glance:
+            if quick:
                 table = _table(itertools.islice(cases(dtype, device), GLANCE_CASES), device, GLANCE_S, GLANCE_S, min)
             else:
-                table = _table(cases(dtype, device), device, least_s=ALONE_S if kind in COMPUTED else LEAST_S)
-            control_s = pace.stretch()
+                table = _table(
+                    cases(dtype, device), device, least_s=ALONE_S if kind in COMPILED_ARITHMETIC else LEAST_S
+                )
+            control_s = pace.control_around_s()
             if table:
                 rates[f"{kind}/{name}"] = {size: rate * control_s for size, rate in table.items()}
     return rates

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tightfit.distributed.mesh import check_world, join, leads
+from tightfit.distributed.mesh import check_world, is_rank_zero, join
 from tightfit.engine.build import build
 from tightfit.engine.loop import train
 from tightfit.engine.pipeline_check import check_split
@@ -27,7 +27,7 @@ from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.plan import Plan
-from tightfit.runtime.run import Reduction, Run, whole
+from tightfit.runtime.run import Reduction, Run, unshard
 
 ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """Unit roundoff u, the largest relative error of one rounding, by the arithmetic's precision: half
@@ -162,8 +162,8 @@ def _verify_together(job: Job, plan: Plan, machine: Machine | None, steps: int) 
             )
     check_world(plan)
     join((machine or Machine.detect()).device)
-    expected = observe_whole(build(job, Plan(), machine, alone=True), steps) if leads() else None
-    found = observe_settled(job, plan, machine, steps, observe_whole)
+    expected = observe_sharded(build(job, Plan(), machine, alone=True), steps) if is_rank_zero() else None
+    found = observe_settled(job, plan, machine, steps, observe_sharded)
     answer = [compare(plan, found, expected) if expected is not None else None]
     dist.broadcast_object_list(answer, src=0)
     return cast(Verification, answer[0])
@@ -211,7 +211,7 @@ def observe(run: Run, steps: int) -> Observed:
     gradients: dict[str, Tensor] = {}
     trained = {name: parameter for name, parameter in run.model.named_parameters() if parameter.requires_grad}
     if run.reduction is not None and any(isinstance(parameter, DTensor) for parameter in trained.values()):
-        weights = {name: run.weights[parameter] for name, parameter in trained.items()}
+        weights = {name: run.optimizer_weights[parameter] for name, parameter in trained.items()}
         run = replace(run, reduction=cast(Reduction, _Seeing(run.reduction, weights, gradients)))
     hooks = [parameter.register_hook(_adder(gradients, name)) for name, parameter in trained.items()]
     scale = run.loss_scale.value if run.loss_scale else 1.0
@@ -225,11 +225,11 @@ def observe(run: Run, steps: int) -> Observed:
     return Observed(losses, gradients, start, weights_of(run.model), skipped)
 
 
-def observe_whole(run: Run, steps: int) -> Observed:
+def observe_sharded(run: Run, steps: int) -> Observed:
     """Like `observe`, for a run whose parameters may be sharded. All devices call it and get full
     tensors."""
     gradients: dict[str, Tensor] = {}
-    trained = {name: run.weights.get(p, p) for name, p in run.model.named_parameters() if p.requires_grad}
+    trained = {name: run.optimizer_weights.get(p, p) for name, p in run.model.named_parameters() if p.requires_grad}
 
     def see() -> None:
         if not gradients:
@@ -252,9 +252,9 @@ def _whole(run: Run, weights: dict[str, nn.Parameter], values: dict[str, Tensor]
     fp32 on the host."""
     found: dict[str, Tensor] = {}
     for name, value in values.items():
-        one = whole(run, weights[name], local(value)).detach()
+        one = unshard(run, weights[name], local(value)).detach()
         found[name] = (one.full_tensor() if isinstance(one, DTensor) else one).float().cpu().clone()
-    if run.stages is not None and run.plan.pp > 1:
+    if run.executor is not None and run.plan.pp > 1:
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, found)
         found = {name: value for one in everyones for name, value in one.items()}

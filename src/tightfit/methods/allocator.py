@@ -39,7 +39,7 @@ from tightfit.runtime.run import Run
 
 FIELDS = ("allocator",)
 VARIANTS = ({"allocator": "tuned"}, {"allocator": "lean"})
-MAPPED = 2**20  # bytes; the lean allocator maps blocks of this size and above individually
+MMAP_THRESHOLD_BYTES = 2**20  # bytes; the lean allocator maps blocks of this size and above individually
 
 # mallopt's parameters, from malloc.h
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -3, -4, -8
@@ -47,10 +47,14 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2,
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """tuned: large blocks are fetched and zeroed by the operating system once. lean: every time."""
-    return replace(ledger, keeps_memory=True) if plan.allocator == "tuned" else replace(ledger, mapped_from=MAPPED)
+    return (
+        replace(ledger, caches_memory=True)
+        if plan.allocator == "tuned"
+        else replace(ledger, mmap_threshold=MMAP_THRESHOLD_BYTES)
+    )
 
 
-def wanted(plan: Plan) -> bool:
+def enabled(plan: Plan) -> bool:
     return plan.allocator != "default"
 
 
@@ -84,7 +88,12 @@ def give_back_freed_memory() -> bool:
     A block that is mapped by itself returns to the operating system when it is freed. Returns
     whether all settings were accepted: False where there is no glibc.
     """
-    return _set_mallopt((M_MMAP_MAX, 2**20), (M_MMAP_THRESHOLD, MAPPED), (M_TRIM_THRESHOLD, MAPPED), (M_ARENA_MAX, 1))
+    return _set_mallopt(
+        (M_MMAP_MAX, 2**20),
+        (M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES),
+        (M_TRIM_THRESHOLD, MMAP_THRESHOLD_BYTES),
+        (M_ARENA_MAX, 1),
+    )
 
 
 def _set_mallopt(*settings: tuple[int, int]) -> bool:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from tightfit.cost.ledger import traced
+from tightfit.cost.ledger import cost_in_trace
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job, ModelSpec
 from tightfit.machine import Machine
@@ -37,16 +37,16 @@ from tightfit.plan import Plan
 from tightfit.runtime.method import Default, SearchFacts
 from tightfit.runtime.run import Run
 
-cost = traced
+cost = cost_in_trace
 FIELDS = ("attention",)
 TRACED_FIELDS = ("attention",)
 VARIANTS = ({"attention": "blocked"},)
 NAME = "tightfit_blocked"
-ROWS = 64  # queries in a block
-SHORT = 1024  # tokens; up to this length, blocks are faster than the fused kernel on a CPU
+QUERY_BLOCK = 64  # queries in a block
+MAX_LENGTH = 1024  # tokens; up to this length, blocks are faster than the fused kernel on a CPU
 
 
-def wanted(plan: Plan) -> bool:
+def enabled(plan: Plan) -> bool:
     return plan.attention == "blocked"
 
 
@@ -54,7 +54,7 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
     """Blocked attention on CPUs, for transformers' causal language models with short sequences."""
     sequence = job.data.sequence_length if isinstance(job.data, DataSpec) else 0
     of_transformers = isinstance(job.model, ModelSpec) and job.model.python is None
-    if machine.device == "cpu" and of_transformers and task_of(job.model) == "causal-lm" and sequence <= SHORT:
+    if machine.device == "cpu" and of_transformers and task_of(job.model) == "causal-lm" and sequence <= MAX_LENGTH:
         yield Default("attention", "blocked", "plain products are faster here than the fused attention kernel")
 
 
@@ -132,30 +132,30 @@ def attend(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    bias = None if attention_mask is None else additive(attention_mask, query)
+    bias = None if attention_mask is None else as_additive_mask(attention_mask, query)
     output, _ = blocked_attention(query * scale, key, value, bias, causal)
     return output.transpose(1, 2), None
 
 
-def additive(mask: Tensor, query: Tensor) -> Tensor:
+def as_additive_mask(mask: Tensor, query: Tensor) -> Tensor:
     """The mask as numbers to add to the scores: 4 dims, each of the scores' size or 1."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
     return mask.to(query.dtype)[(None,) * (4 - mask.dim())]
 
 
-def blocks(length: int, causal: bool) -> Iterator[tuple[int, int, int]]:
+def query_blocks(length: int, causal: bool) -> Iterator[tuple[int, int, int]]:
     """For each block: its first query, the end of its queries, and the end of the keys that they
     see.
     """
-    for start in range(0, length, ROWS):
-        end = min(start + ROWS, length)
+    for start in range(0, length, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, length)
         yield start, end, end if causal else length
 
 
 def probability_count(length: int, causal: bool) -> int:
     """The number of probabilities of all blocks, for one head of one sample."""
-    return sum((end - start) * keys for start, end, keys in blocks(length, causal))
+    return sum((end - start) * keys for start, end, keys in query_blocks(length, causal))
 
 
 @torch.library.custom_op("tightfit::blocked_attention", mutates_args=())
@@ -178,33 +178,33 @@ def blocked_attention(
     if bias is not None:
         bias = bias.expand(batch, heads, length, length)
     for (start, end, keys), probabilities in zip(
-        blocks(length, causal), views(kept, batch * heads, length, causal), strict=True
+        query_blocks(length, causal), probability_views(kept, batch * heads, length, causal), strict=True
     ):
         scores = torch.bmm(query[:, start:end], key[:, :keys].transpose(1, 2))
         if bias is not None:
             scores += bias[:, :, start:end, :keys].reshape(scores.shape)
         if causal:
-            scores[:, :, start:] += hidden(end - start, scores)
+            scores[:, :, start:] += causal_mask(end - start, scores)
         torch.softmax(scores, -1, out=probabilities)
         output[:, :, start:end] = torch.bmm(probabilities, value[:, :keys]).view(batch, heads, end - start, width)
     return output, kept.view(batch * heads, -1)
 
 
-def hidden(rows: int, like: Tensor) -> Tensor:
+def causal_mask(rows: int, like: Tensor) -> Tensor:
     """A (rows, rows) matrix with -inf above the diagonal, and 0 elsewhere."""
     return torch.full((rows, rows), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
 
 
-def views(kept: Tensor, groups: int, length: int, causal: bool) -> Iterator[Tensor]:
+def probability_views(saved_probabilities: Tensor, groups: int, length: int, causal: bool) -> Iterator[Tensor]:
     """Each block's probabilities, (groups, queries, keys), as views of `saved_probabilities`, which
     holds those of all blocks.
 
     groups: batch x heads.
     """
     offset = 0
-    for start, end, keys in blocks(length, causal):
+    for start, end, keys in query_blocks(length, causal):
         size = groups * (end - start) * keys
-        yield kept[offset : offset + size].view(groups, end - start, keys)
+        yield saved_probabilities[offset : offset + size].view(groups, end - start, keys)
         offset += size
 
 
@@ -222,7 +222,7 @@ def blocked_attention_backward(
     key: Tensor,
     value: Tensor,
     output: Tensor,
-    kept: Tensor,
+    saved_probabilities: Tensor,
     causal: bool,
     bias: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -240,7 +240,11 @@ def blocked_attention_backward(
     grad_bias = query.new_zeros([0] if bias is None else bias)
     wide = torch.promote_types(query.dtype, torch.float32)
     mean = (gradient.to(wide) * output.to(wide)).sum(-1, keepdim=True).to(query.dtype)
-    parts = zip(blocks(length, causal), views(kept.view(-1), batch * heads, length, causal), strict=True)
+    parts = zip(
+        query_blocks(length, causal),
+        probability_views(saved_probabilities.view(-1), batch * heads, length, causal),
+        strict=True,
+    )
     for (start, end, keys), probabilities in parts:
         rows = gradient[:, start:end]
         grad_value[:, :keys].baddbmm_(probabilities.transpose(1, 2), rows)

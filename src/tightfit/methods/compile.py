@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
-from tightfit.capabilities import lacking_to_compile
+from tightfit.capabilities import missing_for_compile
 from tightfit.cost.ledger import Ledger
 from tightfit.errors import InputError
 from tightfit.job import Job, ModelSpec
@@ -36,7 +36,7 @@ from tightfit.machine import Machine
 from tightfit.models import find_blocks
 from tightfit.models.objective import Batch, sample_count
 from tightfit.plan import Plan
-from tightfit.runtime.fake_compiler import stand_in
+from tightfit.runtime.fake_compiler import fake_backend
 from tightfit.runtime.method import Default, SearchFacts
 from tightfit.runtime.run import Run
 
@@ -47,12 +47,12 @@ BACKEND = "inductor"
 # before the first step, for blocks of one kind; used until it is measured
 COMPILE_S = {"cpu": 20.0, "cuda": 30.0}
 # factor on the compile time where kernels are autotuned: a guess, used until it is measured
-AUTOTUNED = 4.0
+AUTOTUNE_FACTOR = 4.0
 PAYS_AFTER_STEPS = 200  # in shorter runs, compiling takes more time than it saves
 MODEL_COMPILE_S = 2.0  # seconds for each block where the whole model is one region
 
 
-def wanted(plan: Plan) -> bool:
+def enabled(plan: Plan) -> bool:
     return plan.compile != "none"
 
 
@@ -61,7 +61,7 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
     too short for compiling to pay.
     """
     if pays_to_compile(job):
-        lacking = lacking_to_compile(machine)
+        lacking = missing_for_compile(machine)
         of_transformers = isinstance(job.model, ModelSpec) and job.model.python is None
         regions = "none" if lacking else "block" if of_transformers else "model"
         why = "fused kernels: fewer of them, and less memory traffic"
@@ -84,7 +84,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     saves, and kernels that turn out faster, are not counted.
     """
     more = MODEL_COMPILE_S * ledger.blocks if plan.compile == "model" else 0.0
-    times = AUTOTUNED if plan.compile_mode == "max-autotune-no-cudagraphs" else 1.0
+    times = AUTOTUNE_FACTOR if plan.compile_mode == "max-autotune-no-cudagraphs" else 1.0
     graphed = plan.compile_mode == "reduce-overhead"
     compile_s = ledger.compile_s + times * (COMPILE_S[machine.device] + more)
     return replace(ledger, compile_s=compile_s, keeps_step=graphed)
@@ -94,7 +94,7 @@ def apply(run: Run, plan: Plan) -> Run:
     """Compile the blocks or the loss function. Raises InputError for a model without blocks, and
     for CUDA graphs with data of varying lengths.
     """
-    backend = BACKEND if active_fake_mode() is None else stand_in()
+    backend = BACKEND if active_fake_mode() is None else fake_backend()
     mode = None if plan.compile_mode == "default" or active_fake_mode() is not None else plan.compile_mode
     graphed = mode == "reduce-overhead"
     dynamic = active_fake_mode() is None and run.data.ragged
@@ -117,14 +117,14 @@ def apply(run: Run, plan: Plan) -> Run:
         compiled = run.loss_sum
     else:
         compiled = torch.compile(run.loss_sum, dynamic=dynamic, backend=backend, mode=mode)
-    compiled = replaying(compiled) if graphed else compiled
+    compiled = with_cuda_graph(compiled) if graphed else compiled
     if plan.recompute != "none" and active_fake_mode() is None:
-        compiled = leaving_buffers(compiled, run.model, name)
-    return replace(run, loss_sum=steady(compiled, run.loss_sum, full))
+        compiled = refusing_buffer_changes(compiled, run.model, name)
+    return replace(run, loss_sum=only_full_batches(compiled, run.loss_sum, full))
 
 
 @contextmanager
-def compiler_failures_named(plan: Plan) -> Iterator[None]:
+def naming_compiler_failures(plan: Plan) -> Iterator[None]:
     """Within, an error of torch's compiler, or of the code that it generated, is raised as an
     InputError that says so.
 
@@ -152,7 +152,7 @@ def _is_compiler_error(error: RuntimeError) -> bool:
     return any("_functorch/_aot_autograd" in name or "/_inductor/" in name for name in frames)
 
 
-def leaving_buffers(
+def refusing_buffer_changes(
     compiled: Callable[[Batch], Tensor], model: nn.Module, name: str | None
 ) -> Callable[[Batch], Tensor]:
     """`compiled`, whose first forward checks whether blocks change buffers. Raises InputError if
@@ -190,7 +190,7 @@ def leaving_buffers(
     return loss_sum
 
 
-def replaying(compiled: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+def with_cuda_graph(compiled: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
     """`compiled` with CUDA graphs: its loss is copied out of the graph's memory, which the next
     replay overwrites.
     """
@@ -202,7 +202,7 @@ def replaying(compiled: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
     return loss_sum
 
 
-def steady(
+def only_full_batches(
     compiled: Callable[[Batch], Tensor], plain: Callable[[Batch], Tensor], full: int | None
 ) -> Callable[[Batch], Tensor]:
     """`compiled` for a full micro-batch of `full` samples in training (None: any size); `plain` for

@@ -45,7 +45,7 @@ VARIANTS = ({"cp": 2}, {"cp": 2, "zero": 3})
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
-def wanted(plan: Plan) -> bool:
+def enabled(plan: Plan) -> bool:
     return plan.cp > 1
 
 
@@ -60,7 +60,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         if operation.name == "c10d.send"
     ]
     samples, times = ledger.micro_batch, ledger.micro_batches
-    sent = sum(operation.moved.at(samples) * operation.count.at(samples) for operation in sends)
+    sent = sum(operation.bytes_accessed.at(samples) * operation.count.at(samples) for operation in sends)
     calls = sum(operation.count.at(samples) for operation in sends)
     around = message("keys and values", sent * times, plan, machine, ("cp",), calls * times)
     return replace(ledger, messages=(*ledger.messages, around))
@@ -75,11 +75,11 @@ def apply(run: Run, plan: Plan) -> Run:
     _check_model(run.model, task, plan)
     register()
     run.model.set_attn_implementation(NAME)  # type: ignore[operator]
-    join_ring(run.model, run.mesh.lines["context"])
+    join_ring(run.model, run.mesh.p2p_groups["context"])
     causal = task == "causal-lm"
     # its labels are at the positions that predict them; SequenceChunks moves a causal model's there
     objective = TASKS["masked-lm"]
-    data = None if run.data is None else SequenceChunks(run.data, causal, run.mesh.piece, plan.cp, plan.pin_memory)
+    data = None if run.data is None else SequenceChunks(run.data, causal, run.mesh.cp_rank, plan.cp, plan.pin_memory)
     return replace(run, objective=objective, loss_sum=partial(objective.total, run.model), data=data or run.data)
 
 

@@ -24,19 +24,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tightfit.cost.entries import Sent
+from tightfit.cost.entries import BucketedReduction
 from tightfit.cost.ledger import Ledger
-from tightfit.distributed.mesh import Mesh, Statistics, message, same_everywhere
+from tightfit.distributed.mesh import Mesh, ReplicatedBuffers, broadcast_parameters, message
 from tightfit.machine import Machine
-from tightfit.parallel.gradient_buckets import Summed, bucket_bytes, made_everywhere
+from tightfit.parallel.gradient_buckets import AllReducedGradients, bucket_bytes, gradients_filled
 from tightfit.plan import Plan
-from tightfit.runtime.run import Run, Undivided
+from tightfit.runtime.run import Run, UnshardedReduction
 
 FIELDS = ("dp_replicate", "compressed_gradients", "powersgd_rank")
 VARIANTS = ({"dp_replicate": 2}, {"dp_replicate": 2, "compressed_gradients": "bf16"})
 
 
-def wanted(plan: Plan) -> bool:
+def enabled(plan: Plan) -> bool:
     return plan.replicas > 1 and plan.zero == 0 and plan.parameter_server == "none"
 
 
@@ -50,11 +50,11 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     shrunk = size * _share_sent(ledger, plan)
     ring = 2 * (plan.replicas - 1) / plan.replicas * shrunk
     sums = message("gradients", ring, plan, machine, ("dp_replicate",), math.ceil(size / bucket), rounds=2)
-    sent = None if plan.compressed_gradients == "powersgd" else Sent(1, min(bucket, size), always=False)
+    sent = None if plan.compressed_gradients == "powersgd" else BucketedReduction(1, min(bucket, size), always=False)
     # each bucket's copy exists until all reductions are done
     if plan.compressed_gradients == "bf16":
         ledger = replace(ledger, summed_bytes=shrunk)
-    return replace(ledger, sent=sent, messages=(*ledger.messages, sums))
+    return replace(ledger, bucketed_reduction=sent, messages=(*ledger.messages, sums))
 
 
 def _with_low_rank(ledger: Ledger, plan: Plan) -> Ledger:
@@ -67,7 +67,7 @@ def _with_low_rank(ledger: Ledger, plan: Plan) -> Ledger:
     for parameter in ledger.parameters:
         if parameter.trainable:
             each = parameter.bytes / max(parameter.count, 1)
-            if shrinks(parameter.shape, plan.powersgd_rank):
+            if is_compressible(parameter.shape, plan.powersgd_rank):
                 left, largest = left + parameter.bytes, max(largest, parameter.bytes)
                 rows += plan.powersgd_rank * parameter.shape[0] * each
                 columns += plan.powersgd_rank * parameter.count / parameter.shape[0] * each
@@ -81,7 +81,7 @@ def _with_low_rank(ledger: Ledger, plan: Plan) -> Ledger:
     )
 
 
-def shrinks(shape: tuple[int, ...], rank: int) -> bool:
+def is_compressible(shape: tuple[int, ...], rank: int) -> bool:
     """Whether a parameter's gradient is a matrix that has more numbers than its `rank` rows and
     columns.
 
@@ -105,7 +105,7 @@ def _share_sent(ledger: Ledger, plan: Plan) -> float:
             narrow = plan.powersgd_rank * (height + parameter.count // max(height, 1))
             if plan.compressed_gradients == "bf16":
                 found += min(2.0 * parameter.count, parameter.bytes)
-            elif shrinks(parameter.shape, plan.powersgd_rank):
+            elif is_compressible(parameter.shape, plan.powersgd_rank):
                 found += narrow * parameter.bytes / parameter.count
             else:
                 found += parameter.bytes
@@ -115,22 +115,24 @@ def _share_sent(ledger: Ledger, plan: Plan) -> float:
 def apply(run: Run, plan: Plan) -> Run:
     """Start all replicas from the same weights and reduce their gradients."""
     assert run.mesh is not None
-    same_everywhere(run.model, run.mesh)
-    return replace(run, reduction=Replicas(run.model, run.mesh, plan))
+    broadcast_parameters(run.model, run.mesh)
+    return replace(run, reduction=ReplicaReduction(run.model, run.mesh, plan))
 
 
-class Replicas(Undivided):
+class ReplicaReduction(UnshardedReduction):
     """The `Reduction` of full replicas."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, plan: Plan) -> None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         group = mesh.group("dp_replicate")
-        self._sent: Summed | LowRank
+        self._sent: AllReducedGradients | PowerSGD
         if plan.compressed_gradients == "powersgd":
-            self._sent = LowRank(parameters, group, plan.powersgd_rank)
+            self._sent = PowerSGD(parameters, group, plan.powersgd_rank)
         else:
-            self._sent = Summed(parameters, group, torch.bfloat16 if plan.compressed_gradients == "bf16" else None)
-        self._statistics = Statistics(model, mesh)
+            self._sent = AllReducedGradients(
+                parameters, group, torch.bfloat16 if plan.compressed_gradients == "bf16" else None
+            )
+        self._statistics = ReplicatedBuffers(model, mesh)
 
     def begin(self, last: bool) -> None:
         self._sent.begin(last)
@@ -141,10 +143,10 @@ class Replicas(Undivided):
             self._statistics.average()
 
     def states(self) -> list[Tensor]:
-        return self._sent.states() if isinstance(self._sent, LowRank) else []
+        return self._sent.states() if isinstance(self._sent, PowerSGD) else []
 
 
-class LowRank:
+class PowerSGD:
     """PowerSGD: for each gradient matrix M, only P = M Q and Q = M'P are all-reduced, with `rank`
     columns each.
 
@@ -165,7 +167,7 @@ class LowRank:
     @torch.no_grad()
     def finish(self) -> None:
         before = dict(self.errors), self.columns
-        with made_everywhere(self.parameters, partial(dist.all_reduce, group=self.group)):
+        with gradients_filled(self.parameters, partial(dist.all_reduce, group=self.group)):
             self._exchange()
         for parameter in self.parameters:
             if parameter.grad is None:
@@ -195,7 +197,7 @@ class LowRank:
         return [*self.errors.values(), *self.columns.values()]
 
     def _shrinks(self, parameter: Tensor) -> bool:
-        return shrinks(tuple(parameter.shape), self.rank)
+        return is_compressible(tuple(parameter.shape), self.rank)
 
     def _matrix(self, parameter: nn.Parameter) -> Tensor:
         assert parameter.grad is not None

@@ -56,7 +56,7 @@ MULTIPLE = 16  # the sizes of a product in 8 bits must be multiples of it
 EMULATE = False
 
 
-def wanted(plan: Plan) -> bool:
+def enabled(plan: Plan) -> bool:
     return plan.float8 != "none"
 
 
@@ -83,7 +83,7 @@ def apply(run: Run, plan: Plan) -> Run:
         raise InputError(f"plan: float8={plan.float8}", "a CPU has no 8-bit matrix units", "use float8: none")
     name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
     blocks = [block for _, block in find_blocks(run.model, name)]
-    if not convert(run.model, plan.float8, blocks, EMULATE, pads(run.job, plan)):
+    if not convert(run.model, plan.float8, blocks, EMULATE, needs_padding(run.job, plan)):
         raise InputError(
             f"plan: float8={plan.float8}",
             f"{type(run.model).__name__} has no plain nn.Linear in its repeated blocks that is trained and whose features are "
@@ -150,7 +150,7 @@ def _cast_as_autocast(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, .
     return first.to(torch.get_autocast_dtype("cpu")), *inputs[1:]
 
 
-def pads(job: Job, plan: Plan) -> bool:
+def needs_padding(job: Job, plan: Plan) -> bool:
     """Whether a micro-batch's number of tokens may not be a multiple of 16. False only for packed
     sequences of a suitable length.
     """

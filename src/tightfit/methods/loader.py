@@ -36,16 +36,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tightfit.cost.ledger import Ledger
 from tightfit.data import Order, Samples, UserStream, open_samples
-from tightfit.data.order import Integers, pieces
+from tightfit.data.order import Integers, split_ranges
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
 from tightfit.models.masks import PADDING
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.plan import Plan
-from tightfit.runtime.copy_stream import Uploads
+from tightfit.runtime.copy_stream import BatchPrefetcher
 from tightfit.runtime.method import Default
-from tightfit.runtime.run import Filler, Run
+from tightfit.runtime.run import DummyMicroBatch, Run
 from tightfit.target_device import kind_of
 
 FIELDS = ("loader_workers", "prefetch", "pin_memory", "non_blocking")
@@ -53,12 +53,12 @@ VARIANTS = ({"loader_workers": 2},)
 # private memory of a worker process; below, of the server that forks them
 WORKER_BYTES = 135 * 2**20
 SERVER_BYTES = 63 * 2**20
-EXAMPLE = 3  # samples of an example batch
+EXAMPLE_SAMPLES = 3  # samples of an example batch
 MASK_MAKERS = ("create_causal_mask", "create_bidirectional_mask")
-PAGEABLE = 0.5  # rate of pageable copies, relative to pinned ones
+PAGEABLE_RATE = 0.5  # rate of pageable copies, relative to pinned ones
 
 
-def wanted(plan: Plan) -> bool:
+def enabled(plan: Plan) -> bool:
     return True  # every run needs data
 
 
@@ -82,19 +82,19 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         host["loader"] += step
         host["pinned batches"] = step + ready if plan.pin_memory else 0.0
         if machine.host_to_device_bytes_per_s is not None:
-            rate = machine.host_to_device_bytes_per_s.value * (1.0 if plan.pin_memory else PAGEABLE)
+            rate = machine.host_to_device_bytes_per_s.value * (1.0 if plan.pin_memory else PAGEABLE_RATE)
             seconds["copy"] = step / rate
         ahead |= {"copy"} if plan.non_blocking and plan.pin_memory else set()
     return replace(
         ledger,
-        batches_ahead=int(uploads_beside(plan, machine.device)),
+        batches_ahead=int(overlaps_uploads(plan, machine.device)),
         host={**ledger.host, **host},
         seconds={**ledger.seconds, **seconds},
         ahead=ledger.ahead | ahead,
     )
 
 
-def uploads_beside(plan: Plan, device: str) -> bool:
+def overlaps_uploads(plan: Plan, device: str) -> bool:
     """Whether the next micro-batch is copied to the device while the device computes the current
     one.
 
@@ -107,11 +107,11 @@ def uploads_beside(plan: Plan, device: str) -> bool:
 
 def apply(run: Run, plan: Plan) -> Run:
     """Open the job's data and put it into the run, with this data rank's share of each step."""
-    if uploads_beside(plan, run.device.type):
-        run = replace(run, uploads=Uploads(run.device))
-    run = replace(run, maskless=_optional_masks(run.model, plan) if kind_of(run.device) == "cuda" else ())
+    if overlaps_uploads(plan, run.device.type):
+        run = replace(run, prefetcher=BatchPrefetcher(run.device))
+    run = replace(run, droppable_masks=_optional_masks(run.model, plan) if kind_of(run.device) == "cuda" else ())
     source = open_samples(run.job)
-    part = run.mesh.part if run.mesh is not None else (0, 1)
+    part = run.mesh.data_rank_and_size if run.mesh is not None else (0, 1)
     if isinstance(source, UserStream):
         return replace(run, data=_streamed(source, run.job, plan, part))
     return replace(run, data=_ordered(source, run.job, plan, part))
@@ -147,11 +147,11 @@ class OrderedData:
     order: Order
     batch: int
     plan: Plan
-    part: tuple[int, int] = (0, 1)
+    data_rank: tuple[int, int] = (0, 1)
 
     @property
     def samples(self) -> int:
-        return self.order.training
+        return self.order.training_count
 
     @property
     def sample_items(self) -> int:
@@ -178,7 +178,8 @@ class OrderedData:
         batches = self._prepare(wanted)
         for begin, end in _steps(consumed, until, self.batch):
             yield [
-                Filler(next(batches)) if fills else next(batches) for *_, fills in shares(begin, end, micro, self.part)
+                DummyMicroBatch(next(batches)) if fills else next(batches)
+                for *_, fills in micro_batch_ranges(begin, end, micro, self.data_rank)
             ]
 
     def held_out(self, samples: int) -> Iterator[Batch]:
@@ -186,21 +187,23 @@ class OrderedData:
         they are few.
         """
         indices = self.order.held_out(samples)
-        for begin, end, fills in shares(0, len(indices), self.plan.micro_batch_of(self.batch), self.part):
+        for begin, end, fills in micro_batch_ranges(
+            0, len(indices), self.plan.micro_batch_of(self.batch), self.data_rank
+        ):
             batch = self.source.batch(indices[begin:end], indices[begin:end] * 0)
-            yield Filler(batch) if fills else batch
+            yield DummyMicroBatch(batch) if fills else batch
 
     def example(self) -> Batch:
         """A micro-batch of the first few samples, to look at their shapes."""
-        places = np.arange(min(EXAMPLE, len(self.source)))
+        places = np.arange(min(EXAMPLE_SAMPLES, len(self.source)))
         return self.source.batch(places, 0 * places)
 
     def _keys(self, begin: int, end: int, micro: int) -> Iterator[tuple[Integers, Integers]]:
         """The indices and epochs of each of this device's micro-batches in the step from position
         `begin` to `end`.
         """
-        indices, epochs = self.order.at(begin, end)
-        for first, last, _ in shares(begin, end, micro, self.part):
+        indices, epochs = self.order.training_samples(begin, end)
+        for first, last, _ in micro_batch_ranges(begin, end, micro, self.data_rank):
             yield indices[first - begin : last - begin], epochs[first - begin : last - begin]
 
     def _prepare(self, keys: Iterator[tuple[Integers, Integers]]) -> Iterator[Batch]:
@@ -221,24 +224,25 @@ class StreamedData:
     ragged: bool = False
     damaged: int = 0
     tokenizer: Any = None
-    part: tuple[int, int] = (0, 1)
+    data_rank: tuple[int, int] = (0, 1)
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
         """Like OrderedData's. Samples that were consumed before, or belong to other devices, are
         read and skipped.
         """
         micro = self.plan.micro_batch_of(self.batch)
-        batches = self._prepare(_StreamMicroBatches(self.source, consumed, until, self.batch, micro, self.part))
+        batches = self._prepare(_StreamMicroBatches(self.source, consumed, until, self.batch, micro, self.data_rank))
         for begin, end in _steps(consumed, until, self.batch):
             yield [
-                Filler(next(batches)) if fills else next(batches) for *_, fills in shares(begin, end, micro, self.part)
+                DummyMicroBatch(next(batches)) if fills else next(batches)
+                for *_, fills in micro_batch_ranges(begin, end, micro, self.data_rank)
             ]
 
     def held_out(self, samples: int) -> Iterator[Batch]:
         return iter(())
 
     def example(self) -> Batch:
-        return next(iter(self.source.batches([(0, EXAMPLE)])))
+        return next(iter(self.source.batches([(0, EXAMPLE_SAMPLES)])))
 
     def _prepare(self, read: _StreamMicroBatches) -> Iterator[Batch]:
         if self.plan.loader_workers == 0:
@@ -250,7 +254,7 @@ def _ordered(source: Samples, job: Job, plan: Plan, part: tuple[int, int]) -> Or
     # a user's dataset is used for training only
     share = job.data.held_out if isinstance(job.data, DataSpec) else 0.0
     order = Order(len(source), share, job.train.seed)
-    if job.train.evaluate_every and not order.evaluation:
+    if job.train.evaluate_every and not order.evaluation_count:
         raise InputError(
             f"job: train.evaluate_every={job.train.evaluate_every}",
             "no samples are held out",
@@ -274,7 +278,7 @@ def _streamed(source: UserStream, job: Job, plan: Plan, part: tuple[int, int]) -
         raise InputError(
             f"plan: loader_workers={plan.loader_workers}", "an iterable is read by one process", "use loader_workers: 1"
         )
-    return StreamedData(source, job.train.batch, plan, source.sample_items, part=part)
+    return StreamedData(source, job.train.batch, plan, source.sample_items, data_rank=part)
 
 
 def _steps(consumed: int, until: int | None, batch: int) -> Iterator[tuple[int, int]]:
@@ -284,7 +288,7 @@ def _steps(consumed: int, until: int | None, batch: int) -> Iterator[tuple[int, 
         yield begin, begin + batch if until is None else min(begin + batch, until)
 
 
-def shares(begin: int, end: int, micro: int, part: tuple[int, int]) -> Iterator[tuple[int, int, bool]]:
+def micro_batch_ranges(begin: int, end: int, micro: int, part: tuple[int, int]) -> Iterator[tuple[int, int, bool]]:
     """The (first, last, is dummy) positions of each micro-batch of one data rank's share of the
     step from `begin` to `end`.
 
@@ -295,7 +299,7 @@ def shares(begin: int, end: int, micro: int, part: tuple[int, int]) -> Iterator[
     number, parts = part
     size = end - begin
     first, last = begin + size * number // parts, begin + size * (number + 1) // parts
-    own = list(pieces(first, last, micro))
+    own = list(split_ranges(first, last, micro))
     for one in own:
         yield *one, False
     most = math.ceil(math.ceil(size / parts) / micro)
@@ -330,7 +334,7 @@ class _StreamMicroBatches(IterableDataset[Any]):
         ranges = (
             (first, last)
             for begin, end in _steps(self.consumed, self.until, self.batch)
-            for first, last, _ in shares(begin, end, self.micro, self.part)
+            for first, last, _ in micro_batch_ranges(begin, end, self.micro, self.part)
         )
         return self.source.batches(ranges)
 

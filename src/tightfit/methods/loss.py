@@ -39,19 +39,19 @@ from tightfit.errors import InputError
 from tightfit.job import Job, ModelSpec
 from tightfit.machine import Machine
 from tightfit.models import task_of
-from tightfit.models.objective import IGNORED, LABELLED, Batch, Labelled, Objective
-from tightfit.parallel.tensor.vocab_cross_entropy import divided_cross_entropy_with_gradient
+from tightfit.models.objective import IGNORED, LABEL_COUNT_KEY, Batch, LabelCount, Objective
+from tightfit.parallel.tensor.vocab_cross_entropy import vocab_parallel_cross_entropy_with_gradient
 from tightfit.plan import Plan
-from tightfit.runtime.fake_compiler import generates_kernels
-from tightfit.runtime.loss_kernels import ROWS_IN_CACHE, Kernels, add_product, kernels_for, linear
+from tightfit.runtime.fake_compiler import can_generate_kernels
+from tightfit.runtime.loss_kernels import ROWS_IN_CACHE, LossKernels, add_product, kernels_for, linear
 from tightfit.runtime.method import Default, SearchFacts
-from tightfit.runtime.repeated_iterations import turns
+from tightfit.runtime.repeated_iterations import repeated_iterations
 from tightfit.runtime.run import Run
 from tightfit.target_device import kind_of
 
-ADDED = "final_logits_bias"  # the name of a buffer that BART and its relatives add to the logits
+LOGITS_BIAS = "final_logits_bias"  # the name of a buffer that BART and its relatives add to the logits
 # this shard's first class, and the group of devices that share the vocabulary
-Divided = tuple[int, dist.ProcessGroup]
+VocabularyShard = tuple[int, dist.ProcessGroup]
 FIELDS = ("chunked_loss",)
 TRACED_FIELDS = ("chunked_loss",)
 VARIANTS = ({"chunked_loss": 5},)
@@ -62,11 +62,11 @@ MOST_TOKENS = 8192  # tokens of a chunk: longer chunks make no product faster
 CHUNK_BYTES = 512 * 2**20  # of the logits of a chunk
 SHARE_OF_DEVICE = 32  # a chunk's logits take at most 1/32 of a CUDA device's memory
 # a chunk is a multiple of STEP tokens; bytes per logit, in the usual type
-STEP, BYTES = 128, {"cpu": 4, "cuda": 2}
-WORTH_LEAVING = 0.9  # rows are skipped where fewer than this share count
+CHUNK_MULTIPLE, BYTES = 128, {"cpu": 4, "cuda": 2}
+MAX_LABELLED_SHARE = 0.9  # rows are skipped where fewer than this share count
 
 
-def wanted(plan: Plan) -> bool:
+def enabled(plan: Plan) -> bool:
     return plan.chunked_loss is not None
 
 
@@ -95,7 +95,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     Where the vocabulary is sharded (tp), the softmax consists of torch's own operations and no
     kernel is generated.
     """
-    if machine.device == "cpu" or plan.tp > 1 or not generates_kernels():
+    if machine.device == "cpu" or plan.tp > 1 or not can_generate_kernels():
         return ledger
     return replace(ledger, compile_s=ledger.compile_s + COMPILE_S)
 
@@ -109,7 +109,7 @@ def apply(run: Run, plan: Plan) -> Run:
     objective = chunked(run.objective, run.model, plan.chunked_loss, kernels, _vocabulary_shard(run))
     assert objective.targets is not None
     labelled = partial(count_labelled, objective.targets)
-    return replace(run, objective=objective, loss_sum=partial(objective.total, run.model), labelled=labelled)
+    return replace(run, objective=objective, loss_sum=partial(objective.total, run.model), count_labels=labelled)
 
 
 def default_chunk(vocabulary: int | None, device: str, memory_bytes: float | None = None) -> int:
@@ -128,22 +128,24 @@ def default_chunk(vocabulary: int | None, device: str, memory_bytes: float | Non
     most = CHUNK_BYTES if memory_bytes is None or device == "cpu" else min(CHUNK_BYTES, memory_bytes / SHARE_OF_DEVICE)
     if vocabulary is None:
         return CHUNK
-    tokens = max(int(most / (BYTES[device] * vocabulary)) // STEP * STEP, STEP)
+    tokens = max(int(most / (BYTES[device] * vocabulary)) // CHUNK_MULTIPLE * CHUNK_MULTIPLE, CHUNK_MULTIPLE)
     return min(tokens, CHUNK) if device == "cpu" else min(max(tokens, CHUNK), MOST_TOKENS)
 
 
-def count_labelled(targets: Callable[[Batch], Tensor], batch: Batch) -> Labelled | None:
+def count_labelled(targets: Callable[[Batch], Tensor], batch: Batch) -> LabelCount | None:
     """The number of targets that count, for a batch on the host; None for tensors without values."""
     labels = targets(batch)
-    return None if is_fake(labels) else Labelled(int((labels != IGNORED).sum()), labels.numel())
+    return None if is_fake(labels) else LabelCount(int((labels != IGNORED).sum()), labels.numel())
 
 
-def _vocabulary_shard(run: Run) -> Divided | None:
+def _vocabulary_shard(run: Run) -> VocabularyShard | None:
     """This device's shard of the head's classes, where the vocabulary is sharded across devices;
     else None.
     """
     head = find_head(run.objective, run.model).weight
-    cuts = [run.slices[name] for name, weight in run.model.named_parameters() if weight is head and name in run.slices]
+    cuts = [
+        run.tp_shards[name] for name, weight in run.model.named_parameters() if weight is head and name in run.tp_shards
+    ]
     return (cuts[0].range()[0], cuts[0].mesh.group("tp")) if cuts else None
 
 
@@ -160,8 +162,8 @@ class Head:
 
     layer: nn.Linear
     model: nn.Module
-    open: bool = False
-    given: Tensor | None = None
+    skips_product: bool = False
+    hidden_states: Tensor | None = None
     checked: bool = False
 
     def attach(self) -> None:
@@ -169,50 +171,50 @@ class Head:
         product = self.layer.forward
 
         def forward(hidden: Tensor) -> Tensor:
-            if not self.open:
+            if not self.skips_product:
                 return product(hidden)
-            self.given = hidden
+            self.hidden_states = hidden
             return hidden
 
         self.layer.forward = forward  # type: ignore[method-assign, assignment]
 
     @property
-    def added(self) -> Tensor | None:
+    def logits_bias(self) -> Tensor | None:
         """A buffer that the model adds to the logits (BART's final_logits_bias); it is zero while
         the product is skipped.
         """
-        return self.model._buffers.get(ADDED)
+        return self.model._buffers.get(LOGITS_BIAS)
 
     def bias(self, first: int) -> Tensor | None:
         """The bias added to the products, for this layer's classes, which begin at class `first`;
         None for no bias.
         """
-        if self.added is None:
+        if self.logits_bias is None:
             return self.layer.bias
-        added = self.added.flatten()[first : first + len(self.layer.weight)]
+        added = self.logits_bias.flatten()[first : first + len(self.layer.weight)]
         return added if self.layer.bias is None else self.layer.bias + added
 
     def hidden(self, logits: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch) -> Tensor:
         """The head's input when the model runs on `batch`. Raises InputError where the model
         changes the head's output.
         """
-        added, self.given = self.added, None
-        self.open = True
+        added, self.hidden_states = self.logits_bias, None
+        self.skips_product = True
         if added is not None:
-            self.model._buffers[ADDED] = added.new_zeros(1, 1)
+            self.model._buffers[LOGITS_BIAS] = added.new_zeros(1, 1)
         try:
             returned = logits(model, batch)
         except RuntimeError as error:
-            if self.given is None or "must match the size" not in str(error):
+            if self.hidden_states is None or "must match the size" not in str(error):
                 raise
             # something as wide as the vocabulary was added to the hidden states
             raise _changed() from error
         finally:
-            self.open = False
+            self.skips_product = False
             if added is not None:
-                self.model._buffers[ADDED] = added
+                self.model._buffers[LOGITS_BIAS] = added
         self._check(returned)
-        self.given = None
+        self.hidden_states = None
         return returned
 
     @torch.compiler.disable
@@ -220,7 +222,7 @@ class Head:
         """Check, on the first forward only, that the model returned the hidden states unchanged
         except for their type.
         """
-        given = self.given
+        given = self.hidden_states
         if given is None or returned.shape[-1] != given.shape[-1] or returned.numel() != given.numel():
             raise _changed()
         if self.checked or returned is given or is_fake(returned):
@@ -238,8 +240,8 @@ def chunked(
     objective: Objective,
     model: nn.Module,
     chunk: int,
-    kernels: Kernels = Kernels(),  # noqa: B008
-    divided: Divided | None = None,
+    kernels: LossKernels = LossKernels(),  # noqa: B008
+    vocabulary_shard: VocabularyShard | None = None,
 ) -> Objective:
     """`objective` with the loss computed in chunks, so that the full logits never exist: see
     linear_cross_entropy.
@@ -254,16 +256,16 @@ def chunked(
     logits, targets = objective.logits, objective.targets
 
     def total(model: nn.Module, batch: Batch) -> Tensor:
-        labelled = batch.get(LABELLED) if isinstance(batch, dict) else None
+        labelled = batch.get(LABEL_COUNT_KEY) if isinstance(batch, dict) else None
         hidden = head.hidden(logits, model, batch)
         return linear_cross_entropy(
             hidden.flatten(0, -2),
             head.layer.weight,
-            head.bias(divided[0] if divided else 0),
+            head.bias(vocabulary_shard[0] if vocabulary_shard else 0),
             targets(batch).flatten(),
             chunk,
             kernels,
-            divided,
+            vocabulary_shard,
             labelled,
         )
 
@@ -299,9 +301,9 @@ def linear_cross_entropy(
     bias: Tensor | None,
     targets: Tensor,
     chunk: int,
-    kernels: Kernels = Kernels(),  # noqa: B008
-    divided: Divided | None = None,
-    labelled: Labelled | None = None,
+    kernels: LossKernels = LossKernels(),  # noqa: B008
+    vocabulary_shard: VocabularyShard | None = None,
+    labelled: LabelCount | None = None,
 ) -> Tensor:
     """The cross entropy of `hidden @ weight.T + bias`, summed over the targets that count, `chunk`
     rows at a time.
@@ -321,21 +323,21 @@ def linear_cross_entropy(
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    taken = rows_taken(labelled, len(targets), kernels.multiple)
+    taken = computed_rows(labelled, len(targets), kernels.row_multiple)
     # inside a Function's forward, gradients look disabled and inputs look as if they required them: ask here
     return LinearCrossEntropy.apply(
-        hidden, weight, bias, targets, taken, (chunk, kernels), divided, dtype, torch.is_grad_enabled()
+        hidden, weight, bias, targets, taken, (chunk, kernels), vocabulary_shard, dtype, torch.is_grad_enabled()
     )
 
 
-def rows_taken(labelled: Labelled | None, rows: int, multiple: int) -> int | None:
+def computed_rows(labelled: LabelCount | None, rows: int, multiple: int) -> int | None:
     """The number of rows to compute, a multiple of `multiple`: those that count and a few that do
     not; None for all.
     """
     if labelled is None:
         return None
-    taken = -(-max(labelled.among(rows), 1) // multiple) * multiple
-    return taken if taken < WORTH_LEAVING * rows else None
+    taken = -(-max(labelled.scaled_to(rows), 1) // multiple) * multiple
+    return taken if taken < MAX_LABELLED_SHARE * rows else None
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -351,8 +353,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         taken: int | None,
-        how: tuple[int, Kernels],
-        divided: Divided | None,
+        how: tuple[int, LossKernels],
+        divided: VocabularyShard | None,
         dtype: torch.dtype,
         learning: bool,
     ) -> Tensor:
@@ -391,8 +393,8 @@ def _sum_and_gradients(
     bias: Tensor | None,
     targets: Tensor,
     which: Tensor | None,
-    how: tuple[int, Kernels],
-    divided: Divided | None,
+    how: tuple[int, LossKernels],
+    divided: VocabularyShard | None,
     dtype: torch.dtype,
     wanted: list[bool],
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
@@ -407,7 +409,7 @@ def _sum_and_gradients(
     for_hidden = hidden.new_empty((count, hidden.shape[1]), dtype=dtype) if wanted[0] else None
     one = count <= chunk and weight.dtype == dtype  # a single product, already in the weight's type
     wide = torch.promote_types(dtype, torch.float32)
-    adds = kernels.adds and dtype != wide and count > 0
+    adds = kernels.accumulates_fp32 and dtype != wide and count > 0
     begun = torch.empty_like if adds else torch.zeros_like
     for_weight = begun(weight, dtype=wide) if wanted[1] and not one else None
     for_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
@@ -423,7 +425,7 @@ def _sum_and_gradients(
             rows, labels = hidden.index_select(0, which[here]).to(dtype), targets.index_select(0, which[here])
         logits = linear(rows, narrow_weight, narrow_bias, kernels.pads)
         if divided is not None:
-            part, gradient = divided_cross_entropy_with_gradient(logits, labels, *divided)
+            part, gradient = vocab_parallel_cross_entropy_with_gradient(logits, labels, *divided)
         elif kernels.fused is not None and any(wanted):
             part, gradient = kernels.fused(logits, labels), logits
         else:
@@ -445,7 +447,7 @@ def _sum_and_gradients(
         if for_bias is not None:
             for_bias.add_((gradient.t() @ counts).squeeze(1))
 
-    for start in turns(range(0, count, chunk)):
+    for start in repeated_iterations(range(0, count, chunk)):
         compute_chunk(slice(start, start + chunk))
     return loss, (for_hidden, for_weight, for_bias)
 
@@ -458,7 +460,7 @@ def cross_entropy_with_gradient(logits: Tensor, labels: Tensor, rows: int = ROWS
     meaningless.
     """
     loss = torch.zeros((), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
-    for start in turns(range(0, len(logits), rows)):
+    for start in repeated_iterations(range(0, len(logits), rows)):
         here = slice(start, start + rows)
         loss += _loss_and_gradient_within(logits[here], labels[here])
     return loss, logits

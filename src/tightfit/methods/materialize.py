@@ -30,16 +30,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tightfit.cost.ledger import Ledger
-from tightfit.distributed.mesh import Mesh, grown, onto_meta, shrink
+from tightfit.distributed.mesh import Mesh, move_shards_to_meta, shard_parameter, unshard_parameter
 from tightfit.errors import InputError
 from tightfit.job import Job, ModelSpec
 from tightfit.machine import Machine
-from tightfit.models import find_blocks, places_of
-from tightfit.models.caches import tensors_kept_out
+from tightfit.models import find_blocks, parameter_uses
+from tightfit.models.caches import isolated_model_caches
 from tightfit.models.create import model_factory
-from tightfit.parallel.fsdp.fully_shard import comes_and_goes
-from tightfit.parallel.pipeline.boundaries import SMALL
-from tightfit.parallel.pipeline.stages import pieces_of, pieces_with
+from tightfit.parallel.fsdp.fully_shard import uses_fully_shard
+from tightfit.parallel.pipeline.boundaries import MAX_REPLICATED_SHARE
+from tightfit.parallel.pipeline.stages import stage_ranges, stages_using
 from tightfit.plan import Plan
 from tightfit.runtime.method import Default
 from tightfit.runtime.run import Run, refuse_hooks
@@ -48,7 +48,7 @@ from tightfit.target_device import kind_of
 # host memory for staged parameters other than the largest: biases and norms stay with their weight
 SLACK_BYTES = 2**20
 # types that may be cast; a 64-bit tensor was widened for a reason
-CAST = (torch.float16, torch.bfloat16, torch.float32)
+CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
 FIELDS = ("materialize",)
 VARIANTS = ({"materialize": "device"},)
 
@@ -70,11 +70,11 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     if "parameters" in plan.offload and plan.materialize == "device":
         held = 0
     if plan.pp > 1 and plan.materialize == "device":
-        pieces = pieces_of(plan, ledger.blocks)
+        pieces = stage_ranges(plan, ledger.blocks)
         own = [
             parameter.bytes
             for parameter in ledger.parameters
-            if any(piece % plan.pp == ledger.device for piece in pieces_with(parameter.places, pieces))
+            if any(piece % plan.pp == ledger.device for piece in stages_using(parameter.places, pieces))
         ]
         held = math.ceil(held * sum(own) / max(sum(kept), 1))
     on_device = held + (staged if machine.device == "cpu" else 0)
@@ -91,7 +91,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     )
 
 
-def wanted(plan: Plan) -> bool:
+def enabled(plan: Plan) -> bool:
     return True
 
 
@@ -107,7 +107,7 @@ def apply(run: Run, plan: Plan) -> Run:
     device = torch.device("cpu") if offloads else run.device
     if plan.materialize == "device":
         divided = run.mesh if plan.zero == 3 else None
-        mapped = offloads and not comes_and_goes(plan, kind_of(run.device))
+        mapped = offloads and not uses_fully_shard(plan, kind_of(run.device))
         put = run.store.put if mapped and run.store is not None else None
         own = own_parameters(run, plan)
         model = create_on_device(run.job.model, device, weights_dtype(plan), divided, own, put)
@@ -135,7 +135,7 @@ def own_parameters(run: Run, plan: Plan) -> frozenset[int] | None:
     known: set[int] = set()
     hook = registration.register_module_parameter_registration_hook(see)
     try:
-        with tensors_kept_out(), torch.random.fork_rng(devices=[]), torch.device("meta"):
+        with isolated_model_caches(), torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = model_factory(run.job.model)()
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         raise InputError(
@@ -146,13 +146,13 @@ def own_parameters(run: Run, plan: Plan) -> frozenset[int] | None:
     finally:
         hook.remove()
     blocks = find_blocks(model, run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None)
-    pieces, parameters = pieces_of(plan, len(blocks)), dict(model.named_parameters())
-    small = SMALL * sum(parameter.numel() for parameter in parameters.values())
+    pieces, parameters = stage_ranges(plan, len(blocks)), dict(model.named_parameters())
+    small = MAX_REPLICATED_SHARE * sum(parameter.numel() for parameter in parameters.values())
     # small parameters outside the blocks may be used on another stage: known once the model exists
     own = {
         id(parameters[name])
-        for name, places in places_of(model, blocks).items()
-        if any(piece % plan.pp == run.mesh.rank("pp") for piece in pieces_with(places, pieces))
+        for name, places in parameter_uses(model, blocks).items()
+        if any(piece % plan.pp == run.mesh.rank("pp") for piece in stages_using(places, pieces))
         or (parameters[name].numel() <= small and not any(0 <= place < len(blocks) for place in places))
     }
     return frozenset(number for number, parameter in enumerate(created) if id(parameter) in own)
@@ -163,7 +163,7 @@ def weights_dtype(plan: Plan) -> torch.dtype:
     return {"bf16-true": torch.bfloat16, "fp16-true": torch.float16}.get(plan.precision, torch.float32)
 
 
-def kept_dtype(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+def storage_dtype(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     """The type in which a parameter or buffer of `module` is stored, in a model whose weights are
     `dtype`.
 
@@ -173,7 +173,7 @@ def kept_dtype(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype)
     away. These normalisations keep their weight and bias in fp32 too: torch's batch_norm takes
     16-bit inputs with either everything else in 16 bits or everything else in fp32.
     """
-    if tensor.dtype not in CAST:
+    if tensor.dtype not in CASTABLE:
         return tensor.dtype
     if name.endswith("inv_freq"):
         return torch.float32
@@ -194,9 +194,9 @@ def create_on_device(
     model: Any,
     device: torch.device,
     dtype: torch.dtype,
-    divided: Mesh | None = None,
-    own: frozenset[int] | None = None,
-    put: Callable[[Tensor], Tensor] | None = None,
+    mesh: Mesh | None = None,
+    owned: frozenset[int] | None = None,
+    store_values: Callable[[Tensor], Tensor] | None = None,
 ) -> nn.Module:
     """Create the model on `device` in `dtype`. Host memory holds about one fp32 parameter at any
     time.
@@ -214,11 +214,11 @@ def create_on_device(
     Raises InputError for lazy modules, and for hooked modules where the parameters are sharded.
     """
     factory = model_factory(model, sequential=True)
-    with _Staging(device, dtype, divided, own, put):
+    with _Staging(device, dtype, mesh, owned, store_values):
         created = factory()
-    if divided is not None:
+    if mesh is not None:
         refuse_hooks(created, "plan: zero=3")
-        onto_meta(created)
+        move_shards_to_meta(created)
     return _finished(created, device, dtype)
 
 
@@ -237,10 +237,10 @@ def _finished(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.
         model.to(device)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dtype != (kept := kept_dtype(module, name, parameter, dtype)):
+            if parameter.dtype != (kept := storage_dtype(module, name, parameter, dtype)):
                 parameter.data = parameter.data.to(kept)
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(kept_dtype(module, name, buffer, dtype))
+            module._buffers[name] = buffer.to(storage_dtype(module, name, buffer, dtype))
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     return model
@@ -324,7 +324,7 @@ class _Staging(TorchFunctionMode):
             if self.own is not None and self.count not in self.own:
                 self.foreign.add(id(parameter))
             self.count += 1
-            self._keep(parameter, kept_dtype(module, name, parameter, self.dtype))
+            self._keep(parameter, storage_dtype(module, name, parameter, self.dtype))
 
     def _tracking_deepcopy(self) -> Callable[[nn.Parameter, dict[int, Any]], nn.Parameter]:
         """Parameter.__deepcopy__ that also tracks the copies, for they are registered nowhere:
@@ -353,7 +353,7 @@ class _Staging(TorchFunctionMode):
                 parameter.data = torch.empty(parameter.shape, dtype=dtype, device=device)
                 self.staged[id(parameter)] = parameter
                 return
-            whole = parameter.data if self.divided is None else grown(parameter, self.divided)
+            whole = parameter.data if self.divided is None else unshard_parameter(parameter, self.divided)
             parameter.data = whole.to(device, dtype)
         self.staged.pop(id(parameter), None)
         self.staged[id(parameter)] = parameter
@@ -362,7 +362,7 @@ class _Staging(TorchFunctionMode):
         del self.staged[id(parameter)]
         self.placed[parameter] = parameter.device, parameter.dtype
         # a parameter of another type was widened after its registration
-        dtype = self.kept[parameter] if parameter.dtype in CAST else parameter.dtype
+        dtype = self.kept[parameter] if parameter.dtype in CASTABLE else parameter.dtype
         if id(parameter) in self.foreign:
             nothing = torch.zeros((), dtype=dtype, device=self.device)
             parameter.data = nothing.expand(parameter.shape)
@@ -376,7 +376,7 @@ class _Staging(TorchFunctionMode):
         elif self.divided is None:
             parameter.data = values
         else:
-            shrink(parameter, self.divided, values)
+            shard_parameter(parameter, self.divided, values)
 
     def _place_idle(self, touched: dict[int, nn.Parameter]) -> None:
         """Place the least recently used parameters until those staged, except the largest, take at

@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from tightfit.cost.ledger import Ledger
-from tightfit.cost.recorded_step import LINEAR
+from tightfit.cost.recorded_step import WEIGHT_PRODUCTS
 from tightfit.errors import TightfitWarning
 from tightfit.job import Job
 from tightfit.machine import Machine
@@ -31,13 +31,13 @@ from tightfit.runtime.method import SearchFacts
 from tightfit.runtime.run import Run
 
 # transformers' models whose experts' capacity counts over a whole forward
-CAPACITY_OF_ALL = {"nllb-moe"}
-WORTH = 0.02  # share of the products' FLOPs; narrower layers are not mentioned
+CAPACITY_PER_FORWARD = {"nllb-moe"}
+MIN_FLOPS_SHARE = 0.02  # share of the products' FLOPs; narrower layers are not mentioned
 FIELDS = ("micro_batch",)
 VARIANTS = ({"micro_batch": 3},)
 
 
-def wanted(plan: Plan) -> bool:
+def enabled(plan: Plan) -> bool:
     return plan.micro_batch is not None
 
 
@@ -93,7 +93,7 @@ def warn_of_dropped_tokens(run: Run) -> None:
     """
     model_type = getattr(getattr(run.model, "config", None), "model_type", None)
     batch, micro_batch = run.job.train.batch, run.plan.micro_batch_of(run.job.train.batch)
-    if model_type in CAPACITY_OF_ALL and micro_batch < batch:
+    if model_type in CAPACITY_PER_FORWARD and micro_batch < batch:
         warnings.warn(
             f"the experts of {model_type} drop tokens beyond expert_capacity={run.model.config.expert_capacity} in each forward: "  # type: ignore[union-attr]
             f"which ones depends on the samples of a micro-batch, here {micro_batch} of {batch}, so this plan trains differently from "
@@ -113,14 +113,14 @@ def advice(ledger: Ledger, device: str) -> list[str]:
     shares: dict[int, float] = defaultdict(float)  # FLOPs of products, by the width of a layer
     rows: dict[float, float] = defaultdict(float)  # FLOPs of products, by their number of rows
     for phase, _, operation, count in ledger.operations():
-        if phase == "forward" and operation.name in LINEAR and operation.sizes:
+        if phase == "forward" and operation.name in WEIGHT_PRODUCTS and operation.sizes:
             _, length, *widths = (size.at(ledger.micro_batch) for size in operation.sizes)
             flops = operation.flops.at(ledger.micro_batch) * count
             rows[length] += flops
             for width in set(widths):
                 shares[int(width)] += flops
     total, multiple = sum(rows.values()), 64 if device == "cuda" else 16
-    worth = sorted(width for width, share in shares.items() if share >= WORTH * total and width > 8)
+    worth = sorted(width for width, share in shares.items() if share >= MIN_FLOPS_SHARE * total and width > 8)
     said = [
         f"layer width {width}: {math.ceil(width / multiple) * multiple} would fill tiles of {multiple}"
         for width in worth

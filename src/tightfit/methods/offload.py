@@ -32,14 +32,20 @@ from torch import Tensor, nn
 
 from tightfit.cost.entries import Message
 from tightfit.cost.ledger import Ledger
-from tightfit.cost.recorded_step import Buffer, Passage
+from tightfit.cost.recorded_step import Buffer, Segment
 from tightfit.machine import Machine
 from tightfit.models.objective import Batch
-from tightfit.parallel.fsdp.fully_shard import comes_and_goes, gathered_of, narrow_names, sharded, working_weights
+from tightfit.parallel.fsdp.fully_shard import (
+    apply_fully_shard,
+    compute_weights,
+    low_precision_names,
+    sharded_parameters,
+    uses_fully_shard,
+)
 from tightfit.plan import Plan
-from tightfit.runtime.offload_store import SMALL, Gradients, Store, most_ahead
-from tightfit.runtime.run import Run, Undivided
-from tightfit.target_device import is_apart
+from tightfit.runtime.offload_store import MIN_OFFLOAD_BYTES, OffloadedGradients, Store, max_prefetch_bytes
+from tightfit.runtime.run import Run, UnshardedReduction
+from tightfit.target_device import has_own_memory
 
 FIELDS = ("offload", "offload_to", "offload_folder")
 VARIANTS = (
@@ -53,7 +59,7 @@ HOST_BYTES_PER_S = 1e10
 Events = tuple[tuple[Buffer, int], ...]
 
 
-def wanted(plan: Plan) -> bool:
+def enabled(plan: Plan) -> bool:
     return bool(plan.offload)
 
 
@@ -86,7 +92,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     link = machine.host_to_device_bytes_per_s.value if machine.host_to_device_bytes_per_s else HOST_BYTES_PER_S
     rate = DISK_BYTES_PER_S if on_disk else link
     buffer_bytes = float if on_disk else _pinned
-    apart, gathers = machine.device == "cuda", comes_and_goes(plan, machine.device)
+    apart, gathers = machine.device == "cuda", uses_fully_shard(plan, machine.device)
     part = 1.0 / (plan.pp * (plan.shards if plan.zero else 1))  # this device's share of the states
     moves: list[tuple[str, float, str, str]] = []  # data, bytes per step, phase, direction
     held: dict[str, float] = {}  # bytes in the store
@@ -114,7 +120,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         moves += [("parameters", whole, "update", way) for way in ("in", "out")]
         held["parameters"] = sum(buffer_bytes(part * size) for size in trained.values())
         if gathers and plan.zero < 3:
-            ledger = replace(ledger, gathered=gathered_of(ledger, plan, narrow_names(ledger)))
+            ledger = replace(ledger, sharded_parameters=sharded_parameters(ledger, plan, low_precision_names(ledger)))
         if plan.zero < 3:
             parameters = tuple(replace(p, bytes=0) if p.trainable else p for p in parameters)
     if apart:
@@ -159,8 +165,8 @@ def _pinned(size: float) -> float:
 
 
 def _offload_activations(
-    training: tuple[Passage, ...], samples: int, apart: bool, divided: bool
-) -> tuple[tuple[Passage, ...], float]:
+    training: tuple[Segment, ...], samples: int, apart: bool, divided: bool
+) -> tuple[tuple[Segment, ...], float]:
     """The recorded step with offloaded activations, and how many bytes are offloaded.
 
     Saved buffers are freed at the end of their forward segment, and allocated again before backward
@@ -172,19 +178,19 @@ def _offload_activations(
         for segment in training
         if segment.phase == "backward"
         for buffer, sign in segment.timeline.events
-        if sign < 0 and buffer.row == "activations" and buffer.size.at(samples) > SMALL
+        if sign < 0 and buffer.row == "activations" and buffer.size.at(samples) > MIN_OFFLOAD_BYTES
     }
     for segment in training:
         if segment.phase == "backward":  # allocated in backward, as in a recomputation
-            saved.difference_update(segment.timeline.born)
+            saved.difference_update(segment.timeline.allocated)
     size, largest = 0.0, 0.0
-    forward: list[Passage] = []
+    forward: list[Segment] = []
     for segment in training:
         timeline = segment.timeline
         leaving: list[Buffer] = []
         if segment.phase == "forward":
-            gone = timeline.gone
-            leaving = [buffer for buffer in timeline.born if buffer in saved and buffer not in gone]
+            gone = timeline.freed
+            leaving = [buffer for buffer in timeline.allocated if buffer in saved and buffer not in gone]
             sizes = [buffer.size.at(samples) for buffer in leaving]
             size, largest = size + sum(sizes), max(largest, *sizes, 0.0)
         events = (*timeline.events, *((buffer, -1) for buffer in leaving))
@@ -194,7 +200,7 @@ def _offload_activations(
     if not apart:
         found = [tuple(event for event in events if event[0] not in saved) for events in stretches]
     else:
-        ahead = _Prefetch(saved, samples, most_ahead(largest))
+        ahead = _Prefetch(saved, samples, max_prefetch_bytes(largest))
         found = ahead.with_returns(stretches) if not divided else [ahead.with_returns([one])[0] for one in stretches]
     for number, events in zip(backward, found, strict=True):
         forward[number] = replace(forward[number], timeline=replace(forward[number].timeline, events=events))
@@ -247,20 +253,26 @@ def apply(run: Run, plan: Plan) -> Run:
     store = run.store
     assert store is not None
     if "activations" in plan.offload:
-        run = replace(run, loss_sum=saving(run.loss_sum, store, run.model))
+        run = replace(run, loss_sum=with_offloaded_activations(run.loss_sum, store, run.model))
     if plan.zero == 3:  # ZeRO puts each device's shards into the store
         return run
     if "parameters" in plan.offload:
-        if is_apart(run.device):
-            return sharded(run, plan)
+        if has_own_memory(run.device):
+            return apply_fully_shard(run, plan)
         for parameter in run.model.parameters():
             if parameter.requires_grad and not _is_stored(parameter):
                 parameter.data = store.put(parameter.data)
                 parameter.stored = True  # type: ignore[attr-defined]
     if "gradients" in plan.offload:
         trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
-        weights = {parameter: store.stand_in(parameter) if is_apart(run.device) else parameter for parameter in trained}
-        run = replace(run, reduction=Taken(Gradients(weights, store)), weights=weights if is_apart(run.device) else {})
+        weights = {
+            parameter: store.make_stub(parameter) if has_own_memory(run.device) else parameter for parameter in trained
+        }
+        run = replace(
+            run,
+            reduction=OffloadedReduction(OffloadedGradients(weights, store)),
+            optimizer_weights=weights if has_own_memory(run.device) else {},
+        )
     return run
 
 
@@ -268,20 +280,22 @@ def _is_stored(parameter: Tensor) -> bool:
     return getattr(parameter, "stored", False)
 
 
-def saving(loss_sum: Callable[[Batch], Tensor], store: Store, model: nn.Module) -> Callable[[Batch], Tensor]:
+def with_offloaded_activations(
+    loss_sum: Callable[[Batch], Tensor], store: Store, model: nn.Module
+) -> Callable[[Batch], Tensor]:
     """`loss_sum` whose saved tensors are moved to the store, except the model's parameters."""
 
     def loss_sum_with_activations_elsewhere(batch: Batch) -> Tensor:
-        with store.saving({weights.untyped_storage()._cdata for weights in working_weights(model)}):
+        with store.offload_saved({weights.untyped_storage()._cdata for weights in compute_weights(model)}):
             return loss_sum(batch)
 
     return loss_sum_with_activations_elsewhere
 
 
-class Taken(Undivided):
+class OffloadedReduction(UnshardedReduction):
     """The `Reduction` of one device whose gradients are accumulated in the store."""
 
-    def __init__(self, gradients: Gradients) -> None:
+    def __init__(self, gradients: OffloadedGradients) -> None:
         self.gradients = gradients
 
     def end(self, last: bool) -> None:

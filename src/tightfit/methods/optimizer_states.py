@@ -34,22 +34,22 @@ from torch.optim import Optimizer
 
 from tightfit.cost.entries import Update
 from tightfit.cost.ledger import Ledger
-from tightfit.cost.recorded_step import Linear, Operation
+from tightfit.cost.recorded_step import BatchLinear, Operation
 from tightfit.errors import InputError
 from tightfit.job import Job, Train
 from tightfit.machine import Machine
-from tightfit.models import has_complex
+from tightfit.models import has_complex_parameters
 from tightfit.optim import make_optimizer
-from tightfit.optim.in_batches import ELEMENTWISE, InBatches, batches
-from tightfit.optim.norms import mark_part
+from tightfit.optim.in_batches import ELEMENTWISE, MultiTensor, update_batches
+from tightfit.optim.norms import mark_shard
 from tightfit.optim.per_parameter import PerParameter
 from tightfit.optim.schedule import learning_rate, total_steps
-from tightfit.optim.whole_parameters import WholeParameters
+from tightfit.optim.whole_parameters import UnshardingOptimizer
 from tightfit.plan import Plan
 from tightfit.rules import BY_MATRIX
 from tightfit.runtime.method import Default, SearchFacts
 from tightfit.runtime.offload_store import Store
-from tightfit.runtime.run import Run, part, parts_of, whole
+from tightfit.runtime.run import Run, shard, shard_axes_of, unshard
 from tightfit.target_device import kind_of
 
 FIELDS = ("states", "fused_optimizer", "update_in_backward")
@@ -62,16 +62,16 @@ VARIANTS = (
 )
 
 # between the products of a backward, an optimizer's call takes as long as 50 launches
-CALL = 50
+LAUNCHES_PER_CALL = 50
 COMPLEX = ("adamw", "sgd")  # optimizers that treat a complex number as two real ones, as torch's do
 
 
-def wanted(plan: Plan) -> bool:
+def enabled(plan: Plan) -> bool:
     return True
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
-    if not has_complex(job.model):
+    if not has_complex_parameters(job.model):
         yield Default("fused_optimizer", True, "one pass over the states in place of several")
 
 
@@ -95,14 +95,20 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     all of them. An update of one parameter by itself, or of a batch, costs a call of the whole
     optimizer.
     """
-    together = takes_all_at_once(plan, machine.device)
+    together = uses_foreach(plan, machine.device)
     ledger = replace(ledger, update_in_backward=plan.update_in_backward, foreach=together)
     if not _updates_separately(plan, machine.device):
         return ledger
     found = _batched_updates(ledger.updates)
     updates = {**ledger.updates, **{name: one for batch in found for name, one in batch.items()}}
     alone = sum(not update.elements for update in updates.values())
-    calls = Operation("call", "float32", Linear(), Linear(), count=Linear(float(CALL * (alone + len(found)))))
+    calls = Operation(
+        "call",
+        "float32",
+        BatchLinear(),
+        BatchLinear(),
+        count=BatchLinear(float(LAUNCHES_PER_CALL * (alone + len(found)))),
+    )
     return replace(ledger, updates=updates, whole_step=(*ledger.whole_step, calls))
 
 
@@ -117,7 +123,7 @@ def _batched_updates(updates: dict[str, Update]) -> list[dict[str, Update]]:
     largest = max((update.elements for update in updates.values()), default=0)
     found = []
     for names in alike.values():
-        for numbers in batches([updates[name].elements for name in names], largest):
+        for numbers in update_batches([updates[name].elements for name in names], largest):
             batch = [updates[names[number]] for number in numbers]
             first = replace(
                 batch[0],
@@ -141,22 +147,22 @@ def _merged_operations(batch: list[Update]) -> tuple[Operation, ...]:
     return tuple(
         replace(
             same[0],
-            flops=Linear(sum(one.flops.at(1) for one in same)),
-            moved=Linear(sum(one.moved.at(1) for one in same)),
+            flops=BatchLinear(sum(one.flops.at(1) for one in same)),
+            moved=BatchLinear(sum(one.moved.at(1) for one in same)),
         )
         for those in alike.values()
         for same in zip(*(update.operations for update in those), strict=True)
     )
 
 
-def takes_all_at_once(plan: Plan, device: str) -> bool:
+def uses_foreach(plan: Plan, device: str) -> bool:
     """Whether torch's default kernels update all parameters together (foreach): on CUDA, unless the
     plan asks for something else.
     """
     return device == "cuda" and not plan.fused_optimizer and not _updates_separately(plan, device)
 
 
-def brings(plan: Plan, device: str) -> bool:
+def uploads_for_update(plan: Plan, device: str) -> bool:
     """Whether weights or gradients are copied to this kind of device for the update. A CPU updates
     them where they are mapped.
     """
@@ -167,7 +173,7 @@ def _updates_separately(plan: Plan, device: str) -> bool:
     """Whether parameters are updated one after another, or in batches, instead of all at once."""
     return (
         "states" in plan.offload
-        or brings(plan, device)
+        or uploads_for_update(plan, device)
         or plan.precision == "fp16-true"
         or _skips_on_device(plan, device)
         or plan.states != "fp32"
@@ -191,7 +197,7 @@ def _skips_on_device(plan: Plan, device: str) -> bool:
     )
 
 
-def undoes(plan: Plan, device: str) -> bool:
+def keeps_undo_copies(plan: Plan, device: str) -> bool:
     """Whether updates of one parameter, or of a batch, copy what they change, to restore it where a
     step overflows.
     """
@@ -233,9 +239,11 @@ def optimizer_of(
     wide = plan.precision == "fp16-true"
     if _updates_separately(plan, device):
         keep = store if "states" in plan.offload else None
-        apart = store if brings(plan, device) else None
-        kind = InBatches if updates_in_batches(plan, train, device) else PerParameter
-        return kind(optimizer, plan.states, plan.rounding, train.seed, wide, keep, apart, undoes(plan, device))
+        apart = store if uploads_for_update(plan, device) else None
+        kind = MultiTensor if updates_in_batches(plan, train, device) else PerParameter
+        return kind(
+            optimizer, plan.states, plan.rounding, train.seed, wide, keep, apart, keeps_undo_copies(plan, device)
+        )
     return optimizer
 
 
@@ -270,14 +278,14 @@ def check_complex(model: nn.Module, train: Train, plan: Plan) -> None:
 def apply(run: Run, plan: Plan) -> Run:
     """Construct the optimizer and the learning-rate schedule."""
     train = run.job.train
-    optimizer = optimizer_of(run.model, train, plan, run.weights, run.store, kind_of(run.device))
-    if plan.zero or run.slices:
+    optimizer = optimizer_of(run.model, train, plan, run.optimizer_weights, run.store, kind_of(run.device))
+    if plan.zero or run.tp_shards:
         assert run.mesh is not None
         for weight in [weight for group in optimizer.param_groups for weight in group["params"]]:
-            if axes := parts_of(run, weight):
-                mark_part(weight, partial(run.mesh.sum, axes=axes))
+            if axes := shard_axes_of(run, weight):
+                mark_shard(weight, partial(run.mesh.all_reduce, axes=axes))
         if train.optimizer in BY_MATRIX:
-            optimizer = WholeParameters(optimizer, partial(whole, run), partial(part, run))
+            optimizer = UnshardingOptimizer(optimizer, partial(unshard, run), partial(shard, run))
     if plan.update_in_backward:
         assert isinstance(optimizer, PerParameter)
         optimizer.attach()

@@ -24,10 +24,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tightfit.cost.ledger import Ledger
-from tightfit.distributed.mesh import Statistics, message, same_everywhere
+from tightfit.distributed.mesh import ReplicatedBuffers, broadcast_parameters, message
 from tightfit.errors import InputError
 from tightfit.machine import Machine
-from tightfit.parallel.server.processes import SERVER, AsyncServer, AsyncWorker, GradientBox, Server, ServerData, Worker
+from tightfit.parallel.server.processes import (
+    SERVER,
+    AsyncServer,
+    AsyncWorker,
+    ParameterMessages,
+    Server,
+    ServerData,
+    Worker,
+)
 from tightfit.plan import Plan
 from tightfit.runtime.run import Run
 
@@ -35,7 +43,7 @@ FIELDS = ("parameter_server", "staleness")
 VARIANTS = ({"parameter_server": "sync", "dp_replicate": 2},)
 
 
-def wanted(plan: Plan) -> bool:
+def enabled(plan: Plan) -> bool:
     return plan.parameter_server != "none"
 
 
@@ -49,7 +57,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     # each sends its gradients and is sent the weights, one after another
     workers = plan.dp_replicate
     through = replace(
-        message("through the server", 2 * workers * size, plan, machine, ("dp_replicate",), 2 * workers), hides=False
+        message("through the server", 2 * workers * size, plan, machine, ("dp_replicate",), 2 * workers), overlaps=False
     )
     return replace(
         ledger,
@@ -64,8 +72,8 @@ def apply(run: Run, plan: Plan) -> Run:
     BatchNorm.
     """
     assert run.mesh is not None
-    same_everywhere(run.model, run.mesh)
-    rank, statistics = run.mesh.rank("dp_replicate"), Statistics(run.model, run.mesh)
+    broadcast_parameters(run.model, run.mesh)
+    rank, statistics = run.mesh.rank("dp_replicate"), ReplicatedBuffers(run.model, run.mesh)
     asynchronous = plan.parameter_server == "async"
     if asynchronous and statistics.buffers:
         raise InputError(
@@ -73,9 +81,9 @@ def apply(run: Run, plan: Plan) -> Run:
             "the model has BatchNorm, whose running statistics would differ between workers",
             "use parameter_server: sync, or a model with other norms",
         )
-    box = GradientBox([parameter for parameter in run.model.parameters() if parameter.requires_grad], run.mesh)
+    box = ParameterMessages([parameter for parameter in run.model.parameters() if parameter.requires_grad], run.mesh)
     if rank == SERVER:
         server = (AsyncServer if asynchronous else Server)(box, plan, statistics)
-        return replace(run, stages=server, reduction=server, data=ServerData(run.data))
+        return replace(run, executor=server, reduction=server, data=ServerData(run.data))
     worker = (AsyncWorker if asynchronous else Worker)(box, plan, statistics)
-    return replace(run, stages=worker, reduction=worker)
+    return replace(run, executor=worker, reduction=worker)

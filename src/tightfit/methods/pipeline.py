@@ -35,13 +35,18 @@ from typing import Any
 from tightfit.cost.ledger import Ledger
 from tightfit.job import ModelSpec
 from tightfit.machine import Machine
-from tightfit.models import find_blocks, places_of
-from tightfit.parallel.pipeline.boundaries import crossing, moved, overwritten_elsewhere, placed
-from tightfit.parallel.pipeline.executor import Pipeline
+from tightfit.models import find_blocks, parameter_uses
+from tightfit.parallel.pipeline.boundaries import (
+    boundary_inputs,
+    buffers_updated_elsewhere,
+    place_parameters,
+    resolve_parameter_uses,
+)
+from tightfit.parallel.pipeline.executor import PipelineRank
 from tightfit.parallel.pipeline.pipedream import PipeDream
-from tightfit.parallel.pipeline.pruned_model import Elsewhere, Passage, hollow
-from tightfit.parallel.pipeline.stages import pieces_of, pieces_with, refuse_idle_devices, staged
-from tightfit.parallel.tensor.sequence_parallel import dividing
+from tightfit.parallel.pipeline.pruned_model import ForwardState, StubBlock, prune
+from tightfit.parallel.pipeline.stages import rank_ledger, refuse_idle_ranks, stage_ranges, stages_using
+from tightfit.parallel.tensor.sequence_parallel import sequence_parallel_of
 from tightfit.plan import Plan
 from tightfit.runtime.run import Run
 
@@ -55,7 +60,7 @@ VARIANTS = (
 )
 
 
-def wanted(plan: Plan) -> bool:
+def enabled(plan: Plan) -> bool:
     return plan.pp > 1
 
 
@@ -69,8 +74,8 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """The memory and work of one pipeline rank; the ledger's `stage` says which one."""
-    ledger, crosses = moved(ledger, plan)
-    return staged(ledger, crosses, plan, machine)
+    ledger, crosses = place_parameters(ledger, plan)
+    return rank_ledger(ledger, crosses, plan, machine)
 
 
 def apply(run: Run, plan: Plan) -> Run:
@@ -80,19 +85,19 @@ def apply(run: Run, plan: Plan) -> Run:
     assert run.mesh is not None
     name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
     blocks = find_blocks(run.model, name)
-    pieces = pieces_of(plan, len(blocks))
+    pieces = stage_ranges(plan, len(blocks))
     own = [number for number in range(plan.stages) if number % plan.pp == run.mesh.rank("pp")]
     assert run.dataflow is not None
     flow = run.dataflow
-    places = placed(places_of(run.model, blocks), flow)
+    places = resolve_parameter_uses(parameter_uses(run.model, blocks), flow)
     trained = [places[name] for name, parameter in run.model.named_parameters() if parameter.requires_grad]
-    refuse_idle_devices(plan, pieces, trained)
+    refuse_idle_ranks(plan, pieces, trained)
     # parameters used on the first device and on the last
-    ends = {name for name, where in places.items() if len(pieces_with(where, pieces)) > 1}
-    state = Passage(flow.returns, crossing(flow, plan, pieces), flow.shapes)
-    divided = [dividing(block) for _, block in blocks]
+    ends = {name for name, where in places.items() if len(stages_using(where, pieces)) > 1}
+    state = ForwardState(flow.block_outputs, boundary_inputs(flow, plan, pieces), flow.shapes)
+    divided = [sequence_parallel_of(block) for _, block in blocks]
     stubs = [
-        Elsewhere(number, state, block, one.elsewhere if one else None, hooks)
+        StubBlock(number, state, block, one.stub_input if one else None, hooks)
         for number, ((_, block), one, hooks) in enumerate(zip(blocks, divided, flow.hooks, strict=True))
     ]
     kept = {number: block for piece in own for number, (_, block) in enumerate(blocks) if number in pieces[piece]}
@@ -100,16 +105,16 @@ def apply(run: Run, plan: Plan) -> Run:
     parents = [run.model.get_submodule(name.rpartition(".")[0]) for name in names]
     slots = [(parent, name.rpartition(".")[2]) for parent, name in zip(parents, names, strict=True)]
     parameters = dict(run.model.named_parameters())
-    mine = {name for name, where in places.items() if pieces_with(where, pieces) & set(own)}
+    mine = {name for name, where in places.items() if stages_using(where, pieces) & set(own)}
     foreign = {parameter for name, parameter in parameters.items() if name not in mine}
-    hollow(run.model, foreign)
+    prune(run.model, foreign)
     for number, (parent, child) in enumerate(slots):
         if number not in kept:
             parent._modules[child] = stubs[number]
-    kind = PipeDream if plan.schedule == "pipedream" else Pipeline
-    shared, stale = frozenset(ends & mine), overwritten_elsewhere(flow, pieces, own)
+    kind = PipeDream if plan.schedule == "pipedream" else PipelineRank
+    shared, stale = frozenset(ends & mine), buffers_updated_elsewhere(flow, pieces, own)
     stages = kind(run.mesh, plan, pieces, own, state, slots, kept, stubs, shared, stale)
-    slices = {name: cut for name, cut in run.slices.items() if name in mine}
+    slices = {name: cut for name, cut in run.tp_shards.items() if name in mine}
     if stages.deferred is not None:
         stages.deferred.attach(run.model)
-    return replace(run, stages=stages, blocks=tuple(kept.values()), slices=slices)
+    return replace(run, executor=stages, blocks=tuple(kept.values()), tp_shards=slices)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tightfit.capabilities import has_fast_bf16, has_fast_fp16, has_fast_tf32
 from tightfit.cost.ledger import Ledger
-from tightfit.cost.recorded_step import Operation, Passage, Timeline
+from tightfit.cost.recorded_step import Operation, Segment, Timeline
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.models.objective import Batch, map_tensors
@@ -58,7 +58,7 @@ VARIANTS = (
 )
 
 
-def wanted(plan: Plan) -> bool:
+def enabled(plan: Plan) -> bool:
     # always set, because tf32 is a global setting that would otherwise carry over to the next run
     return True
 
@@ -117,16 +117,16 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 @lru_cache(16)  # cached, because a replay identifies timelines by identity
-def _in_tf32(segments: tuple[Passage, ...]) -> tuple[Passage, ...]:
+def _in_tf32(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
     return _retyped(segments, lambda one: one.name in _PRODUCTS and one.dtype == "float32", "tf32")
 
 
 @lru_cache(16)
-def _in_fp16(segments: tuple[Passage, ...]) -> tuple[Passage, ...]:
+def _in_fp16(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
     return _retyped(segments, lambda one: one.dtype == "bfloat16", "float16")
 
 
-def _retyped(segments: tuple[Passage, ...], which: Callable[[Operation], bool], dtype: str) -> tuple[Passage, ...]:
+def _retyped(segments: tuple[Segment, ...], which: Callable[[Operation], bool], dtype: str) -> tuple[Segment, ...]:
     """The segments with `dtype` as the type of the operations for which `which` holds."""
     known: dict[Timeline, Timeline] = {}
     for timeline in dict.fromkeys(segment.timeline for segment in segments):

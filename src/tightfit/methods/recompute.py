@@ -36,13 +36,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tightfit.cost.ledger import Ledger
-from tightfit.cost.recomputed_step import COUNTED, PRODUCTS, with_recomputation
+from tightfit.cost.recomputed_step import COMPUTE_INTENSIVE_OPS, WEIGHT_MATMUL_OPS, with_recomputation
 from tightfit.errors import InputError
 from tightfit.job import Job, ModelSpec
 from tightfit.machine import Machine
 from tightfit.models import find_blocks
 from tightfit.models.objective import Batch, map_tensors
-from tightfit.models.tracing import left_as_it_was
+from tightfit.models.tracing import restoring_state
 from tightfit.plan import Plan
 from tightfit.runtime.method import SearchFacts
 from tightfit.runtime.run import Run, to_device
@@ -60,7 +60,7 @@ VARIANTS = (
 )
 
 
-def wanted(plan: Plan) -> bool:
+def enabled(plan: Plan) -> bool:
     return plan.recompute != "none"
 
 
@@ -85,7 +85,7 @@ def apply(run: Run, plan: Plan) -> Run:
             "name its list of blocks in the job (model: {..., blocks: encoder.layers}), or use recompute: none",
         )
     if plan.recompute == "sqrt":
-        segments = in_segments(blocks)
+        segments = make_segments(blocks)
         if active_fake_mode() is None:
             _refuse_other_uses(run, plan, segments)
         ends = [recompute_segment(segment) for segment in segments]
@@ -93,7 +93,7 @@ def apply(run: Run, plan: Plan) -> Run:
         def loss_sum(batch: Batch) -> Tensor:
             try:
                 total = run.loss_sum(batch)
-            except FAILURES as error:
+            except BLOCK_FAILURES as error:
                 if not _is_unrelated(error):
                     # the failure may come from passing a segment's output in place of one block's
                     for end in ends:
@@ -115,7 +115,7 @@ def _segments(blocks: int) -> list[range]:
     return [range(start, min(start + length, blocks)) for start in range(0, blocks, length)]
 
 
-def in_segments(blocks: list[nn.Module]) -> list[list[nn.Module]]:
+def make_segments(blocks: list[nn.Module]) -> list[list[nn.Module]]:
     """The blocks, grouped into the segments of sqrt."""
     return [blocks[segment.start : segment.stop] for segment in _segments(len(blocks))]
 
@@ -138,8 +138,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
     Raises InputError for a model whose blocks cannot form segments, where the plan asks for sqrt.
     """
-    if plan.recompute == "sqrt" and ledger.try_segments is not None:
-        ledger.try_segments()
+    if plan.recompute == "sqrt" and ledger.check_segments is not None:
+        ledger.check_segments()
     every = [range(block, block + 1) for block in range(0, ledger.blocks, _every(plan))]
     segments = _segments(ledger.blocks) if plan.recompute == "sqrt" else every
     compiled = plan.compile != "none"
@@ -158,7 +158,7 @@ def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -
     writes in place to its inputs.
     """
     buffers = ChangingBuffers(modules)
-    casts = Casts()
+    casts = AutocastCache()
 
     def forward_again_in_backward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -168,7 +168,7 @@ def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -
             return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
         before = buffers.values()
         given = [(leaf, leaf._version) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        contexts = {"context_fn": partial(contexts_of, buffers, before, casts, selective)}
+        contexts = {"context_fn": partial(recompute_contexts, buffers, before, casts, selective)}
         with casts.first_forward() if selective else nullcontext():
             output = checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
         if any(leaf._version != version for leaf, version in given):
@@ -177,13 +177,13 @@ def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -
                 f"{type(modules[0]).__name__} writes in place to its inputs, from which it would be recomputed",
                 "use recompute: none, or write to a new tensor",
             )
-        buffers.notice(before)
+        buffers.track_changed(before)
         return output
 
     return forward_again_in_backward
 
 
-Before = list[tuple[nn.Module, str, Tensor, Tensor]]
+SavedBuffers = list[tuple[nn.Module, str, Tensor, Tensor]]
 
 
 class ChangingBuffers:
@@ -195,18 +195,18 @@ class ChangingBuffers:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         each = dict.fromkeys(module for block in modules for module in block.modules())
-        self.places = [(module, name) for module in each for name in module._buffers]
+        self.tracked = [(module, name) for module in each for name in module._buffers]
         self.known = False
 
-    def values(self) -> Before:
+    def values(self) -> SavedBuffers:
         """(module, name, buffer, copy of its values) for each buffer that may change."""
-        found = [(module, name, module._buffers[name]) for module, name in self.places]
+        found = [(module, name, module._buffers[name]) for module, name in self.tracked]
         return [(module, name, buffer, buffer.clone()) for module, name, buffer in found if buffer is not None]
 
-    def notice(self, before: Before) -> None:
+    def track_changed(self, before: SavedBuffers) -> None:
         """After the first forward: track only the buffers that it changed."""
         if not self.known:
-            self.places = [
+            self.tracked = [
                 (module, name)
                 for module, name, buffer, copy in before
                 if module._buffers[name] is not buffer or not torch.equal(buffer, copy)
@@ -214,11 +214,11 @@ class ChangingBuffers:
             self.known = True
 
     @contextmanager
-    def rewound(self, before: Before) -> Iterator[None]:
+    def rewound(self, before: SavedBuffers) -> Iterator[None]:
         """Within, the buffers have their values from before the forward; afterwards, those from
         before this context.
         """
-        places = {(id(module), name) for module, name in self.places}
+        places = {(id(module), name) for module, name in self.tracked}
         changed = [one for one in before if (id(one[0]), one[1]) in places]
         now = self.values()
         _restore(changed)
@@ -229,13 +229,13 @@ class ChangingBuffers:
 
 
 @torch.no_grad()
-def _restore(values: Before) -> None:
+def _restore(values: SavedBuffers) -> None:
     for module, name, buffer, copy in values:
         buffer.copy_(copy)
         module._buffers[name] = buffer
 
 
-class Casts:
+class AutocastCache:
     """Controls autocast's cached copies of a block's weights.
 
     Autocast makes the copies once in a forward and reuses them in later calls of the block. A
@@ -244,13 +244,13 @@ class Casts:
     """
 
     def __init__(self) -> None:
-        self.calls = 0  # calls that are not recomputed yet
+        self.pending_recomputations = 0  # calls that are not recomputed yet
 
     @contextmanager
     def first_forward(self) -> Iterator[None]:
         used = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(used and self.calls == 0)
-        self.calls += 1
+        torch.set_autocast_cache_enabled(used and self.pending_recomputations == 0)
+        self.pending_recomputations += 1
         try:
             yield
         finally:
@@ -258,12 +258,12 @@ class Casts:
 
     @contextmanager
     def second_forward(self) -> Iterator[None]:
-        self.calls = max(self.calls - 1, 0)
+        self.pending_recomputations = max(self.pending_recomputations - 1, 0)
         yield
 
 
-def contexts_of(
-    buffers: ChangingBuffers, before: Before, casts: Casts, selective: int
+def recompute_contexts(
+    buffers: ChangingBuffers, before: SavedBuffers, casts: AutocastCache, selective: int
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The context managers around the first forward and around its recomputation."""
     first, second = selective_contexts(selective) if selective else (nullcontext(), nullcontext())
@@ -302,12 +302,12 @@ def selective_contexts(selective: int) -> Any:
     storages: set[int] = set()  # of the saved tensors, which the contexts keep alive
 
     def keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        kept = operation in PRODUCTS
-        if operation in COUNTED:
+        kept = operation in COMPUTE_INTENSIVE_OPS
+        if operation in WEIGHT_MATMUL_OPS:
             kept = counted[context.is_recompute] % selective == 0
             counted[context.is_recompute] += 1
         if not torch.compiler.is_compiling() and not context.is_recompute:
-            if not storages.isdisjoint(_storages(written_by(operation, args, kwargs))):
+            if not storages.isdisjoint(_storages(written_tensors(operation, args, kwargs))):
                 raise _overwrites_saved()
             if kept:
                 storages.update(_storages(tree_leaves(context.op_output)))
@@ -316,7 +316,7 @@ def selective_contexts(selective: int) -> Any:
     return create_selective_checkpoint_contexts(keep)
 
 
-def written_by(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def written_tensors(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors that an operation writes to, according to its schema.
 
     Version counters are not enough: a write through the chunks of torch.chunk or of a recurrent
@@ -477,7 +477,7 @@ def refuse_other_uses(model: nn.Module, segments: list[list[nn.Module]], forward
     The modules are left unchanged.
     """
     watch = _OutputUses()
-    with left_as_it_was(model), torch.no_grad(), watch:
+    with restoring_state(model), torch.no_grad(), watch:
         for segment in segments:
             for block in segment:
                 block.forward = partial(watch.call, block.forward, block is segment[-1])
@@ -486,16 +486,16 @@ def refuse_other_uses(model: nn.Module, segments: list[list[nn.Module]], forward
         raise _not_sequential()
 
 
-def try_segments(model: nn.Module, segments: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
+def check_segments(model: nn.Module, segments: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
     """Check on tensors without values what a run that recomputes these segments checks before its
     first update. Raises InputError.
     """
     refuse_other_uses(model, segments, forward)
-    with left_as_it_was(model), torch.no_grad():
+    with restoring_state(model), torch.no_grad():
         ends = [recompute_segment(segment) for segment in segments]
         try:
             forward()
-        except FAILURES as error:
+        except BLOCK_FAILURES as error:
             if not _is_unrelated(error):
                 for end in ends:
                     end()
@@ -504,7 +504,7 @@ def try_segments(model: nn.Module, segments: list[list[nn.Module]], forward: Cal
             end()
 
 
-FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
+BLOCK_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
 """Errors that a block may raise when it gets the input of another one."""
 
 
@@ -518,7 +518,7 @@ def _with_arguments_of_first(forward: Forward, *args: Any, **kwargs: Any) -> Any
     """
     try:
         return forward(*args, **kwargs)
-    except FAILURES as error:
+    except BLOCK_FAILURES as error:
         if _is_unrelated(error):
             raise
         raise _not_sequential() from error

@@ -42,8 +42,8 @@ from tightfit.errors import InputError
 from tightfit.job import Job, ModelSpec
 from tightfit.machine import Machine
 from tightfit.models import find_blocks
-from tightfit.parallel.tensor.sequence_parallel import Sequences
-from tightfit.parallel.tensor.sharder import GATHERED, Cutter
+from tightfit.parallel.tensor.sequence_parallel import SequenceParallel
+from tightfit.parallel.tensor.sharder import GATHER_OUTPUT, Sharder
 from tightfit.plan import Plan
 from tightfit.runtime.method import SearchFacts
 from tightfit.runtime.run import Run, refuse_hooks
@@ -82,10 +82,10 @@ TABLES: dict[str, dict[str, str]] = {
     },
 }
 _HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
-STYLES = ("colwise", "rowwise", "qkv", "heads", GATHERED, "whole")
+STYLES = ("colwise", "rowwise", "qkv", "heads", GATHER_OUTPUT, "whole")
 
 
-def wanted(plan: Plan) -> bool:
+def enabled(plan: Plan) -> bool:
     return plan.tp > 1
 
 
@@ -111,12 +111,12 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     calls = [
         operation for segment in ledger.training for operation in segment.timeline.operations if operation.name in ring
     ]
-    sent = sum(ring[one.name] * one.moved.at(samples) * one.count.at(samples) for one in calls)
+    sent = sum(ring[one.name] * one.bytes_accessed.at(samples) * one.count.at(samples) for one in calls)
     sums = sum(one.count.at(samples) for one in calls if "allreduce" in one.name or "all_reduce" in one.name)
     others = sum(one.count.at(samples) for one in calls) - sums
     communication = message("activations", times * sent, plan, machine, ("tp",), times * others)
     waits = communication.latency_s + times * sums * latency(plan, machine, ("tp",), 2)
-    return replace(ledger, messages=(*ledger.messages, replace(communication, hides=False, latency_s=waits)))
+    return replace(ledger, messages=(*ledger.messages, replace(communication, overlaps=False, latency_s=waits)))
 
 
 def apply(run: Run, plan: Plan) -> Run:
@@ -125,16 +125,16 @@ def apply(run: Run, plan: Plan) -> Run:
     """
     assert run.mesh is not None
     refuse_hooks(run.model, f"plan: tp={plan.tp}")
-    table = table_of(run)
+    table = sharding_table(run)
     _check_heads(run.model, plan.tp)
     sequences = _sequences(run, plan) if plan.sequence_parallel else None
-    sharder = Cutter(run.model, run.mesh, sequences, blocks=None if plan.compile == "none" else _blocks(run))
+    sharder = Sharder(run.model, run.mesh, sequences, blocks=None if plan.compile == "none" else _blocks(run))
     head, objective = _vocabulary_head(run, plan, table), run.objective
     found = 0
     for name, module in list(run.model.named_modules()):
         style = _style(table, name)
         if style not in (None, "whole") and module is not head:
-            sharder.divide(name, module, style)
+            sharder.shard_module(name, module, style)
             found += 1
     if not found:
         raise InputError(
@@ -143,10 +143,12 @@ def apply(run: Run, plan: Plan) -> Run:
             "correct model.tensor_parallel, or use tp: 1",
         )
     if head is not None:
-        objective = sharder.divide_vocabulary(run.model, head, objective)
-    slices = sharder.slices()
-    shared = sequences.parameters(run.model, set(slices)) if sequences is not None else frozenset()
-    return replace(run, objective=objective, loss_sum=partial(objective.total, run.model), slices=slices, shared=shared)
+        objective = sharder.shard_vocabulary(run.model, head, objective)
+    slices = sharder.shardings()
+    shared = sequences.partial_gradients(run.model, set(slices)) if sequences is not None else frozenset()
+    return replace(
+        run, objective=objective, loss_sum=partial(objective.total, run.model), tp_shards=slices, tp_replicated=shared
+    )
 
 
 def _style(table: dict[str, str], name: str) -> str | None:
@@ -164,11 +166,11 @@ def _vocabulary_head(run: Run, plan: Plan, table: dict[str, str]) -> nn.Linear |
         return None
     name = next(name for name, module in run.model.named_modules() if module is head)
     # with a chunked loss, nothing else reads the gathered logits
-    shardable = (None, "colwise") if plan.chunked_loss is None else (None, "colwise", GATHERED)
+    shardable = (None, "colwise") if plan.chunked_loss is None else (None, "colwise", GATHER_OUTPUT)
     return head if _style(table, name) in shardable else None
 
 
-def _sequences(run: Run, plan: Plan) -> Sequences:
+def _sequences(run: Run, plan: Plan) -> SequenceParallel:
     if getattr(getattr(run.model, "config", None), "is_encoder_decoder", False):
         raise InputError(
             "plan: sequence_parallel",
@@ -176,14 +178,14 @@ def _sequences(run: Run, plan: Plan) -> Sequences:
             "use sequence_parallel: false",
         )
     assert run.mesh is not None
-    return Sequences(_blocks(run), plan, run.mesh.group("tp"))
+    return SequenceParallel(_blocks(run), plan, run.mesh.group("tp"))
 
 
 def _blocks(run: Run) -> list[tuple[str, nn.Module]]:
     return find_blocks(run.model, run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None)
 
 
-def table_of(run: Run) -> dict[str, str]:
+def sharding_table(run: Run) -> dict[str, str]:
     """How each module is sharded, by pattern of its name: from the job, else the model, its
     configuration, or TABLES. Raises InputError where there is no usable table.
     """

@@ -30,21 +30,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tightfit.cost.entries import EVERYWHERE, Sent, Update
+from tightfit.cost.entries import EVERYWHERE, BucketedReduction, Update
 from tightfit.cost.ledger import Ledger
-from tightfit.distributed.mesh import Mesh, Statistics, message, same_everywhere
+from tightfit.distributed.mesh import Mesh, ReplicatedBuffers, broadcast_parameters, message
 from tightfit.machine import Machine
 from tightfit.optim.blockwise_quantization import is_packed
 from tightfit.parallel.fsdp.fully_shard import (
-    blocks_of,
+    apply_fully_shard,
+    check_shardable,
     gathered_bytes,
-    gathered_of,
-    narrow_names,
-    refuse_what_stays_whole,
-    sharded,
+    low_precision_names,
+    model_blocks,
+    sharded_parameters,
 )
-from tightfit.parallel.gradient_buckets import Scattered, bucket_bytes
-from tightfit.parallel.weight_gathers import Gathers, Waits, goes_in_place
+from tightfit.parallel.gradient_buckets import ReduceScatteredGradients, bucket_bytes
+from tightfit.parallel.weight_gathers import WaitForWeights, WeightGathers, gathers_in_place
 from tightfit.plan import Plan
 from tightfit.runtime.run import Run
 from tightfit.target_device import kind_of
@@ -57,7 +57,7 @@ VARIANTS = (
 )
 
 
-def wanted(plan: Plan) -> bool:
+def enabled(plan: Plan) -> bool:
     return plan.zero > 0
 
 
@@ -75,25 +75,27 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         times = ledger.micro_batches if plan.zero == 2 else 1
         messages.append(message("gradients", moved * times, plan, machine, ("dp_shard",), buckets * times))
         updated = message("parameters", moved, plan, machine, ("dp_shard",), buckets)
-        beside = updated.hides and gathers_beside(plan)
-        messages.append(replace(updated, hides=beside, at_start=_at_start(ledger, bucket) / size if beside else 0.0))
-        buffered = [p.bytes for p in ledger.parameters if p.trainable and not goes_in_place(p.bytes, pieces)]
+        beside = updated.overlaps and overlaps_gathers(plan)
+        messages.append(replace(updated, overlaps=beside, at_start=_at_start(ledger, bucket) / size if beside else 0.0))
+        buffered = [p.bytes for p in ledger.parameters if p.trainable and not gathers_in_place(p.bytes, pieces)]
         # on a GPU, the stream reuses one bucket's memory for the next
         at_once = machine.device == "cpu"
         coming = float(sum(buffered)) if at_once else min(bucket, size)
-        stays = at_once and gathers_beside(plan)
-        ledger = replace(ledger, sent=Sent(pieces, min(bucket, size), plan.zero == 2, coming, stays))
+        stays = at_once and overlaps_gathers(plan)
+        ledger = replace(
+            ledger, bucketed_reduction=BucketedReduction(pieces, min(bucket, size), plan.zero == 2, coming, stays)
+        )
     else:
         # buffers are excluded: they stay replicated
         known = [p for p in ledger.parameters if p.places != EVERYWHERE]
-        refuse_what_stays_whole(((p.name, len(p.shape), p.places) for p in known), ledger.blocks, plan)
-        narrow = narrow_names(ledger)
+        check_shardable(((p.name, len(p.shape), p.places) for p in known), ledger.blocks, plan)
+        narrow = low_precision_names(ledger)
         gathered = sum(gathered_bytes(p, narrow) for p in ledger.parameters if p.trainable)
         gathers = 2 * ledger.micro_batches * (pieces - 1) / pieces * gathered
         units = (ledger.blocks + 1) * ledger.micro_batches
         messages.append(message("parameters", gathers, plan, machine, ("dp_shard",), 2 * units))
         messages.append(message("gradients", moved * ledger.micro_batches, plan, machine, ("dp_shard",), units))
-        ledger = replace(ledger, gathered=gathered_of(ledger, plan, narrow))
+        ledger = replace(ledger, sharded_parameters=sharded_parameters(ledger, plan, narrow))
     if plan.replicas > 1:
         across = 2 * (plan.replicas - 1) / plan.replicas * held
         calls = ledger.blocks + 1 if plan.zero == 3 else 1
@@ -112,7 +114,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     return replace(ledger, updates=updates, parameters=parameters, messages=(*ledger.messages, *messages))
 
 
-def gathers_beside(plan: Plan) -> bool:
+def overlaps_gathers(plan: Plan) -> bool:
     """Whether the gathers of updated weights in stages 1 and 2 overlap with the next forward.
 
     Not where the whole model is one compiled region, inside which nothing can wait. Nor in a
@@ -153,7 +155,7 @@ def _scaled(update: Update, share: float, unpacked: bool) -> Update:
     """
     states = update.unpacked_bytes if unpacked and update.unpacked_bytes else update.state_bytes
     operations = tuple(
-        replace(operation, flops=operation.flops.times(share), moved=operation.moved.times(share))
+        replace(operation, flops=operation.flops.times(share), bytes_accessed=operation.bytes_accessed.times(share))
         for operation in update.operations
     )
     return replace(
@@ -175,47 +177,49 @@ def apply(run: Run, plan: Plan) -> Run:
     """
     assert run.mesh is not None
     if plan.zero < 3:
-        same_everywhere(run.model, run.mesh)
-        rows = Rows(run.model, run.mesh, plan, blocks_of(run) if gathers_beside(plan) else [])
-        return replace(run, reduction=rows, weights=rows.weights, loss_sum=rows.gathers.in_forward(run.loss_sum))
-    return sharded(run, plan)
+        broadcast_parameters(run.model, run.mesh)
+        rows = ShardedReduction(run.model, run.mesh, plan, model_blocks(run) if overlaps_gathers(plan) else [])
+        return replace(
+            run, reduction=rows, optimizer_weights=rows.weights, loss_sum=rows.gathers.with_waits(run.loss_sum)
+        )
+    return apply_fully_shard(run, plan)
 
 
-class Rows:
+class ShardedReduction:
     """The `Reduction` of stages 1 and 2: full parameters, of which each device updates its shards.
 
     Stage 1 accumulates full gradients until a step's last micro-batch; stage 2 reduce-scatters
     those of each micro-batch.
     """
 
-    parts: tuple[str, ...] = ("dp_shard",)
+    shard_axes: tuple[str, ...] = ("dp_shard",)
 
     def __init__(self, model: nn.Module, mesh: Mesh, plan: Plan, blocks: list[nn.Module]) -> None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         replicas = mesh.group("dp_replicate") if mesh.size("dp_replicate") > 1 else None
-        self.mesh, self.always = mesh, plan.zero == 2
-        self.rows = Scattered(parameters, mesh.group("dp_shard"), replicas)
+        self.mesh, self.every_micro_batch = mesh, plan.zero == 2
+        self.scatter = ReduceScatteredGradients(parameters, mesh.group("dp_shard"), replicas)
         in_place, group = kind_of(mesh.device) == "cpu", mesh.group("dp_shard")
         # gathers need a group of their own: a step's collectives would wait behind all of them
-        if in_place and mesh.lines["layers"].size() == group.size():
-            group = mesh.lines["layers"]
-        self.gathers = Gathers(self.rows, blocks, group, in_place, mesh.device)
+        if in_place and mesh.p2p_groups["layers"].size() == group.size():
+            group = mesh.p2p_groups["layers"]
+        self.gathers = WeightGathers(self.scatter, blocks, group, in_place, mesh.device)
         if blocks:
-            model.register_forward_pre_hook(Waits(self.gathers))
-            model.register_state_dict_pre_hook(Waits(self.gathers))
-        self.statistics = Statistics(model, mesh)
-        self.weights = dict(self.rows.shares)
-        self.owner = {weight: parameter for parameter, weight in self.weights.items()}
+            model.register_forward_pre_hook(WaitForWeights(self.gathers))
+            model.register_state_dict_pre_hook(WaitForWeights(self.gathers))
+        self.statistics = ReplicatedBuffers(model, mesh)
+        self.weights = dict(self.scatter.shards)
+        self.parameter_of = {weight: parameter for parameter, weight in self.weights.items()}
 
     def begin(self, last: bool) -> None:
-        self.rows.begin(self.always or last)
+        self.scatter.begin(self.every_micro_batch or last)
 
     def end(self, last: bool) -> None:
-        if self.always or last:
-            self.rows.finish()
+        if self.every_micro_batch or last:
+            self.scatter.finish()
         if last:
             self.gathers.wait()  # for blocks that no forward of this step called
-            self.rows.complete()
+            self.scatter.complete()
             self.statistics.average()
 
     def updated(self) -> None:
@@ -227,15 +231,15 @@ class Rows:
     def states(self) -> list[Tensor]:
         return []
 
-    def whole(self, weight: Tensor, value: Tensor) -> Tensor:
-        parameter = self.owner[weight]  # type: ignore[index]
+    def unshard(self, weight: Tensor, value: Tensor) -> Tensor:
+        parameter = self.parameter_of[weight]  # type: ignore[index]
         whole = DTensor.from_local(
-            self.mesh.here(value), self.mesh.axes["dp_shard"], [Shard(0)], run_check=False,
+            self.mesh.to_device(value), self.mesh.axes["dp_shard"], [Shard(0)], run_check=False,
             shape=parameter.shape if parameter.dim() else torch.Size([1]),
             stride=parameter.stride() if parameter.dim() else (1,),
         )  # fmt: skip
         return whole.full_tensor().view(parameter.shape)
 
-    def part(self, weight: Tensor, value: Tensor) -> Tensor:
-        first, last = self.rows.range(value, self.rows.rank)
+    def shard(self, weight: Tensor, value: Tensor) -> Tensor:
+        first, last = self.scatter.shard_range(value, self.scatter.rank)
         return (value if value.dim() else value.view(1))[first:last]

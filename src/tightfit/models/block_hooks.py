@@ -20,19 +20,19 @@ class Hooks:
     """A block's own forward pre-hooks and forward hooks, such as those that collect hidden
     states."""
 
-    before: tuple[Hook, ...] = ()
-    after: tuple[Hook, ...] = ()
+    pre_hooks: tuple[Hook, ...] = ()
+    post_hooks: tuple[Hook, ...] = ()
 
-    def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def run_pre_hooks(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the pre-hooks on a call. Their results are dropped: only the block, which does not
         exist, needs them."""
-        for hook, with_kwargs in self.before:
+        for hook, with_kwargs in self.pre_hooks:
             hook(block, args, kwargs) if with_kwargs else hook(block, args)
 
-    def leave(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def run_post_hooks(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Run the hooks on the output. Their results are dropped: `output` already contains their
         changes."""
-        for hook, with_kwargs in self.after:
+        for hook, with_kwargs in self.post_hooks:
             hook(block, args, kwargs, output) if with_kwargs else hook(block, args, output)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Named = list[tuple[str, nn.Module]]
 
 # A repeated class with less than this share of all repeated parameters is no block of the model.
-MINOR_SHARE = 0.1
+MIN_BLOCK_SHARE = 0.1
 
 
 def find_blocks(model: nn.Module, name: str | None = None) -> Named:
@@ -47,10 +47,10 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Named:
     sizes: Counter[type] = Counter()
     for _, block in found:
         sizes[type(block)] += _parameter_count(block)
-    return [(path, block) for path, block in found if sizes[type(block)] >= MINOR_SHARE * sizes.total()]
+    return [(path, block) for path, block in found if sizes[type(block)] >= MIN_BLOCK_SHARE * sizes.total()]
 
 
-def places_of(model: nn.Module, blocks: Named) -> dict[str, tuple[int, ...]]:
+def parameter_uses(model: nn.Module, blocks: Named) -> dict[str, tuple[int, ...]]:
     """By name, the blocks in which each parameter is used.
 
     The values are block numbers: -1 means before the first block, len(blocks) after the last. A

@@ -27,7 +27,7 @@ _Cache = Any  # a function with an lru_cache
 
 
 @contextmanager
-def tensors_kept_out() -> Iterator[None]:
+def isolated_model_caches() -> Iterator[None]:
     """Inside, the caches of model code hold no tensors from before. On exit, fake and meta tensors
     are removed from them, and the earlier entries of dicts are put back."""
     taken = _remove_real_tensors()
@@ -63,7 +63,7 @@ def _remove_tensors(unwanted: Any) -> list[tuple[dict[Any, Any], dict[Any, Any]]
     return taken
 
 
-def forget_tensors() -> None:
+def clear_tensor_caches() -> None:
     """Clear every lru_cache of model code that holds a tensor. Its next caller computes the tensor
     again."""
     _clear(_all_caches(len(sys.modules), next(reversed(sys.modules)))[0], lambda tensor: True)
@@ -147,4 +147,4 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
-__all__ = ["forget_tensors", "tensors_kept_out"]
+__all__ = ["clear_tensor_caches", "isolated_model_caches"]

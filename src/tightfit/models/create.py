@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import InputError
-from tightfit.job import ModelSpec, expanded
+from tightfit.job import ModelSpec, expand_path
 from tightfit.models.presets import preset
-from tightfit.models.python import as_input_error, load_python, returning_module
+from tightfit.models.python import as_input_error, checked_model_function, load_python
 from tightfit.values import nearest
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def task_of(model: Any) -> str | None:
         return model.task
     if not model.from_:
         return _task_of_architecture(_architecture(model))
-    content = _read_config(expanded(model.from_))
+    content = _read_config(expand_path(model.from_))
     for name in content.get("architectures") or []:
         for ending, task in _TASK_OF_CLASS.items():
             if name.endswith(ending):
@@ -117,7 +117,7 @@ def model_config(spec: ModelSpec) -> Any:
     import transformers
 
     if spec.from_:
-        folder = expanded(spec.from_)
+        folder = expand_path(spec.from_)
         _read_config(folder)
         if "trust_remote_code" in spec.config:
             raise InputError(
@@ -183,7 +183,7 @@ def text_config(config: Any) -> Any:
         return config
 
 
-def shallow(model: Any, blocks: int) -> ModelSpec | None:
+def with_fewer_blocks(model: Any, blocks: int) -> ModelSpec | None:
     """The same transformers model with only `blocks` blocks.
 
     None if the model is the user's own or pretrained, if its blocks are of several kinds, if its
@@ -237,9 +237,9 @@ def _switch_off_cache(model: nn.Module) -> nn.Module:
 
 def _make_factory(model: Any, sequential: bool) -> Callable[[], nn.Module]:
     if not isinstance(model, ModelSpec):
-        return returning_module(model, getattr(model, "__qualname__", type(model).__name__))
+        return checked_model_function(model, getattr(model, "__qualname__", type(model).__name__))
     if model.python:
-        return returning_module(load_python(model.python), model.python)
+        return checked_model_function(load_python(model.python), model.python)
 
     def create() -> nn.Module:
         import torch
@@ -466,7 +466,7 @@ def _model_class(spec: ModelSpec, config: Any) -> Any:
     )
 
 
-def has_complex(model: Any) -> bool:
+def has_complex_parameters(model: Any) -> bool:
     """Whether a user's own model has complex parameters; no other model has any.
 
     False as well if the model cannot be created on fake tensors, because nothing is known about it
@@ -476,10 +476,10 @@ def has_complex(model: Any) -> bool:
         return False
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from tightfit.models.caches import tensors_kept_out
+    from tightfit.models.caches import isolated_model_caches
 
     try:
-        with tensors_kept_out(), FakeTensorMode():
+        with isolated_model_caches(), FakeTensorMode():
             return any(parameter.is_complex() for parameter in model_factory(model)().parameters())
     except InputError:
         return False

@@ -26,16 +26,16 @@ from tightfit.errors import InputError
 from tightfit.models.block_hooks import Hooks
 from tightfit.models.objective import Batch
 
-ASKED = "plan: pp"
+PP_FIELD = "plan: pp"
 # The block number of operations before the first block. Operations after the last block have the
 # number of blocks as theirs.
-BEFORE = -1
+BEFORE_BLOCKS = -1
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
 PathTo = tuple[Any, ...]  # the path to a leaf in (args, kwargs): indices and keys
 
 
-class Seen(NamedTuple):
+class TensorId(NamedTuple):
     """The identity of a tensor: a number for the Python object and one for its storage. No number
     is reused."""
 
@@ -58,34 +58,34 @@ class Operation:
     line        the line of the model that called it: (file, number)
     """
 
-    place: int
+    block: int
     inside: bool
-    reads: tuple[Seen, ...]
-    made: tuple[Seen, ...]
+    reads: tuple[TensorId, ...]
+    outputs: tuple[TensorId, ...]
     written: tuple[int, ...]
     is_random: bool
-    decides: bool
+    reads_value: bool
     line: tuple[str, int] | None
 
 
 @dataclass(frozen=True)
-class Called:
+class BlockCall:
     """The call of a block. inputs: its input tensors by their path in (args, kwargs)."""
 
     block: int
-    given: dict[PathTo, Seen]
+    inputs: dict[PathTo, TensorId]
 
 
 @dataclass(frozen=True)
-class Returned:
+class BlockReturn:
     """The return of a block. outputs: its output tensors, each with whether it is one of the
     block's inputs."""
 
     block: int
-    returned: tuple[tuple[Seen, bool], ...]
+    outputs: tuple[tuple[TensorId, bool], ...]
 
 
-Event = Operation | Called | Returned
+Event = Operation | BlockCall | BlockReturn
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,15 @@ class Leaf:
     constant      a value that is no tensor
     """
 
-    same: PathTo | None = None
+    same_as: PathTo | None = None
     like: PathTo | None = None
-    tail: tuple[int, ...] | None = None
+    sample_shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
     constant: Any = None
 
 
 @dataclass(frozen=True)
-class Returns:
+class OutputStructure:
     """The structure and shapes of a block's output.
 
     in_place: whether operations between the blocks overwrite a tensor of it.
@@ -148,12 +148,12 @@ class Dataflow:
     persistent: dict[int, str]
     uses: dict[str, tuple[int, ...]]
     changed: list[str]
-    returns: list[Returns]
+    block_outputs: list[OutputStructure]
     shapes: tuple[tuple[int, ...], ...]
-    blocks: int
+    block_count: int
     is_random: bool
     parameter_count: int = 0
-    numbers: tuple[int, ...] = ()
+    block_numbers: tuple[int, ...] = ()
     hooks: tuple[Hooks, ...] = ()
     replaced: dict[str, int] = field(default_factory=dict)
 
@@ -178,7 +178,7 @@ def path_of(keys: Any) -> PathTo:
     return tuple(found)
 
 
-def at(arguments: tuple[Any, dict[str, Any]], path: PathTo) -> Any:
+def leaf_at(arguments: tuple[Any, dict[str, Any]], path: PathTo) -> Any:
     """The leaf of (args, kwargs) at `path`; None if there is none."""
     value: Any = arguments
     for key in path:
@@ -189,7 +189,7 @@ def at(arguments: tuple[Any, dict[str, Any]], path: PathTo) -> Any:
     return value
 
 
-def said(line: tuple[str, int] | None) -> str:
+def describe_line(line: tuple[str, int] | None) -> str:
     """A line of the model as messages show it: file, line number and code."""
     if line is None:
         return "the loss"
@@ -202,13 +202,13 @@ def sample_shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(leaf.shape[1:]) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
-def not_in_a_row() -> InputError:
+def blocks_out_of_order() -> InputError:
     """The error for a model whose forward does not call each block once, in order: it cannot be a
     pipeline."""
-    return InputError(ASKED, "the model does not call its blocks in a row, each once", "use pp: 1")
+    return InputError(PP_FIELD, "the model does not call its blocks in a row, each once", "use pp: 1")
 
 
-def line_of(error: Exception) -> tuple[str, int] | None:
+def innermost_model_line(error: Exception) -> tuple[str, int] | None:
     """The innermost line of the model's own code in an error's traceback: (file, number), or
     None."""
     found, here = None, error.__traceback__
@@ -220,21 +220,21 @@ def line_of(error: Exception) -> tuple[str, int] | None:
 
 
 __all__ = [
-    "ASKED",
-    "BEFORE",
+    "BEFORE_BLOCKS",
     "LIBRARIES",
-    "Called",
+    "PP_FIELD",
+    "BlockCall",
+    "BlockReturn",
     "Dataflow",
     "Leaf",
     "Operation",
+    "OutputStructure",
     "PathTo",
-    "Returned",
-    "Returns",
-    "Seen",
-    "at",
-    "line_of",
-    "not_in_a_row",
+    "TensorId",
+    "blocks_out_of_order",
+    "describe_line",
+    "innermost_model_line",
+    "leaf_at",
     "path_of",
-    "said",
     "sample_shapes",
 ]

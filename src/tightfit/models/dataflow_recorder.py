@@ -20,25 +20,25 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, 
 
 from tightfit.errors import InputError
 from tightfit.models.block_hooks import hooks_of, run_hooks_on_direct_calls
-from tightfit.models.caches import forget_tensors
+from tightfit.models.caches import clear_tensor_caches
 from tightfit.models.dataflow import (
-    ASKED,
-    BEFORE,
+    BEFORE_BLOCKS,
     LIBRARIES,
-    Called,
+    PP_FIELD,
+    BlockCall,
+    BlockReturn,
     Dataflow,
     Event,
     Leaf,
     Operation,
+    OutputStructure,
     PathTo,
-    Returned,
-    Returns,
-    Seen,
-    not_in_a_row,
+    TensorId,
+    blocks_out_of_order,
     path_of,
     sample_shapes,
 )
-from tightfit.models.fake_kernels import answer
+from tightfit.models.fake_kernels import fake_output
 from tightfit.models.objective import Batch
 
 _SHAPE_ONLY = frozenset(  # operations that read the shape and type of a tensor, and no value
@@ -72,7 +72,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.model, self.batch, self.blocks = model, batch, blocks
         self.forwards: list[list[Event]] = []
-        self.block_index, self.in_block, self.count = BEFORE, False, len(blocks)
+        self.block_index, self.in_block, self.count = BEFORE_BLOCKS, False, len(blocks)
         self.block_records: list[_BlockRecord] = [_BlockRecord() for _ in blocks]
         # by id: the tensor's number, and the tensor itself, which keeps its id from being reused
         self.tensors: dict[int, tuple[int, Tensor]] = {}
@@ -101,14 +101,14 @@ class Recorder(TorchDispatchMode):
         self.batch_storages = {self.tensor_id(tensor).storage for tensor in tensors}
         self.samples = tensors[0].shape[0] if tensors else 0
 
-    def tensor_id(self, tensor: Tensor) -> Seen:
+    def tensor_id(self, tensor: Tensor) -> TensorId:
         """The identity of a tensor; a new one if it was not seen before."""
         if id(tensor) not in self.tensors:
             self.tensors[id(tensor)] = len(self.tensors), tensor
         storage = tensor.untyped_storage()
         if storage._cdata not in self.storages:
             self.storages[storage._cdata] = len(self.storages), storage
-        return Seen(self.tensors[id(tensor)][0], self.storages[storage._cdata][0])
+        return TensorId(self.tensors[id(tensor)][0], self.storages[storage._cdata][0])
 
     def forward(self, total: Callable[[nn.Module, Batch], Tensor]) -> None:
         """Record one forward. total: (model, batch) -> the loss.
@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):
         Raises InputError if the model does not call each block once, in order.
         """
         self.forwards.append([])
-        self.block_index, self.in_block = BEFORE, False
+        self.block_index, self.in_block = BEFORE_BLOCKS, False
         hooks: list[Any] = []
         for number, (_, block) in enumerate(self.blocks):
             if len(self.forwards) == 1:
@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):
         try:
             total(self.model, self.batch)
         finally:
-            forget_tensors()
+            clear_tensor_caches()
             for hook in hooks:
                 hook.remove()
         self._update_hooks()
@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
                 if now is not None and now is not before:
                     self.replaced[full_name] = self.tensor_id(now).tensor
         if self.block_index != self.count:
-            raise not_in_a_row()
+            raise blocks_out_of_order()
 
     def _update_hooks(self) -> None:
         """Note the hooks that a model installs in its first forward. Raises InputError for hooks
@@ -148,10 +148,10 @@ class Recorder(TorchDispatchMode):
         """
         before, self.hooks = self.hooks, tuple(hooks_of(block) for _, block in self.blocks)
         for (name, _), old, new in zip(self.blocks, before, self.hooks, strict=True):
-            for hook, _ in {*new.before, *new.after} - {*old.before, *old.after}:
+            for hook, _ in {*new.pre_hooks, *new.post_hooks} - {*old.pre_hooks, *old.post_hooks}:
                 if not str(getattr(hook, "__module__", "")).startswith("transformers."):
                     raise InputError(
-                        ASKED,
+                        PP_FIELD,
                         f"the model's forward registers a hook on {name}, which only one stage has",
                         "register it where the model is made, or use pp: 1",
                     )
@@ -161,14 +161,14 @@ class Recorder(TorchDispatchMode):
 
     def _before_block(self, number: int) -> Callable[..., None]:
         def called(module: nn.Module, args: Any, kwargs: Any) -> None:
-            forget_tensors()
+            clear_tensor_caches()
             if self.in_block or number != self.block_index + 1:
-                raise not_in_a_row()
+                raise blocks_out_of_order()
             self.block_index, self.in_block = number, True
             leaves = {path_of(keys): leaf for keys, leaf in tree_flatten_with_path((args, kwargs))[0]}
             self.block_records[number].arguments = leaves
             inputs = {path: self.tensor_id(leaf) for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
-            self.forwards[-1].append(Called(number, inputs))
+            self.forwards[-1].append(BlockCall(number, inputs))
 
         return called
 
@@ -190,7 +190,7 @@ class Recorder(TorchDispatchMode):
     def _after_block(self, number: int) -> Callable[..., None]:
         def returned(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if not self.in_block or number != self.block_index:
-                raise not_in_a_row()
+                raise blocks_out_of_order()
             leaves, spec = tree_flatten(output)
             record = self.block_records[number]
             record.spec, record.leaves = spec, [self._leaf(record, leaf, number) for leaf in leaves]
@@ -198,7 +198,7 @@ class Recorder(TorchDispatchMode):
             same = [any(leaf is one for one in record.arguments.values()) for leaf in tensors]
             found = tuple((self.tensor_id(leaf), is_same) for leaf, is_same in zip(tensors, same, strict=True))
             record.storages.update(seen.storage for seen, is_same in found if not is_same)
-            self.forwards[-1].append(Returned(number, found))
+            self.forwards[-1].append(BlockReturn(number, found))
             self.in_block = False
             self.block_index = self.count if number == self.count - 1 else number
 
@@ -208,7 +208,7 @@ class Recorder(TorchDispatchMode):
         paths = record.arguments.items()
         same = next((path for path, one in paths if one is leaf), None) if not _is_plain(leaf) else None
         if same is not None:
-            return Leaf(same=same)
+            return Leaf(same_as=same)
         if isinstance(leaf, Tensor):
             like = (
                 path
@@ -219,9 +219,9 @@ class Recorder(TorchDispatchMode):
             if path is not None:
                 return Leaf(like=path)
             if leaf.dim() and leaf.shape[0] == self.samples:
-                return Leaf(tail=tuple(leaf.shape[1:]), dtype=leaf.dtype)
+                return Leaf(sample_shape=tuple(leaf.shape[1:]), dtype=leaf.dtype)
             if not leaf.dim():
-                return Leaf(tail=None, dtype=leaf.dtype)
+                return Leaf(sample_shape=None, dtype=leaf.dtype)
             raise self._not_reproducible(number, f"a tensor of shape {tuple(leaf.shape)}")
         if _is_plain(leaf) and (isinstance(leaf, bool | float) or not isinstance(leaf, int)):
             return Leaf(constant=leaf)
@@ -229,7 +229,7 @@ class Recorder(TorchDispatchMode):
 
     def _not_reproducible(self, number: int, what: str) -> InputError:
         return InputError(
-            ASKED,
+            PP_FIELD,
             f"{self.blocks[number][0]} returns {what}, which other devices would not know",
             "let blocks return tensors shaped like what they are given, or use pp: 1",
         )
@@ -254,11 +254,11 @@ class Recorder(TorchDispatchMode):
                 continue
             for seen in event.reads:
                 for name in self.parameters.get(seen.storage, ()):
-                    uses.setdefault(name, set()).add(event.place)
+                    uses.setdefault(name, set()).add(event.block)
             if not event.inside:
                 overwritten.update(event.written)
         returns = [
-            Returns(one.spec, tuple(one.leaves), bool(one.storages & overwritten))
+            OutputStructure(one.spec, tuple(one.leaves), bool(one.storages & overwritten))
             for one in self.block_records
             if one.spec is not None
         ]
@@ -288,7 +288,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "prim" or func in (torch.ops.aten.sym_size.int, torch.ops.aten.detach_.default):
             return func(*args, **kwargs)
         decides = func in _VALUES
-        output = self._value(func, args) if decides else answer(func, args, kwargs)
+        output = self._value(func, args) if decides else fake_output(func, args, kwargs)
         name = func._overloadpacket.__name__
         read = [] if name in _SHAPE_ONLY else [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-GROUPED_PRODUCT = torch.ops.aten._grouped_mm
+GROUPED_MM = torch.ops.aten._grouped_mm
 
 
-class GroupedProducts(TorchDispatchMode):
+class GroupedMatmuls(TorchDispatchMode):
     """Inside, grouped matrix products (torch._grouped_mm) have a fake result in every type: torch's
     own has one in bf16 only."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is GROUPED_PRODUCT.default:
-            return grouped_product(*args, **(kwargs or {}))
+        if func is GROUPED_MM.default:
+            return grouped_mm_output(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, *unused: Any, **named: Any) -> Tensor:
+def grouped_mm_output(left: Tensor, right: Tensor, offsets: Tensor | None = None, *unused: Any, **named: Any) -> Tensor:
     """An empty tensor with the shape and type of torch._grouped_mm's result.
 
     left, right  3-D operands have one matrix for each group; 2-D operands are divided into groups
@@ -43,7 +43,7 @@ def grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, 
     return left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=named.get("out_dtype") or left.dtype)
 
 
-def grouped_sizes(left: Sequence[int], right: Sequence[int], groups: int) -> tuple[float, float, float, float]:
+def grouped_mm_sizes(left: Sequence[int], right: Sequence[int], groups: int) -> tuple[float, float, float, float]:
     """(groups, rows, columns, depth) of torch._grouped_mm: its number of products and the mean size
     of one.
 
@@ -60,15 +60,15 @@ def grouped_sizes(left: Sequence[int], right: Sequence[int], groups: int) -> tup
     return float(groups), rows, columns, depth
 
 
-def grouped_flops(left: Sequence[int], right: Sequence[int], offsets: Any = None, *unused: Any, **named: Any) -> int:
+def grouped_mm_flops(left: Sequence[int], right: Sequence[int], offsets: Any = None, *unused: Any, **named: Any) -> int:
     """The FLOPs of torch._grouped_mm, with the arguments of torch's FLOP formulas: shapes instead
     of tensors."""
     offsets = named.get("offs", offsets)
     groups = offsets[0] if offsets is not None else left[0] if len(left) == 3 else 1
-    return round(2 * math.prod(grouped_sizes(left, right, groups)))
+    return round(2 * math.prod(grouped_mm_sizes(left, right, groups)))
 
 
-def answer(func: Any, args: Any, kwargs: Any) -> Any:
+def fake_output(func: Any, args: Any, kwargs: Any) -> Any:
     """The output of an operation on fake tensors. A shape that depends on values is the largest
     possible one.
 
@@ -90,13 +90,13 @@ def answer(func: Any, args: Any, kwargs: Any) -> Any:
             else:
                 indices.append(one)
         return func(args[0], indices)
-    if func is GROUPED_PRODUCT.default:
-        return grouped_product(*args, **kwargs)
+    if func is GROUPED_MM.default:
+        return grouped_mm_output(*args, **kwargs)
     return func(*args, **kwargs)
 
 
 @contextmanager
-def failures_unlogged() -> Iterator[None]:
+def without_fake_tensor_logs() -> Iterator[None]:
     """Inside, torch does not log a traceback for an operation that fails on fake tensors. The
     caller catches the error and explains it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -112,10 +112,10 @@ def _drop_record(record: logging.LogRecord) -> bool:
 
 
 __all__ = [
-    "GROUPED_PRODUCT",
-    "GroupedProducts",
-    "failures_unlogged",
-    "grouped_flops",
-    "grouped_product",
-    "grouped_sizes",
+    "GROUPED_MM",
+    "GroupedMatmuls",
+    "grouped_mm_flops",
+    "grouped_mm_output",
+    "grouped_mm_sizes",
+    "without_fake_tensor_logs",
 ]

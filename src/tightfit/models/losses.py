@@ -134,7 +134,7 @@ def _count_of(loss: Any) -> Callable[[Tensor], int]:
     return count
 
 
-def explained(call: Callable[[], Tensor], asked: str, fix: str) -> Tensor:
+def explain_errors(call: Callable[[], Tensor], asked: str, fix: str) -> Tensor:
     """The result of `call`. Errors of the user's Python code in it become an InputError with
     `asked` and `fix`.
 
@@ -151,4 +151,4 @@ def explained(call: Callable[[], Tensor], asked: str, fix: str) -> Tensor:
         raise InputError(asked, f"raised {type(error).__name__}: {message}", fix) from error
 
 
-__all__ = ["TorchLoss", "explained", "torch_loss"]
+__all__ = ["TorchLoss", "explain_errors", "torch_loss"]

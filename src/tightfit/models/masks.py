@@ -46,7 +46,7 @@ PADDING = ("attention_mask", "decoder_attention_mask")
 MASK_CHECKS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "fast_all")
 
 
-def numbers_in_order(model: nn.Module) -> bool:
+def has_sequential_positions(model: nn.Module) -> bool:
     """Whether a transformers model numbers the positions of a row 0, 1, 2, ..., whatever the tokens
     are.
 
@@ -74,7 +74,7 @@ def _file_has_sequential_positions(name: str) -> bool:
     return not any(word in line for line in lines for word in POSITIONS_FROM_TOKENS)
 
 
-def masks_unread(
+def without_mask_checks(
     loss_sum: Callable[[Batch], Tensor], model: nn.Module, without_full: bool = False
 ) -> Callable[[Batch], Tensor]:
     """`loss_sum` (batch -> the sum of its losses) without transformers' checks for packed sequences
@@ -87,7 +87,7 @@ def masks_unread(
     model numbers positions in order. The check of masks is skipped only with `without_full`. If
     neither can be skipped, `loss_sum` itself is returned.
     """
-    in_order = numbers_in_order(model)
+    in_order = has_sequential_positions(model)
     if MASKING_MODULE not in sys.modules or not (in_order or without_full):
         return loss_sum
     masks = importlib.import_module(MASKING_MODULE)
@@ -131,4 +131,4 @@ def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[
         setattr(module, name, before)
 
 
-__all__ = ["PADDING", "masks_unread", "numbers_in_order"]
+__all__ = ["PADDING", "has_sequential_positions", "without_mask_checks"]

@@ -23,15 +23,15 @@ from torch.nn import functional
 
 from tightfit.errors import InputError
 from tightfit.job import Task
-from tightfit.models.losses import TorchLoss, explained, torch_loss
+from tightfit.models.losses import TorchLoss, explain_errors, torch_loss
 
 # One batch as the data yields it: usually dict[str, Tensor], else the result of torch's default_collate.
 Batch = Any
 IGNORED = -100  # the label of a position that does not count in the loss
-LABELLED = "tightfit: labelled"  # the key of the LabelCount in a batch that was moved to its device
+LABEL_COUNT_KEY = "tightfit: labelled"  # the key of the LabelCount in a batch that was moved to its device
 
 
-class Labelled:
+class LabelCount:
     """`count` of `total` labels are not IGNORED. The host counts them before it copies the batch to
     the device, because reading the count from the device would wait for it.
 
@@ -40,14 +40,14 @@ class Labelled:
     """
 
     def __init__(self, count: int, of: int) -> None:
-        self.count, self.of = count, of
+        self.count, self.total = count, of
 
-    def among(self, labels: int) -> int:
+    def scaled_to(self, labels: int) -> int:
         """How many of `labels` labels count if the proportion is the same; rounded up."""
-        return -(-labels * self.count // max(self.of, 1))
+        return -(-labels * self.count // max(self.total, 1))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.count}, {self.of})"
+        return f"{type(self).__name__}({self.count}, {self.total})"
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _labels(batch: Batch) -> Tensor:
 
 def _model_logits(model: nn.Module, batch: Batch) -> Tensor:
     """The logits of a model that is called with every field of the batch except its labels."""
-    inputs = {name: value for name, value in batch.items() if name not in ("labels", LABELLED)}
+    inputs = {name: value for name, value in batch.items() if name not in ("labels", LABEL_COUNT_KEY)}
     return _logits_of(call_by_name(model, inputs))
 
 
@@ -255,7 +255,7 @@ def objective_of(loss: Any, task: str | None) -> Objective:
 
     def total(model: nn.Module, batch: Batch) -> Tensor:
         output = _call(model, batch)
-        value = explained(
+        value = explain_errors(
             lambda: loss(output, batch),
             "job: loss",
             f"it is called as loss(output, batch); the data gives {_describe(batch)} as batch",
@@ -291,7 +291,7 @@ def _torch_objective(loss: TorchLoss) -> Objective:
             inputs = {name: value for name, value in batch.items() if value is not target}
         output = _logits_of(_call(model, inputs))
         fix = "let targets suit the model's output, or write def loss(output, batch)"
-        return explained(lambda: loss.total(output, target), "job: loss", fix)
+        return explain_errors(lambda: loss.total(output, target), "job: loss", fix)
 
     return Objective(partial(_require_graph, total), lambda batch: loss.count(_target(batch)), "samples")
 

@@ -49,7 +49,7 @@ def load_python(reference: str) -> Callable[..., Any]:
     return function
 
 
-def returning_module(function: Any, name: str) -> Callable[[], nn.Module]:
+def checked_model_function(function: Any, name: str) -> Callable[[], nn.Module]:
     """A function that calls `function` and checks that it returns an nn.Module.
 
     name: of the function, for messages. Raises InputError if `function` is a module instead of a

@@ -19,9 +19,9 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tightfit.errors import InputError, Untraceable
-from tightfit.models.dataflow import ASKED, Dataflow, line_of, said
+from tightfit.models.dataflow import PP_FIELD, Dataflow, describe_line, innermost_model_line
 from tightfit.models.dataflow_recorder import Recorder
-from tightfit.models.fake_kernels import failures_unlogged
+from tightfit.models.fake_kernels import without_fake_tensor_logs
 from tightfit.models.objective import Batch, map_tensors
 
 
@@ -43,7 +43,7 @@ def trace(
     """
     mode = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
     in_evaluation = [module for module in model.modules() if not module.training]
-    with left_as_it_was(model) as attributes, failures_unlogged(), mode:
+    with restoring_state(model) as attributes, without_fake_tensor_logs(), mode:
         model.train()
         fakes = _with_fake_tensors(model)
         batch = map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), batch)
@@ -69,9 +69,9 @@ def trace(
 def _trace_error(error: Exception) -> InputError:
     message = (str(error).strip() or type(error).__name__).partition("\n")[0]
     return InputError(
-        ASKED,
+        PP_FIELD,
         f"what crosses the stages cannot be found: the model fails on tensors without values "
-        f"({type(error).__name__}: {message}; {said(line_of(error))})",
+        f"({type(error).__name__}: {message}; {describe_line(innermost_model_line(error))})",
         "use pp: 1; zero: 3 or tp divide a model too",
     )
 
@@ -121,7 +121,7 @@ def _only_tensors(value: Any) -> bool:
 
 
 @contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[_Attributes]:
+def restoring_state(model: nn.Module) -> Iterator[_Attributes]:
     """Inside, a forward may change the attributes of the model's modules and draw random numbers.
     On exit, the attributes and the states of the random generators are restored."""
     saved = []

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 # Elements. Smaller states save little, and those of norms and biases are the most sensitive to rounding.
-SMALLEST = 4096
+MIN_ELEMENTS = 4096
 _UNSIGNED = frozenset(["exp_avg_sq", "max_exp_avg_sq"])  # second moments are never negative
 
 Bits = Literal[8, 4]
 # "codes": flat uint8, in 4 bits two codes to a byte, the first in the upper half; "scale": fp32, one per block
-Packed = dict[str, Tensor]
+QuantizedState = dict[str, Tensor]
 
 
 def block_size(bits: Bits) -> int:
@@ -40,10 +40,10 @@ def block_size(bits: Bits) -> int:
 
 def is_packed(elements: int, bits: Bits) -> bool:
     """Whether a state of so many elements is kept in blocks: not a small one, nor one that is not a whole number of them."""
-    return elements >= SMALLEST and elements % block_size(bits) == 0
+    return elements >= MIN_ELEMENTS and elements % block_size(bits) == 0
 
 
-class Blocks:
+class BlockQuantizer:
     """Quantizes and dequantizes states on one device.
 
     bits  8 (blocks of 256 elements) or 4 (blocks of 128)
@@ -55,17 +55,17 @@ class Blocks:
     def __init__(self, bits: Bits, device: torch.device) -> None:
         self.bits, self.size = bits, block_size(bits)
         self._values = {
-            signed: torch.tensor(code_values(bits, signed), dtype=torch.float32, device=device)
+            signed: torch.tensor(quantization_map(bits, signed), dtype=torch.float32, device=device)
             for signed in (True, False)
         }
         self._midpoints = {signed: (values[1:] + values[:-1]) / 2 for signed, values in self._values.items()}
 
-    def divide(self, values: Tensor) -> bool:
+    def can_quantize(self, values: Tensor) -> bool:
         """Whether `values` can be quantized: it has at least 4096 elements and a whole number of
         blocks."""
         return is_packed(values.numel(), self.bits)
 
-    def pack(self, name: str, values: Tensor) -> Packed:
+    def quantize(self, name: str, values: Tensor) -> QuantizedState:
         """Floating-point values of any shape -> their codes and scales."""
         blocks = values.reshape(-1, self.size).float()
         scale = blocks.abs().amax(1, keepdim=True).clamp_(min=1e-12)
@@ -73,12 +73,12 @@ class Blocks:
         codes = torch.bucketize(blocks / scale, midpoints, out_int32=True, right=True).to(torch.uint8).flatten()
         return {"codes": codes if self.bits == 8 else (codes[::2] << 4) | codes[1::2], "scale": scale.flatten()}
 
-    def unpack(self, name: str, packed: Packed, like: Tensor) -> Tensor:
+    def dequantize(self, name: str, packed: QuantizedState, like: Tensor) -> Tensor:
         """The dequantized values, with the type, shape and memory layout of `like`."""
-        values = self.decode(name, packed["codes"], packed["scale"]).view(like.shape).to(like.dtype)
+        values = self.dequantize_flat(name, packed["codes"], packed["scale"]).view(like.shape).to(like.dtype)
         return values if like.is_contiguous() else torch.empty_like(like, requires_grad=False).copy_(values)
 
-    def decode(self, name: str, codes: Tensor, scale: Tensor) -> Tensor:
+    def dequantize_flat(self, name: str, codes: Tensor, scale: Tensor) -> Tensor:
         """The values of codes and scales, as a flat fp32 tensor."""
         if self.bits == 4:
             codes = torch.stack([codes >> 4, codes & 15], dim=1).flatten()
@@ -89,12 +89,12 @@ class Blocks:
         return values.mul_(scale[:, None]).view(-1)
 
 
-def bits_of(packed: Packed, parameter: Tensor) -> Bits:
+def bits_of(packed: QuantizedState, parameter: Tensor) -> Bits:
     """The bits per element of a quantized state of `parameter`."""
     return 8 if packed["codes"].numel() == parameter.numel() else 4
 
 
-def code_values(bits: Bits, signed: bool) -> list[float]:
+def quantization_map(bits: Bits, signed: bool) -> list[float]:
     """The quantization map: the 2**bits values in [-1, 1], ascending; a code is the index of its
     value.
 

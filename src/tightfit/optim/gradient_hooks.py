@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 
-def when_complete(parameters: Iterable[Tensor], method: Callable[..., None], *more: Any) -> None:
+def on_gradient_ready(parameters: Iterable[Tensor], method: Callable[..., None], *more: Any) -> None:
     """From now on, backward calls `method(parameter, *more)` when it has completed a parameter's
     gradient.
 
@@ -28,4 +28,4 @@ def when_complete(parameters: Iterable[Tensor], method: Callable[..., None], *mo
         parameter.register_post_accumulate_grad_hook(call)
 
 
-__all__ = ["when_complete"]
+__all__ = ["on_gradient_ready"]

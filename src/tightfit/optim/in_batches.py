@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightfit.optim.norms import mark_alike
-from tightfit.optim.per_parameter import CARRIED, PerParameter, add_noise_, seed_of
+from tightfit.optim.norms import copy_shard_mark
+from tightfit.optim.per_parameter import ROUNDING_STATES, PerParameter, add_noise_, rounding_seed
 
 # A batch may always have this many elements, also in a model of small parameters: 128 KiB of each
 # fp32 copy.
@@ -33,7 +33,7 @@ ELEMENTWISE = ("adamw", "sgd", "lion")
 Wide = dict[str, tuple[Tensor, list[Tensor]]]
 
 
-def batches(sizes: Sequence[int], largest: int) -> list[range]:
+def update_batches(sizes: Sequence[int], largest: int) -> list[range]:
     """The numbers of consecutive parameters that are updated together, one range for each batch.
 
     sizes    elements of each parameter
@@ -52,7 +52,7 @@ def batches(sizes: Sequence[int], largest: int) -> list[range]:
     return [*found, range(start, len(sizes))] if sizes else []
 
 
-class InBatches(PerParameter):
+class MultiTensor(PerParameter):
     """Wraps a fresh elementwise optimizer and updates parameters in batches. Options as in
     PerParameter.
 
@@ -78,7 +78,7 @@ class InBatches(PerParameter):
         return [
             ([parameters[number] for number in numbers], group)
             for parameters in alike.values()
-            for numbers in batches([parameter.numel() for parameter in parameters], self._largest)
+            for numbers in update_batches([parameter.numel() for parameter in parameters], self._largest)
         ]
 
     def _update_batch(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -94,9 +94,9 @@ class InBatches(PerParameter):
         ]
         here = parameters
         if self._weight_store is not None:
-            here = [mark_alike(self._weight_store.bring(parameter), parameter) for parameter in parameters]
+            here = [copy_shard_mark(self._weight_store.bring(parameter), parameter) for parameter in parameters]
         backups = [self._backup(*one) for one in zip(parameters, here, before, strict=True)]
-        carried = [states.pop(CARRIED.get(self._rounding, ""), None) for states in before]
+        carried = [states.pop(ROUNDING_STATES.get(self._rounding, ""), None) for states in before]
         flat, weights = self._widen_weights(here, carried)
         states, wide = self._widen_states(before, weights)
         inner.param_groups = [{**group, "params": weights}]
@@ -132,7 +132,7 @@ class InBatches(PerParameter):
         gradients = _views_of(self._empty_flat(here, torch.float32), here)
         torch._foreach_copy_(gradients, [one.grad for one in here if one.grad is not None])
         for weight, one, gradient in zip(weights, here, gradients, strict=True):
-            mark_alike(weight, one).grad = gradient
+            copy_shard_mark(weight, one).grad = gradient
         return flat, weights
 
     def _widen_states(self, before: list[dict[str, Any]], weights: list[Tensor]) -> tuple[list[dict[str, Any]], Wide]:
@@ -160,7 +160,7 @@ class InBatches(PerParameter):
                     assert self._blocks is not None
                     parts = [before[number][name] for number in numbers]
                     codes, scale = (_concatenate([one[part] for one in parts]) for part in ("codes", "scale"))
-                    flat = self._blocks.decode(name, codes, scale).to(like[0].dtype)
+                    flat = self._blocks.dequantize_flat(name, codes, scale).to(like[0].dtype)
                     del codes, scale
                     views = _views_of(flat, like)
                 else:
@@ -238,7 +238,7 @@ class InBatches(PerParameter):
     def _quantize(self, name: str, flat: Tensor, like: list[Tensor]) -> Iterable[dict[str, Tensor]]:
         """Codes and scales of each of the states that lie one after another in `flat`."""
         assert self._blocks is not None
-        packed, bits, size = self._blocks.pack(name, flat), self._blocks.bits, self._blocks.size
+        packed, bits, size = self._blocks.quantize(name, flat), self._blocks.bits, self._blocks.size
         codes = packed["codes"].split([one.numel() * bits // 8 for one in like])
         scales = packed["scale"].split([one.numel() // size for one in like])
         return [{"codes": code, "scale": scale} for code, scale in zip(codes, scales, strict=True)]
@@ -247,7 +247,7 @@ class InBatches(PerParameter):
         """Whether a state of the wrapped optimizer is saved in fewer bits than fp32."""
         if not isinstance(value, Tensor) or value.dim() == 0 or self._states == "fp32":
             return False
-        return self._blocks is None or self._blocks.divide(value)
+        return self._blocks is None or self._blocks.can_quantize(value)
 
     def _round_weights(
         self,
@@ -263,7 +263,7 @@ class InBatches(PerParameter):
             counts = [carried_one or 0 for carried_one in carried]
             noise = self._empty_flat(here, torch.int32)
             for parameter, part, count in zip(parameters, _views_of(noise, here), counts, strict=True):
-                self._generator.manual_seed(seed_of(self._seed, self._number.get(parameter, 0), count))
+                self._generator.manual_seed(rounding_seed(self._seed, self._number.get(parameter, 0), count))
                 torch.randint(0, 1 << 16, part.shape, out=part, generator=self._generator)
                 self.state[parameter]["roundings"] = count + 1
             add_noise_(flat, noise)
@@ -316,4 +316,4 @@ def _fills(flat: Tensor, views: list[Tensor]) -> bool:
     return all(view.is_contiguous() for view in views) and sum(view.numel() for view in views) == flat.numel()
 
 
-__all__ = ["ELEMENTWISE", "InBatches", "batches"]
+__all__ = ["ELEMENTWISE", "MultiTensor", "update_batches"]

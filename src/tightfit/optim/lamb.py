@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from tightfit.optim.norms import norms
+from tightfit.optim.norms import full_norms
 
 
 class LAMB(Optimizer):
@@ -73,7 +73,7 @@ def _update(weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict
 def _trust_ratio(weight: Tensor, update: Tensor, clamp: tuple[float, float]) -> Tensor:
     """phi(|weight|) / |update| as a scalar tensor; 1 if either norm is zero. The host reads no
     value."""
-    weight_norm, update_norm = norms(weight, weight, update)
+    weight_norm, update_norm = full_norms(weight, weight, update)
     weight_norm = weight_norm.clamp(*clamp)
     usable = (weight_norm > 0) & (update_norm > 0)
     return torch.where(usable, weight_norm / update_norm, torch.ones_like(weight_norm))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from tightfit.optim.norms import norms
+from tightfit.optim.norms import full_norms
 
 
 class LARS(Optimizer):
@@ -63,7 +63,7 @@ def _update(weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict
 
 def _local_rate(weight: Tensor, gradient: Tensor, trust: float, weight_decay: float) -> Tensor:
     """trust * |w| / (|g| + weight_decay * |w|) as a scalar tensor; 1 if either norm is zero."""
-    weight_norm, gradient_norm = norms(weight, weight, gradient)
+    weight_norm, gradient_norm = full_norms(weight, weight, gradient)
     usable = (weight_norm > 0) & (gradient_norm > 0)
     rate = trust * weight_norm / (gradient_norm + weight_decay * weight_norm)
     return torch.where(usable, rate, torch.ones_like(rate))

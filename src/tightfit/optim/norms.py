@@ -10,20 +10,20 @@ from torch import Tensor
 Sum = Callable[[Tensor], Tensor]  # an all-reduce over the devices that hold the shards of one parameter
 
 
-def mark_part(weight: Tensor, total: Sum) -> None:
+def mark_shard(weight: Tensor, total: Sum) -> None:
     """Mark `weight` as a shard of a parameter. total: all-reduces a vector over the devices that
     hold its shards."""
     weight.all_reduce_over_shards = total  # type: ignore[attr-defined]
 
 
-def mark_alike(copy: Tensor, weight: Tensor) -> Tensor:
+def copy_shard_mark(copy: Tensor, weight: Tensor) -> Tensor:
     """`copy`, marked as a shard if `weight` is one."""
     if hasattr(weight, "all_reduce_over_shards"):
-        mark_part(copy, weight.all_reduce_over_shards)
+        mark_shard(copy, weight.all_reduce_over_shards)
     return copy
 
 
-def norms(weight: Tensor, *tensors: Tensor) -> list[Tensor]:
+def full_norms(weight: Tensor, *tensors: Tensor) -> list[Tensor]:
     """The norms of full tensors, as scalar tensors.
 
     tensors  sharded as `weight` is, such as the weight, its gradient and its update

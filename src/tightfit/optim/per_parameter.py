@@ -25,20 +25,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tightfit.errors import InputError
-from tightfit.optim.blockwise_quantization import Bits, Blocks, bits_of
-from tightfit.optim.gradient_hooks import when_complete
-from tightfit.optim.norms import mark_alike
+from tightfit.optim.blockwise_quantization import Bits, BlockQuantizer, bits_of
+from tightfit.optim.gradient_hooks import on_gradient_ready
+from tightfit.optim.norms import copy_shard_mark
 
 States = Literal["fp32", "bf16", "8-bit", "4-bit"]
 Rounding = Literal["nearest", "kahan", "stochastic"]
 
 # The state that each rounding mode adds: kahan a tensor, stochastic a count of roundings so far.
-CARRIED = {"kahan": "compensation", "stochastic": "roundings"}
+ROUNDING_STATES = {"kahan": "compensation", "stochastic": "roundings"}
 # options that choose a kernel and do not change the mathematics
 _KERNEL_OPTIONS = ("fused", "foreach", "capturable")
 
 
-class Elsewhere(Protocol):
+class StateStore(Protocol):
     """A memory beside the device's for optimizer states, such as host memory.
 
     put_state    store a state of a parameter, always at the same address
@@ -63,7 +63,7 @@ class Elsewhere(Protocol):
     def settle(self) -> None: ...
 
 
-class Brought(Protocol):
+class WeightStore(Protocol):
     """Offloaded weights, or weights whose gradients are offloaded.
 
     device       the device that updates them
@@ -120,8 +120,8 @@ class PerParameter(Optimizer):
         rounding: Rounding = "nearest",
         seed: int = 0,
         fp32_updates: bool = False,
-        state_store: Elsewhere | None = None,
-        weight_store: Brought | None = None,
+        state_store: StateStore | None = None,
+        weight_store: WeightStore | None = None,
         undoes: bool = False,
     ) -> None:
         assert not optimizer.state, "wrap an optimizer before its first step"
@@ -134,7 +134,7 @@ class PerParameter(Optimizer):
         self._states, self._rounding = states, rounding
         self._state_store, self._weight_store = state_store, weight_store
         self._fp32_updates = fp32_updates or states != "fp32" or rounding != "nearest"
-        self._blocks = Blocks(cast(Bits, int(states[0])), device) if states in ("8-bit", "4-bit") else None
+        self._blocks = BlockQuantizer(cast(Bits, int(states[0])), device) if states in ("8-bit", "4-bit") else None
         self._generator, self._seed = torch.Generator(device) if rounding == "stochastic" else None, seed
         self._number = {parameter: number for number, parameter in enumerate(self._parameters())}
         # Parameters that backward has updated since the last step().
@@ -154,7 +154,7 @@ class PerParameter(Optimizer):
         A second gradient of a parameter before `step()` then raises InputError.
         """
         for number, group in enumerate(self.param_groups):
-            when_complete(group["params"], self._update_in_backward, number)
+            on_gradient_ready(group["params"], self._update_in_backward, number)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -287,9 +287,11 @@ class PerParameter(Optimizer):
         the weight.
         """
         kept = {name: self._fetch(value) for name, value in self.state.get(parameter, {}).items()}
-        here = parameter if self._weight_store is None else mark_alike(self._weight_store.bring(parameter), parameter)
+        here = (
+            parameter if self._weight_store is None else copy_shard_mark(self._weight_store.bring(parameter), parameter)
+        )
         backup, inner = self._backup(parameter, here, kept), self._inner
-        carried = kept.pop(CARRIED.get(self._rounding, ""), None)
+        carried = kept.pop(ROUNDING_STATES.get(self._rounding, ""), None)
         weight = self._widen_weight(here, carried)
         states = {name: self._widen(name, value, weight) for name, value in kept.items()}
         inner.param_groups = [{**group, "params": [weight]}]
@@ -317,7 +319,7 @@ class PerParameter(Optimizer):
         if not self._is_widened(parameter):
             return parameter
         assert parameter.grad is not None
-        weight = mark_alike(parameter.detach().float(), parameter)
+        weight = copy_shard_mark(parameter.detach().float(), parameter)
         weight.grad = parameter.grad.float()
         return weight.add_(carried) if isinstance(carried, Tensor) else weight
 
@@ -328,7 +330,7 @@ class PerParameter(Optimizer):
             count = carried or 0
             # The planner's trace replaces the weights by others, which have no number.
             number = self._number.get(parameter, 0)
-            self._generator.manual_seed(seed_of(self._seed, number, count))
+            self._generator.manual_seed(rounding_seed(self._seed, number, count))
             round_stochastically_(weight, self._generator)
             self.state[parameter]["roundings"] = count + 1
         here.copy_(weight)
@@ -343,7 +345,7 @@ class PerParameter(Optimizer):
             return value
         if self._blocks is None:
             return value.to(torch.bfloat16)
-        return self._blocks.pack(name, value) if self._blocks.divide(value) else value
+        return self._blocks.quantize(name, value) if self._blocks.can_quantize(value) else value
 
     def _put(self, parameter: Tensor, name: str, value: Any) -> Any:
         """A narrowed state in the memory that holds it."""
@@ -364,7 +366,7 @@ class PerParameter(Optimizer):
         weight."""
         if isinstance(value, dict):
             assert self._blocks is not None
-            return self._blocks.unpack(name, value, weight)
+            return self._blocks.dequantize(name, value, weight)
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
         return value.to(weight.dtype)
@@ -390,7 +392,7 @@ class PerParameter(Optimizer):
         super().load_state_dict({**with_kernel_options_of(self, state_dict), "state": {}})
         self._host_counters.clear()
         groups = [group for group in self.param_groups for _ in group["params"]]
-        parameters, others = self._parameters(), set(CARRIED.values()) - {CARRIED.get(self._rounding)}
+        parameters, others = self._parameters(), set(ROUNDING_STATES.values()) - {ROUNDING_STATES.get(self._rounding)}
         for number, states in state_dict["state"].items():
             parameter, group = parameters[number], groups[number]
             loaded = {
@@ -418,7 +420,7 @@ class PerParameter(Optimizer):
             value = {part: tensor.to(self._device, copy=True) for part, tensor in value.items()}
             if self._blocks is not None and self._blocks.bits == bits_of(value, parameter):
                 return value
-            value = unpack(name, value, parameter)
+            value = dequantize_state(name, value, parameter)
         if not isinstance(value, Tensor):
             return value
         # A counter: on the host, except for kernels that read it on the device.
@@ -463,7 +465,7 @@ def add_noise_(values: Tensor, noise: Tensor) -> Tensor:
     return values
 
 
-def seed_of(seed: int, number: int, count: int) -> int:
+def rounding_seed(seed: int, number: int, count: int) -> int:
     """The seed of the noise for a parameter's next rounding.
 
     seed: the job's. number: the parameter's. count: how often it was rounded. Nothing else goes in,
@@ -472,11 +474,11 @@ def seed_of(seed: int, number: int, count: int) -> int:
     return abs(hash((seed, number, count)))
 
 
-def unpack(name: str, packed: dict[str, Tensor], parameter: Tensor) -> Tensor:
+def dequantize_state(name: str, packed: dict[str, Tensor], parameter: Tensor) -> Tensor:
     """The fp32 state of `parameter`, dequantized from 8 or 4 bits. It has the parameter's shape."""
     device = packed["codes"].device  # not the parameter's device if the parameter is offloaded
     like = torch.empty_like(parameter, dtype=torch.float32, device=device, requires_grad=False)
-    return Blocks(bits_of(packed, parameter), device).unpack(name, packed, like)
+    return BlockQuantizer(bits_of(packed, parameter), device).dequantize(name, packed, like)
 
 
 def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -486,12 +488,12 @@ def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     Dequantizes states and drops those of the rounding.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    carried = set(CARRIED.values())
+    carried = set(ROUNDING_STATES.values())
 
     def plain(name: str, value: Any, parameter: Tensor) -> Any:
         if not isinstance(value, dict):
             return value
-        return unpack(name, {part: tensor.to(parameter.device) for part, tensor in value.items()}, parameter)
+        return dequantize_state(name, {part: tensor.to(parameter.device) for part, tensor in value.items()}, parameter)
 
     states = {
         number: {name: plain(name, value, parameters[number]) for name, value in saved.items() if name not in carried}

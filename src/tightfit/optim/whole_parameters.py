@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 _FACTORS = ("row_var", "col_var")
 
 
-def lies_as(name: str, value: Any, shape: torch.Size) -> bool:
+def has_parameter_shape(name: str, value: Any, shape: torch.Size) -> bool:
     """Whether a state has the shape of its parameter, and so is sharded like it. A tensor without
     dims is a counter."""
     return name not in _FACTORS and isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape
 
 
-class WholeParameters(Optimizer):
+class UnshardingOptimizer(Optimizer):
     """Wraps a fresh optimizer and updates one parameter at a time, unsharded during its update.
 
     unshard  (weight, tensor sharded as the weight is) -> the full tensor, on every device
@@ -72,7 +72,7 @@ class WholeParameters(Optimizer):
         weight = weight.clone() if weight.data_ptr() == parameter.data_ptr() else weight
         weight.grad = self._unshard(parameter, parameter.grad)  # type: ignore[arg-type]
         states = {
-            name: self._unshard(parameter, value) if lies_as(name, value, parameter.shape) else value
+            name: self._unshard(parameter, value) if has_parameter_shape(name, value, parameter.shape) else value
             for name, value in saved.items()
         }
         inner.param_groups, inner.state = [{**group, "params": [weight]}], defaultdict(dict)
@@ -82,5 +82,7 @@ class WholeParameters(Optimizer):
         states = inner.state[weight]
         inner.param_groups, inner.state = [], defaultdict(dict)
         for name, value in states.items():
-            saved[name] = self._shard(parameter, value).clone() if lies_as(name, value, weight.shape) else value
+            saved[name] = (
+                self._shard(parameter, value).clone() if has_parameter_shape(name, value, weight.shape) else value
+            )
         parameter.copy_(self._shard(parameter, weight))

@@ -34,21 +34,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
-from tightfit.distributed.collectives import begin_scatter_rows
+from tightfit.distributed.collectives import begin_reduce_scatter
 from tightfit.errors import InputError
-from tightfit.optim.gradient_hooks import when_complete
+from tightfit.optim.gradient_hooks import on_gradient_ready
 
 BUCKET_BYTES = 25 * 2**20
 # The least that each device sends in one step of a ring: far more than the network transfers
 # within its latency.
-PIECE_BYTES = 2**20
+MIN_BYTES_PER_DEVICE = 2**20
 
 
 def bucket_bytes(devices: int) -> int:
     """The largest size of a bucket in bytes for this many devices. A ring of n devices takes about
     n steps, each with 1/n of the bucket: with 64 devices, buckets have 64 MiB.
     """
-    return max(BUCKET_BYTES, devices * PIECE_BYTES)
+    return max(BUCKET_BYTES, devices * MIN_BYTES_PER_DEVICE)
 
 
 @dataclass
@@ -63,16 +63,16 @@ class Bucket:
 
     parameters: list[nn.Parameter] = field(default_factory=list)
     buffer: Tensor | None = None
-    arrived: set[int] = field(default_factory=set)
+    ready: set[int] = field(default_factory=set)
     work: Any = None
 
     @property
     def is_full(self) -> bool:
         """Whether all its gradients are in the buffer."""
-        return len(self.arrived) == len(self.parameters)
+        return len(self.ready) == len(self.parameters)
 
 
-def in_buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[Bucket]:
+def make_buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[Bucket]:
     """Divide parameters into buckets, last parameter first, as backward computes their gradients.
 
     Each bucket has parameters of one dtype and one device. A parameter larger than `limit` has its
@@ -114,30 +114,30 @@ class Reducer:
         allocate: Callable[[Bucket], Tensor],
         write: Callable[[Bucket, int, Tensor | None], None],
         send: Callable[[Bucket], None],
-        arrived: Callable[[Bucket], None] = lambda bucket: None,
+        on_reduced: Callable[[Bucket], None] = lambda bucket: None,
         in_flight: int | None = None,
     ) -> None:
-        self.buckets = in_buckets(parameters, bucket_bytes(devices))
+        self.buckets = make_buckets(parameters, bucket_bytes(devices))
         self._allocate, self._write, self._start = allocate, write, send
-        self._on_reduced, self._in_flight = arrived, in_flight
+        self._on_reduced, self._in_flight = on_reduced, in_flight
         self._sending, self._next = False, 0
         self._slot = {
             parameter: (bucket, place) for bucket in self.buckets for place, parameter in enumerate(bucket.parameters)
         }
-        when_complete(parameters, self._on_gradient)
+        on_gradient_ready(parameters, self._on_gradient)
 
-    def begin(self, sending: bool) -> None:
+    def begin(self, reduces: bool) -> None:
         """Call before each micro-batch.
 
         reduces  whether the gradients that its backward completes are reduced. False: they
                  accumulate in `.grad`
         """
-        self._sending = sending
+        self._sending = reduces
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if self._sending:
             bucket, place = self._slot[parameter]  # type: ignore[index]
-            if place in bucket.arrived:  # the reduction of the first one may have begun
+            if place in bucket.ready:  # the reduction of the first one may have begun
                 raise _completed_twice(parameter)
             self._write_gradient(bucket, place, parameter.grad)
             parameter.grad = None
@@ -160,25 +160,25 @@ class Reducer:
         if bucket.buffer is None:
             bucket.buffer = self._allocate(bucket)
         self._write(bucket, place, gradient)
-        bucket.arrived.add(place)
+        bucket.ready.add(place)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Reduce the remaining buckets, with None for missing gradients, and wait for all of them."""
         for bucket in self.buckets[self._next :]:
             for place, parameter in enumerate(bucket.parameters):
-                if place not in bucket.arrived:
+                if place not in bucket.ready:
                     # accumulated by earlier micro-batches, or None
                     self._write_gradient(bucket, place, parameter.grad)
                     parameter.grad = None
             self._send()
         for bucket in self.buckets:
             self._wait(bucket)
-            bucket.arrived.clear()
+            bucket.ready.clear()
         self._next, self._sending = 0, False
 
 
-class Summed:
+class AllReducedGradients:
     """All-reduces gradients. Afterwards each `.grad` is a view of its bucket's buffer.
 
     Behind the gradients, each bucket has one number for each parameter: how many devices computed
@@ -232,7 +232,9 @@ class Summed:
             for parameter, slot in zip(bucket.parameters, self._views[id(bucket)], strict=False):
                 parameter.grad = slot.view(parameter.shape)
         for bucket in self._reducer.buckets:
-            for place in absent(self._views[id(bucket)][-1], [place for at, place in self._missing if at is bucket]):
+            for place in missing_everywhere(
+                self._views[id(bucket)][-1], [place for at, place in self._missing if at is bucket]
+            ):
                 bucket.parameters[place].grad = None
         self._missing.clear()
         self._views.clear()
@@ -255,7 +257,7 @@ class _CastBack:
         self.buffer.copy_(self.narrowed)
 
 
-class Scattered:
+class ReduceScatteredGradients:
     """Reduce-scatters gradients: each device gets the sum of its shards, in the `.grad` of
     `shards`.
 
@@ -290,7 +292,7 @@ class Scattered:
         )
         # id of a bucket -> offsets in a row: of each parameter, the counts, the end
         self._offsets = {id(b): self.offsets(b.parameters, len(b.parameters)) for b in self._reducer.buckets}
-        self.shares = {parameter: self._share(parameter, self.rank) for parameter in parameters}
+        self.shards = {parameter: self._share(parameter, self.rank) for parameter in parameters}
         self._parts: dict[int, Tensor] = {}
         # id of a bucket -> how many devices computed each gradient
         self._counts: dict[int, Tensor] = {}
@@ -298,7 +300,7 @@ class Scattered:
         self._made: set[nn.Parameter] = set()
         self.begin = self._reducer.begin
 
-    def rows(self, parameter: Tensor) -> int:
+    def shard_rows(self, parameter: Tensor) -> int:
         """Rows (along dimension 0) of each shard. The last shards may have fewer, or none."""
         return -(-_height(parameter) // self.count)
 
@@ -306,15 +308,15 @@ class Scattered:
         """Offsets of the parameters' shards in a row of a buffer, then of fields with `more`
         elements each, then of the row's end.
         """
-        return _offsets([*(self.rows(p) * _width(p) for p in parameters), *more])
+        return _offsets([*(self.shard_rows(p) * _width(p) for p in parameters), *more])
 
-    def range(self, parameter: Tensor, rank: int) -> tuple[int, int]:
+    def shard_range(self, parameter: Tensor, rank: int) -> tuple[int, int]:
         """(begin, end) along dimension 0 of a device's shard; end is exclusive."""
-        rows, height = self.rows(parameter), _height(parameter)
+        rows, height = self.shard_rows(parameter), _height(parameter)
         return min(rank * rows, height), min((rank + 1) * rows, height)
 
     def _share(self, parameter: nn.Parameter, rank: int) -> nn.Parameter:
-        first, last = self.range(parameter, rank)
+        first, last = self.shard_range(parameter, rank)
         rows = parameter.detach()
         rows = rows[first:last] if parameter.dim() else rows.view(1)[first:last]
         return nn.Parameter(rows, requires_grad=parameter.requires_grad)
@@ -337,7 +339,7 @@ class Scattered:
             slots.copy_(flat.view(self.count, -1))
             return
         for rank, slot in enumerate(slots):
-            first, last = self.range(parameter, rank)
+            first, last = self.shard_range(parameter, rank)
             width = _width(parameter)
             slot[: (last - first) * width].copy_(flat[first * width : last * width])
             slot[(last - first) * width :].zero_()
@@ -346,7 +348,7 @@ class Scattered:
         assert bucket.buffer is not None
         part = torch.empty(bucket.buffer.shape[1], dtype=bucket.buffer.dtype, device=bucket.buffer.device)
         self._parts[id(bucket)] = part
-        bucket.work = begin_scatter_rows(part, bucket.buffer, self.group)
+        bucket.work = begin_reduce_scatter(part, bucket.buffer, self.group)
 
     @torch.no_grad()
     def _on_reduced(self, bucket: Bucket) -> None:
@@ -354,7 +356,7 @@ class Scattered:
         bucket.buffer = None
         part, offsets = self._parts.pop(id(bucket)), self._offsets[id(bucket)]
         for place, parameter in enumerate(bucket.parameters):
-            share = self.shares[parameter]
+            share = self.shards[parameter]
             gradient = part[offsets[place] : offsets[place] + share.numel()].view(share.shape)
             share.grad = gradient if share.grad is None else share.grad.add_(gradient)
         counts = part[offsets[-2] :]
@@ -374,15 +376,15 @@ class Scattered:
         self._sum_replicas()
         for bucket in self._reducer.buckets:
             missed = [place for place, parameter in enumerate(bucket.parameters) if parameter not in self._made]
-            for place in absent(self._counts[id(bucket)], missed):
-                self.shares[bucket.parameters[place]].grad = None
+            for place in missing_everywhere(self._counts[id(bucket)], missed):
+                self.shards[bucket.parameters[place]].grad = None
         self._made.clear()
         self._counts.clear()
 
     def _sum_replicas(self) -> None:
         if self.replicas is None:
             return
-        gradients = [share.grad for share in self.shares.values() if share.grad is not None]
+        gradients = [share.grad for share in self.shards.values() if share.grad is not None]
         counts = [self._counts[id(bucket)] for bucket in self._reducer.buckets]
         for together in _by_type([*gradients, *counts]):
             flat = torch.cat([gradient.reshape(-1) for gradient in together])
@@ -401,7 +403,7 @@ def _completed_twice(parameter: Tensor) -> InputError:
     )
 
 
-def absent(counts: Tensor, places: list[int]) -> list[int]:
+def missing_everywhere(counts: Tensor, missing: list[int]) -> list[int]:
     """Of `missing`, those at which no device computed a gradient.
 
     Nothing is read if this device has computed all of them. A dry run assumes that the other
@@ -410,14 +412,14 @@ def absent(counts: Tensor, places: list[int]) -> list[int]:
     counts   (parameters): how many devices computed each gradient
     missing  the indices at which this device computed none
     """
-    if not places or active_fake_mode() is not None:
-        return places
+    if not missing or active_fake_mode() is not None:
+        return missing
     made = counts.tolist()
-    return [place for place in places if not made[place]]
+    return [place for place in missing if not made[place]]
 
 
 @contextmanager
-def made_everywhere(weights: Sequence[Tensor], total: Callable[[Tensor], object]) -> Iterator[None]:
+def gradients_filled(weights: Sequence[Tensor], all_reduce: Callable[[Tensor], object]) -> Iterator[None]:
     """Within the context, each weight has a gradient: zeros where this device has computed none.
     Afterwards, gradients that no device has computed are removed.
 
@@ -429,9 +431,9 @@ def made_everywhere(weights: Sequence[Tensor], total: Callable[[Tensor], object]
     for place in missed:
         counts[place] = 0.0
         weights[place].grad = torch.zeros_like(weights[place])
-    total(counts)
+    all_reduce(counts)
     yield
-    for place in absent(counts, missed):
+    for place in missing_everywhere(counts, missed):
         weights[place].grad = None
 
 

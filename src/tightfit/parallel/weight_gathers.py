@@ -28,19 +28,19 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from tightfit.distributed.collectives import gather_rows
+from tightfit.distributed.collectives import all_gather
 from tightfit.models.objective import Batch
-from tightfit.parallel.gradient_buckets import Scattered, bucket_bytes, in_buckets
+from tightfit.parallel.gradient_buckets import ReduceScatteredGradients, bucket_bytes, make_buckets
 
 # From this size of a shard on, gloo takes longer to send it than to begin a message.
-IN_PLACE_BYTES = 2**17
+MIN_IN_PLACE_BYTES = 2**17
 
 
-def goes_in_place(size: float, devices: int) -> bool:
+def gathers_in_place(size: float, devices: int) -> bool:
     """Whether a CPU receives a parameter of `size` bytes directly in its memory, and not in a
     buffer that it shares with other parameters.
     """
-    return size / devices >= IN_PLACE_BYTES
+    return size / devices >= MIN_IN_PLACE_BYTES
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class _Bucket:
     pending: bool = False
 
 
-class Gathers:
+class WeightGathers:
     """All-gathers the shards that each device has updated.
 
     sharding  how the parameters are sharded
@@ -81,25 +81,25 @@ class Gathers:
 
     def __init__(
         self,
-        rows: Scattered,
+        rows: ReduceScatteredGradients,
         blocks: Sequence[nn.Module],
         group: dist.ProcessGroup,
         in_place: bool,
         device: torch.device,
     ) -> None:
-        self.rows, self.group, self.in_place, self.device = rows, group, in_place, device
+        self.sharding, self.group, self.in_place, self.device = rows, group, in_place, device
         self.overlaps = bool(blocks)
         # True within a training forward, whose blocks wait for their own weights
         self.is_running = False
-        owned = {block: [p for p in block.parameters() if p in rows.shares] for block in blocks}
+        owned = {block: [p for p in block.parameters() if p in rows.shards] for block in blocks}
         inside = dict.fromkeys(parameter for own in owned.values() for parameter in own)
-        self._outside_blocks = [parameter for parameter in rows.shares if parameter not in inside]
+        self._outside_blocks = [parameter for parameter in rows.shards if parameter not in inside]
         order = [*self._outside_blocks, *inside]
-        self._buckets = [_Bucket(one.parameters) for one in in_buckets(order[::-1], bucket_bytes(rows.count))]
+        self._buckets = [_Bucket(one.parameters) for one in make_buckets(order[::-1], bucket_bytes(rows.count))]
         self._bucket = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         for bucket in self._buckets:
             bucket.buffered = [
-                p for p in bucket.parameters if not (in_place and p.dim() and goes_in_place(p.nbytes, rows.count))
+                p for p in bucket.parameters if not (in_place and p.dim() and gathers_in_place(p.nbytes, rows.count))
             ]
             bucket.offsets = rows.offsets(bucket.buffered)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and self.overlaps else None
@@ -142,7 +142,7 @@ class Gathers:
                 bucket.pending = False
                 self._pending -= 1
 
-    def in_forward(self, loss_sum: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+    def with_waits(self, loss_sum: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
         """`loss_sum`, which first waits for the weights outside of blocks. In evaluation it waits
         for all weights.
         """
@@ -189,7 +189,7 @@ class Gathers:
     def _gather(self, bucket: _Bucket) -> None:
         """All-gather a bucket through a buffer, and wait (on a GPU: in the current stream)."""
         buffer = self._pack(bucket)
-        gather_rows(buffer, self.group)
+        all_gather(buffer, self.group)
         self._unpack(bucket, buffer)
 
     def _begin_broadcasts(self, bucket: _Bucket) -> None:
@@ -203,8 +203,8 @@ class Gathers:
         buffered = set(bucket.buffered)
         for parameter in bucket.parameters:
             if parameter not in buffered:
-                for place in range(self.rows.count):
-                    first, last = self.rows.range(parameter, place)
+                for place in range(self.sharding.count):
+                    first, last = self.sharding.shard_range(parameter, place)
                     pieces.append((place, parameter.detach()[first:last]))
         bucket.works = [
             dist.broadcast(piece, group=self.group, group_src=place, async_op=True)
@@ -229,10 +229,10 @@ class Gathers:
     def _pack(self, bucket: _Bucket) -> Tensor:
         """A buffer with one row for each device; this device's row holds its updated shards."""
         like = bucket.parameters[0]
-        buffer = torch.empty(self.rows.count, bucket.offsets[-1], dtype=like.dtype, device=like.device)
-        mine = buffer[self.rows.rank]
+        buffer = torch.empty(self.sharding.count, bucket.offsets[-1], dtype=like.dtype, device=like.device)
+        mine = buffer[self.sharding.rank]
         for place, parameter in enumerate(bucket.buffered):
-            share = self.rows.shares[parameter]
+            share = self.sharding.shards[parameter]
             mine[bucket.offsets[place] : bucket.offsets[place] + share.numel()].copy_(share.detach().reshape(-1))
         return buffer
 
@@ -241,12 +241,12 @@ class Gathers:
         for place, parameter in enumerate(bucket.buffered):
             slots = buffer[:, bucket.offsets[place] : bucket.offsets[place + 1]]
             if slots.numel() == parameter.numel():
-                parameter.detach().view(self.rows.count, -1).copy_(slots)
+                parameter.detach().view(self.sharding.count, -1).copy_(slots)
                 continue
             flat = parameter.detach().view(-1)
             width = flat.numel() // len(parameter) if parameter.dim() and len(parameter) else flat.numel()
             for device, slot in enumerate(slots):
-                first, last = self.rows.range(parameter, device)
+                first, last = self.sharding.shard_range(parameter, device)
                 flat[first * width : last * width].copy_(slot[: (last - first) * width])
 
 
@@ -304,12 +304,12 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class Waits:
+class WaitForWeights:
     """A model hook that waits for all of the model's weights: before a forward outside of training,
     and before its state_dict. The hook of a copy of the model waits for nothing.
     """
 
-    def __init__(self, gathers: Gathers | None = None) -> None:
+    def __init__(self, gathers: WeightGathers | None = None) -> None:
         self._gathers = gathers
 
     def __call__(self, *unused: Any) -> None:
@@ -317,7 +317,7 @@ class Waits:
             self._gathers.wait()
 
     def __reduce__(self) -> Any:
-        return Waits, ()
+        return WaitForWeights, ()
 
 
-__all__ = ["Gathers", "Waits", "goes_in_place"]
+__all__ = ["WaitForWeights", "WeightGathers", "gathers_in_place"]

@@ -29,7 +29,7 @@ def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Itera
     """
     job, options = estimator.job, _options(estimator, start, pins)
     micro_batches = options.pop("micro_batch")
-    for spread, *values in itertools.product(spreads(estimator.machine, start, pins), *options.values()):
+    for spread, *values in itertools.product(data_parallel_layouts(estimator.machine, start, pins), *options.values()):
         plan = start.replace(**spread, **dict(zip(options, values, strict=True)))
         plan = _with_rounding(plan, job, pins)
         plans = [plan.replace(micro_batch=size) for size in micro_batches]
@@ -38,7 +38,7 @@ def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Itera
             yield legal
 
 
-def spreads(machine: Machine, start: Plan, pins: dict[str, Any]) -> list[dict[str, int]]:
+def data_parallel_layouts(machine: Machine, start: Plan, pins: dict[str, Any]) -> list[dict[str, int]]:
     """The data-parallel layouts (dp_replicate, dp_shard, zero) of the devices that tp, pp and cp
     leave.
 
@@ -92,4 +92,4 @@ def is_legal(plan: Plan, job: Job, device: str) -> bool:
     return needed_permissions(plan) <= job.allowed and all(rule.holds(plan, job, device) for rule in RULES)
 
 
-__all__ = ["candidates", "is_legal", "spreads"]
+__all__ = ["candidates", "data_parallel_layouts", "is_legal"]

@@ -36,7 +36,7 @@ def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, di
     reasons: dict[str, str] = {}
     if pins.get("chunked_loss") is True:
         pins = {**pins, "chunked_loss": loss.chunk_of(job, machine)}
-    plan = Plan.parse({**pins, **over_devices(machine, pins)}, "plan")
+    plan = Plan.parse({**pins, **data_parallel_degrees(machine, pins)}, "plan")
     for field in ("dp_replicate", "dp_shard", "zero"):
         if field not in pins and getattr(plan, field) != getattr(Plan(), field):
             reasons[field] = f"there are {machine.devices_per_node * machine.nodes} devices"
@@ -53,7 +53,7 @@ def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, di
     return plan, reasons
 
 
-def over_devices(machine: Machine, pins: dict[str, Any]) -> dict[str, Any]:
+def data_parallel_degrees(machine: Machine, pins: dict[str, Any]) -> dict[str, Any]:
     """The data-parallel fields that use all devices of a machine, with the pins kept: replicas,
     unless `zero` or `dp_shard` is pinned.
 
@@ -75,10 +75,10 @@ def over_devices(machine: Machine, pins: dict[str, Any]) -> dict[str, Any]:
 
 def _model_supports_field(job: Job, field: str, plan: Plan) -> bool:
     """Whether the model supports the chosen value, for fields that not every model supports."""
-    return field not in ("chunked_loss", "attention") or model_takes(job, plan)
+    return field not in ("chunked_loss", "attention") or model_supports(job, plan)
 
 
-def model_takes(job: Job, plan: Plan) -> bool:
+def model_supports(job: Job, plan: Plan) -> bool:
     """Whether a transformers model supports the plan's attention and loss: tried with two tokens
     on fake tensors.
 
@@ -93,29 +93,29 @@ def _runs_with(job: Job, plan: Plan) -> bool:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from tightfit.methods import attention, loss
-    from tightfit.models import find_blocks, model_factory, shallow
-    from tightfit.models.caches import tensors_kept_out
-    from tightfit.models.fake_kernels import GroupedProducts
+    from tightfit.models import find_blocks, model_factory, with_fewer_blocks
+    from tightfit.models.caches import isolated_model_caches
+    from tightfit.models.fake_kernels import GroupedMatmuls
     from tightfit.models.objective import objective_of
-    from tightfit.planner.tracing.skipped_layers import shortened
+    from tightfit.planner.tracing.skipped_layers import skip_repeated_layers
     from tightfit.runtime.run import Run
 
     with (
         _quiet("torch._subclasses.fake_tensor", "transformers"),
-        tensors_kept_out(),
+        isolated_model_caches(),
         FakeTensorMode(),
-        GroupedProducts(),
+        GroupedMatmuls(),
     ):
-        model = model_factory(shallow(job.model, FEW_BLOCKS) or job.model)()
+        model = model_factory(with_fewer_blocks(job.model, FEW_BLOCKS) or job.model)()
         tokens = torch.zeros(1, 2, dtype=torch.int64)
         objective, unset = objective_of(None, task_of(job.model)), cast(Any, None)
         run = Run(job, plan, tokens.device, objective, model, partial(objective.total, model), unset, unset, unset)
         try:
             for method in (attention, loss):  # in the order of METHODS
-                if method.wanted(plan):
+                if method.enabled(plan):
                     run = method.apply(run, plan)
             blocks = find_blocks(model, job.model.blocks if isinstance(job.model, ModelSpec) else None)
-            with shortened([block for _, block in blocks]):
+            with skip_repeated_layers([block for _, block in blocks]):
                 run.loss_sum({"input_ids": tokens, "labels": tokens})
         except (ValueError, RuntimeError, TypeError, AttributeError, LookupError):
             return False

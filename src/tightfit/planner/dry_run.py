@@ -20,16 +20,16 @@ from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Figure, Machine
 from tightfit.methods import loader, optimizer_states
-from tightfit.models.objective import LABELLED, Batch, Labelled, processed_count, sample_count
+from tightfit.models.objective import LABEL_COUNT_KEY, Batch, LabelCount, processed_count, sample_count
 from tightfit.parallel.fsdp import fully_shard
 from tightfit.plan import Plan
-from tightfit.planner.tracing.device_emulation import as_on, processes
-from tightfit.planner.tracing.fake_inputs import example, is_padded, labelled, sized
-from tightfit.planner.tracing.fake_tensors import FakeValues, traceable
-from tightfit.planner.tracing.live_storages import Peak, tensor_bytes, tensors_in, track
-from tightfit.planner.tracing.optimizer_trace import take_all_at_once
-from tightfit.planner.tracing.skipped_layers import shortened
-from tightfit.runtime.repeated_iterations import few, taken_by
+from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
+from tightfit.planner.tracing.fake_inputs import example_batch, is_padded, label_share, zeros_like_batch
+from tightfit.planner.tracing.fake_tensors import FakeValues, untraceable_errors
+from tightfit.planner.tracing.live_storages import Peak, tensor_bytes, tensors_in, track_peak
+from tightfit.planner.tracing.optimizer_trace import enable_foreach
+from tightfit.planner.tracing.skipped_layers import skip_repeated_layers
+from tightfit.runtime.repeated_iterations import iterations_chosen_by, representative_iterations
 from tightfit.runtime.run import Run
 
 # micro-batches per step of a dry run: the first finds no gradients, the second and all later ones
@@ -49,7 +49,7 @@ def _micro_batch_count(plan: Plan) -> int | None:
 
 
 @dataclass(frozen=True)
-class Shapes:
+class DryRunData:
     """The `Data` of a dry run: micro-batches of zeros with the shapes of the job's samples.
 
     batch     the example batch that gives fields, dtypes and lengths
@@ -59,7 +59,7 @@ class Shapes:
     batch: Batch
     job: Job
     plan: Plan
-    labelled: Labelled | None = None
+    labelled: LabelCount | None = None
     ragged: bool = False
     damaged: int = 0
     tokenizer: Any = None
@@ -85,8 +85,8 @@ class Shapes:
         yield self._sized(self.plan.micro_batch_of(self.job.train.batch))
 
     def _sized(self, samples: int) -> Batch:
-        batch = sized(self.batch, samples)
-        return batch if self.labelled is None else {**batch, LABELLED: self.labelled}
+        batch = zeros_like_batch(self.batch, samples)
+        return batch if self.labelled is None else {**batch, LABEL_COUNT_KEY: self.labelled}
 
     def example(self) -> Batch:
         return self.batch
@@ -101,7 +101,7 @@ def _without_device_options(plan: Plan) -> Plan:
     )
 
 
-HERE = Machine(
+DRY_RUN_MACHINE = Machine(
     name="rehearsal",
     device="cpu",  # fake tensors on another device need a torch that was built for it
     memory_bytes=Figure(value=1.0, source="system"),
@@ -109,7 +109,7 @@ HERE = Machine(
 )
 
 
-def rehearse(job: Job, plan: Plan, device: str = "cpu", stage: int = 0) -> Peak:
+def dry_run(job: Job, plan: Plan, device: str = "cpu", pipeline_rank: int = 0) -> Peak:
     """Return the peak of the second step, by row. The first step creates the optimizer states.
 
     job            what to train
@@ -123,31 +123,33 @@ def rehearse(job: Job, plan: Plan, device: str = "cpu", stage: int = 0) -> Peak:
     Raises Untraceable if the model needs the values of tensors, InputError if the engine refuses
     the plan.
     """
-    ahead = loader.uploads_beside(plan, device)
+    ahead = loader.overlaps_uploads(plan, device)
     plan = _without_device_options(plan)
     if plan.compile != "none":
         torch._dynamo.reset()  # else compilations of earlier dry runs count against the recompile limit
-    batch = example(job)[0]
-    shapes = Shapes(batch, job, plan, None if plan.chunked_loss is None else labelled(job, batch))
+    batch = example_batch(job)[0]
+    shapes = DryRunData(batch, job, plan, None if plan.chunked_loss is None else label_share(job, batch))
     values = FakeValues(is_padded(shapes.batch))
-    first = stage * plan.devices // plan.pp + plan.servers  # the first rank that has this stage; not a parameter server
-    gathers = fully_shard.comes_and_goes(plan, device)
-    with processes(plan.devices, first, gathers), FakeTensorMode(), values, as_on(device):
-        run = build(job, plan, HERE, shapes)
-        if optimizer_states.takes_all_at_once(plan, device):
-            take_all_at_once(run.optimizer)
+    first = (
+        pipeline_rank * plan.devices // plan.pp + plan.servers
+    )  # the first rank that has this stage; not a parameter server
+    gathers = fully_shard.uses_fully_shard(plan, device)
+    with fake_process_group(plan.devices, first, gathers), FakeTensorMode(), values, emulate_device(device):
+        run = build(job, plan, DRY_RUN_MACHINE, shapes)
+        if optimizer_states.uses_foreach(plan, device):
+            enable_foreach(run.optimizer)
         steps = run.data.steps(0, None)
-        with traceable(run.model), taken_by(few):
+        with untraceable_errors(run.model), iterations_chosen_by(representative_iterations):
             _first_step(run, next(steps)[:1])
             micro_batches = next(steps)
-            several = range(2 * run.stages.delay if run.stages is not None else 0)
+            several = range(2 * run.executor.loss_delay if run.executor is not None else 0)
 
             def take(watched: Run) -> Step:
                 for step in several:  # pipedream: until as many micro-batches are in flight as ever are
                     take_step(watched, micro_batches, step)
                 return take_step(watched, micro_batches, len(several))
 
-            peak = track(run, micro_batches, take)[1]
+            peak = track_peak(run, micro_batches, take)[1]
     return _with_other_batches(peak, shapes, device, ahead)
 
 
@@ -157,14 +159,14 @@ def _first_step(run: Run, micro_batches: list[Batch]) -> None:
     Of each kind of repeated block, only three run; the gradients of the others are created
     directly.
     """
-    if run.reduction is not None or run.stages is not None or run.plan.update_in_backward:
+    if run.reduction is not None or run.executor is not None or run.plan.update_in_backward:
         take_step(run, micro_batches, 0)
-        if run.stages is not None:
+        if run.executor is not None:
             drain(run)
         return
     apart = run.plan.compile != "model" and run.plan.recompute != "sqrt"  # whether each block is called on its own
     try:
-        with traceable(), shortened(fully_shard.blocks_of(run) if apart else []):
+        with untraceable_errors(), skip_repeated_layers(fully_shard.model_blocks(run) if apart else []):
             accumulate(run, micro_batches, lambda: 1)
     except InputError:  # perhaps because a skipped block did not set something that the model uses
         accumulate(run, micro_batches, lambda: 1)
@@ -174,7 +176,7 @@ def _first_step(run: Run, micro_batches: list[Batch]) -> None:
     update(run)
 
 
-def _with_other_batches(peak: Peak, shapes: Shapes, device: str, ahead: bool) -> Peak:
+def _with_other_batches(peak: Peak, shapes: DryRunData, device: str, ahead: bool) -> Peak:
     """Add the inputs of micro-batches that are in memory and did not run in the dry run.
 
     On a CPU, these are all micro-batches of the step. On a GPU, it is the next one, if the plan

@@ -14,23 +14,23 @@ from typing import Any
 
 import psutil
 
-from tightfit.capabilities import lacking_to_compile
-from tightfit.cost.entries import Peak, Sent
+from tightfit.capabilities import missing_for_compile
+from tightfit.cost.entries import BucketedReduction, PeakInstant
 from tightfit.cost.ledger import Ledger
-from tightfit.cost.pipeline_schedule import Slot
+from tightfit.cost.pipeline_schedule import ScheduledAction
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.methods import METHODS, float8, microbatch
 from tightfit.methods.compile import pays_to_compile
 from tightfit.plan import Plan
 from tightfit.planner.allocators.cuda import reserved_bytes
-from tightfit.planner.allocators.deep_models import of_all_blocks
-from tightfit.planner.allocators.glibc import held_bytes
-from tightfit.planner.time_model import WITHIN, Clock, Time
-from tightfit.planner.tracing.layer_dedup import with_blocks
+from tightfit.planner.allocators.deep_models import extrapolate_layers
+from tightfit.planner.allocators.glibc import peak_heap_bytes
+from tightfit.planner.time_model import BLOCKING, CostModel, Time
+from tightfit.planner.tracing.layer_dedup import with_depth
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.rules import needed_permissions
-from tightfit.tensor_files import HELD, file_bytes
+from tightfit.tensor_files import FILES_IN_MEMORY, file_bytes
 from tightfit.units import format_bytes, format_seconds
 
 # device memory of a CUDA process outside of torch's allocator: the context and the loaded kernels
@@ -88,17 +88,17 @@ class Estimate:
     plan: Plan
     machine: Machine
     ledger: Ledger
-    peak: Peak
+    peak: PeakInstant
     limit_bytes: float
     time: Time
     compile_s: float
     samples_per_s: float
     tokens_per_s: float | None
-    rehearsed: float | None = None
-    settled: bool = False
+    dry_run_bytes: float | None = None
+    includes_allocator: bool = False
     not_confirmed: str = ""
     rejected_because: str = ""
-    slots: tuple[Slot, ...] = ()
+    schedule: tuple[ScheduledAction, ...] = ()
     host: dict[str, float] = field(default_factory=dict)
     disk: dict[str, float] = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)
@@ -107,20 +107,20 @@ class Estimate:
     def peak_bytes(self) -> float:
         """Device bytes at the largest instant of a step, or outside of steps (materialize,
         checkpoint) if that needs more."""
-        step = self.peak.total if self.rehearsed is None else max(self.rehearsed, self.peak.rows["runtime"])
-        return max(step, *self.ledger.outside().values())
+        step = self.peak.total if self.dry_run_bytes is None else max(self.dry_run_bytes, self.peak.rows["runtime"])
+        return max(step, *self.ledger.peaks_outside_steps().values())
 
     @property
     def peak_phase(self) -> str:
         """The phase that the peak falls in: forward, backward, optimizer, materialize,
         checkpoint."""
-        outside = self.ledger.outside()
+        outside = self.ledger.peaks_outside_steps()
         name = max(outside, key=lambda phase: outside[phase])
         return name if outside[name] == self.peak_bytes else self.peak.phase
 
     @property
     def fits(self) -> bool:
-        return not self.lacks()
+        return not self.shortages()
 
     @property
     def margin_bytes(self) -> float:
@@ -128,7 +128,7 @@ class Estimate:
         row."""
         return MARGIN * (self.peak_bytes - self.peak.rows["runtime"])
 
-    def lacks(self) -> dict[str, tuple[float, float]]:
+    def shortages(self) -> dict[str, tuple[float, float]]:
         """The resources that are too small: (needed bytes, available bytes) by name.
 
         Names are "memory", "host memory" and "disk". Empty if the plan fits.
@@ -204,7 +204,7 @@ class Estimate:
         (without tensor parallelism, which shards the layers), and what the machine lacks for
         torch.compile, or for the float8 products that the job allows."""
         hints = [] if self.plan.tp > 1 else microbatch.advice(self.ledger, self.machine.device)
-        lacking = lacking_to_compile(self.machine) if self.plan.compile == "none" and pays_to_compile(self.job) else ""
+        lacking = missing_for_compile(self.machine) if self.plan.compile == "none" and pays_to_compile(self.job) else ""
         if lacking:
             hints.append(f"compile is none: torch.compile needs {lacking}")
         if "float8" in self.job.allowed and self.plan.float8 == "none" and not float8.is_installed():
@@ -257,7 +257,7 @@ class Estimate:
         }
 
 
-def fold(profiler: Profiler, plan: Plan, machine: Machine, device: int = 0) -> Ledger:
+def estimated_ledger(profiler: Profiler, plan: Plan, machine: Machine, pipeline_rank: int = 0) -> Ledger:
     """The ledger of a plan: the traced base ledger, edited by every method that the plan enables.
 
     pipeline_rank  whose ledger, in a pipeline
@@ -268,14 +268,14 @@ def fold(profiler: Profiler, plan: Plan, machine: Machine, device: int = 0) -> L
     2 GiB of Adam states. `zero.cost` divides the states by 8 (0.25 GiB) and adds the messages of
     the reduced gradients and the gathered parameters, each with its bytes and bandwidth.
     """
-    return folded(replace(profiler.ledger(plan), device=device), plan, machine)
+    return apply_costs(replace(profiler.ledger(plan), device=pipeline_rank), plan, machine)
 
 
-def folded(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
+def apply_costs(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """Edit a base ledger with the cost of each method that the plan enables, in the order of
     METHODS."""
     for method in METHODS:
-        if method.wanted(plan):
+        if method.enabled(plan):
             ledger = method.cost(ledger, plan, machine)
     return ledger
 
@@ -291,7 +291,7 @@ class Estimator:
 
     def __init__(self, job: Job, machine: Machine) -> None:
         self.job, self.machine = job, machine
-        self.profiler, self.clock = Profiler(job, machine.device), Clock(machine)
+        self.profiler, self.cost_model = Profiler(job, machine.device), CostModel(machine)
         self.limit_bytes = job.limits.memory or machine.memory_bytes.value
         self.runtime_bytes = (
             psutil.Process().memory_info().rss
@@ -314,7 +314,7 @@ class Estimator:
             machine=self.machine,
             ledger=ledger,
             peak=peaks[worst],
-            slots=tuple(slots),
+            schedule=tuple(slots),
             limit_bytes=self.limit_bytes,
             host=self._host_rows(plan, ledger),
             disk=self._disk_rows(plan, ledger),
@@ -325,23 +325,23 @@ class Estimator:
             tokens_per_s=batch * per_sample / time.step_s if language else None,
         )
 
-    def of(self, job: Job, machine: Machine) -> Estimator:
+    def with_job(self, job: Job, machine: Machine) -> Estimator:
         """An estimator that shares this one's traces.
 
         `job` and `machine` may differ only in what a trace does not depend on: permissions, limits,
         the number of devices.
         """
         other = copy.copy(self)
-        other.job, other.machine, other.clock = job, machine, Clock(machine)
+        other.job, other.machine, other.cost_model = job, machine, CostModel(machine)
         other.limit_bytes = job.limits.memory or machine.memory_bytes.value
         return other
 
     def peak_with_blocks(self, plan: Plan, count: int) -> float:
         """Peak bytes of a step if the model had only `count` blocks. Tensors only, without the
         runtime row."""
-        return folded(with_blocks(self.profiler.ledger(plan), count), plan, self.machine).peak().total
+        return apply_costs(with_depth(self.profiler.ledger(plan), count), plan, self.machine).peak().total
 
-    def least_step_s(self, plan: Plan) -> float:
+    def step_lower_bound_s(self, plan: Plan) -> float:
         """A lower bound on the seconds of a step for all plans with this plan's tp, pp and cp.
 
         It counts no communication between replicas, and shares the optimizer's time among them. It
@@ -349,7 +349,7 @@ class Estimator:
         """
         ledgers = {
             device: replace(
-                ledger, messages=tuple(replace(one, latency_s=0.0) for one in ledger.messages if one.name == WITHIN)
+                ledger, messages=tuple(replace(one, latency_s=0.0) for one in ledger.messages if one.name == BLOCKING)
             )
             for device, ledger in self._ledgers(plan).items()
         }
@@ -360,15 +360,15 @@ class Estimator:
         """The ledger by pipeline rank; a plan without a pipeline has rank 0 only."""
         ledgers = {}
         for device in _estimated_ranks(plan.pp):
-            ledger = fold(self.profiler, plan, self.machine, device)
+            ledger = estimated_ledger(self.profiler, plan, self.machine, device)
             fixed = {**ledger.fixed, "runtime": float(self.runtime_bytes)}
             ledgers[device] = replace(ledger, fixed=fixed, saving=self._checkpoint_buffer_bytes(plan))
         return ledgers
 
-    def _time(self, plan: Plan, ledgers: dict[int, Ledger]) -> tuple[Time, list[Slot]]:
+    def _time(self, plan: Plan, ledgers: dict[int, Ledger]) -> tuple[Time, list[ScheduledAction]]:
         if plan.pp > 1:
-            return self.clock.pipeline_time(ledgers)
-        return self.clock.step_time(ledgers[0]), []
+            return self.cost_model.pipeline_time(ledgers)
+        return self.cost_model.step_time(ledgers[0]), []
 
     def _limits(self) -> dict[str, float]:
         """Bytes of host memory and disk that may be used: the job's limits, or the memory of this
@@ -421,9 +421,9 @@ class Estimator:
             parameters * (self.machine.device != "cpu" or plan.zero == 3 or plan.tp > 1),
             states * (self.machine.device != "cpu" or plan.zero > 0 or plan.tp > 1),
         )
-        return min(sum(copied), HELD * file_bytes(max(copied) / plan.pp, plan.devices // plan.pp))
+        return min(sum(copied), FILES_IN_MEMORY * file_bytes(max(copied) / plan.pp, plan.devices // plan.pp))
 
-    def least_bytes(self, plan: Plan) -> float:
+    def memory_lower_bound(self, plan: Plan) -> float:
         """A lower bound on the device bytes for any micro-batch and any recompute: parameters,
         optimizer states and gradients, sharded and offloaded as the plan says, and the runtime
         row."""
@@ -446,7 +446,7 @@ class Estimator:
         the same value."""
         return float(max(self.runtime_bytes, psutil.Process().memory_info().rss) + KERNELS_BYTES)
 
-    def settle(self, estimate: Estimate) -> Estimate:
+    def include_allocator(self, estimate: Estimate) -> Estimate:
         """Add what the allocator reserves beyond the tensors; on a CPU, also update the runtime
         row.
 
@@ -454,23 +454,25 @@ class Estimator:
         The runtime row of a CPU is known late: it is the memory of this process, which grows as it
         traces.
         """
-        if estimate.settled:
+        if estimate.includes_allocator:
             return estimate
         peak, ledger, on_cpu = estimate.peak, estimate.ledger, self.machine.device == "cpu"
-        if ledger.gathered is not None:  # the simulation has full gradients only: let each leave as it is made
-            ledger = replace(ledger, gathered=None, sent=Sent(1, 1.0, always=True))
+        if (
+            ledger.sharded_parameters is not None
+        ):  # the simulation has full gradients only: let each leave as it is made
+            ledger = replace(ledger, sharded_parameters=None, bucketed_reduction=BucketedReduction(1, 1.0, always=True))
         tensors = (
             ledger.peak().total - sum(ledger.fixed.values()) if ledger.messages else peak.total - peak.rows["runtime"]
         )
         on_device = partial(reserved_bytes, expandable=estimate.plan.allocator == "tuned")
-        taken = of_all_blocks(ledger, held_bytes if on_cpu else on_device)
-        if ledger.sent is not None and any(message.at_start for message in ledger.messages):
-            taken += ledger.sent.coming  # on a side stream: the allocator keeps its freed blocks for it
+        taken = extrapolate_layers(ledger, peak_heap_bytes if on_cpu else on_device)
+        if ledger.bucketed_reduction is not None and any(message.at_start for message in ledger.messages):
+            taken += ledger.bucketed_reduction.coming  # on a side stream: the allocator keeps its freed blocks for it
         rows = {**peak.rows, "allocator": max(taken - tensors, 0.0)}
         if on_cpu:
             rows["runtime"] = self._runtime_after_tracing
         total = peak.total + sum(rows[row] - peak.rows[row] for row in ("allocator", "runtime"))
-        return replace(estimate, peak=replace(peak, total=total, rows=rows), settled=True)
+        return replace(estimate, peak=replace(peak, total=total, rows=rows), includes_allocator=True)
 
 
 def _estimated_ranks(devices: int) -> list[int]:
@@ -487,7 +489,7 @@ def estimate(job: Job, plan: Plan, machine: Machine | None = None) -> Estimate:
     Raises InputError if the model cannot be traced; the message says what to do instead.
     """
     estimator = Estimator(job, machine or Machine.detect())
-    return estimator.settle(estimator.estimate(plan))
+    return estimator.include_allocator(estimator.estimate(plan))
 
 
-__all__ = ["Estimate", "Estimator", "estimate", "fold", "workspace_bytes"]
+__all__ = ["Estimate", "Estimator", "estimate", "estimated_ledger", "workspace_bytes"]

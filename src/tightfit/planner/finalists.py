@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from tightfit.errors import InputError, Untraceable
 from tightfit.job import Job
-from tightfit.models import model_config, shallow
+from tightfit.models import model_config, with_fewer_blocks
 from tightfit.plan import Plan
-from tightfit.planner.dry_run import rehearse
+from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import Estimate, Estimator
 
 MAX_DRY_RUN_BLOCKS = 24  # on several devices, a deeper model gets no dry run
@@ -26,7 +26,7 @@ MAX_FAILED_DRY_RUNS = 3  # after so many failures the model is the likely reason
 
 
 @dataclass
-class Finals:
+class DryRunResults:
     """The results of dry runs.
 
     chosen       the fastest plan that fits; None if there is none
@@ -38,26 +38,26 @@ class Finals:
     """
 
     chosen: Estimate | None = None
-    lacking: dict[Plan, Estimate] = field(default_factory=dict)
+    too_large: dict[Plan, Estimate] = field(default_factory=dict)
     refused: dict[Plan, InputError] = field(default_factory=dict)
     unconfirmed: dict[Plan, Estimate] = field(default_factory=dict)
 
-    def seen(self, one: Estimate) -> Estimate:
+    def latest(self, one: Estimate) -> Estimate:
         """The newest estimate of a plan: its dry run's, if there was one. A refused plan gets its
         reason."""
         if one.plan in self.refused:
             return replace(one, rejected_because=f"the engine refuses it: {self.refused[one.plan].found}")
-        return self.unconfirmed.get(one.plan) or self.lacking.get(one.plan, one)
+        return self.unconfirmed.get(one.plan) or self.too_large.get(one.plan, one)
 
-    def add(self, other: Finals) -> None:
+    def add(self, other: DryRunResults) -> None:
         """Merge the results of dry runs of other plans."""
         self.chosen = self.chosen or other.chosen
-        self.lacking |= other.lacking
+        self.too_large |= other.too_large
         self.refused |= other.refused
         self.unconfirmed |= other.unconfirmed
 
 
-def first_that_fits(estimator: Estimator, fitting: list[Estimate], job: Job) -> Finals:
+def first_that_fits(estimator: Estimator, fitting: list[Estimate], job: Job) -> DryRunResults:
     """Dry-run plans in the given order until one fits, with the bytes that the allocator reserves.
 
     fitting  estimates that fit, the fastest first
@@ -66,17 +66,17 @@ def first_that_fits(estimator: Estimator, fitting: list[Estimate], job: Job) -> 
     bytes. If a dry run shows that a plan does not fit, later plans of the same kind that leave less
     free memory are postponed. They come last, the one with the least memory first.
     """
-    finals = Finals()
+    finals = DryRunResults()
     reserved, put_off = dict[tuple[str, ...], float](), []
     for one in fitting:
         kind = one.plan.precision, one.plan.rounding, one.plan.states  # each needs other buffers for the update
         if one.peak_bytes + reserved.get(kind, 0.0) > one.limit_bytes:
             put_off.append(one)
-            finals.lacking[one.plan] = _with_allocator_row(one, reserved.get(kind, 0.0))
+            finals.too_large[one.plan] = _with_allocator_row(one, reserved.get(kind, 0.0))
         elif _try(finals, estimator, one, job):
             return finals
-        elif one.plan in finals.lacking:
-            more = finals.lacking[one.plan].peak_bytes - one.peak_bytes
+        elif one.plan in finals.too_large:
+            more = finals.too_large[one.plan].peak_bytes - one.peak_bytes
             reserved[kind] = max(reserved.get(kind, 0.0), more)
     for one in sorted(put_off, key=lambda one: one.peak_bytes):
         if _try(finals, estimator, one, job):
@@ -84,15 +84,17 @@ def first_that_fits(estimator: Estimator, fitting: list[Estimate], job: Job) -> 
     return finals
 
 
-def first_that_nearly_fits(estimator: Estimator, found: list[Estimate], finals: Finals, job: Job) -> Finals:
+def first_that_nearly_fits(
+    estimator: Estimator, found: list[Estimate], finals: DryRunResults, job: Job
+) -> DryRunResults:
     """Dry-run plans whose estimates are slightly too large, the one with the least memory first,
     until one fits. "Slightly" is the error that estimates are known to have.
 
     found   estimates of all plans
     finals  results of the dry runs so far
     """
-    more = Finals()
-    seen = {one.plan: finals.seen(one) for one in found}
+    more = DryRunResults()
+    seen = {one.plan: finals.latest(one) for one in found}
     near = [one for one in seen.values() if not one.rejected_because and _nearly_fits(one)]
     for one in sorted(near, key=lambda one: one.peak_bytes)[:MAX_NEAR_DRY_RUNS]:
         if _try(more, estimator, one, job, nearly=True):
@@ -106,8 +108,8 @@ def _nearly_fits(one: Estimate) -> bool:
     needed = (one.peak_bytes + one.margin_bytes - one.peak.rows["runtime"]) / (1 + MAX_OVERESTIMATE) + one.peak.rows[
         "runtime"
     ]
-    open_ = one.rehearsed is None and not one.not_confirmed and has_dry_run(one)
-    return open_ and one.lacks().keys() == {"memory"} and needed <= one.limit_bytes
+    open_ = one.dry_run_bytes is None and not one.not_confirmed and has_dry_run(one)
+    return open_ and one.shortages().keys() == {"memory"} and needed <= one.limit_bytes
 
 
 def has_dry_run(one: Estimate) -> bool:
@@ -121,27 +123,27 @@ def has_dry_run(one: Estimate) -> bool:
     return small and not one.ledger.keeps_step
 
 
-def _try(finals: Finals, estimator: Estimator, one: Estimate, job: Job, nearly: bool = False) -> bool:
+def _try(finals: DryRunResults, estimator: Estimator, one: Estimate, job: Job, nearly: bool = False) -> bool:
     """Dry-run a plan and record the result. Returns whether a plan has been chosen.
 
     nearly  the estimate of the plan is slightly too large
     """
-    finals.lacking.pop(one.plan, None)
+    finals.too_large.pop(one.plan, None)
     failed = list(finals.unconfirmed.values())
     if len(failed) >= MAX_FAILED_DRY_RUNS:
-        seen = replace(estimator.settle(one), not_confirmed=failed[0].not_confirmed)
+        seen = replace(estimator.include_allocator(one), not_confirmed=failed[0].not_confirmed)
     else:
         try:
             seen = _with_dry_run(estimator, one, job, nearly)
         except Untraceable as error:
-            seen = replace(estimator.settle(one), not_confirmed=error.found)
+            seen = replace(estimator.include_allocator(one), not_confirmed=error.found)
         except InputError as error:
             # the model does not support it: for example `recompute: sqrt`, if a block's successor
             # needs outputs of earlier blocks too
             finals.refused[one.plan] = error
             return False
     if not seen.fits:
-        finals.lacking[one.plan] = seen
+        finals.too_large[one.plan] = seen
     elif seen.not_confirmed:
         finals.unconfirmed[one.plan] = seen
     else:
@@ -151,7 +153,7 @@ def _try(finals: Finals, estimator: Estimator, one: Estimate, job: Job, nearly: 
 
 def _with_allocator_row(one: Estimate, reserved: float) -> Estimate:
     rows = {**one.peak.rows, "allocator": reserved}
-    return replace(one, peak=replace(one.peak, total=one.peak.total + reserved, rows=rows), settled=True)
+    return replace(one, peak=replace(one.peak, total=one.peak.total + reserved, rows=rows), includes_allocator=True)
 
 
 def _with_dry_run(estimator: Estimator, one: Estimate, job: Job, nearly: bool) -> Estimate:
@@ -160,14 +162,14 @@ def _with_dry_run(estimator: Estimator, one: Estimate, job: Job, nearly: bool) -
 
     Raises InputError if the engine refuses the plan.
     """
-    settled = estimator.settle(one)
+    settled = estimator.include_allocator(one)
     if not has_dry_run(one) or not (settled.fits or (nearly and _nearly_fits(settled))):
         return settled
     if _agrees_with_few_blocks(estimator, one, job):
-        return replace(settled, rehearsed=settled.peak.total)
-    peak = rehearse(job, one.plan, one.machine.device, one.ledger.device)
+        return replace(settled, dry_run_bytes=settled.peak.total)
+    peak = dry_run(job, one.plan, one.machine.device, one.ledger.device)
     beside = settled.peak.rows["runtime"] + settled.peak.rows.get("allocator", 0.0)
-    return replace(settled, rehearsed=peak.total + beside)
+    return replace(settled, dry_run_bytes=peak.total + beside)
 
 
 def _agrees_with_few_blocks(estimator: Estimator, one: Estimate, job: Job) -> bool:
@@ -183,11 +185,11 @@ def _agrees_with_few_blocks(estimator: Estimator, one: Estimate, job: Job) -> bo
 
     Raises InputError if the engine refuses the plan.
     """
-    few = shallow(job.model, FEW_BLOCKS) if one.plan.devices == 1 else None
+    few = with_fewer_blocks(job.model, FEW_BLOCKS) if one.plan.devices == 1 else None
     if few is None or one.ledger.blocks != getattr(model_config(job.model), "num_hidden_layers", None):
         return False
-    found = rehearse(job.replace(model=few), one.plan, one.machine.device).total
+    found = dry_run(job.replace(model=few), one.plan, one.machine.device).total
     return abs(found - estimator.peak_with_blocks(one.plan, FEW_BLOCKS)) <= AGREEMENT * found
 
 
-__all__ = ["Finals", "first_that_fits", "first_that_nearly_fits"]
+__all__ = ["DryRunResults", "first_that_fits", "first_that_nearly_fits"]

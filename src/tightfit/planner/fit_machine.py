@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from tightfit.cost.ledger import Ledger
 from tightfit.machine import Figure, Machine
-from tightfit.planner.estimate import fold
-from tightfit.planner.time_model import EFFICIENCIES, Clock
+from tightfit.planner.estimate import estimated_ledger
+from tightfit.planner.time_model import EFFICIENCIES, CostModel
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.record import Record
 
@@ -27,7 +27,7 @@ MAX_ROUNDS = 60  # of the search, for each step size
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedRun:
     """A timed run.
 
     ledger   of its plan
@@ -40,7 +40,7 @@ class Timed:
     machine: Machine
 
 
-def refine(machine: Machine, seen: Sequence[Timed]) -> Machine:
+def fit_efficiencies(machine: Machine, seen: Sequence[TimedRun]) -> Machine:
     """Return `machine` with the efficiencies that fit the measured seconds best: coordinate
     descent on their logarithms."""
     best = dict.fromkeys(EFFICIENCIES, 0.0)
@@ -61,7 +61,7 @@ def refine(machine: Machine, seen: Sequence[Timed]) -> Machine:
     return _with_efficiencies(machine, best, detail)
 
 
-def refine_from_records(machine: Machine, records: Sequence[Record]) -> Machine:
+def fit_machine(machine: Machine, records: Sequence[Record]) -> Machine:
     """As `fit_efficiencies`, with the records of runs on this machine.
 
     Runs with a pipeline are ignored: the bubble tells nothing about rates. Without any usable
@@ -74,9 +74,9 @@ def refine_from_records(machine: Machine, records: Sequence[Record]) -> Machine:
         seconds = record.median_step_s
         if seconds is not None and record.machine.name == machine.name and record.plan.pp == 1:
             profiler = Profiler(Job.parse(record.job), machine.device)
-            had = machine.of_processes(record.machine.devices_per_node, record.machine.nodes)
-            seen.append(Timed(fold(profiler, record.plan, had), seconds, had))
-    return refine(machine, seen) if seen else machine
+            had = machine.per_process(record.machine.devices_per_node, record.machine.nodes)
+            seen.append(TimedRun(estimated_ledger(profiler, record.plan, had), seconds, had))
+    return fit_efficiencies(machine, seen) if seen else machine
 
 
 def _with_efficiencies(machine: Machine, logarithms: dict[str, float], detail: str = "") -> Machine:
@@ -86,14 +86,14 @@ def _with_efficiencies(machine: Machine, logarithms: dict[str, float], detail: s
     return machine.replace(efficiency=figures)
 
 
-def _mean_squared_error(seen: Sequence[Timed], logarithms: dict[str, float]) -> float:
-    clocks = {id(one.machine): Clock(_with_efficiencies(one.machine, logarithms)) for one in seen}
+def _mean_squared_error(seen: Sequence[TimedRun], logarithms: dict[str, float]) -> float:
+    clocks = {id(one.machine): CostModel(_with_efficiencies(one.machine, logarithms)) for one in seen}
     errors = (math.log(clocks[id(one.machine)].step_time(one.ledger).step_s / one.seconds) ** 2 for one in seen)
     return sum(errors) / len(seen)
 
 
-def _objective(seen: Sequence[Timed], logarithms: dict[str, float]) -> float:
+def _objective(seen: Sequence[TimedRun], logarithms: dict[str, float]) -> float:
     return _mean_squared_error(seen, logarithms) + PRIOR * sum(value**2 for value in logarithms.values())
 
 
-__all__ = ["Timed", "refine", "refine_from_records"]
+__all__ = ["TimedRun", "fit_efficiencies", "fit_machine"]

@@ -18,7 +18,7 @@ from tightfit.methods import METHODS
 from tightfit.methods.offload import combinations
 from tightfit.methods.precision import rounding_of
 from tightfit.plan import Plan
-from tightfit.planner.candidates import is_legal, spreads
+from tightfit.planner.candidates import data_parallel_layouts, is_legal
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.runtime.method import SearchFacts, traced_fields
 from tightfit.runtime.method import leanest as leanest_values
@@ -41,7 +41,7 @@ def leanest(estimator: Estimator, start: Plan, pins: dict[str, Any], only_fittin
     """
     start = start.replace(float8=pins.get("float8", "none"))  # float8 needs memory for its casts
     plans = list(_combinations(estimator, start, pins))
-    bounds = {plan: estimator.least_bytes(plan) for plan in plans}
+    bounds = {plan: estimator.memory_lower_bound(plan) for plan in plans}
     if only_fitting and min(bounds.values(), default=0.0) > estimator.limit_bytes:
         return None
     best: Estimate | None = None
@@ -54,12 +54,12 @@ def leanest(estimator: Estimator, start: Plan, pins: dict[str, Any], only_fittin
             break
         seen = _least(estimator, plan.replace(**kernels), pins, _untraced_options)
         best = min((one for one in (best, seen) if one is not None), key=_fullness, default=None)
-    if best is None or estimator.settle(best).fits:
+    if best is None or estimator.include_allocator(best).fits:
         return best
     pinned = {**pins, "micro_batch": best.plan.micro_batch}
     again = [best, *_estimates(estimator, best.plan, pinned, _kernel_and_compile_options)]
     near = sorted((one for one in again if _fullness(one) <= (CLOSE_FACTOR * best.fullness, math.inf)), key=_fullness)
-    return min((estimator.settle(one) for one in near[:MAX_WITH_ALLOCATOR]), key=_fullness)
+    return min((estimator.include_allocator(one) for one in near[:MAX_WITH_ALLOCATOR]), key=_fullness)
 
 
 def _fullness(one: Estimate) -> tuple[float, float]:
@@ -126,7 +126,7 @@ def _combinations(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> It
     values = _values(estimator, start)
     options = {name: [getattr(start, name)] if name in pins else values[name] for name in STATES}
     for spread, offload, *chosen in itertools.product(
-        spreads(machine, start, pins),
+        data_parallel_layouts(machine, start, pins),
         offloads(estimator, pins),
         *options.values(),
     ):

@@ -13,28 +13,28 @@ from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.methods.pipeline import SCHEDULES
 from tightfit.plan import Plan
-from tightfit.planner.defaults import over_devices
+from tightfit.planner.defaults import data_parallel_degrees
 from tightfit.planner.estimate import Estimator
 
 SIMILAR = 1.05  # among lower bounds that differ by less than this factor, the simpler layout comes first
 WITHOUT_BUBBLE = ("pipedream", "zero-bubble")  # schedules with hardly any bubble
 
 
-def with_samples(machine: Machine, job: Job, pins: dict[str, Any]) -> Machine:
+def limited_to_batch(machine: Machine, job: Job, pins: dict[str, Any]) -> Machine:
     """The machine with at most as many devices as a step has samples. To use more devices, a plan
     needs model or sequence parallelism.
 
     Returns the machine unchanged if the pins leave no such parallelism open.
     """
-    spread = Plan.parse({**pins, **over_devices(machine, pins)}, "plan")
-    if spread.data_parallel <= job.train.batch or not cuts(machine, pins):
+    spread = Plan.parse({**pins, **data_parallel_degrees(machine, pins)}, "plan")
+    if spread.data_parallel <= job.train.batch or not parallelism_candidates(machine, pins):
         return machine
     most = job.train.batch * spread.tp * spread.pp * spread.cp + spread.servers
     per_node = min(machine.devices_per_node, most)
     return machine.replace(devices_per_node=per_node, nodes=max(most // per_node, 1))
 
 
-def cuts(machine: Machine, pins: dict[str, Any]) -> list[dict[str, int]]:
+def parallelism_candidates(machine: Machine, pins: dict[str, Any]) -> list[dict[str, int]]:
     """The degrees of tp, pp and cp to try, as plan fields; powers of two.
 
     tp stays within a node, because nothing hides its all-reduces. cp comes last: it is used only if
@@ -52,7 +52,7 @@ def cuts(machine: Machine, pins: dict[str, Any]) -> list[dict[str, int]]:
     return [one for one in unlike if left % math.prod(one.values()) == 0]
 
 
-def by_promise(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[tuple[float, dict[str, int]]]:
+def by_lower_bound(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[tuple[float, dict[str, int]]]:
     """(lower bound on the seconds of a step, degrees), the smallest bound first and cp last.
 
     The bound counts forward and backward of a device's share and, in a pipeline, the bubble: at
@@ -65,10 +65,10 @@ def by_promise(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[
     job, machine = estimator.job, estimator.machine
     ledger = estimator.profiler.ledger(start)
     samples = start.micro_batch_of(job.train.batch)
-    sample_s = estimator.clock.passages_s(ledger.training, samples) / samples
+    sample_s = estimator.cost_model.segments_s(ledger.training, samples) / samples
     count = machine.devices_per_node * machine.nodes - start.servers
     bounds = []
-    for sizes in cuts(machine, pins):
+    for sizes in parallelism_candidates(machine, pins):
         plan = start.replace(**sizes)
         devices = plan.tp * plan.pp * plan.cp
         if count // devices > job.train.batch:
@@ -85,7 +85,9 @@ def schedules(pins: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     return ({},) if {"schedule", "virtual_stages", "split"} & pins.keys() else SCHEDULES
 
 
-def cut_fields(estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+def parallelism_fields(
+    estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int]
+) -> dict[str, Any]:
     """The plan fields for these degrees, with all of the machine's devices in use. Raises
     InputError if the model does not support them."""
     fields: dict[str, Any] = {name: size for name, size in sizes.items() if name != "pp"}
@@ -96,11 +98,11 @@ def cut_fields(estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: d
     if "tp" in sizes and "float8" not in pins:
         fields["float8"] = "none"  # float8 does not support sharded layers
     if "pp" in sizes:
-        fields |= {"pp": sizes["pp"]} | balanced(estimator, start.replace(**fields), pins, sizes["pp"])
-    return fields | over_devices(estimator.machine, {**pins, **fields})
+        fields |= {"pp": sizes["pp"]} | balanced_split(estimator, start.replace(**fields), pins, sizes["pp"])
+    return fields | data_parallel_degrees(estimator.machine, {**pins, **fields})
 
 
-def with_sequences(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Plan]:
+def with_sequence_parallel(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Plan]:
     """The plans to try, in this order: if `start` uses tensor parallelism and does not fit, the
     plan with sequence parallelism comes first; then `start`, for models that do not support it."""
     smallest = start.replace(micro_batch=1) if start.pp > 1 else start
@@ -112,10 +114,10 @@ def with_sequences(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> l
 def _fits(estimator: Estimator, plan: Plan) -> bool:
     """Whether a plan fits. It is not traced if its parameters and optimizer states alone do not
     fit."""
-    return estimator.least_bytes(plan) <= estimator.limit_bytes and estimator.estimate(plan).fits
+    return estimator.memory_lower_bound(plan) <= estimator.limit_bytes and estimator.estimate(plan).fits
 
 
-def balanced(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: int) -> dict[str, Any]:
+def balanced_split(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: int) -> dict[str, Any]:
     """The pipeline split (plan field `split`) that minimises the seconds of the slowest stage.
 
     Returns no field if the pins fix the split. Raises InputError if the model has fewer blocks than
@@ -140,5 +142,5 @@ def balanced(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: int) -
             here = ledger.blocks + 1
         elif passage.phase == "backward" and here == 1:
             here = 0
-        seconds[here] += estimator.clock.passages_s([passage], 1)
+        seconds[here] += estimator.cost_model.segments_s([passage], 1)
     return {"split": split_balanced(seconds[1:-1], seconds[0], seconds[-1], stages)}

@@ -61,17 +61,17 @@ def does_not_fit(
     pins       plan fields that the user fixed; None if the user gave the plans to choose from, so
                that nothing else can be suggested
     """
-    least = estimator.settle(min(estimates, key=lambda one: (one.fullness, one.peak_bytes)))
+    least = estimator.include_allocator(min(estimates, key=lambda one: (one.fullness, one.peak_bytes)))
     remedies = [] if pins is None else _remedies(estimator, least, pins)
     lines = [_shortage_lines(least), f"  leanest plan: {least.plan}"]
     lines += [f"  {line}" for line in _largest_rows(least)]
     if remedies:
         lines += ["  what would help:", *(f"    {one}" for one in remedies)]
-    if "disk" in least.lacks():
+    if "disk" in least.shortages():
         lines.append("  or fewer train.keep_checkpoints, or a larger limits.disk")
-    if "host memory" in least.lacks():
+    if "host memory" in least.shortages():
         lines.append("  or materialize: device, fewer loader_workers or offload: [], or a host with more memory")
-    if "memory" in least.lacks():
+    if "memory" in least.shortages():
         lines.append(f"  or {_larger_machine(least)}")
     for plan, error in refused.items():
         lines.append(f"  would fit, and cannot run: {plan}: {error.found}")
@@ -85,21 +85,22 @@ def _content(least: Estimate, estimates: list[Estimate], remedies: list[Remedy])
         "machine": least.machine.model_dump(mode="json"),
         "chosen": None,
         "plans": [
-            {**one.content(), "rejected_because": one.rejected_because or lacking(one)} for one in (least, *others)
+            {**one.content(), "rejected_because": one.rejected_because or describe_shortages(one)}
+            for one in (least, *others)
         ],
         "lacks": {
             name: {"needed_bytes": round(needed), "available_bytes": round(there)}
-            for name, (needed, there) in least.lacks().items()
+            for name, (needed, there) in least.shortages().items()
         },
         "margin_bytes": round(least.margin_bytes),
         "remedies": [one.content() for one in remedies],
     }
 
 
-def lacking(one: Estimate) -> str:
+def describe_shortages(one: Estimate) -> str:
     """One line: the needed and the available bytes of every resource that is too small."""
     said = []
-    for name, (needed, there) in one.lacks().items():
+    for name, (needed, there) in one.shortages().items():
         beside = "" if name == "memory" else f" of {name}"
         free = f" and {format_bytes(one.margin_bytes)} kept free" if name == "memory" and needed <= there else ""
         said.append(f"needs {format_bytes(needed)}{beside}{free}, {format_bytes(there)} are there")
@@ -108,7 +109,7 @@ def lacking(one: Estimate) -> str:
 
 def _shortage_lines(least: Estimate) -> str:
     said = []
-    for name, (needed, there) in least.lacks().items():
+    for name, (needed, there) in least.shortages().items():
         beside = f" of {name}" if name != "memory" else ""
         margin = (
             f" and {format_bytes(least.margin_bytes)} ({MARGIN:.0%}) kept free as a safety margin" if not beside else ""
@@ -119,7 +120,7 @@ def _shortage_lines(least: Estimate) -> str:
 
 def _largest_rows(least: Estimate) -> list[str]:
     """One line per resource that is too small, with its largest rows."""
-    lacks, lines = least.lacks(), []
+    lacks, lines = least.shortages(), []
     for name, of in (("memory", least.peak.rows), ("host memory", least.host), ("disk", least.disk)):
         if name in lacks:
             rows = sorted(of.items(), key=lambda row: -row[1])[:3]
@@ -159,7 +160,7 @@ def _leanest_with_same_kernels(
     except InputError:
         return None
     found = leanest(estimator, start, {**kernels, **pins}, only_fitting)
-    return None if found is None else estimator.settle(found)
+    return None if found is None else estimator.include_allocator(found)
 
 
 def _more_permissions(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> Iterator[tuple[str, Estimate]]:
@@ -173,7 +174,7 @@ def _more_permissions(estimator: Estimator, least: Estimate, pins: dict[str, Any
     for words in [[word] for word in missing] + [missing]:
         if len(words) != 1 and (len(missing) < 2 or any(one.fits for one in results)):
             continue
-        allowing = estimator.of(job.replace(allow=[*said, *words]), estimator.machine)
+        allowing = estimator.with_job(job.replace(allow=[*said, *words]), estimator.machine)
         result = _leanest_with_same_kernels(allowing, least, pins)
         if result is not None:
             results.append(result)
@@ -198,7 +199,7 @@ def _shorter_sequences(estimator: Estimator, least: Estimate) -> Iterator[tuple[
     job = estimator.job
     if not isinstance(job.data, DataSpec) or estimator.profiler.unit != "tokens":
         return
-    if estimator.least_bytes(least.plan) > estimator.limit_bytes:
+    if estimator.memory_lower_bound(least.plan) > estimator.limit_bytes:
         return
     halves = (job.data.sequence_length >> power for power in itertools.count(1))
     lengths = list(itertools.takewhile(lambda length: length >= MIN_SEQUENCE_LENGTH, halves))  # descending
@@ -209,7 +210,7 @@ def _shorter_sequences(estimator: Estimator, least: Estimate) -> Iterator[tuple[
         shorter = job.replace(data=job.data.replace(sequence_length=lengths[middle]))
         try:
             one = Estimator(shorter, estimator.machine)
-            result = one.settle(one.estimate(least.plan))
+            result = one.include_allocator(one.estimate(least.plan))
         except InputError:
             return
         if result.fits:
@@ -225,7 +226,7 @@ def _shorter_sequences(estimator: Estimator, least: Estimate) -> Iterator[tuple[
 def _more_devices(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> Iterator[tuple[str, Estimate]]:
     """The smallest number of devices that fits: 2, 4, 8, ... times as many as there are."""
     machine = estimator.machine
-    if machine.device == "cpu" or "memory" not in least.lacks():
+    if machine.device == "cpu" or "memory" not in least.shortages():
         return
     row = devices().get(machine.name)
     node = max(machine.devices_per_node, row["node"] if row else DEVICES_PER_NODE)
@@ -237,7 +238,7 @@ def _more_devices(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -
         larger = machine.replace(devices_per_node=per_node, nodes=nodes)
         if row and machine.memory_bytes.source == "published":
             larger = Machine.named(f"{machine.name}:{size}")
-        result = _leanest_with_same_kernels(estimator.of(estimator.job, larger), least, pins, only_fitting=True)
+        result = _leanest_with_same_kernels(estimator.with_job(estimator.job, larger), least, pins, only_fitting=True)
         if result is not None and result.fits:
             yield f"{count} devices ({machine.name}:{size})", result
             return

@@ -29,11 +29,18 @@ from tightfit.plan import Plan
 from tightfit.planner.candidates import candidates, is_legal
 from tightfit.planner.defaults import complete
 from tightfit.planner.estimate import Estimate, Estimator
-from tightfit.planner.finalists import Finals, first_that_fits, first_that_nearly_fits
+from tightfit.planner.finalists import DryRunResults, first_that_fits, first_that_nearly_fits
 from tightfit.planner.leanest import leanest, offloads
-from tightfit.planner.parallelism import balanced, by_promise, cut_fields, schedules, with_samples, with_sequences
-from tightfit.planner.refusal import does_not_fit, lacking
-from tightfit.planner.time_model import WITHIN
+from tightfit.planner.parallelism import (
+    balanced_split,
+    by_lower_bound,
+    limited_to_batch,
+    parallelism_fields,
+    schedules,
+    with_sequence_parallel,
+)
+from tightfit.planner.refusal import describe_shortages, does_not_fit
+from tightfit.planner.time_model import BLOCKING
 from tightfit.units import format_seconds
 
 GC_THRESHOLDS = (100_000, 50, 100)  # of Python's cyclic garbage collector, during a search
@@ -67,7 +74,7 @@ def search(
     machine: Machine | None = None,
     pins: dict[str, Any] | None = None,
     estimator: Estimator | None = None,
-    among: list[Plan] | None = None,
+    choices: list[Plan] | None = None,
 ) -> list[Estimate]:
     """Search for the fastest plan that fits and keeps `pins`.
 
@@ -86,15 +93,15 @@ def search(
     machine = machine or Machine.detect()
     estimator = estimator or Estimator(job, machine)
     pins = dict(pins or {})
-    if among is None:
-        supplied = with_samples(machine, job, pins)
+    if choices is None:
+        supplied = limited_to_batch(machine, job, pins)
         start, _ = complete(job, supplied, pins)
         start, leaner = _first_supported(
-            lambda one: _with_best_kernels(estimator, one, pins), with_sequences(estimator, start, pins)
+            lambda one: _with_best_kernels(estimator, one, pins), with_sequence_parallel(estimator, start, pins)
         )
         start = _with_workers(estimator, start, pins)
         if start.pp > 1:
-            start = start.replace(**balanced(estimator, start, pins, start.pp))
+            start = start.replace(**balanced_split(estimator, start, pins, start.pp))
         found = _with_leaner_kernels(estimator, start, pins, leaner) if supplied is machine else []
         if machine.devices_per_node * machine.nodes > 1:
             found += _estimate_parallelism(estimator, start.replace(**leaner), pins, found)
@@ -102,37 +109,37 @@ def search(
             complete(job, machine, pins)  # raises the InputError that says what is wrong
         if not any(one.fits for one in found):
             for where in offloads(estimator, pins)[1:]:
-                found += worth_knowing(estimator, start.replace(**leaner, **where), {**pins, **where})
+                found += estimate_candidates(estimator, start.replace(**leaner, **where), {**pins, **where})
     else:
-        found = [estimator.estimate(plan) for plan in among if is_legal(plan, job, machine.device)]
-    finals = Finals()
+        found = [estimator.estimate(plan) for plan in choices if is_legal(plan, job, machine.device)]
+    finals = DryRunResults()
     _dry_run_fastest(finals, estimator, found)
-    if finals.chosen is None and among is None:
+    if finals.chosen is None and choices is None:
         more = _fallback_estimates(estimator, start.replace(**leaner), pins, found, finals)
         _dry_run_fastest(finals, estimator, more)
         found += more
     if finals.chosen is None and not finals.unconfirmed:
         finals.add(first_that_nearly_fits(estimator, found, finals, estimator.job))
-    chosen, found = finals.chosen, [finals.seen(one) for one in found]
+    chosen, found = finals.chosen, [finals.latest(one) for one in found]
     if chosen is None and finals.unconfirmed:
         chosen = min(finals.unconfirmed.values(), key=_by_time)
     if chosen is None:
         possible = [one for one in found if not one.rejected_because]
         if not possible:
             raise next(iter(finals.refused.values()))
-        raise does_not_fit(estimator, possible, finals.refused, None if among is not None else pins)
+        raise does_not_fit(estimator, possible, finals.refused, None if choices is not None else pins)
     others = _closest_first([one for one in found if one.plan != chosen.plan], chosen)
     return [chosen, *(replace(one, rejected_because=_rejection_reason(one, chosen)) for one in others[: RETURNED - 1])]
 
 
-def _dry_run_fastest(finals: Finals, estimator: Estimator, found: list[Estimate]) -> None:
+def _dry_run_fastest(finals: DryRunResults, estimator: Estimator, found: list[Estimate]) -> None:
     """Dry-run the plans whose estimates fit, the fastest first, and add the results to `finals`."""
     fitting = sorted((one for one in found if one.fits and one.plan not in finals.refused), key=_by_time)
     finals.add(first_that_fits(estimator, fitting, estimator.job))
 
 
 def _fallback_estimates(
-    estimator: Estimator, start: Plan, pins: dict[str, Any], found: list[Estimate], finals: Finals
+    estimator: Estimator, start: Plan, pins: dict[str, Any], found: list[Estimate], finals: DryRunResults
 ) -> list[Estimate]:
     """Estimate plans that the search skips as long as another plan may fit.
 
@@ -142,7 +149,7 @@ def _fallback_estimates(
     """
     more: list[Estimate] = []
     if (finals.unconfirmed or finals.refused) and start.compile != "none" and "compile" not in pins:
-        more += worth_knowing(estimator, start.replace(compile="none"), {**pins, "compile": "none"})
+        more += estimate_candidates(estimator, start.replace(compile="none"), {**pins, "compile": "none"})
     if finals.unconfirmed or any(one.fits for one in more):
         return more
     starts = [start]
@@ -155,7 +162,7 @@ def _fallback_estimates(
             more.append(least)
         if least is not None and least.fits:
             same = {name: getattr(least.plan, name) for name in ("precision", "rounding", "offload")}
-            more += worth_knowing(estimator, least.plan, {**pins, **same})
+            more += estimate_candidates(estimator, least.plan, {**pins, **same})
     return more
 
 
@@ -179,9 +186,9 @@ def _with_leaner_kernels(
 ) -> list[Estimate]:
     """As `estimate_candidates`. If the fastest plan does not fit, also try the kernels that need
     less memory and are slower (`leaner`)."""
-    found = worth_knowing(estimator, start, pins)
-    if leaner and not (found and estimator.settle(min(found, key=_by_time)).fits):
-        found += worth_knowing(estimator, start.replace(**leaner), pins)
+    found = estimate_candidates(estimator, start, pins)
+    if leaner and not (found and estimator.include_allocator(min(found, key=_by_time)).fits):
+        found += estimate_candidates(estimator, start.replace(**leaner), pins)
     return found
 
 
@@ -189,7 +196,9 @@ def _by_time(one: Estimate) -> tuple[float, float]:
     return one.total_s, one.peak_bytes
 
 
-def worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float = math.inf) -> list[Estimate]:
+def estimate_candidates(
+    estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float = math.inf
+) -> list[Estimate]:
     """Estimate the legal plans that can still win, given these bounds:
 
     - Without a pipeline, a micro-batch smaller than the largest that fits is not faster.
@@ -211,7 +220,7 @@ def worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any], best_
     # the largest useful micro-batch without memory-saving options, by the rest of the plan
     largest_useful: dict[Any, int] = {}
     for plans in candidates(estimator, start, pins):
-        if estimator.least_bytes(plans[0]) > estimator.limit_bytes:
+        if estimator.memory_lower_bound(plans[0]) > estimator.limit_bytes:
             ruled_out.setdefault((plans[0].precision, plans[0].states), []).append(plans[-1])
             continue
         batch, least = estimator.job.train.batch, plans[0].replace(micro_batch=None, **SAVES_NO_MEMORY)
@@ -244,7 +253,11 @@ def worth_knowing(estimator: Estimator, start: Plan, pins: dict[str, Any], best_
         return found + [estimator.estimate(plans[0]) for plans in ruled_out.values()]
 
     def how_lean(plan: Plan) -> tuple[float, bool, int]:
-        return estimator.least_bytes(plan), plan.recompute != "full", plan.micro_batch_of(estimator.job.train.batch)
+        return (
+            estimator.memory_lower_bound(plan),
+            plan.recompute != "full",
+            plan.micro_batch_of(estimator.job.train.batch),
+        )
 
     return found + [estimator.estimate(min(plans, key=how_lean)) for plans in ruled_out.values()]
 
@@ -322,11 +335,11 @@ def _doubled_lower_bound_s(one: Estimate) -> float:
     faster, the products' time.
     """
     time = one.time
-    within = [message.latency_s for message in one.ledger.messages if message.name == WITHIN]
+    within = [message.latency_s for message in one.ledger.messages if message.name == BLOCKING]
     others = [
         message.bytes / message.bytes_per_s + message.latency_s
         for message in one.ledger.messages
-        if message.name != WITHIN
+        if message.name != BLOCKING
     ]
     products = time.compute_s if one.machine.rates else 0.0
     busy = time.compute_s + time.memory_s
@@ -347,7 +360,7 @@ def _estimate_parallelism(
     # tp degree from which on tensor-parallel communication takes too long, with a pipeline or
     # without
     too_many_tp = math.inf
-    for bound_s, sizes in by_promise(estimator, start, pins):
+    for bound_s, sizes in by_lower_bound(estimator, start, pins):
         best_s = (1 - MIN_SAVING) * min((one.time.step_s for one in (*known, *found) if one.fits), default=math.inf)
         if bound_s > best_s or ("cp" in sizes and math.isfinite(best_s)):
             break
@@ -386,14 +399,14 @@ def _estimate_degrees(
 def _estimate_degrees_and_schedule(
     estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int], best_s: float
 ) -> list[Estimate]:
-    fields = cut_fields(estimator, start, pins, sizes)
+    fields = parallelism_fields(estimator, start, pins, sizes)
     start = start.replace(**fields)
     pins = {**pins, **{name: fields[name] for name in ("tp", "cp", "pp", "split") if name in fields}}
     if math.isfinite(best_s):
         share = start.share_of(estimator.job.train.batch)
-        if estimator.least_step_s(start.replace(micro_batch=1 if share > 1 else None)) > best_s:
+        if estimator.step_lower_bound_s(start.replace(micro_batch=1 if share > 1 else None)) > best_s:
             return []
-    plans = with_sequences(estimator, start, pins)
+    plans = with_sequence_parallel(estimator, start, pins)
     return _first_supported(lambda one: _by_precision(estimator, one, pins, best_s), plans)
 
 
@@ -401,11 +414,11 @@ def _by_precision(estimator: Estimator, start: Plan, pins: dict[str, Any], best_
     """Estimate plans with the parallelism of `start`. If none fits in its precision, and no other
     plan was found to fit, try bf16 parameters as well."""
     if "precision" in pins or estimator.profiler.is_complex:
-        return worth_knowing(estimator, start, pins, best_s)
-    found = worth_knowing(estimator, start, {**pins, "precision": start.precision}, best_s)
+        return estimate_candidates(estimator, start, pins, best_s)
+    found = estimate_candidates(estimator, start, {**pins, "precision": start.precision}, best_s)
     if start.precision == "bf16-mixed" and math.isinf(best_s) and not any(one.fits for one in found):
         start = start.replace(precision="bf16-true")
-        found += worth_knowing(estimator, start, {**pins, "precision": "bf16-true"}, best_s)
+        found += estimate_candidates(estimator, start, {**pins, "precision": "bf16-true"}, best_s)
     return found
 
 
@@ -477,7 +490,7 @@ def _wider_may_be_faster(estimator: Estimator, one: Estimate, wider: str) -> boo
     narrow_rate, rate = estimator.machine.rate(one.plan.precision), estimator.machine.rate(wider)
     if not one.plan.precision.endswith("mixed") or narrow_rate is None or rate is None:
         return False
-    launch_s = estimator.clock.launch_s
+    launch_s = estimator.cost_model.launch_s
     casts_s = sum(seconds + count * launch_s for _, kind, seconds, count in one.time.rows if kind == "cast")
     return casts_s > (narrow_rate / rate - 1) * one.time.compute_s
 
@@ -493,7 +506,7 @@ def _rejection_reason(one: Estimate, chosen: Estimate) -> str:
     if one.rejected_because:
         return one.rejected_because
     if not one.fits:
-        return lacking(one)
+        return describe_shortages(one)
     if one.not_confirmed:
         return f"not confirmed, its dry run failed: {one.not_confirmed}"
     slower = one.total_s / chosen.total_s - 1

@@ -17,13 +17,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tightfit.cost.entries import Message, Stage
+from tightfit.cost.entries import Message, RankProgram
 from tightfit.cost.ledger import Ledger
-from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Action, Slot, play, taken_by
-from tightfit.cost.recorded_step import Linear, Operation, Passage, Timeline
-from tightfit.machine import COMPUTED, Machine
-from tightfit.planner.allocators.deep_models import of_all_blocks
-from tightfit.planner.allocators.glibc import LARGEST_THRESHOLD, fetched_bytes
+from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Action, ScheduledAction, consumer_of, simulate
+from tightfit.cost.recorded_step import BatchLinear, Operation, Segment, Timeline
+from tightfit.machine import COMPILED_ARITHMETIC, Machine
+from tightfit.planner.allocators.deep_models import extrapolate_layers
+from tightfit.planner.allocators.glibc import MAX_MMAP_THRESHOLD, page_fault_bytes
 
 # Kinds of operations, by which the machine's rates are looked up. An operation that is not listed
 # is elementwise.
@@ -80,7 +80,7 @@ _KINDS = {
     "pooling": ("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices"),
     "update": ("aten._fused_adamw_", "aten._fused_sgd_"),
     "compiled": ("compiled",),
-    **{kind: (kind,) for kind in COMPUTED},
+    **{kind: (kind,) for kind in COMPILED_ARITHMETIC},
     "batch norm": ("aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update"),
     "nothing": ("aten.nll_loss_forward", "aten.empty_strided", "aten.empty", "aten.empty_like", "aten.new_empty",
         "c10d.allreduce_", "c10d.send", "c10d.recv_", "c10d._allgather_base_",
@@ -92,7 +92,7 @@ EFFICIENCIES = ("compute", "memory", "launch", "link")  # fitted to measured run
 DEFAULT_LAUNCH_S = {"cpu": 5e-6, "cuda": 8e-6}  # of an operation started from Python with autograd
 
 
-WITHIN = "activations"  # name of the messages that forward and backward wait for, such as tp all-reduces
+BLOCKING = "activations"  # name of the messages that forward and backward wait for, such as tp all-reduces
 # share of overlapped communication that nothing hides: the last gradient bucket, the first block's
 # parameters
 EXPOSED_SHARE = 0.05
@@ -140,7 +140,7 @@ class Time:
 Rows = dict[tuple[str, str], tuple[float, float]]  # (phase, kind) -> (seconds without launches, operations)
 
 
-class Clock:
+class CostModel:
     """Predicts seconds on one machine. Times of timelines are cached, because a model's blocks
     share their timelines."""
 
@@ -183,7 +183,7 @@ class Clock:
     def _message_s(self, message: Message) -> float:
         return message.bytes / (message.bytes_per_s * self.link_share) + message.latency_s
 
-    def _transfer_s(self, stage: Stage, tensors: tuple[Linear, ...], samples: int) -> float:
+    def _transfer_s(self, stage: RankProgram, tensors: tuple[BatchLinear, ...], samples: int) -> float:
         """Seconds to send tensors from one pipeline stage to the next. Each tensor is a message."""
         size, latency_s = sum(one.at(samples) for one in tensors), stage.latency_s * len(tensors)
         return self._message_s(Message("crossing", size, stage.bytes_per_s, False, latency_s))
@@ -211,7 +211,7 @@ class Clock:
         with_host: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for message in ledger.messages:
             seconds = self._message_s(message)
-            if not message.hides:
+            if not message.overlaps:
                 shown += seconds
                 continue
             if message.during:
@@ -229,16 +229,16 @@ class Clock:
             shown += max(max(seconds - lasts[during], seconds * EXPOSED_SHARE) for seconds in ways.values())
         return shown
 
-    def passages_s(self, passages: Iterable[Passage], samples: int) -> float:
+    def segments_s(self, segments: Iterable[Segment], samples: int) -> float:
         """Seconds of these segments of one micro-batch with `samples` samples, launches
         included."""
         busy = started = 0.0
-        for passage in passages:
+        for passage in segments:
             for seconds, count in self._timeline_rows(passage.timeline, samples).values():
                 busy, started = busy + seconds, started + count * self.launch_s
         return max(busy, started) if self.machine.device == "cuda" else busy + started
 
-    def pipeline_time(self, ledgers: dict[int, Ledger]) -> tuple[Time, list[Slot]]:
+    def pipeline_time(self, ledgers: dict[int, Ledger]) -> tuple[Time, list[ScheduledAction]]:
         """Predict a step of a pipeline by simulating its schedule.
 
         ledgers  by pipeline rank; a rank without a ledger is like the rank before it
@@ -247,33 +247,37 @@ class Clock:
         ranks.
         """
         seconds: dict[tuple[int, str], float] = {}
-        table = next(iter(ledgers.values())).stage.table  # type: ignore[union-attr]
+        table = next(iter(ledgers.values())).rank_program.schedule  # type: ignore[union-attr]
         for device in range(len(table)):
             ledger = ledgers[max(known for known in ledgers if known <= device)]
             stages = self._stage_times(ledger, device)
             busy_s = ledger.micro_batches * sum(sum(durations.values()) for durations in stages.values())
             waited_s = sum(
-                self._message_s(message) for message in ledger.messages if message.name == WITHIN and not message.hides
+                self._message_s(message)
+                for message in ledger.messages
+                if message.name == BLOCKING and not message.overlaps
             )
             for stage, durations in stages.items():
                 seconds.update({(stage, kind): one_s * (1 + waited_s / busy_s) for kind, one_s in durations.items()})
         one = next(iter(ledgers.values()))
-        assert one.stage is not None
+        assert one.rank_program is not None
         travel = {
-            (kind, stage): self._transfer_s(one.stage, crossing.sent(kind), one.micro_batch)
-            for stage, crossing in one.stage.crossings.items()
+            (kind, stage): self._transfer_s(one.rank_program, crossing.sent(kind), one.micro_batch)
+            for stage, crossing in one.rank_program.boundaries.items()
             for kind in (FORWARD, BACKWARD)
         }
 
         def lasts(action: Action) -> float:
-            return seconds[action.chunk, action.kind]
+            return seconds[action.stage, action.kind]
 
         def travels(action: Action) -> float:
-            return travel[action.kind, max(action.chunk, taken_by(action).chunk)]
+            return travel[action.kind, max(action.stage, consumer_of(action).stage)]
 
-        slots = play(table, lasts, travels, one.stage.late)
+        slots = simulate(table, lasts, travels, one.rank_program.late)
         busy = [sum(map(lasts, actions)) for actions in table]
-        if one.stage.continuous:  # of several steps; the first message of each is asked for when an update is done
+        if (
+            one.rank_program.continuous
+        ):  # of several steps; the first message of each is asked for when an update is done
             steps = len(table[0]) / 2 / one.micro_batches
             firsts = {known: travel.get((FORWARD, known), 0.0) for known in ledgers}
             slowest = max(ledgers, key=lambda known: busy[known] + steps * firsts[known])
@@ -286,20 +290,20 @@ class Clock:
     def _stage_times(self, ledger: Ledger, device: int) -> dict[int, dict[str, float]]:
         """Seconds of each action on one micro-batch (forward, backward, weight gradients), by
         stage of the pipeline rank `device`."""
-        assert ledger.stage is not None
+        assert ledger.rank_program is not None
         found = {}
-        for place, part in enumerate(ledger.stage.parts.values()):
-            stage = place * len(ledger.stage.table) + device
-            whole = self.passages_s(part.backward, ledger.micro_batch)
+        for place, part in enumerate(ledger.rank_program.stage_programs.values()):
+            stage = place * len(ledger.rank_program.schedule) + device
+            whole = self.segments_s(part.backward, ledger.micro_batch)
             weights = min(self._linear_s(part.forward, ledger.micro_batch), whole) if part.weights else 0.0
             found[stage] = {
-                FORWARD: self.passages_s(part.forward, ledger.micro_batch),
+                FORWARD: self.segments_s(part.forward, ledger.micro_batch),
                 BACKWARD: whole - weights,
                 WEIGHTS: weights,
             }
         return found
 
-    def _linear_s(self, passages: Iterable[Passage], samples: int) -> float:
+    def _linear_s(self, passages: Iterable[Segment], samples: int) -> float:
         """Seconds of the products with weights in a forward. The weight gradients take as long
         again."""
         return sum(
@@ -340,7 +344,9 @@ class Clock:
                 kind, count = KIND.get(operation.name, "elementwise"), operation.count.at(samples)
                 if kind != "nothing":
                     seconds, before = found[kind]
-                    started = 0.0 if kind in COMPUTED else count  # kinds in COMPUTED launch no kernel of their own
+                    started = (
+                        0.0 if kind in COMPILED_ARITHMETIC else count
+                    )  # kinds in COMPUTED launch no kernel of their own
                     found[kind] = seconds + self.operation_s(operation, samples) * count, before + started
             self._timelines[key] = found
         return self._timelines[key]
@@ -348,10 +354,10 @@ class Clock:
     def operation_s(self, operation: Operation, samples: int) -> float:
         """Seconds of one operation without its launch, at the rate of its kind, dtype and size."""
         kind = KIND.get(operation.name, "elementwise")
-        flops, moved = operation.flops.at(samples) * operation.computed, operation.moved.at(samples)
+        flops, moved = operation.flops.at(samples) * operation.computed_share, operation.bytes_accessed.at(samples)
         if kind not in ARITHMETIC:
             return moved / self.machine.achieved(kind, operation.dtype, moved) / self.memory_share
-        if operation.computed < 1.0 and kind in (ATTENTION, ATTENTION_BACKWARD):
+        if operation.computed_share < 1.0 and kind in (ATTENTION, ATTENTION_BACKWARD):
             kind = f"causal {kind}"
         arithmetic_s = flops / self.machine.achieved(kind, operation.dtype, _product_size(operation, samples, flops))
         return max(arithmetic_s / self.compute_share, moved / self.machine.bandwidth(moved) / self.memory_share)
@@ -361,7 +367,9 @@ class Clock:
         system and new pages are filled with zeros. 0 on a GPU."""
         if self.machine.device != "cpu":
             return 0.0
-        return of_all_blocks(ledger, fetched_bytes) / self.machine.achieved("fetch", "float32", LARGEST_THRESHOLD)
+        return extrapolate_layers(ledger, page_fault_bytes) / self.machine.achieved(
+            "fetch", "float32", MAX_MMAP_THRESHOLD
+        )
 
 
 def _work_s(time: Time) -> dict[str, float]:

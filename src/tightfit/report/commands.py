@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from tightfit.engine.launch import enter_environment, start_processes, take_surroundings
+from tightfit.engine.launch import enter_environment, read_launcher, start_processes
 from tightfit.errors import DoesNotFit, InputError, TightfitWarning, Untraceable
 from tightfit.job import Job, ModelSpec, apply_change
 from tightfit.machine import Machine
@@ -26,7 +26,15 @@ from tightfit.machines.gpus import unused
 from tightfit.plan import Plan, read_pins
 from tightfit.planner.defaults import ALLOCATOR, complete
 from tightfit.report.heartbeat import never_silent
-from tightfit.report.processes import Surroundings, among, by_the_first, check_start, leave, said_once, wait_for_all
+from tightfit.report.processes import (
+    LaunchOptions,
+    barrier,
+    check_start,
+    destroy_group,
+    errors_printed_once,
+    on_rank_zero,
+    watched_process,
+)
 from tightfit.report.unexpected_errors import not_writable
 from tightfit.rules import needed_permissions
 from tightfit.units import format_bytes, format_count, format_seconds, parse_bytes
@@ -97,12 +105,12 @@ def train_command(
     resume: bool,
     changes: list[str],
     nproc: int = 1,
-    surroundings: Surroundings | None = None,
+    surroundings: LaunchOptions | None = None,
 ) -> None:
     quiet_libraries()
-    here, world = take_surroundings()
-    out, around = out or Path("runs") / path.stem, surroundings or Surroundings()
-    with said_once(world, around):
+    here, world = read_launcher()
+    out, around = out or Path("runs") / path.stem, surroundings or LaunchOptions()
+    with errors_printed_once(world, around):
         job, pins = read_job(path, plan, changes)
         check_start(nproc, world, around)
     if nproc > 1 and world == 1:
@@ -112,7 +120,7 @@ def train_command(
     enter_environment(Plan(allocator=pins.get("allocator", ALLOCATOR)), Machine.detect().device)
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    machine = (this_machine(say) if world == 1 else Machine.detect()).of_processes(here, max(world // here, 1))
+    machine = (this_machine(say) if world == 1 else Machine.detect()).per_process(here, max(world // here, 1))
 
     def plan_it() -> tuple[dict[str, Any] | None, Plan]:
         check_out(out, resume)
@@ -131,12 +139,12 @@ def train_command(
         check_world(chosen)
         return predicted, chosen
 
-    with among(world, around) as join:
-        predicted, chosen = plan_it() if world == 1 else by_the_first(plan_it, partial(join, machine.device))
+    with watched_process(world, around) as join:
+        predicted, chosen = plan_it() if world == 1 else on_rank_zero(plan_it, partial(join, machine.device))
         if predicted is not None:
             say(
                 f"predict  {format_bytes(tensor_bytes_of(predicted))} of tensors at the peak, "
-                f"{format_seconds(predicted['time']['step_s'])} a step{f' ({machine.speed_is})' if machine.speed_is else ''}"
+                f"{format_seconds(predicted['time']['step_s'])} a step{f' ({machine.speed_caveat})' if machine.speed_caveat else ''}"
             )
         quiet_transformers(job)
         from tightfit.report.explain import slow_attention
@@ -148,8 +156,8 @@ def train_command(
         say(summary(record.content(), out))
         if warning := slow_attention(record):
             say(f"warning  {warning}")
-        wait_for_all()
-    leave()
+        barrier()
+    destroy_group()
     if stopped is not None:
         sys.exit(around.code_of(stopped))
 
@@ -182,7 +190,7 @@ def decide(
     try:
         estimator = Estimator(job, machine)
         if set(pins) >= set(Plan.field_names()):
-            found = estimator.settle(estimator.estimate(start))
+            found = estimator.include_allocator(estimator.estimate(start))
         else:
             found = search(job, machine, pins, estimator)[0]
     except InputError as error:
@@ -227,10 +235,10 @@ def explain_command(
             check_picture(option, file)
     machine = this_machine(say) if machine_name is None else Machine.named(machine_name)
     if analyze:  # it runs in this process, on one device
-        machine = machine.of_processes(1)
+        machine = machine.per_process(1)
     quiet_transformers(job)
     from tightfit.planner.estimate import Estimator
-    from tightfit.planner.refusal import lacking
+    from tightfit.planner.refusal import describe_shortages
     from tightfit.planner.search import search
     from tightfit.planner.waterfall import waterfall
     from tightfit.report.explain import explained, show, show_analysis
@@ -240,7 +248,7 @@ def explain_command(
     try:
         with never_silent(say, "predicting plans"):
             estimates = (
-                [estimator.settle(estimator.estimate(Plan.parse(pins, "plan")))]
+                [estimator.include_allocator(estimator.estimate(Plan.parse(pins, "plan")))]
                 if pinned
                 else search(job, machine, pins, estimator)
             )
@@ -254,11 +262,11 @@ def explain_command(
 
         draw_memory(estimates[0], picture)
     if timeline is not None:
-        if not estimates[0].slots:
+        if not estimates[0].schedule:
             raise InputError(f"--timeline {timeline}", "the plan has no pipeline", "set plan.pp: --set plan.pp=4")
         from tightfit.report.figures import draw_timeline
 
-        draw_timeline(estimates[0].slots, str(estimates[0].plan), timeline)
+        draw_timeline(estimates[0].schedule, str(estimates[0].plan), timeline)
     if as_json:
         print(json.dumps(explained(estimates)))
     else:
@@ -271,7 +279,7 @@ def explain_command(
 
         show_analysis(console, estimates[0], run_steps(job, estimates[0].plan, machine))
     if not estimates[0].fits:
-        raise DoesNotFit(lacking(estimates[0]))
+        raise DoesNotFit(describe_shortages(estimates[0]))
 
 
 def _bytes_of(option: str, text: str) -> int:
@@ -292,9 +300,9 @@ def this_machine(say: Callable[[str], None]) -> Machine:
     if machine.device != "cpu" or machine.matrix_flops_per_s:
         return machine
     say("a glance at this machine (some seconds, only once), to know how fast it is")
-    from tightfit.measure.calibrate import glance
+    from tightfit.measure.calibrate import quick_calibrate
 
-    return glance(machine)
+    return quick_calibrate(machine)
 
 
 def check_out(out: Path, resume: bool) -> None:
@@ -380,12 +388,12 @@ def verify_command(
     changes: list[str],
     as_json: bool,
     nproc: int = 1,
-    surroundings: Surroundings | None = None,
+    surroundings: LaunchOptions | None = None,
 ) -> None:
     quiet_libraries()
-    here, world = take_surroundings()
-    around = surroundings or Surroundings()
-    with said_once(world, around):
+    here, world = read_launcher()
+    around = surroundings or LaunchOptions()
+    with errors_printed_once(world, around):
         job, pins = read_job(path, plan, changes)
         check_start(nproc, world, around)
     if nproc > 1 and world == 1:
@@ -394,7 +402,7 @@ def verify_command(
     first = os.environ.get("RANK", "0") == "0"
     console = Console(stderr=as_json, quiet=not first)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    machine = (this_machine(say) if world == 1 else Machine.detect()).of_processes(here, max(world // here, 1))
+    machine = (this_machine(say) if world == 1 else Machine.detect()).per_process(here, max(world // here, 1))
 
     def plan_it() -> Plan:
         say(f"job      {job!r}\nmachine  {machine!r}")
@@ -409,14 +417,14 @@ def verify_command(
 
     from tightfit.report.out_of_memory import memory_errors_named
 
-    with among(world, around) as join:
-        chosen = plan_it() if world == 1 else by_the_first(plan_it, partial(join, machine.device))
+    with watched_process(world, around) as join:
+        chosen = plan_it() if world == 1 else on_rank_zero(plan_it, partial(join, machine.device))
         quiet_transformers(job)
         from tightfit.measure.verify import verify
 
         with memory_errors_named(chosen, job, machine.device), never_silent(say, "training with the plan and without"):
             result = verify(job, chosen, machine, steps)
-        wait_for_all()
+        barrier()
     if as_json and first:
         print(json.dumps(result.content()))
     elif not as_json:
@@ -425,5 +433,5 @@ def verify_command(
             table.add_row(name, f"{found:.3g}", f"{allowed:.3g}")
         console.print(table)
         console.print("passed" if result.passed else "FAILED: the plan does not train the same job")
-    leave()
+    destroy_group()
     sys.exit(0 if result.passed else 1)

@@ -16,9 +16,9 @@ from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.plan import Plan
 from tightfit.planner.estimate import MARGIN, Estimate, Estimator
-from tightfit.planner.refusal import lacking
+from tightfit.planner.refusal import describe_shortages
 from tightfit.planner.search import search
-from tightfit.planner.waterfall import Stage, waterfall
+from tightfit.planner.waterfall import WaterfallRow, waterfall
 from tightfit.record import Record
 from tightfit.report.schedule_text import timeline_text
 from tightfit.units import format_bytes, format_count, format_seconds
@@ -40,7 +40,7 @@ def explain(job: Job, machine: Machine | None = None, plan: Plan | None = None) 
     estimates = (
         search(job, estimator.machine, None, estimator)
         if plan is None
-        else [estimator.settle(estimator.estimate(plan))]
+        else [estimator.include_allocator(estimator.estimate(plan))]
     )
     console = Console(width=120, file=io.StringIO())
     show(console, estimates, waterfall(estimator, estimates[0].plan))
@@ -56,7 +56,7 @@ def explained(estimates: list[Estimate]) -> dict[str, Any]:
         "machine": chosen.machine.model_dump(mode="json"),
         "chosen": 0 if chosen.fits else None,
         "plans": [
-            {**one.content(), "rejected_because": one.rejected_because or ("" if one.fits else lacking(one))}
+            {**one.content(), "rejected_because": one.rejected_because or ("" if one.fits else describe_shortages(one))}
             for one in estimates
         ],
         "margin_bytes": round(chosen.margin_bytes),
@@ -64,7 +64,7 @@ def explained(estimates: list[Estimate]) -> dict[str, Any]:
     }
 
 
-def show(console: Console, estimates: list[Estimate], stages: list[Stage]) -> None:
+def show(console: Console, estimates: list[Estimate], stages: list[WaterfallRow]) -> None:
     """Print the explanation of the first estimate, and a table of the other estimates."""
     chosen = estimates[0]
     say = _say(console)
@@ -76,8 +76,8 @@ def show(console: Console, estimates: list[Estimate], stages: list[Stage]) -> No
     if chosen.ledger.disk or "disk" in chosen.limits:
         say(f"disk     {_beside(chosen.disk, chosen.limits.get('disk'))}")
     say(f"speed    {_speed(chosen)}{_made_up_for(chosen, stages)}")
-    if chosen.machine.speed_is:
-        say(f"         {chosen.machine.speed_is}")
+    if chosen.machine.speed_caveat:
+        say(f"         {chosen.machine.speed_caveat}")
     changes = ", ".join(chosen.changes_math)
     say(f"numerics {changes + ': changed, as the job allows' if changes else 'unchanged'}{_layers_in_float8(chosen)}")
     for advice in chosen.advice:
@@ -89,9 +89,9 @@ def show(console: Console, estimates: list[Estimate], stages: list[Stage]) -> No
     say("")
     for line in picture(chosen):
         say(line)
-    if chosen.slots:
+    if chosen.schedule:
         say("")
-        for line in timeline_text(chosen.slots, WIDTH):
+        for line in timeline_text(chosen.schedule, WIDTH):
             say(line)
     if len(estimates) > 1:
         say("")
@@ -108,7 +108,7 @@ def _states(estimate: Estimate) -> str:
     return said + (", and 2 of its 16-bit copy while it is used" if estimate.plan.precision.endswith("mixed") else "")
 
 
-def _made_up_for(chosen: Estimate, stages: list[Stage]) -> str:
+def _made_up_for(chosen: Estimate, stages: list[WaterfallRow]) -> str:
     """The number of steps after which compilation has saved the time that it takes."""
     for before, stage in itertools.pairwise(stages):
         if stage.method == "+ compile" and stage.step_s < before.step_s:
@@ -164,14 +164,14 @@ def _speed(estimate: Estimate) -> str:
     return ", ".join(parts)
 
 
-def waterfall_table(stages: list[Stage]) -> Table:
+def waterfall_table(stages: list[WaterfallRow]) -> Table:
     table = _table("", "", "peak", "", "step", "")
     before = None
     for stage in stages:
         change = [f"{_signed_bytes(stage.peak_bytes - before.peak_bytes)}"] if before else [""]
         slower = f"{stage.step_s / before.step_s - 1:+.0%}" if before else ""
         table.add_row(
-            stage.method, stage.said, format_bytes(stage.peak_bytes), *change, format_seconds(stage.step_s), slower
+            stage.method, stage.changes, format_bytes(stage.peak_bytes), *change, format_seconds(stage.step_s), slower
         )
         before = stage
     return table

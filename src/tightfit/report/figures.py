@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from tightfit.cost.ledger import ROWS
-from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Slot
+from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, ScheduledAction
 from tightfit.errors import InputError
 from tightfit.planner.estimate import Estimate
 from tightfit.units import format_bytes, format_seconds
@@ -86,22 +86,22 @@ def _name_phases(axes: Axes, phases: Sequence[str]) -> None:
         axes.annotate(last, (ends[-1], 0), xytext=(0, -22), textcoords="offset points", ha="right", va="top")
 
 
-def draw_timeline(slots: Sequence[Slot], title: str, file: Path) -> None:
+def draw_timeline(slots: Sequence[ScheduledAction], title: str, file: Path) -> None:
     """Draw each pipeline rank's actions over time, with their micro-batches' numbers; later stages
     are darker."""
-    end, devices = max(slot.end for slot in slots), 1 + max(slot.device for slot in slots)
+    end, devices = max(slot.end for slot in slots), 1 + max(slot.rank for slot in slots)
     axes = _axes(11.0, 1.2 + 0.34 * devices, title)
     for slot in slots:
         _, fill, line = _ACTIONS[slot.action.kind]
         length = slot.end - slot.start
         bar: dict[str, Any] = {"color": fill, "edgecolor": line, "linewidth": 0.6, "height": 0.8}
-        axes.barh(slot.device, length, left=slot.start, **bar)
-        virtual_stage = slot.action.chunk // devices
+        axes.barh(slot.rank, length, left=slot.start, **bar)
+        virtual_stage = slot.action.stage // devices
         if virtual_stage:
             shade = _SHADES[min(virtual_stage, len(_SHADES) - 1)]
-            axes.barh(slot.device, length, left=slot.start, height=0.8, color="black", alpha=shade, linewidth=0)
+            axes.barh(slot.rank, length, left=slot.start, height=0.8, color="black", alpha=shade, linewidth=0)
         if length > 0.014 * end:
-            axes.text(slot.start + length / 2, slot.device, str(slot.action.micro_batch), ha="center", va="center")
+            axes.text(slot.start + length / 2, slot.rank, str(slot.action.micro_batch), ha="center", va="center")
     axes.set_xlim(0, end)
     axes.set_ylim(devices - 0.5, -0.5)
     axes.set_yticks(range(devices), [f"device {device}" for device in range(devices)])

@@ -36,9 +36,9 @@ def machine_command(name: str | None, known: bool, calibrate: bool, records: lis
 
         machine = measure(machine, lambda line: console.print(f"measuring {line}", highlight=False))
     if records:
-        from tightfit.planner.fit_machine import refine_from_records
+        from tightfit.planner.fit_machine import fit_machine
 
-        machine = refine_from_records(machine, [read_record(path) for path in records])
+        machine = fit_machine(machine, [read_record(path) for path in records])
         machine.keep()
     if as_json:
         print(json.dumps(machine.content()))
@@ -47,8 +47,8 @@ def machine_command(name: str | None, known: bool, calibrate: bool, records: lis
     for row in machine_rows(machine):
         table.add_row(*row)
     console.print(table)
-    if machine.speed_is:
-        console.print(f"its speed is {machine.speed_is}")
+    if machine.speed_caveat:
+        console.print(f"its speed is {machine.speed_caveat}")
 
 
 def read_record(path: Path) -> Record:

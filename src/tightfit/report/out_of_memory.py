@@ -30,7 +30,7 @@ def memory_errors_named(plan: Plan, job: Job, device: str) -> Iterator[None]:
             raise
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise DoesNotFit(
-            f"{plan}: out of memory ({said[0][:160]})\n  smallest changes to try: {lighter(plan, job, device)}"
+            f"{plan}: out of memory ({said[0][:160]})\n  smallest changes to try: {smaller_changes(plan, job, device)}"
         ) from None
 
 
@@ -44,7 +44,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(words in said for words in _SAID) or said.endswith(_SAID_BY_ONEDNN)
 
 
-def lighter(plan: Plan, job: Job, device: str) -> str:
+def smaller_changes(plan: Plan, job: Job, device: str) -> str:
     """Single changes of the plan that need less memory and that the job allows, the cheapest in
     time first."""
     micro_batch = plan.micro_batch_of(job.train.batch)

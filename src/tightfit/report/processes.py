@@ -14,7 +14,7 @@ from tightfit.errors import InputError, TightfitError
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class LaunchOptions:
     """How a training command deals with its environment; it does not change what is trained.
 
     timeout_s     seconds to wait for a process that does not answer
@@ -32,7 +32,7 @@ class Surroundings:
         return self.requeue_code if self.requeue_code and number != signal.SIGINT else 128 + number
 
 
-def check_start(nproc: int, world: int, around: Surroundings) -> None:
+def check_start(nproc: int, world: int, around: LaunchOptions) -> None:
     """Raise InputError for options that contradict how the processes were started.
 
     nproc  processes that --nproc asks for; world: processes that the launcher has started
@@ -46,7 +46,7 @@ def check_start(nproc: int, world: int, around: Surroundings) -> None:
 
 
 @contextmanager
-def among(world: int, around: Surroundings) -> Iterator[Callable[[str], None]]:
+def watched_process(world: int, around: LaunchOptions) -> Iterator[Callable[[str], None]]:
     """Within, this process and the others of its training watch each other (`engine/watchdog.py`).
 
     Yields a function that joins the process group for a kind of device (cpu, cuda).
@@ -57,26 +57,26 @@ def among(world: int, around: Surroundings) -> Iterator[Callable[[str], None]]:
     from datetime import timedelta
 
     from tightfit.distributed.mesh import join, rank
-    from tightfit.distributed.rendezvous import choose_interface, meet
+    from tightfit.distributed.rendezvous import choose_interface, join_store
     from tightfit.engine.watchdog import FIRST_TIMEOUT_S, watched
 
     choose_interface(around.interface)
-    store, longest = meet(), timedelta(seconds=2 * max(around.timeout_s, FIRST_TIMEOUT_S))
+    store, longest = join_store(), timedelta(seconds=2 * max(around.timeout_s, FIRST_TIMEOUT_S))
     with watched(store, rank(), world, around.timeout_s):
         yield lambda device: join(device, store, longest)
 
 
 @contextmanager
-def said_once(world: int, around: Surroundings) -> Iterator[None]:
+def errors_printed_once(world: int, around: LaunchOptions) -> Iterator[None]:
     """Within, an error that every process raises on its own is printed by only one of them."""
     try:
         yield
     except TightfitError as error:
-        with among(world, around):
+        with watched_process(world, around):
             raise error from None
 
 
-def by_the_first(make: Callable[[], Any], join: Callable[[], None]) -> Any:
+def on_rank_zero(make: Callable[[], Any], join: Callable[[], None]) -> Any:
     """Call `make` on rank 0 and broadcast its result to all ranks.
 
     If it raises TightfitError, rank 0 raises it, and the others exit with its exit code.
@@ -84,12 +84,12 @@ def by_the_first(make: Callable[[], Any], join: Callable[[], None]) -> Any:
     """
     import torch.distributed as dist
 
-    from tightfit.distributed.mesh import leads
-    from tightfit.runtime.activity import doing
+    from tightfit.distributed.mesh import is_rank_zero
+    from tightfit.runtime.activity import note_activity
 
     answer: list[Any] = [None, None]
-    doing("planning")
-    if leads():
+    note_activity("planning")
+    if is_rank_zero():
         try:
             answer = [make(), None]
         except TightfitError as error:
@@ -98,13 +98,13 @@ def by_the_first(make: Callable[[], Any], join: Callable[[], None]) -> Any:
     dist.broadcast_object_list(answer, src=0)
     made, failed = answer
     if failed is not None:
-        if not leads():
+        if not is_rank_zero():
             sys.exit(failed.exit_code)
         raise failed
     return made
 
 
-def wait_for_all() -> None:
+def barrier() -> None:
     """A barrier over all processes of the training, if there are several."""
     import torch.distributed as dist
 
@@ -112,7 +112,7 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
-def leave() -> None:
+def destroy_group() -> None:
     """Destroy the process group, if there is one, after all processes are done."""
     import torch.distributed as dist
 

@@ -33,7 +33,7 @@ def describe(step: Step, items_per_s: float, unit: str, peak_bytes: int | None, 
     )
 
 
-class Lines:
+class ProgressLines:
     """Prints a line for the first step and the last, and one every few seconds in between."""
 
     def __init__(self, total: int, unit: str, console: Console) -> None:
@@ -57,7 +57,7 @@ class Lines:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-class Bar:
+class ProgressBar:
     """A bar that is redrawn in place; lines of `say` scroll above it."""
 
     def __init__(self, total: int, unit: str, console: Console) -> None:
@@ -84,7 +84,7 @@ class Bar:
         self.progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def progress(total: int, unit: str, console: Console | None = None) -> Bar | Lines:
+def progress(total: int, unit: str, console: Console | None = None) -> ProgressBar | ProgressLines:
     """A Bar on a terminal, Lines if the output goes to a file or a pipe."""
     console = console or Console()
-    return Bar(total, unit, console) if console.is_terminal else Lines(total, unit, console)
+    return ProgressBar(total, unit, console) if console.is_terminal else ProgressLines(total, unit, console)

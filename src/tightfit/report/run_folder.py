@@ -21,13 +21,13 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from tightfit.distributed.mesh import leads
+from tightfit.distributed.mesh import is_rank_zero
 from tightfit.engine.build import build
 from tightfit.engine.checkpoint.resume import resume
 from tightfit.engine.checkpoint.save import check_folder, checkpoints, newest, save
 from tightfit.engine.launch import PASSED_ON
 from tightfit.engine.loop import evaluate, total_steps, train
-from tightfit.engine.step import Step, asker, everywhere, local
+from tightfit.engine.step import Step, holds_everywhere, local, make_stop_poll
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import Job
 from tightfit.machine import Machine
@@ -37,14 +37,14 @@ from tightfit.plan import Plan
 from tightfit.record import Record
 from tightfit.report.heartbeat import never_silent
 from tightfit.report.out_of_memory import memory_errors_named
-from tightfit.report.progress import Bar, Lines, progress
+from tightfit.report.progress import ProgressBar, ProgressLines, progress
 from tightfit.report.sample_text import sample_text
 from tightfit.report.trackers import Trackers, check_trackers
 from tightfit.report.unexpected_errors import not_writable
 from tightfit.runtime.run import Run, wait_for_weights
 from tightfit.values import read_yaml
 
-ASKED_EVERY = 10  # steps between agreements to stop, if ranks do not wait for each other
+STOP_POLL_STEPS = 10  # steps between agreements to stop, if ranks do not wait for each other
 OVERFLOWS = 25  # steps in a row; a dynamic loss scale needs fewer to come down from 2^16 to 1
 
 
@@ -65,7 +65,7 @@ def train_in_folder(
     ended the training before its last step (None if none has).
     Raises DoesNotFit if memory runs out, TightfitError if the loss becomes NaN or infinite.
     """
-    console = Console(quiet=not leads())
+    console = Console(quiet=not is_rank_zero())
     check_trackers(job)
     if again:
         _find_checkpoint(out)
@@ -80,12 +80,12 @@ def train_in_folder(
                 f"nothing left to train: {start} of {total} steps are done; raise train.steps to train longer"
             )
             return Record.parse(json.loads((out / "record.json").read_text())), _sample(run), None
-        earlier = begin_files(job, plan, predicted, out, start) if leads() else []
+        earlier = begin_files(job, plan, predicted, out, start) if is_rank_zero() else []
         check_folder(run, out)
         observer = Observer(run, start)
         with progress(total, observer.unit, console) as view, ExitStack() as open_files:
-            trackers = open_files.enter_context(Trackers(job, out, start)) if leads() else None
-            metrics = open_files.enter_context((out / "metrics.jsonl").open("a")) if leads() else None
+            trackers = open_files.enter_context(Trackers(job, out, start)) if is_rank_zero() else None
+            metrics = open_files.enter_context((out / "metrics.jsonl").open("a")) if is_rank_zero() else None
             stopped = _train(run, start, out, observer, view, trackers, metrics)
         record = observer.record(machine)
     if predicted is not None:
@@ -94,7 +94,7 @@ def train_in_folder(
         peak = record.peak_bytes.replace(predicted=sum(tensors) + predicted["workspace_bytes"], predicted_process=whole)
         record = record.replace(peak_bytes=peak, predicted_step_s=predicted["time"]["step_s"])
     record = record.replace(loss=[*((line["step"], line["loss"]) for line in earlier), *record.loss])
-    if leads():
+    if is_rank_zero():
         (out / "record.json").write_text(json.dumps(record.content(), indent=1) + "\n")
     return record, _sample(run) if stopped is None else None, stopped
 
@@ -141,7 +141,7 @@ def _train(
     start: int,
     out: Path,
     observer: Observer,
-    view: Bar | Lines,
+    view: ProgressBar | ProgressLines,
     trackers: Trackers | None,
     metrics: TextIO | None,
 ) -> int | None:
@@ -159,7 +159,7 @@ def _train(
     def note(result: Step) -> None:
         nonlocal overflows
         number, overflows = result.step + 1, overflows + 1 if result.skipped else 0
-        observer.see(result)
+        observer.add(result)
         line = metrics_line(result, observer)
         if _is_due(settings.evaluate_every, number) and math.isfinite(result.loss):
             line["evaluation_loss"] = evaluate(run)
@@ -172,7 +172,7 @@ def _train(
         view.show(result, line["items_per_s"], line["peak_bytes"], observer.step_s(result) * (last - number))
 
     with stop_signals() as stop:
-        ask = asker(run)
+        ask = make_stop_poll(run)
         for result in train(run, start, take=observer.take, weights_at_yield=False):
             done = result.step + 1
             unread.append(result)
@@ -180,7 +180,7 @@ def _train(
             at_once = saves or done == last or _is_due(settings.evaluate_every, done) or run.device.type != "cuda"
             while len(unread) > (0 if at_once else 1):
                 note(unread.popleft())
-            asks = run.stages is None or not run.stages.free or done % ASKED_EVERY == 0
+            asks = run.executor is None or not run.executor.unsynchronized or done % STOP_POLL_STEPS == 0
             stopped = ask(stop.signal or 0) if asks else 0  # all ranks stop after the same step
             if stopped:
                 break
@@ -271,7 +271,7 @@ def _check_weights(run: Run, out: Path, done: int) -> None:
     """Raise TightfitError if weights are NaN or infinite, because their checkpoint would replace a
     good one."""
     wait_for_weights(run)
-    if not everywhere(run, all(bool(local(parameter).isfinite().all()) for parameter in run.model.parameters())):
+    if not holds_everywhere(run, all(bool(local(parameter).isfinite().all()) for parameter in run.model.parameters())):
         raise _diverged(f"weights became infinite or NaN in step {done}", out)
 
 

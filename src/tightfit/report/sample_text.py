@@ -12,7 +12,7 @@ from torch import Tensor
 from tightfit.engine.loop import evaluating
 from tightfit.models import is_transformers_model
 from tightfit.models.objective import TASKS
-from tightfit.runtime.activity import doing
+from tightfit.runtime.activity import note_activity
 from tightfit.runtime.run import Run
 
 PROMPT = "def "
@@ -32,7 +32,7 @@ def sample_text(run: Run, prompt: str = PROMPT, tokens: int = TOKENS) -> str | N
     data has no tokenizer, or if no device runs a whole forward (pipelines and parameter servers).
     """
     tokenizer = run.data.tokenizer
-    if tokenizer is None or not is_transformers_model(run.model) or run.stages is not None:
+    if tokenizer is None or not is_transformers_model(run.model) or run.executor is not None:
         return None
     config = run.model.config
     if not run.model.can_generate() or config.is_encoder_decoder:  # type: ignore[operator, union-attr]
@@ -45,7 +45,7 @@ def sample_text(run: Run, prompt: str = PROMPT, tokens: int = TOKENS) -> str | N
     generator = torch.Generator().manual_seed(run.job.train.seed)
     with _forwards_alone(run):
         for number in range(room):
-            doing(f"sample text, token {number + 1}")
+            note_activity(f"sample text, token {number + 1}")
             token = _drawn(_next_logits(run, ids), generator).to(run.device)
             if run.mesh is not None:
                 dist.broadcast(token, src=0)
@@ -80,9 +80,9 @@ def _next_logits(run: Run, ids: Tensor) -> Tensor:
     logits = logits_of(run.model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})[0, -1].float()
     head = run.model.get_output_embeddings()  # type: ignore[operator]
     names = {id(parameter): name for name, parameter in run.model.named_parameters()}
-    cut = run.slices.get(names.get(id(getattr(head, "weight", None)), ""))
+    cut = run.tp_shards.get(names.get(id(getattr(head, "weight", None)), ""))
     if cut is not None and cut.shape[0] != len(logits):
-        logits = cut.whole(logits.unsqueeze(1)).squeeze(1)
+        logits = cut.unshard(logits.unsqueeze(1)).squeeze(1)
     return logits
 
 

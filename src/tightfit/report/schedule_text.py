@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, Slot
+from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, ScheduledAction
 from tightfit.units import format_seconds
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def timeline_text(slots: Sequence[Slot], width: int = 100) -> list[str]:
+def timeline_text(slots: Sequence[ScheduledAction], width: int = 100) -> list[str]:
     """A line for each pipeline rank: digits are forwards, by micro-batch, letters backwards, +
     weights' gradients, dots the bubble.
 
     width  characters for the whole step
     """
-    end, devices = max(slot.end for slot in slots), 1 + max(slot.device for slot in slots)
+    end, devices = max(slot.end for slot in slots), 1 + max(slot.rank for slot in slots)
     lines = []
     for device in range(devices):
         cells = ["."] * width
-        own = [slot for slot in slots if slot.device == device]
+        own = [slot for slot in slots if slot.rank == device]
         for slot in own:
             number = slot.action.micro_batch
             mark = {FORWARD: str(number % 10), BACKWARD: _LETTERS[number % 26]}.get(slot.action.kind, "+")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Progress:
+class Activity:
     """The operation that a process is executing, and since when.
 
     operation  its name, such as "forward"; "starting" before the first one
@@ -40,10 +40,10 @@ class Progress:
         self.operation, self.since = operation, now
 
 
-_progress: ContextVar[Progress | None] = ContextVar("progress", default=None)
+_progress: ContextVar[Activity | None] = ContextVar("progress", default=None)
 
 
-def doing(operation: str, step: int | None = None) -> None:
+def note_activity(operation: str, step: int | None = None) -> None:
     """Note that this process begins `operation` now. step: None for the same step as before.
 
     Does nothing unless `recording_activity` is active in this context.
@@ -54,10 +54,10 @@ def doing(operation: str, step: int | None = None) -> None:
 
 
 @contextmanager
-def noted() -> Iterator[Progress]:
+def recording_activity() -> Iterator[Activity]:
     """Within the context, `note_activity` records what this thread does in the Activity yielded
     here."""
-    progress = Progress()
+    progress = Activity()
     token = _progress.set(progress)
     try:
         yield progress
@@ -65,4 +65,4 @@ def noted() -> Iterator[Progress]:
         _progress.reset(token)
 
 
-__all__ = ["Progress", "doing", "noted"]
+__all__ = ["Activity", "note_activity", "recording_activity"]

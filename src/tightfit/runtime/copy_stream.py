@@ -41,7 +41,7 @@ class _PendingCopy:
     arrived: Any
 
 
-class Uploads:
+class BatchPrefetcher:
     """Keeps two micro-batches on the device: the present one, and the next, which is being copied.
 
     Memory for the next one is allocated on the compute stream before the present one's computation
@@ -55,7 +55,7 @@ class Uploads:
         self._reserved: _ReservedMemory | None = None  # for the next step's first batch
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def one_ahead(self, batches: Sequence[Batch], place: Callable[[Batch, Copy], Batch]) -> Iterator[Batch]:
+    def prefetch(self, batches: Sequence[Batch], place: Callable[[Batch, Copy], Batch]) -> Iterator[Batch]:
         """Yield the micro-batches of a step, each on the device.
 
         batches  the step's micro-batches, on the host
@@ -136,4 +136,4 @@ def _same_layout(there: Tensor, tensor: Tensor) -> bool:
     return there.shape == tensor.shape and there.dtype == tensor.dtype and there.stride() == tensor.stride()
 
 
-__all__ = ["Uploads"]
+__all__ = ["BatchPrefetcher"]

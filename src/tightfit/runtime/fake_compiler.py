@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
-def stand_in() -> Callable[..., Any]:
+def fake_backend() -> Callable[..., Any]:
     """A backend for torch.compile that allocates and frees buffers as generated code does, and
     computes nothing.
     """
@@ -57,7 +57,7 @@ def stand_in() -> Callable[..., Any]:
 
 
 @cache
-def generates_kernels() -> bool:
+def can_generate_kernels() -> bool:
     """Whether torch.compile can generate kernels for CUDA devices on this machine.
 
     That takes Triton, a GPU that Triton supports (Volta, compute capability 7.0, or newer), and a C
@@ -370,7 +370,7 @@ def _run_generated(node: fx.Node, moved: int) -> Any:
     return outputs
 
 
-def see_kernel(moved: int, dtype: torch.dtype, kind: str = "compiled") -> None:
+def see_kernel(bytes_accessed: int, dtype: torch.dtype, kind: str = "compiled") -> None:
     """Report a generated kernel, which dispatches no operation, to the active dispatch modes.
 
     Modes that record kernels have a method `see_kernel`.
@@ -382,7 +382,7 @@ def see_kernel(moved: int, dtype: torch.dtype, kind: str = "compiled") -> None:
     """
     for mode in _get_current_dispatch_mode_stack():
         if hasattr(mode, "see_kernel"):
-            mode.see_kernel(moved, dtype, kind)
+            mode.see_kernel(bytes_accessed, dtype, kind)
 
 
 def _empty(value: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from tightfit.errors import InputError
 from tightfit.models.objective import IGNORED
-from tightfit.runtime.fake_compiler import generates_kernels, see_kernel
+from tightfit.runtime.fake_compiler import can_generate_kernels, see_kernel
 
 ROWS_IN_CACHE = 64
 # Rows on a CUDA device without a fused kernel: bounds the memory of an evaluation's fp32 softmax.
@@ -37,11 +37,11 @@ PADDED_TO = 64  # classes of 2 bytes each: a cache line of 128 bytes
 ALIGNED_TO = 8  # classes of 2 bytes each: cuBLAS's fast kernels need rows of a multiple of 16 bytes
 ROW_MULTIPLE = 128  # rows: the tile size of matrix products on a CUDA device
 # (logits, labels) -> loss; overwrites the logits with their gradient
-Fused = Callable[[Tensor, Tensor], Tensor]
+FusedLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Kernels:
+class LossKernels:
     """How a chunk of the loss is computed.
 
     rows      rows whose softmax is in fp32 at a time, without a fused kernel; few on a CPU, so that
@@ -57,12 +57,12 @@ class Kernels:
 
     rows: int = ROWS_IN_CACHE
     pads: bool = False
-    adds: bool = False
-    fused: Fused | None = None
-    multiple: int = 1
+    accumulates_fp32: bool = False
+    fused: FusedLoss | None = None
+    row_multiple: int = 1
 
 
-def kernels_for(kind: str, narrow: bool, chunk: int) -> Kernels:
+def kernels_for(kind: str, narrow: bool, chunk: int) -> LossKernels:
     """The kernels for a kind of device (cpu, cuda).
 
     narrow  whether products take 16-bit numbers
@@ -72,13 +72,17 @@ def kernels_for(kind: str, narrow: bool, chunk: int) -> Kernels:
     rounding of rows, because shapes then grow in proportion to the batch.
     """
     if kind == "cpu":
-        return Kernels()
+        return LossKernels()
     predicted = active_fake_mode() is not None
     fused = None
-    if generates_kernels():
-        fused = foreseen if predicted else compiled()
-    return Kernels(
-        min(chunk, MAX_ROWS), pads=narrow, adds=narrow, fused=fused, multiple=1 if predicted else ROW_MULTIPLE
+    if can_generate_kernels():
+        fused = predicted_loss if predicted else compiled_loss()
+    return LossKernels(
+        min(chunk, MAX_ROWS),
+        pads=narrow,
+        accumulates_fp32=narrow,
+        fused=fused,
+        row_multiple=1 if predicted else ROW_MULTIPLE,
     )
 
 
@@ -147,7 +151,7 @@ def loss_and_gradient(logits: Tensor, labels: Tensor) -> Tensor:
     return losses.where(counts, 0.0).sum()
 
 
-def compiled(backend: str | Callable[..., Any] = "inductor") -> Fused:
+def compiled_loss(backend: str | Callable[..., Any] = "inductor") -> FusedLoss:
     """`loss_and_gradient` as generated kernels, which take any number of rows.
 
     The kernel raises InputError at its first call where it cannot be generated.
@@ -169,7 +173,7 @@ def compiled(backend: str | Callable[..., Any] = "inductor") -> Fused:
     return fused
 
 
-def foreseen(logits: Tensor, labels: Tensor) -> Tensor:
+def predicted_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """What `compiled` allocates and accesses, on fake tensors: the logits are read twice, written
     once."""
     see_kernel(3 * logits.numel() * logits.element_size(), logits.dtype)

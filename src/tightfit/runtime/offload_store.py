@@ -33,14 +33,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from tightfit.errors import DoesNotFit, InputError
-from tightfit.optim.gradient_hooks import when_complete
+from tightfit.optim.gradient_hooks import on_gradient_ready
 from tightfit.plan import Plan
-from tightfit.target_device import is_apart
+from tightfit.target_device import has_own_memory
 from tightfit.units import format_bytes
 
-SMALL = 2**16  # bytes; saved tensors up to this size are not offloaded
+MIN_OFFLOAD_BYTES = 2**16  # bytes; saved tensors up to this size are not offloaded
 # bytes; the most saved tensors that are prefetched at a time, unless one tensor is larger
-AHEAD = 2**28
+MAX_PREFETCH_BYTES = 2**28
 
 
 class Store:
@@ -56,15 +56,15 @@ class Store:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.device, self.on_disk = device, plan.offload_to == "disk"
         self.folder = Path(plan.offload_folder or tempfile.gettempdir())
-        self.taken = 0
+        self.stored_bytes = 0
         self._out_stream: torch.cuda.Stream | None = None  # the stream of copies to the store
         self._in_stream: torch.cuda.Stream | None = None  # the stream of copies to the device
         # id of a storage here -> the end of the last copy into it
         self._copies_out: dict[int, torch.cuda.Event] = {}
         # key of a tensor here -> its copy, prefetched
-        self._prefetched: dict[tuple[int, int], Coming] = {}
+        self._prefetched: dict[tuple[int, int], PendingFetch] = {}
         # of the previous update, and of this one
-        self._pending_sends: tuple[list[Left], list[Left]] = [], []
+        self._pending_sends: tuple[list[PendingSend], list[PendingSend]] = [], []
         self.note: Callable[[Tensor], None] | None = (
             None  # called with each tensor allocated here, for the memory watch
         )
@@ -92,7 +92,7 @@ class Store:
         """Allocate in page-locked memory, or map a file."""
         count = shape.numel()
         size = count * dtype.itemsize
-        self.taken += size
+        self.stored_bytes += size
         # a dry run counts it in stored_bytes, not in the device's memory
         if active_fake_mode() is not None:
             return torch.empty(shape, dtype=dtype)
@@ -105,7 +105,7 @@ class Store:
             mapped = torch.from_file(str(path), shared=True, size=count, dtype=dtype)
         except OSError as error:
             raise DoesNotFit(
-                f"offload to {self.folder}: no room for {format_bytes(size)} more; {format_bytes(self.taken - size)} are "
+                f"offload to {self.folder}: no room for {format_bytes(size)} more; {format_bytes(self.stored_bytes - size)} are "
                 f"stored already ({error.strerror})\n  fix: name a folder on a larger disk with plan.offload_folder"
             ) from error
         finally:
@@ -114,7 +114,7 @@ class Store:
             )  # the mapping keeps the data until the process ends, and no file is left behind
         return mapped.view(shape)
 
-    def there(self, model: nn.Module) -> Iterator[Tensor]:
+    def stored_tensors(self, model: nn.Module) -> Iterator[Tensor]:
         """Tensors that stay in the store between steps: optimizer states, gradients, and offloaded
         parameters of `model`.
         """
@@ -142,23 +142,23 @@ class Store:
 
     def fetch_ahead(self, value: Tensor) -> None:
         """Begin to fetch a tensor that `fetch` is called for soon. Nobody may change it until then."""
-        if is_apart(self.device) and value.device.type == "cpu":
-            self._prefetched[_storage_key(value)] = self.begin(value)
+        if has_own_memory(self.device) and value.device.type == "cpu":
+            self._prefetched[_storage_key(value)] = self.begin_fetch(value)
 
     def fetch(self, value: Tensor) -> Tensor:
         """A stored tensor as the device computes with it: a copy on a GPU; on a CPU the tensor
         itself.
         """
         coming = self._prefetched.pop(_storage_key(value), None) if self._prefetched else None
-        return (coming or self.begin(value)).end()
+        return (coming or self.begin_fetch(value)).wait()
 
     def next_update(self) -> None:
         """Call before each update. The copies out of the update before the last one must have
         ended, because their device memory is freed here.
         """
         before, last = self._pending_sends
-        if before and before[-1].left is not None:  # copies end in order, so the last one is enough
-            torch.cuda.current_stream(self.device).wait_event(before[-1].left)
+        if before and before[-1].done is not None:  # copies end in order, so the last one is enough
+            torch.cuda.current_stream(self.device).wait_event(before[-1].done)
         self._pending_sends = last, []
 
     def end_updates(self) -> None:
@@ -168,17 +168,17 @@ class Store:
         self.next_update()
         self.next_update()
 
-    def begin(self, value: Tensor) -> Coming:
+    def begin_fetch(self, value: Tensor) -> PendingFetch:
         """Begin to fetch a stored tensor while the device computes.
 
         The copy's memory is allocated on the compute stream, as all other memory is. So the copy
         waits for the work that is on that stream now, which may still use that memory. It also
         waits for a pending copy into the stored tensor, but not for other copies out.
         """
-        if not is_apart(self.device) or value.device.type != "cpu":
-            return Coming(value)
+        if not has_own_memory(self.device) or value.device.type != "cpu":
+            return PendingFetch(value)
         if self.device.type == "cpu":  # a dry run of a GPU's plan
-            return Coming(value.clone())
+            return PendingFetch(value.clone())
         here = torch.empty_like(value, device=self.device, pin_memory=False)
         current = torch.cuda.current_stream(self.device)
         self._in_stream = self._in_stream or torch.cuda.Stream(self.device)
@@ -190,7 +190,7 @@ class Store:
             here.copy_(value, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record(self._in_stream)
-        return Coming(here, arrived, current)
+        return PendingFetch(here, arrived, current)
 
     def send(self, value: Tensor, kept: Tensor) -> None:
         """Copy `value`, on the device, into `kept`, in the store, while the device computes."""
@@ -205,16 +205,16 @@ class Store:
         updates can reuse it. With `record_stream` the allocator would have to ask the copy stream
         when the memory is free.
         """
-        if not is_apart(self.device):
+        if not has_own_memory(self.device):
             kept.copy_(value)
             return
         with self._on_copy_stream(kept):
             kept.copy_(value, non_blocking=True)
-        self._pending_sends[1].append(Left(value, self._copies_out.get(_storage_key(kept)[0])))
+        self._pending_sends[1].append(PendingSend(value, self._copies_out.get(_storage_key(kept)[0])))
 
     def add(self, value: Tensor, kept: Tensor) -> None:
         """Add `value`, on the device, to `kept`, in the store, while the device computes."""
-        if not is_apart(self.device):
+        if not has_own_memory(self.device):
             kept.add_(value)
             return
         with self._on_copy_stream(kept):  # the device adds, so the host need not wait for the copy
@@ -241,9 +241,9 @@ class Store:
         if self._out_stream is not None:
             value.record_stream(self._out_stream)
 
-    def forget(self, kept: Tensor) -> None:
+    def release(self, kept: Tensor) -> None:
         """Release a tensor of the store: nobody fetches it again."""
-        self.taken -= kept.nbytes
+        self.stored_bytes -= kept.nbytes
         self._copies_out.pop(_storage_key(kept)[0], None)
 
     def bring_ahead(self, weight: Tensor) -> None:
@@ -283,7 +283,7 @@ class Store:
             torch.cuda.current_stream(self.device).synchronize()
         self._copies_out.clear()
 
-    def stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
+    def make_stub(self, parameter: nn.Parameter) -> nn.Parameter:
         """A stub weight for the optimizer, in place of a parameter on the device whose gradient is
         stored here. It has the parameter's shape, but takes no memory.
         """
@@ -292,7 +292,7 @@ class Store:
         self.owners[weight] = parameter
         return weight
 
-    def saving(self, parameters: set[int]) -> saved_tensors_hooks:
+    def offload_saved(self, parameters: set[int]) -> saved_tensors_hooks:
         """Within the returned context, tensors that a forward saves for backward are stored here.
 
         parameters  ids of the storages of parameters, which are not offloaded
@@ -301,7 +301,7 @@ class Store:
         order = _SaveOrder(self)
 
         def pack(tensor: Tensor) -> Any:
-            if tensor.nbytes <= SMALL or tensor.untyped_storage()._cdata in parameters:
+            if tensor.nbytes <= MIN_OFFLOAD_BYTES or tensor.untyped_storage()._cdata in parameters:
                 return tensor
             return order.put(tensor.detach())
 
@@ -312,7 +312,7 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Left:
+class PendingSend:
     """A tensor on the device that is being copied to the store.
 
     value  the tensor, held until the copy has ended
@@ -320,7 +320,7 @@ class Left:
     """
 
     value: Tensor
-    left: torch.cuda.Event | None
+    done: torch.cuda.Event | None
 
 
 def _storage_key(value: Tensor) -> tuple[int, int]:
@@ -328,7 +328,7 @@ def _storage_key(value: Tensor) -> tuple[int, int]:
     return value.untyped_storage()._cdata, int(value.storage_offset())
 
 
-class Coming:
+class PendingFetch:
     """A tensor that is being copied to the device.
 
     here     the tensor on the device, allocated on `stream`
@@ -339,7 +339,7 @@ class Coming:
     def __init__(self, here: Tensor, arrived: torch.cuda.Event | None = None, stream: Any = None) -> None:
         self.here, self.arrived, self.stream = here, arrived, stream
 
-    def end(self) -> Tensor:
+    def wait(self) -> Tensor:
         """The tensor. The current stream waits for the copy; the host does not."""
         if self.arrived is not None:
             current = torch.cuda.current_stream(self.here.device)
@@ -367,13 +367,13 @@ class _SavedTensor:
 
     def __init__(self, kept: Tensor, order: _SaveOrder, place: int) -> None:
         self.kept, self.order, self.place = kept, order, place
-        self.coming: Coming | None = None
+        self.coming: PendingFetch | None = None
         self.asked = False
 
     def __del__(self) -> None:
         if self.coming is not None:
             self.order.ahead -= self.kept.nbytes
-        self.order.store.forget(self.kept)
+        self.order.store.release(self.kept)
 
 
 class _SaveOrder:
@@ -413,18 +413,18 @@ class _SaveOrder:
         """The saved tensor on the device. Tensors that are used next are prefetched meanwhile."""
         coming, saved.coming = saved.coming, None
         if coming is None:
-            coming = self.store.begin(saved.kept)
+            coming = self.store.begin_fetch(saved.kept)
         else:
             self.ahead -= saved.kept.nbytes
         saved.asked = True
-        here = coming.end()
-        if is_apart(self.store.device):
+        here = coming.wait()
+        if has_own_memory(self.store.device):
             self._fetch_ahead(saved.place)
         return here
 
     def _fetch_ahead(self, place: int) -> None:
         """Prefetch tensors before index `place`."""
-        most = most_ahead(self.largest)
+        most = max_prefetch_bytes(self.largest)
         self.next = min(self.next, place - 1)
         while self.next >= 0:
             one = self.saved[self.next]()
@@ -432,17 +432,17 @@ class _SaveOrder:
                 size = one.kept.nbytes
                 if self.ahead and self.ahead + size > most:
                     return
-                one.coming, one.asked = self.store.begin(one.kept), True
+                one.coming, one.asked = self.store.begin_fetch(one.kept), True
                 self.ahead += size
             self.next -= 1
 
 
-def most_ahead(largest: float) -> float:
+def max_prefetch_bytes(largest: float) -> float:
     """The most bytes of saved tensors that are prefetched at a time, if they are several.
 
     largest  bytes of the largest saved tensor
     """
-    return min(AHEAD, largest)
+    return min(MAX_PREFETCH_BYTES, largest)
 
 
 def is_dense(value: Tensor) -> bool:
@@ -455,7 +455,7 @@ def is_dense(value: Tensor) -> bool:
     return True
 
 
-class Gradients:
+class OffloadedGradients:
     """Moves each gradient to the store as soon as backward has computed it, and accumulates a
     step's gradients there.
 
@@ -468,7 +468,7 @@ class Gradients:
         self.weights, self.store = weights, store
         self.kept = store.gradients
         self.there: set[Tensor] = set()
-        when_complete(weights, self._offload)
+        on_gradient_ready(weights, self._offload)
 
     @torch.no_grad()
     def _offload(self, parameter: Tensor) -> None:

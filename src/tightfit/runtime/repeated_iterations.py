@@ -16,17 +16,17 @@ Taker = Callable[[Sequence[int]], Iterator[int]]
 _taker: ContextVar[Taker] = ContextVar("taker", default=iter)
 
 
-def turns(of: Sequence[int]) -> Iterator[int]:
+def repeated_iterations(indices: Sequence[int]) -> Iterator[int]:
     """The indices that a loop goes over: all of them, unless `iterations_chosen_by` is active.
 
     Use it only where every iteration but the last does the same, and where no iteration leaves
     behind a tensor that it made.
     """
-    return _taker.get()(of)
+    return _taker.get()(indices)
 
 
 @contextmanager
-def taken_by(taker: Taker) -> Iterator[None]:
+def iterations_chosen_by(taker: Taker) -> Iterator[None]:
     """Within the context, `taker(indices)` decides which iterations `repeated_iterations` yields."""
     token = _taker.set(taker)
     try:
@@ -35,13 +35,13 @@ def taken_by(taker: Taker) -> Iterator[None]:
         _taker.reset(token)
 
 
-def few(of: Sequence[int]) -> Iterator[int]:
+def representative_iterations(indices: Sequence[int]) -> Iterator[int]:
     """The first two iterations and the last. The second one represents all that are left out.
 
     For 8 iterations these are 0, 1 and 7. Iterations 2 to 6 find and leave the same memory as
     iteration 1 did. Three iterations or fewer are all run.
     """
-    return iter(of if len(of) <= 3 else (of[0], of[1], of[-1]))
+    return iter(indices if len(indices) <= 3 else (indices[0], indices[1], indices[-1]))
 
 
-__all__ = ["few", "taken_by", "turns"]
+__all__ = ["iterations_chosen_by", "repeated_iterations", "representative_iterations"]

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from tightfit.distributed.mesh import Mesh, Slice
+from tightfit.distributed.mesh import Mesh, ParameterSharding
 from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.models.dataflow import Dataflow
-from tightfit.models.objective import LABELLED, Batch, Labelled, Objective, map_tensors
+from tightfit.models.objective import LABEL_COUNT_KEY, Batch, LabelCount, Objective, map_tensors
 from tightfit.plan import Plan
-from tightfit.runtime.copy_stream import Uploads
+from tightfit.runtime.copy_stream import BatchPrefetcher
 from tightfit.runtime.offload_store import Store
 
 
@@ -92,7 +92,7 @@ class LossScale(Protocol):
 
 
 @dataclass(frozen=True)
-class Filler:
+class DummyMicroBatch:
     """Replaces a micro-batch in a step for which this rank has no samples, while others have some.
 
     It takes part in every collective, and adds nothing to the loss, the gradients or the counts.
@@ -116,7 +116,7 @@ class Reduction(Protocol):
     shard       the reverse: a full tensor, equal on all devices -> this device's shard
     """
 
-    parts: tuple[str, ...]
+    shard_axes: tuple[str, ...]
 
     def begin(self, last: bool) -> None: ...
 
@@ -128,18 +128,18 @@ class Reduction(Protocol):
 
     def states(self) -> list[Tensor]: ...
 
-    def whole(self, weight: Tensor, value: Tensor) -> Tensor: ...
+    def unshard(self, weight: Tensor, value: Tensor) -> Tensor: ...
 
-    def part(self, weight: Tensor, value: Tensor) -> Tensor: ...
+    def shard(self, weight: Tensor, value: Tensor) -> Tensor: ...
 
 
-class Undivided:
+class UnshardedReduction:
     """The default `Reduction`: each device's optimizer holds full parameters, nothing is sharded.
 
     Subclasses override the parts that they need.
     """
 
-    parts: tuple[str, ...] = ()
+    shard_axes: tuple[str, ...] = ()
 
     def begin(self, last: bool) -> None:
         pass
@@ -156,14 +156,14 @@ class Undivided:
     def states(self) -> list[Tensor]:
         return []
 
-    def whole(self, weight: Tensor, value: Tensor) -> Tensor:
+    def unshard(self, weight: Tensor, value: Tensor) -> Tensor:
         return value
 
-    def part(self, weight: Tensor, value: Tensor) -> Tensor:
+    def shard(self, weight: Tensor, value: Tensor) -> Tensor:
         return value
 
 
-class Stages(Protocol):
+class StepExecutor(Protocol):
     """Executes a rank's part of a pipelined step. All ranks of the pipeline take part in each call.
 
     replicated      names of weights that another rank has too, and counts (in norms, for example)
@@ -180,14 +180,14 @@ class Stages(Protocol):
                     that has to follow
     """
 
-    delay: int
-    free: bool
+    loss_delay: int
+    unsynchronized: bool
     counted: tuple[int, int, int] | None
     staleness: list[int]
     losses: deque[Tensor]
 
-    copies: frozenset[str]
-    stale: frozenset[str]
+    replicated: frozenset[str]
+    stale_buffers: frozenset[str]
 
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor: ...
 
@@ -237,16 +237,16 @@ class Run:
     loss_scale: LossScale | None = None
     mesh: Mesh | None = None
     reduction: Reduction | None = None
-    slices: dict[str, Slice] = field(default_factory=dict)
-    shared: frozenset[str] = frozenset()
-    weights: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
-    stages: Stages | None = None
+    tp_shards: dict[str, ParameterSharding] = field(default_factory=dict)
+    tp_replicated: frozenset[str] = frozenset()
+    optimizer_weights: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    executor: StepExecutor | None = None
     store: Store | None = None
     blocks: tuple[nn.Module, ...] | None = None
     dataflow: Dataflow | None = None
-    labelled: Callable[[Batch], Labelled | None] | None = None
-    uploads: Uploads | None = None
-    maskless: tuple[str, ...] = ()
+    count_labels: Callable[[Batch], LabelCount | None] | None = None
+    prefetcher: BatchPrefetcher | None = None
+    droppable_masks: tuple[str, ...] = ()
 
 
 def to_device(batch: Batch, run: Run, copy: Callable[[Tensor], Tensor] | None = None) -> Batch:
@@ -255,29 +255,29 @@ def to_device(batch: Batch, run: Run, copy: Callable[[Tensor], Tensor] | None = 
     Masks that hide nothing are left out. copy: how one tensor is copied; by default on the compute
     stream, asynchronously where the plan says `non_blocking`.
     """
-    batch = with_labelled(without_full_masks(batch, run), run)
+    batch = with_label_count(without_full_masks(batch, run), run)
     own: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(run.device, non_blocking=run.plan.non_blocking)  # noqa: E731
     return map_tensors(copy or own, batch)
 
 
-def arriving(micro_batches: Sequence[Batch | Filler], run: Run) -> Iterator[Batch]:
+def device_batches(micro_batches: Sequence[Batch | DummyMicroBatch], run: Run) -> Iterator[Batch]:
     """Yield the micro-batches of a step on the device, in order, dummy micro-batches included.
 
     The caller has to take all of them.
     """
-    batches = [one.batch if isinstance(one, Filler) else one for one in micro_batches]
-    if run.uploads is None:
+    batches = [one.batch if isinstance(one, DummyMicroBatch) else one for one in micro_batches]
+    if run.prefetcher is None:
         return (to_device(batch, run) for batch in batches)
-    return run.uploads.one_ahead(batches, lambda batch, copy: to_device(batch, run, copy))
+    return run.prefetcher.prefetch(batches, lambda batch, copy: to_device(batch, run, copy))
 
 
-def with_labelled(batch: Batch, run: Run) -> Batch:
+def with_label_count(batch: Batch, run: Run) -> Batch:
     """Add the number of labels that count to a batch on the host, where the loss ignores some
     labels."""
-    if run.labelled is None or not isinstance(batch, dict) or LABELLED in batch:
+    if run.count_labels is None or not isinstance(batch, dict) or LABEL_COUNT_KEY in batch:
         return batch
-    labelled = run.labelled(batch)
-    return batch if labelled is None else {**batch, LABELLED: labelled}
+    labelled = run.count_labels(batch)
+    return batch if labelled is None else {**batch, LABEL_COUNT_KEY: labelled}
 
 
 def without_full_masks(batch: Batch, run: Run) -> Batch:
@@ -287,7 +287,7 @@ def without_full_masks(batch: Batch, run: Run) -> Batch:
     """
     if not isinstance(batch, dict):
         return batch
-    full = [name for name in run.maskless if _is_all_ones(batch.get(name))]
+    full = [name for name in run.droppable_masks if _is_all_ones(batch.get(name))]
     return {name: value for name, value in batch.items() if name not in full} if full else batch
 
 
@@ -298,11 +298,11 @@ def _is_all_ones(mask: Any) -> bool:
     return bool((mask == 1).all())
 
 
-def weights_named(run: Run, names: frozenset[str]) -> list[nn.Parameter]:
+def optimizer_weights_named(run: Run, names: frozenset[str]) -> list[nn.Parameter]:
     """The tensors that the optimizer updates for the parameters with these names."""
     if not names:
         return []
-    return [run.weights.get(p, p) for name, p in run.model.named_parameters() if name in names]
+    return [run.optimizer_weights.get(p, p) for name, p in run.model.named_parameters() if name in names]
 
 
 def wait_for_weights(run: Run) -> None:
@@ -315,10 +315,10 @@ def wait_for_weights(run: Run) -> None:
         run.reduction.wait()
 
 
-def slices_of(run: Run) -> dict[nn.Parameter, Slice]:
+def tp_shards_of(run: Run) -> dict[nn.Parameter, ParameterSharding]:
     """What the optimizer of `run` updates for each tp-sharded parameter -> how that is sharded."""
     parameters = dict(run.model.named_parameters())
-    return {run.weights.get(parameters[name], parameters[name]): part for name, part in run.slices.items()}
+    return {run.optimizer_weights.get(parameters[name], parameters[name]): part for name, part in run.tp_shards.items()}
 
 
 def refuse_hooks(model: nn.Module, asked: str) -> None:
@@ -335,31 +335,31 @@ def refuse_hooks(model: nn.Module, asked: str) -> None:
             )
 
 
-def whole(run: Run, weight: Tensor, value: Tensor) -> Tensor:
+def unshard(run: Run, weight: Tensor, value: Tensor) -> Tensor:
     """Unshard a tensor: as this device's optimizer holds it for `weight` -> of the full parameter.
 
     A collective: all devices call it, and all get the full tensor.
     """
-    if run.reduction is not None and run.reduction.parts:
-        value = run.reduction.whole(weight, value)
-    part = slices_of(run).get(weight)  # type: ignore[call-overload]
-    return value if part is None else part.whole(value)
+    if run.reduction is not None and run.reduction.shard_axes:
+        value = run.reduction.unshard(weight, value)
+    part = tp_shards_of(run).get(weight)  # type: ignore[call-overload]
+    return value if part is None else part.unshard(value)
 
 
-def part(run: Run, weight: Tensor, value: Tensor) -> Tensor:
+def shard(run: Run, weight: Tensor, value: Tensor) -> Tensor:
     """Shard: a full tensor -> the shard of it that this device's optimizer holds for `weight`."""
-    cut = slices_of(run).get(weight)  # type: ignore[call-overload]
+    cut = tp_shards_of(run).get(weight)  # type: ignore[call-overload]
     if cut is not None:
-        value = cut.part(value)
-    if run.reduction is not None and run.reduction.parts:
-        value = run.reduction.part(weight, value)
+        value = cut.shard(value)
+    if run.reduction is not None and run.reduction.shard_axes:
+        value = run.reduction.shard(weight, value)
     return value
 
 
-def parts_of(run: Run, weight: Tensor) -> tuple[str, ...]:
+def shard_axes_of(run: Run, weight: Tensor) -> tuple[str, ...]:
     """The mesh axes along which devices hold different shards of `weight`."""
-    divided = run.reduction.parts if run.reduction is not None else ()
-    return (*divided, "tp") if weight in slices_of(run) else divided  # type: ignore[operator]
+    divided = run.reduction.shard_axes if run.reduction is not None else ()
+    return (*divided, "tp") if weight in tp_shards_of(run) else divided  # type: ignore[operator]
 
 
 def parameter_count(run: Run) -> int:
@@ -367,9 +367,9 @@ def parameter_count(run: Run) -> int:
 
     On several devices it is a collective: all of them call it.
     """
-    copies = run.stages.copies if run.stages is not None else frozenset()
+    copies = run.executor.replicated if run.executor is not None else frozenset()
     own = [(name, parameter) for name, parameter in run.model.named_parameters() if name not in copies]
-    count = sum(run.slices[name].shape.numel() if name in run.slices else p.numel() for name, p in own)
+    count = sum(run.tp_shards[name].shape.numel() if name in run.tp_shards else p.numel() for name, p in own)
     if run.mesh is None:
         return count
-    return int(run.mesh.sum(torch.tensor(count, device=run.device), ("pp",)))
+    return int(run.mesh.all_reduce(torch.tensor(count, device=run.device), ("pp",)))

@@ -669,7 +669,7 @@ def train_stage(name: str, fields: dict[str, Any]) -> Any:
     except InputError as error:
         return str(error)
     losses = [step.loss for step in tightfit.train(run)]
-    own = {n: v.detach().clone() for n, v in run.model.state_dict().items() if n not in run.stages.stale}  # type: ignore[union-attr]
+    own = {n: v.detach().clone() for n, v in run.model.state_dict().items() if n not in run.executor.stale_buffers}  # type: ignore[union-attr]
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, own)
     return losses, everyones

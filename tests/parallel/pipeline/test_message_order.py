@@ -23,14 +23,14 @@ from tightfit.cost.pipeline_schedule import (
     WEIGHTS,
     Action,
     coming,
-    given_by,
-    play,
-    taken_by,
-    timetable,
+    consumer_of,
+    make_schedule,
+    producer_of,
+    simulate,
 )
 from tightfit.engine.step import take_step
 from tightfit.parallel.pipeline import executor
-from tightfit.parallel.pipeline.executor import Pipeline
+from tightfit.parallel.pipeline.executor import PipelineRank
 
 HERE = "tests.parallel.pipeline.test_message_order:"
 SCHEDULES = ("naive", "gpipe", "1f1b", "zero-bubble", "pipedream")
@@ -42,16 +42,16 @@ def program(schedule: str, devices: int, chunks: int, micro_batches: int, device
     """A device's step as `Pipeline._run_schedule` goes through it: it asks for the message of an action and for the next one's, waits
     for the first, computes, and sends what it made."""
     last, asked, found = devices * chunks - 1, set[Action](), list[Step]()
-    actions = timetable(schedule, devices, chunks, micro_batches)[device]
+    actions = make_schedule(schedule, devices, chunks, micro_batches)[device]
     comes = coming(schedule, devices, chunks, micro_batches, device, stops)
     for action, after in zip(actions, comes, strict=True):
         for one in (action, after):
-            if one is not None and one.kind != WEIGHTS and 0 <= given_by(one).chunk <= last and one not in asked:
+            if one is not None and one.kind != WEIGHTS and 0 <= producer_of(one).stage <= last and one not in asked:
                 asked.add(one)
                 found.append(("ask", one))
         found.append(("work", action))
-        if action.kind != WEIGHTS and 0 <= taken_by(action).chunk <= last:
-            found.append(("send", taken_by(action)))
+        if action.kind != WEIGHTS and 0 <= consumer_of(action).stage <= last:
+            found.append(("send", consumer_of(action)))
     return found
 
 
@@ -92,8 +92,8 @@ def play_through(schedule: str, devices: int, chunks: int, micro_batches: int, s
                     if any(stops or one[0] == action for one in waiting[device]):
                         break
                 else:
-                    given = given_by(action)
-                    line = lines[action.kind, given.chunk % devices, max(action.chunk, given.chunk) % devices == 0]
+                    given = producer_of(action)
+                    line = lines[action.kind, given.stage % devices, max(action.stage, given.stage) % devices == 0]
                     if what == "ask" or (stops and schedule != "pipedream"):
                         waiting[device].append((action, line, len(line.posted[what])))
                     line.post(what, action)
@@ -134,10 +134,10 @@ def test_asking_ahead_for_all_would_let_devices_that_stop_wait_for_ever(monkeypa
 
 def test_a_message_travels_while_the_action_before_is_at_work() -> None:
     """Where it was asked for ahead; else when the action could begin."""
-    table = timetable("gpipe", 2, 1, 3)
+    table = make_schedule("gpipe", 2, 1, 3)
     second = Action(FORWARD, 1, 1)
     for late, wanted in ((frozenset[Action](), 3.0), (frozenset({second}), 4.0)):
-        starts = {slot.action: slot.start for slot in play(table, lambda action: 1.0, lambda action: 1.0, late)}
+        starts = {slot.action: slot.start for slot in simulate(table, lambda action: 1.0, lambda action: 1.0, late)}
         assert starts[Action(FORWARD, 1, 0)] == 2.0
         assert starts[second] == wanted
 
@@ -150,9 +150,9 @@ def recorded(fields: dict[str, Any], stops: bool) -> tuple[list[Any], list[Any]]
     run = tightfit.build(
         cases.make_case("llama").job.replace(allow=[*cases.ALLOW, "asynchronous"]), tightfit.Plan(**fields)
     )
-    assert isinstance(run.stages, Pipeline)
+    assert isinstance(run.executor, PipelineRank)
     seen: list[tuple[str, str]] = []
-    kinds = {id(group): name[0].upper() for name, group in run.stages.mesh.lines.items()}
+    kinds = {id(group): name[0].upper() for name, group in run.executor.mesh.p2p_groups.items()}
 
     def recording(real: Any, what: str) -> Any:
         def call(tensor: Tensor, *args: Any, **named: Any) -> Any:
@@ -177,10 +177,10 @@ def recorded(fields: dict[str, Any], stops: bool) -> tuple[list[Any], list[Any]]
         for name, what in (("irecv", "ask"), ("recv", "late"), ("isend", "send")):
             patch.setattr(dist, name, recording(getattr(dist, name), what))
         for name, kind in (("forward", FORWARD), ("backward", BACKWARD)):
-            patch.setattr(run.stages, name, working(getattr(run.stages, name), kind))
+            patch.setattr(run.executor, name, working(getattr(run.executor, name), kind))
         take_step(run, next(steps), 1)
     plan, count = run.plan, cases.make_case("llama").job.train.batch // fields["micro_batch"]
-    wanted = program(plan.schedule, plan.pp, plan.virtual_stages, count, run.stages.rank, stops)
+    wanted = program(plan.schedule, plan.pp, plan.virtual_stages, count, run.executor.rank, stops)
     return seen, [(what, action.kind) for what, action in wanted if action.kind != WEIGHTS]
 
 
@@ -213,8 +213,8 @@ def ragged_losses(fields: dict[str, Any], stops: bool) -> tuple[list[float], int
     """Of a device's steps, and how many messages it asked for ahead."""
     run, ahead = tightfit.build(ragged_job(), tightfit.Plan(**fields)), 0
     assert run.data.ragged
-    assert isinstance(run.stages, Pipeline)
-    expect = run.stages._post_receive
+    assert isinstance(run.executor, PipelineRank)
+    expect = run.executor._post_receive
 
     def counting(run: Any, action: Action, batch: Any) -> bool:
         nonlocal ahead
@@ -223,7 +223,7 @@ def ragged_losses(fields: dict[str, Any], stops: bool) -> tuple[list[float], int
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run.stages, "_post_receive", counting)
+        patch.setattr(run.executor, "_post_receive", counting)
         if stops:
             patch.setattr(executor, "kind_of", lambda device: "cuda")
         return [

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tightfit.parallel.tensor.sequence_parallel import own
-from tightfit.planner.tracing.device_emulation import processes
+from tightfit.parallel.tensor.sequence_parallel import local_shard
+from tightfit.planner.tracing.device_emulation import fake_process_group
 
 
 def test_a_part_of_one_sample_keeps_nothing_of_the_whole() -> None:
     """Of one sample a part is contiguous as it is: a view would hold all of it, and have other strides than the next block's input."""
-    with processes(2):
+    with fake_process_group(2):
         assert dist.group.WORLD is not None
-        part = own(torch.arange(32.0).view(1, 8, 4), dist.group.WORLD)
+        part = local_shard(torch.arange(32.0).view(1, 8, 4), dist.group.WORLD)
     assert part.untyped_storage().nbytes() == part.nbytes
     assert part.stride() == (16, 4, 1)
     assert part.flatten().tolist() == list(range(16))

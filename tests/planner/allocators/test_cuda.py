@@ -7,60 +7,60 @@ import pytest
 import tightfit
 from tests.planner import cases
 from tightfit.machine import Machine
-from tightfit.planner.allocators.cuda import Heap, Pool, reserved_bytes
+from tightfit.planner.allocators.cuda import CachingAllocator, Pool, reserved_bytes
 from tightfit.planner.estimate import Estimator
 
 MB = 2**20
 
 
 def test_small_blocks_share_a_segment_of_two_mebibytes() -> None:
-    heap = Heap(expandable=False)
+    heap = CachingAllocator(expandable=False)
     for _ in range(2):
-        heap.take("small", MB)
+        heap.allocate_for("small", MB)
     assert heap.reserved == 2 * MB
-    heap.take("small", 1)
+    heap.allocate_for("small", 1)
     assert heap.reserved == 4 * MB
 
 
 def test_medium_blocks_share_a_segment_of_twenty_and_large_ones_have_their_own() -> None:
-    heap = Heap(expandable=False)
-    heap.take("medium", 6 * MB)
-    heap.take("medium", 6 * MB)
+    heap = CachingAllocator(expandable=False)
+    heap.allocate_for("medium", 6 * MB)
+    heap.allocate_for("medium", 6 * MB)
     assert heap.reserved == 20 * MB
-    heap.take("large", 11 * MB + 1)
+    heap.allocate_for("large", 11 * MB + 1)
     assert heap.reserved == 32 * MB
 
 
 def test_what_is_freed_is_used_again_and_neighbours_merge() -> None:
-    heap = Heap(expandable=False)
+    heap = CachingAllocator(expandable=False)
     for _ in range(3):
-        heap.take("one", 6 * MB)
-    heap.give_all("one")
-    heap.take("whole", 20 * MB)
+        heap.allocate_for("one", 6 * MB)
+    heap.free_all("one")
+    heap.allocate_for("whole", 20 * MB)
     assert heap.reserved == 20 * MB
 
 
 def test_a_hole_between_segments_is_no_use_to_a_larger_block() -> None:
-    heap = Heap(expandable=False)
+    heap = CachingAllocator(expandable=False)
     for _ in range(2):
-        heap.take("one", 12 * MB)
-    heap.give_all("one")
-    heap.take("whole", 24 * MB)
+        heap.allocate_for("one", 12 * MB)
+    heap.free_all("one")
+    heap.allocate_for("whole", 24 * MB)
     assert heap.reserved == 48 * MB
-    growing = Heap(expandable=True)
+    growing = CachingAllocator(expandable=True)
     for _ in range(2):
-        growing.take("one", 12 * MB)
-    growing.give_all("one")
-    growing.take("whole", 24 * MB)
+        growing.allocate_for("one", 12 * MB)
+    growing.free_all("one")
+    growing.allocate_for("whole", 24 * MB)
     assert growing.reserved == 40 * MB
 
 
 def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
     pool = Pool(small=False, expandable=False)
-    blocks = [pool.take(size * MB) for size in (30, 12, 20)]
+    blocks = [pool.allocate(size * MB) for size in (30, 12, 20)]
     for address, size in blocks:
-        pool.give(address, size)
-    assert pool.take(12 * MB) == blocks[1]
+        pool.free(address, size)
+    assert pool.allocate(12 * MB) == blocks[1]
 
 
 @pytest.mark.parametrize("expandable", [False, True])

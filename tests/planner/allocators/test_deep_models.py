@@ -11,7 +11,7 @@ from tightfit.cost.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.planner.allocators import deep_models
 from tightfit.planner.allocators.cuda import reserved_bytes
-from tightfit.planner.allocators.glibc import held_bytes
+from tightfit.planner.allocators.glibc import peak_heap_bytes
 from tightfit.planner.estimate import Estimator
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -51,14 +51,14 @@ def test_fewer_blocks_say_what_all_of_them_take(
     """As if a model were deep from 64 blocks on."""
     monkeypatch.setattr(deep_models, "SIMULATED_BLOCKS", 64)
     ledger = estimator(name, 120).estimate(tightfit.Plan(**fields)).ledger
-    for taken in (expandable, held_bytes):
+    for taken in (expandable, peak_heap_bytes):
         seen: list[int] = []
 
         def played(one: Ledger, taken: Any = taken, seen: list[int] = seen) -> float:
             seen.append(one.blocks)
             return taken(one)
 
-        found, whole = deep_models.of_all_blocks(ledger, played), taken(ledger)
+        found, whole = deep_models.extrapolate_layers(ledger, played), taken(ledger)
         assert max(seen) < 100
         assert found == pytest.approx(whole, rel=0.01)  # segments of an allocator are filled now more, now less
 
@@ -73,7 +73,7 @@ def test_a_pipeline_of_deep_pieces_is_played_with_fewer(monkeypatch: pytest.Monk
         seen.append(len({passage.block for passage in one.training if passage.block is not None}))
         return expandable(one)
 
-    assert deep_models.of_all_blocks(ledger, played) == pytest.approx(expandable(ledger), rel=0.01)
+    assert deep_models.extrapolate_layers(ledger, played) == pytest.approx(expandable(ledger), rel=0.01)
     assert max(seen) <= 34
 
 
@@ -92,5 +92,5 @@ def test_blocks_that_do_not_repeat_are_all_played(monkeypatch: pytest.MonkeyPatc
         seen.append(one.blocks)
         return 1.0
 
-    deep_models.of_all_blocks(ledger, played)
+    deep_models.extrapolate_layers(ledger, played)
     assert seen == [24]

@@ -8,41 +8,41 @@ import torch
 
 import tightfit
 from tests.planner import cases
-from tightfit.cost.recorded_step import Passage, Timeline
+from tightfit.cost.recorded_step import Segment, Timeline
 from tightfit.machine import Machine
-from tightfit.planner.allocators.glibc import Heap, fetched_bytes
+from tightfit.planner.allocators.glibc import GlibcHeap, page_fault_bytes
 from tightfit.planner.estimate import Estimator
 
 MB = 2**20
 
 
-def fetched_by(heap: Heap, *steps: str) -> int:
+def fetched_by(heap: GlibcHeap, *steps: str) -> int:
     """MiB that are fetched by what is taken ("8" for a block of 8 MiB) and given back ("-8")."""
-    before = heap.fetched
+    before = heap.page_faulted
     for step in steps:
         size = int(step.lstrip("-")) * MB
         if step.startswith("-"):
-            heap.give(size)
+            heap.free_last(size)
         else:
             heap.take(size, size)
-    return round((heap.fetched - before) / MB)
+    return round((heap.page_faulted - before) / MB)
 
 
 def test_what_was_freed_is_taken_again() -> None:
-    heap = Heap()
+    heap = GlibcHeap()
     assert fetched_by(heap, "8", "4") == 12  # the second keeps the first from the end
     assert fetched_by(heap, "-8", "8", "-8", "2", "5") == 0
 
 
 def test_the_end_goes_back_where_it_is_twice_the_largest_block() -> None:
-    heap = Heap()
+    heap = GlibcHeap()
     assert fetched_by(heap, "8", "8", "7") == 23
     assert fetched_by(heap, "-7", "7") == 0
     assert fetched_by(heap, "-7", "-8", "-8", "8") == 8
 
 
 def test_blocks_of_32_mebibytes_are_mapped_each_time() -> None:
-    heap = Heap()
+    heap = GlibcHeap()
     for _ in range(3):
         assert fetched_by(heap, "32", "-32") == 32
         assert heap._top == 0
@@ -54,30 +54,30 @@ def test_a_ledger_s_fetches_by_allocator() -> None:
     job = tightfit.Job(model=cases.convolutions, data=images, train=tightfit.Train(batch=8, steps=4))
     estimator = Estimator(job, Machine.detect())
     found = {name: estimator.estimate(tightfit.Plan(allocator=name)).ledger for name in ("tuned", "default", "lean")}
-    tuned, default, lean = (fetched_bytes(ledger) for ledger in found.values())
+    tuned, default, lean = (page_fault_bytes(ledger) for ledger in found.values())
     assert tuned == 0 <= default < lean
     four = replace(found["lean"], micro_batches=4)
-    assert fetched_bytes(four) == 4 * lean
+    assert page_fault_bytes(four) == 4 * lean
 
 
-def fetched_in_passages(heap: Heap, row: str) -> list[int]:
+def fetched_in_passages(heap: GlibcHeap, row: str) -> list[int]:
     """MiB fetched by a forward that keeps a block of `row` while two others pass one after the other, and by the backward that
     lets it go, then by the like of both again."""
     found = []
     for _ in range(2):
         for phase in ("forward", "backward"):
-            heap.enter(Passage("block", phase, Timeline()))
-            before = heap.fetched
+            heap.enter(Segment("block", phase, Timeline()))
+            before = heap.page_faulted
             if phase == "forward":
                 heap.take((row, "kept", 4), 4 * MB)
             for _ in range(2):
                 heap.take("passes", 8 * MB)
                 heap.take("beyond", MB)  # so that what passes is not at the end
-                heap.give("passes")
-            heap.give_all("beyond")
+                heap.free_last("passes")
+            heap.free_all("beyond")
             if phase == "backward":
-                heap.give_all((row, "kept", 4))
-            found.append(round((heap.fetched - before) / MB))
+                heap.free_all((row, "kept", 4))
+            found.append(round((heap.page_faulted - before) / MB))
         heap.enter(None)
     return found
 
@@ -85,27 +85,30 @@ def fetched_in_passages(heap: Heap, row: str) -> list[int]:
 def test_what_is_noted_of_a_passage_stays_in_the_way_until_its_backward_has_ended() -> None:
     """A note of each saved tensor lies where a block was: of what comes second, only the small block fits there. The next forward
     finds it free."""
-    assert fetched_in_passages(Heap(keeps=True), "activations") == [14, 0, 0, 0]
-    assert fetched_in_passages(Heap(keeps=True, notes=True), "activations") == [21, 0, 0, 0]
+    assert fetched_in_passages(GlibcHeap(keeps_memory=True), "activations") == [14, 0, 0, 0]
+    assert fetched_in_passages(GlibcHeap(keeps_memory=True, nodes=True), "activations") == [21, 0, 0, 0]
 
 
 def test_of_blocks_that_are_not_saved_each_twelfth_leaves_a_note() -> None:
     """It comes in the second forward: five blocks are taken in the first, four in its backward. Outside of the model's blocks
     it is a passage's twelfth."""
-    assert fetched_in_passages(Heap(keeps=True, notes=True), "temporaries") == [14, 0, 7, 0]
+    assert fetched_in_passages(GlibcHeap(keeps_memory=True, nodes=True), "temporaries") == [14, 0, 7, 0]
     most = {}
     for part in ("block", "after"):
-        heap = Heap(keeps=True, notes=True)
-        heap.enter(Passage(part, "forward", Timeline()))
+        heap = GlibcHeap(keeps_memory=True, nodes=True)
+        heap.enter(Segment(part, "forward", Timeline()))
         for _ in range(40):  # as of a loss in chunks
             heap.take("chunk", 8 * MB)
             heap.take("beyond", MB)
-            heap.give("chunk")
-            heap.give("beyond")
-        most[part] = round(heap.most / MB)
+            heap.free_last("chunk")
+            heap.free_last("beyond")
+        most[part] = round(heap.peak / MB)
     assert most["after"] == 16
     assert most["block"] > 2 * most["after"]
 
 
 def test_blocks_that_are_not_saved_leave_notes_where_small_ones_are_cached() -> None:
-    assert fetched_in_passages(Heap(notes=True), "temporaries")[0] > fetched_in_passages(Heap(), "temporaries")[0]
+    assert (
+        fetched_in_passages(GlibcHeap(nodes=True), "temporaries")[0]
+        > fetched_in_passages(GlibcHeap(), "temporaries")[0]
+    )

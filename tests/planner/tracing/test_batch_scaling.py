@@ -10,7 +10,7 @@ import tightfit
 from tests.planner import cases
 from tightfit.machine import Machine
 from tightfit.optim import in_batches
-from tightfit.planner.dry_run import rehearse
+from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import Estimator
 
 GPU = Machine.named("a100-80gb")
@@ -44,7 +44,7 @@ def test_the_bytes_of_a_step_are_those_of_a_dry_run(
     job = cases.job("llama", optimizer=optimizer, batch=1)
     plan = tightfit.Plan(**fields)
     foreseen = Estimator(job, GPU).estimate(plan).ledger
-    found = rehearse(job, plan, "cuda")
+    found = dry_run(job, plan, "cuda")
     rows = max(
         (rows for phase, _, rows in foreseen.instants() if phase == "optimizer"), key=lambda rows: sum(rows.values())
     )
@@ -70,5 +70,5 @@ def test_of_parts_and_of_what_is_offloaded_too(fields: dict[str, Any]) -> None:
     job = cases.job("llama", batch=2).replace(allow=[*cases.ALLOW, "offload"])
     plan = tightfit.Plan(**fields)
     ledger = Estimator(job, Machine.named("a100-80gb:2" if plan.devices > 1 else "a100-80gb")).estimate(plan).ledger
-    found = rehearse(job, plan, "cuda")
+    found = dry_run(job, plan, "cuda")
     assert ledger.peak().total - ledger.fixed["runtime"] == pytest.approx(found.total, rel=0.06)

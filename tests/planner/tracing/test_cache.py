@@ -19,8 +19,8 @@ import tightfit
 from tests.planner import cases
 from tightfit.cost.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.planner.estimate import folded
-from tightfit.planner.time_model import Clock
+from tightfit.planner.estimate import apply_costs
+from tightfit.planner.time_model import CostModel
 from tightfit.planner.tracing.cache import VERSION, read
 from tightfit.planner.tracing.profiler import Profiler, profile
 
@@ -140,10 +140,10 @@ def test_a_profile_from_disk_gives_the_same_estimate(folder: Path, plan: dict[st
     """Buffers that passages share are shared in what is read too."""
     first, second = (profile(cases.job("llama"), tightfit.Plan()) for _ in range(2))
     machine = Machine.named("a100-80gb")
-    one, two = (folded(ledger, tightfit.Plan(**plan), machine) for ledger in (first, second))
+    one, two = (apply_costs(ledger, tightfit.Plan(**plan), machine) for ledger in (first, second))
     assert first.training is not second.training
     assert peak(one) == peak(two)
-    took, again = (replace(Clock(machine).step_time(ledger), input_s=0.0) for ledger in (one, two))
+    took, again = (replace(CostModel(machine).step_time(ledger), input_s=0.0) for ledger in (one, two))
     assert took == again  # but for preparing samples, which is measured
 
 
@@ -153,7 +153,7 @@ def test_a_profile_from_disk_knows_what_gradients_are_made_from(folder: Path, de
     plan, machine = tightfit.Plan(pp=2, micro_batch=2, schedule="zero-bubble"), Machine.named("a100-80gb:2")
     ledgers = [replace(profile(cases.job("gpt2")), device=device) for _ in range(2)]
     assert ledgers[0].training is not ledgers[1].training
-    one, two = (folded(ledger, plan, machine).peak() for ledger in ledgers)
+    one, two = (apply_costs(ledger, plan, machine).peak() for ledger in ledgers)
     assert one == two
 
 

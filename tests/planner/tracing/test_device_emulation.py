@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tightfit
 from tests.planner import cases
 from tightfit.machine import Machine
-from tightfit.planner.dry_run import rehearse
-from tightfit.planner.estimate import fold
-from tightfit.planner.tracing.device_emulation import as_on
+from tightfit.planner.dry_run import dry_run
+from tightfit.planner.estimate import estimated_ledger
+from tightfit.planner.tracing.device_emulation import emulate_device
 from tightfit.planner.tracing.profiler import Profiler
 
 
@@ -27,7 +27,7 @@ class Names(TorchDispatchMode):
 
 
 def normalised(device: str) -> torch.dtype:
-    with as_on(device), FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
+    with emulate_device(device), FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
         narrow = functional.linear(torch.empty(4, 8), torch.empty(8, 8))
         assert narrow.dtype is torch.bfloat16
         return functional.layer_norm(narrow, (8,)).dtype
@@ -42,7 +42,7 @@ def test_a_compiler_that_traced_for_the_target_traces_for_the_processor_again() 
 
     for device in ("cuda", "cpu"):
         torch.compiler.reset()
-        with as_on(device):
+        with emulate_device(device):
             torch.compile(attend, backend="aot_eager")(torch.randn(8, 8)).backward()
     torch.compiler.reset()
 
@@ -54,7 +54,7 @@ def test_autocast_keeps_in_fp32_what_it_keeps_on_the_target() -> None:
 
 
 def attention(device: str) -> list[str]:
-    with as_on(device), FakeTensorMode(), Names() as names:
+    with emulate_device(device), FakeTensorMode(), Names() as names:
         query = torch.empty(1, 2, 16, 8, requires_grad=True)
         functional.scaled_dot_product_attention(query, query, query, dropout_p=0.1).sum().backward()
     return names.seen
@@ -74,14 +74,14 @@ def test_what_is_folded_for_a_cuda_device_is_what_its_rehearsal_sees() -> None:
             {"precision": "bf16-mixed", "fused_optimizer": True},
         ):
             plan = tightfit.Plan(**fields)
-            folded = fold(Profiler(cases.job(name), "cuda"), plan, machine).peak().total
-            seen = rehearse(cases.job(name), plan, "cuda").total
+            folded = estimated_ledger(Profiler(cases.job(name), "cuda"), plan, machine).peak().total
+            seen = dry_run(cases.job(name), plan, "cuda").total
             assert abs(folded / seen - 1) < 0.02, (name, fields)
 
 
 def test_kernels_over_all_parameters_hold_a_copy_of_each() -> None:
     machine, job = Machine.named("a100-40gb"), cases.job("llama")
     together, fused = (
-        fold(Profiler(job, "cuda"), tightfit.Plan(fused_optimizer=kind), machine) for kind in (False, True)
+        estimated_ledger(Profiler(job, "cuda"), tightfit.Plan(fused_optimizer=kind), machine) for kind in (False, True)
     )
     assert together.peaks()["optimizer"] - fused.peaks()["optimizer"] >= 0.95 * together.gradient_bytes()

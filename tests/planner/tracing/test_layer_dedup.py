@@ -12,14 +12,14 @@ from torch import nn
 import tightfit
 from tests.planner import cases
 from tests.sweeps import spread
-from tightfit.cost.recorded_step import Passage
+from tightfit.cost.recorded_step import Segment
 from tightfit.job import ModelSpec
 from tightfit.machine import Machine
-from tightfit.models import find_blocks, model_factory, shallow
-from tightfit.planner.dry_run import rehearse
+from tightfit.models import find_blocks, model_factory, with_fewer_blocks
+from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import Estimator
 from tightfit.planner.tracing import profiler as profile
-from tightfit.planner.tracing.layer_dedup import Depth, created, thinned
+from tightfit.planner.tracing.layer_dedup import LayerMap, created, remove_repeated_layers
 from tightfit.planner.tracing.profiler import Profiler
 
 DEEP: dict[str, dict[str, Any]] = {
@@ -45,13 +45,13 @@ def job(name: str) -> tightfit.Job:
     return known.replace(model={**known.model.content(), **DEEP[name]}, train=known.train.replace(clip=1.0))
 
 
-def told(passages: tuple[Passage, ...]) -> list[Any]:
+def told(passages: tuple[Segment, ...]) -> list[Any]:
     return [
         (
             (one.part, one.phase, one.block),
             [(buffer.size, buffer.row, buffer.maker, buffer.parameter, sign) for buffer, sign in one.timeline.events],
             one.timeline.operations,
-            one.timeline.needed,
+            one.timeline.recompute_end,
         )
         for one in passages
     ]
@@ -61,8 +61,8 @@ def seen(name: str, plan: tightfit.Plan) -> list[Any]:
     profiler = Profiler(job(name), "cuda")
     training, inference = (profiler._trace(plan, 2, phase) for phase in (True, False))
     return [
-        told(training.passages),
-        told(inference.passages),
+        told(training.segments),
+        told(inference.segments),
         training.parameters,
         training.blocks,
         profiler.parameters(plan),
@@ -81,9 +81,9 @@ def test_a_thinned_model_is_traced_as_the_whole_one(
         fields = {"tp": 2}
     taken: list[int] = []
 
-    def noted(spec: ModelSpec, create: Any, whole: bool) -> tuple[nn.Module, Depth]:
+    def noted(spec: ModelSpec, create: Any, whole: bool) -> tuple[nn.Module, LayerMap]:
         model, depth = created(spec, create, whole)
-        taken.append(len(depth.missing))
+        taken.append(len(depth.removed))
         return model, depth
 
     monkeypatch.setattr(profile, "created", noted)
@@ -120,31 +120,31 @@ FEW = [{}, {"recompute": "sqrt"}, {"recompute": "every-2"}, {"compile": "block"}
 def test_a_ledger_of_few_blocks_is_that_of_a_model_with_so_few(name: str, fields: dict[str, Any]) -> None:
     whole = job(name).replace(train=job(name).train.replace(clip=None))
     plan, machine = tightfit.Plan(**fields), Machine.named("a100-80gb")
-    few = shallow(whole.model, 4)
+    few = with_fewer_blocks(whole.model, 4)
     assert few is not None
     found = Estimator(whole, machine).peak_with_blocks(plan, 4)
     expected = Estimator(whole.replace(model=few), machine).estimate(plan).peak
     assert found == expected.total - expected.rows["runtime"]
-    assert found == pytest.approx(rehearse(whole.replace(model=few), plan, "cuda").total, rel=0.01)
+    assert found == pytest.approx(dry_run(whole.replace(model=few), plan, "cuda").total, rel=0.01)
 
 
 def test_segments_of_a_deep_model_are_rehearsed() -> None:
     """Their blocks do not run by themselves, so none can be passed through."""
     whole, plan = job("llama").replace(train=job("llama").train.replace(clip=None)), tightfit.Plan(recompute="sqrt")
     found = Estimator(whole, Machine.named("a100-80gb")).estimate(plan).peak
-    assert rehearse(whole, plan, "cuda").total == pytest.approx(found.total - found.rows["runtime"], rel=2e-3)
+    assert dry_run(whole, plan, "cuda").total == pytest.approx(found.total - found.rows["runtime"], rel=2e-3)
 
 
 def test_names_of_what_is_there_stay() -> None:
     model = model_factory(job("llama").model)()
     whole = [name for name, _ in model.named_parameters()]
-    depth = thinned(model, None)
+    depth = remove_repeated_layers(model, None)
     assert depth.numbers == [0, 1, 5]
-    assert depth.missing == {2: 1, 3: 1, 4: 1}
+    assert depth.removed == {2: 1, 3: 1, 4: 1}
     there = {name: name for name, _ in model.named_parameters()}
     assert set(there) < set(whole)
-    assert list(depth.whole(there, lambda value, name, number: name)) == whole
-    assert list(depth.whole(there, lambda value, name, number: name).values()) == whole
+    assert list(depth.expand(there, lambda value, name, number: name)) == whole
+    assert list(depth.expand(there, lambda value, name, number: name).values()) == whole
 
 
 def test_a_model_that_counts_its_blocks_is_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_a_model_that_counts_its_blocks_is_traced_whole(monkeypatch: pytest.Monk
 def test_layers_that_take_turns_stay() -> None:
     model: Any = model_factory(job("llama").model)()
     model.config.layer_types = ["full_attention", "sliding_attention"] * 3
-    assert thinned(model, None).missing == {}
+    assert remove_repeated_layers(model, None).removed == {}
     assert len(find_blocks(model)) == 6
 
 
@@ -180,5 +180,5 @@ def test_a_model_in_which_others_would_be_taken_for_blocks_stays() -> None:
     model = Two()
     before = [name for name, _ in model.named_modules()]
     assert {name.partition(".")[0] for name, _ in find_blocks(model)} == {"large"}
-    assert thinned(model, None).missing == {}
+    assert remove_repeated_layers(model, None).removed == {}
     assert [name for name, _ in model.named_modules()] == before

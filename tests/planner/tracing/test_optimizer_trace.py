@@ -9,7 +9,7 @@ import pytest
 import tightfit
 from tests.planner import cases
 from tightfit.machine import Machine
-from tightfit.planner.estimate import fold
+from tightfit.planner.estimate import estimated_ledger
 from tightfit.planner.tracing.profiler import Profiler, profile
 
 GEMMA: dict[str, Any] = {
@@ -40,7 +40,10 @@ def test_stochastic_rounding_needs_what_rounding_to_nearest_does(optimizer: str)
 def test_a_buffer_of_one_number_is_not_divided() -> None:
     job = cases.job("llama").replace(model=tightfit.Job(model=GEMMA, data=cases.TEXT, train={}).model)
     plan = tightfit.Plan(zero=3, dp_shard=2)
-    found = {parameter.name: parameter for parameter in fold(Profiler(job, "cpu"), plan, Machine.detect()).parameters}
+    found = {
+        parameter.name: parameter
+        for parameter in estimated_ledger(Profiler(job, "cpu"), plan, Machine.detect()).parameters
+    }
     (single,) = (parameter for parameter in found.values() if not parameter.shape)
     assert single.name == "model.embed_tokens.embed_scale"
     assert single.bytes == 4  # of two devices each has it whole

@@ -15,16 +15,16 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tightfit.distributed.mesh import leads, rank
-from tightfit.engine.checkpoint.contents import is_divided, names_of, whole_shape
-from tightfit.engine.checkpoint.save import EARLIER, STATE, checkpoints, everyones, newest
+from tightfit.distributed.mesh import is_rank_zero, rank
+from tightfit.engine.checkpoint.contents import is_sharded, names_of, unsharded_shape
+from tightfit.engine.checkpoint.save import EARLIER, STATE, all_gather_values, checkpoints, newest
 from tightfit.engine.rng import seed_all, set_random_states
 from tightfit.errors import InputError
 from tightfit.job import Job
-from tightfit.optim.per_parameter import unpack
-from tightfit.optim.whole_parameters import lies_as
-from tightfit.runtime.activity import doing
-from tightfit.runtime.run import Run, part, wait_for_weights
+from tightfit.optim.per_parameter import dequantize_state
+from tightfit.optim.whole_parameters import has_parameter_shape
+from tightfit.runtime.activity import note_activity
+from tightfit.runtime.run import Run, shard, wait_for_weights
 from tightfit.tensor_files import CHECKSUMS, Reader, checksum, file_name, index_name, read_checksums
 
 INDEX = ".index.json"
@@ -38,10 +38,10 @@ def resume(run: Run, folder: str | Path) -> int:
     call it. Raises InputError, on all devices, if there is no checkpoint, if it is damaged, or if
     it is another job's.
     """
-    doing("reading a checkpoint")
+    note_activity("reading a checkpoint")
     wait_for_weights(run)  # which would overwrite what is read
     path, state, needed = _agreed(run, lambda: _begin(run, folder))
-    paths = everyones(run, path.name)
+    paths = all_gather_values(run, path.name)
     if len(set(paths)) > 1:
         raise InputError(
             f"resume from {folder}", f"hosts see different checkpoints ({', '.join(sorted(set(paths)))})", SHARED
@@ -64,7 +64,7 @@ def _agreed(run: Run, act: Callable[[], Any]) -> Any:
         found = act()
     except InputError as error:
         said = (error.asked, error.found, error.fix)
-    first = next((one for one in everyones(run, said) if one is not None), None)
+    first = next((one for one in all_gather_values(run, said) if one is not None), None)
     if first is not None:
         raise InputError(*first)
     return found
@@ -91,7 +91,7 @@ def _begin(run: Run, folder: str | Path) -> tuple[Path, dict[str, Any], list[str
                 needed |= saved.files_of([key for key in saved.names if key.partition(":")[2] in names or key in names])
         else:
             needed.add(file_name(kind, 0, 1))
-    if leads():  # files that no rank reads here, such as config.json, are verified, too
+    if is_rank_zero():  # files that no rank reads here, such as config.json, are verified, too
         needed |= {name for name in known if not name.endswith(".safetensors")}
     return path, state, sorted(needed)
 
@@ -109,7 +109,9 @@ def _share(run: Run, needed: list[str]) -> list[str]:
     """The files that this device verifies. Each file that a device of this host needs is verified
     once per host."""
     here = socket.gethostname()
-    others = [(number, files) for number, (host, files) in enumerate(everyones(run, (here, needed))) if host == here]
+    others = [
+        (number, files) for number, (host, files) in enumerate(all_gather_values(run, (here, needed))) if host == here
+    ]
     share = []
     for place, name in enumerate(sorted({name for _, files in others for name in files})):
         readers = [number for number, files in others if name in files]
@@ -122,7 +124,7 @@ def _hold(path: Path, names: Iterable[str]) -> None:
     """Raise InputError for a file that is missing or whose checksum differs."""
     known = _known(path)
     for name in names:
-        doing(f"reading a checkpoint, {name}")
+        note_activity(f"reading a checkpoint, {name}")
         try:
             if checksum(path / name) != known.get(name):
                 raise _altered(path, f"{name} is not as it was written: its checksum differs")
@@ -169,25 +171,25 @@ def _load_model(run: Run, saved: Reader) -> None:
     if missing:
         raise RuntimeError(f"no {missing[0]} in it")
     unknown = sorted(saved.names - run.model.state_dict().keys())
-    if unknown and run.stages is None:
+    if unknown and run.executor is None:
         raise RuntimeError(f"{unknown[0]} is in it")
     for name in sorted(saved.names & tensors.keys()):
         tensor, value = tensors[name].detach(), saved.get(name)
-        shape = whole_shape(run, name, tensor)
+        shape = unsharded_shape(run, name, tensor)
         if value.shape != shape:
             raise RuntimeError(f"{name} has shape {tuple(value.shape)} there and {tuple(shape)} here")
-        value = run.slices[name].part(value) if name in run.slices else value
+        value = run.tp_shards[name].shard(value) if name in run.tp_shards else value
         if isinstance(tensor, DTensor):
             assert run.reduction is not None
-            value, tensor = run.reduction.part(tensors[name], value), tensor.to_local()
+            value, tensor = run.reduction.shard(tensors[name], value), tensor.to_local()
         tensor.copy_(value)
 
 
 def _parts(run: Run, saved: Reader, counts: dict[str, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """The saved states in the form of the optimizer's state_dict, by number; this device's shards
     of sharded states."""
-    sharded, names = is_divided(run), names_of(run)
-    shapes = {name: whole_shape(run, name, p) for name, p in run.model.named_parameters()}
+    sharded, names = is_sharded(run), names_of(run)
+    shapes = {name: unsharded_shape(run, name, p) for name, p in run.model.named_parameters()}
     found: dict[str, dict[str, Any]] = {owner: dict(counts.get(owner, {})) for owner, _ in names}
     for key in sorted(saved.names):
         what, _, owner = key.partition(":")
@@ -202,9 +204,9 @@ def _parts(run: Run, saved: Reader, counts: dict[str, dict[str, Any]]) -> dict[i
             return {what: tensor.clone() for what, tensor in value.items()}
         if isinstance(value, dict):
             packed = {what: tensor.to(run.device) for what, tensor in value.items()}
-            value = unpack(name, packed, torch.empty(shapes[owner], device=run.device))
-        if sharded and lies_as(name, value, shapes[owner]):
-            value = part(run, weight, value)
+            value = dequantize_state(name, packed, torch.empty(shapes[owner], device=run.device))
+        if sharded and has_parameter_shape(name, value, shapes[owner]):
+            value = shard(run, weight, value)
         return value.clone() if isinstance(value, Tensor) else value  # the file is mapped
 
     return {

@@ -31,21 +31,21 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from tightfit.distributed.mesh import leads, rank
-from tightfit.engine.checkpoint.contents import Tensors, model_of, states_of
+from tightfit.distributed.mesh import is_rank_zero, rank
+from tightfit.engine.checkpoint.contents import SavedTensors, model_of, states_of
 from tightfit.engine.rng import random_states
 from tightfit.engine.step import drain
 from tightfit.errors import InputError, TightfitError
 from tightfit.models import is_transformers_model
-from tightfit.runtime.activity import doing
+from tightfit.runtime.activity import note_activity
 from tightfit.runtime.run import Run
 from tightfit.tensor_files import (
     CHECKSUMS,
     Layout,
     Writer,
+    distribute,
     file_bytes,
     file_name,
-    laid_out,
     write_checksums,
     write_index,
 )
@@ -65,15 +65,15 @@ def save(run: Run, folder: str | Path, step: int) -> Path:
     Raises TightfitError if it cannot be written; earlier checkpoints are kept.
     """
     drain(run)
-    step += len(run.stages.losses) if run.stages is not None else 0
+    step += len(run.executor.losses) if run.executor is not None else 0
     folder = Path(folder)
     final = folder / f"step-{step:08d}"
     unfinished = folder / f".{final.name}.partial"
     model, states = model_of(run), states_of(run)
     state = _state(run, step, states)
-    _together(run, lambda: _begin(folder, unfinished) if leads() else None, step, folder)
+    _together(run, lambda: _begin(folder, unfinished) if is_rank_zero() else None, step, folder)
     writers = _writers(run, unfinished)
-    if not all(everyones(run, bool(writers))):
+    if not all(all_gather_values(run, bool(writers))):
         _together(run, lambda: _unseen(folder), step, folder, unfinished)
     layouts: dict[str, tuple[Layout, int]] = {}
     with Writer() as writer:
@@ -86,8 +86,8 @@ def save(run: Run, folder: str | Path, step: int) -> Path:
             writer.fill(unfinished, names, partial(_fetch, tensors), own)
         writer.wait()
         _together(run, lambda: _raise_first(writer.errors), step, folder, unfinished)
-    doing("the end of writing a checkpoint")
-    written = everyones(run, writer.checksums)
+    note_activity("the end of writing a checkpoint")
+    written = all_gather_values(run, writer.checksums)
 
     def finish() -> None:
         for kind, (layout, size) in layouts.items():
@@ -100,12 +100,12 @@ def save(run: Run, folder: str | Path, step: int) -> Path:
         for old in checkpoints(folder)[: -run.job.train.keep_checkpoints]:
             shutil.rmtree(old)
 
-    _together(run, lambda: finish() if leads() else None, step, folder, unfinished)
+    _together(run, lambda: finish() if is_rank_zero() else None, step, folder, unfinished)
     return final
 
 
-def _fetch(tensors: Tensors, name: str) -> Tensor:
-    doing(f"writing a checkpoint, {name}")
+def _fetch(tensors: SavedTensors, name: str) -> Tensor:
+    note_activity(f"writing a checkpoint, {name}")
     return tensors.fetch(name)
 
 
@@ -132,9 +132,9 @@ def _together(run: Run, act: Callable[[], None], step: int, folder: Path, unfini
         act()
     except (OSError, SafetensorError) as error:
         said = str(error) or type(error).__name__
-    found = [one for one in everyones(run, said) if one]
+    found = [one for one in all_gather_values(run, said) if one]
     if found:
-        if unfinished is not None and leads():
+        if unfinished is not None and is_rank_zero():
             shutil.rmtree(unfinished, ignore_errors=True)
         raise TightfitError(
             f"the checkpoint of step {step} could not be written to {folder}: {found[0]}\n"
@@ -142,7 +142,7 @@ def _together(run: Run, act: Callable[[], None], step: int, folder: Path, unfini
         )
 
 
-def everyones(run: Run, value: Any) -> list[Any]:
+def all_gather_values(run: Run, value: Any) -> list[Any]:
     """All-gather a small Python object: the values of all devices, by global rank."""
     if run.mesh is None:
         return [value]
@@ -153,7 +153,7 @@ def everyones(run: Run, value: Any) -> list[Any]:
 
 def _stages(run: Run, value: Any) -> list[Any]:
     """All-gather a Python object over the pipeline: the values of its ranks, in order."""
-    if run.stages is None or run.mesh is None or run.mesh.size("pp") == 1:
+    if run.executor is None or run.mesh is None or run.mesh.size("pp") == 1:
         return [value]
     found: list[Any] = [None] * run.mesh.size("pp")
     dist.all_gather_object(found, value, group=run.mesh.group("pp"))
@@ -165,7 +165,7 @@ def _writers(run: Run, folder: Path) -> list[int]:
     folder."""
     if run.mesh is None or run.mesh.servers:
         return [0]
-    sees, each = everyones(run, folder.is_dir()), dist.get_world_size() // run.mesh.size("pp")
+    sees, each = all_gather_values(run, folder.is_dir()), dist.get_world_size() // run.mesh.size("pp")
     first = run.mesh.rank("pp") * each
     return [device for device in range(first, first + each) if sees[device]]
 
@@ -178,7 +178,7 @@ def check_folder(run: Run, folder: Path) -> None:
     if run.mesh is None:
         return
     dist.barrier()
-    if not all(everyones(run, bool(_writers(run, folder)))):
+    if not all(all_gather_values(run, bool(_writers(run, folder)))):
         raise InputError(
             f"--out {folder}",
             "a stage of the pipeline is on hosts that do not see it",
@@ -186,7 +186,7 @@ def check_folder(run: Run, folder: Path) -> None:
         )
 
 
-def _layout(run: Run, tensors: Tensors, writers: int) -> tuple[list[int], Layout, int]:
+def _layout(run: Run, tensors: SavedTensors, writers: int) -> tuple[list[int], Layout, int]:
     """(numbers of this device's stages' files, all files, bytes of all files).
 
     A tensor that two pipeline ranks have is in the first one's files.
@@ -195,7 +195,7 @@ def _layout(run: Run, tensors: Tensors, writers: int) -> tuple[list[int], Layout
     seen: set[str] = set()
     mine: list[int] = []
     total = sum(tensors.sizes.values())
-    by_stage = _stages(run, (laid_out(tensors.sizes, file_bytes(total, writers)), total))
+    by_stage = _stages(run, (distribute(tensors.sizes, file_bytes(total, writers)), total))
     here = run.mesh.rank("pp") if run.mesh is not None and len(by_stage) > 1 else 0
     for place, (layout, _) in enumerate(by_stage):
         left = [[name for name in names if name not in seen] for names in layout]
@@ -243,7 +243,7 @@ def newest(folder: str | Path) -> Path:
     return found[-1]
 
 
-def _state(run: Run, step: int, states: Tensors) -> dict[str, Any]:
+def _state(run: Run, step: int, states: SavedTensors) -> dict[str, Any]:
     """The content of state.json: all that is no tensor."""
     counts = {name: value for one in _stages(run, states.counts) for name, value in one.items()}
     return {
@@ -251,5 +251,5 @@ def _state(run: Run, step: int, states: Tensors) -> dict[str, Any]:
         "job": json.loads(run.job.to_json()),
         "counts": counts,
         "loss_scale": run.loss_scale.state_dict() if run.loss_scale else None,
-        "random": everyones(run, random_states()),
+        "random": all_gather_values(run, random_states()),
     }

@@ -49,7 +49,7 @@ class Ring:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
 
-    def hand_on(self, tensors: tuple[Tensor, ...]) -> _Transfer:
+    def send_to_next(self, tensors: tuple[Tensor, ...]) -> _Transfer:
         """Begin to send `tensors`, of one dtype, to the next device and to receive tensors of the
         same shapes from the previous one. Returns the transfer; `wait` gives the received tensors.
         """
@@ -97,10 +97,10 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, seen_keys)
+    AttentionMaskInterface.register(NAME, key_mask)
 
 
-def seen_keys(*args: Any, **kwargs: Any) -> Tensor | None:
+def key_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """transformers' mask function: in place of a mask, which of this device's keys are not padding,
     (batch, 1, 1, length). None if all of them count.
     """
@@ -190,7 +190,7 @@ class RingAttention(torch.autograd.Function):
         output = torch.zeros(query.shape, dtype=wide, device=query.device)
         total = torch.full(query.shape[:-1], float("-inf"), dtype=wide, device=query.device)
         for step, (keys, values, bias) in enumerate(_ring_steps(ring, key, value, seen)):
-            rows, columns = seen_parts(step, ring, causal, query.shape[2])
+            rows, columns = visible_slices(step, ring, causal, query.shape[2])
             part, sums = attention(
                 query[:, :, rows],
                 keys[:, :, columns],
@@ -217,7 +217,7 @@ class RingAttention(torch.autograd.Function):
         grad_query = torch.zeros(query.shape, dtype=wide, device=query.device)
         transfer: _Transfer | None = None
         for step, (keys, values, bias) in enumerate(_ring_steps(ring, key, value, seen)):
-            rows, columns = seen_parts(step, ring, ctx.causal, query.shape[2])
+            rows, columns = visible_slices(step, ring, ctx.causal, query.shape[2])
             parts = attention_backward(
                 gradient[:, :, rows], query[:, :, rows], keys[:, :, columns], values[:, :, columns],
                 _mask_columns(bias, columns), output[:, :, rows], total[:, :, rows], ctx.causal and not step, ctx.scale,
@@ -245,13 +245,13 @@ def _ring_steps(
     """
     held = [key, value, *([] if seen is None else [seen.to(key.dtype)])]
     for step in range(ring.size):
-        transfer = ring.hand_on(tuple(held)) if step < ring.size - 1 else None
+        transfer = ring.send_to_next(tuple(held)) if step < ring.size - 1 else None
         yield held[0], held[1], held[2] > 0 if seen is not None else None
         if transfer is not None:
             held = transfer.wait()
 
 
-def seen_parts(step: int, ring: Ring, causal: bool, length: int) -> tuple[slice, slice]:
+def visible_slices(step: int, ring: Ring, causal: bool, length: int) -> tuple[slice, slice]:
     """Which queries of this device attend to which keys of the device `step` positions before it:
     (rows, columns).
 
@@ -277,7 +277,7 @@ def _is_on_accelerator(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-def kernel_of(query: Tensor, seen: Tensor | None) -> str:
+def select_kernel(query: Tensor, seen: Tensor | None) -> str:
     """Which kernel of PyTorch computes attention: "cpu", "flash", "efficient", or "plain" (matrix
     products).
 
@@ -302,7 +302,7 @@ def attention(
     Returns the output (batch, heads, queries, width), and each query's log-sum-exp of scores in
     fp32, (batch, heads, queries).
     """
-    kernel = kernel_of(query, seen)
+    kernel = select_kernel(query, seen)
     if kernel == "flash":
         output, sums, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
         return output, sums
@@ -333,7 +333,7 @@ def attention_backward(
     output    the merged output over the keys of all devices
     sums      its log-sum-exp over the keys of all devices
     """
-    kernel, heads = kernel_of(query, seen), key.shape[1]
+    kernel, heads = select_kernel(query, seen), key.shape[1]
     if kernel == "flash":
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # for dropout, which is 0
         return aten._scaled_dot_product_flash_attention_backward(

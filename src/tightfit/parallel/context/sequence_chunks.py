@@ -32,10 +32,10 @@ from torch.nn import functional
 
 from tightfit.errors import InputError
 from tightfit.models.objective import IGNORED, Batch, map_tensors, next_token_targets
-from tightfit.runtime.run import Data, Filler
+from tightfit.runtime.run import Data, DummyMicroBatch
 
 
-def cut(batch: Batch, causal: bool, piece: int, pieces: int) -> Batch:
+def shard_batch(batch: Batch, causal: bool, cp_rank: int, cp_size: int) -> Batch:
     """The chunks `cp_rank` and 2 x cp_size - 1 - cp_rank of each sequence of a batch, padded if the
     chunks are uneven.
 
@@ -51,7 +51,7 @@ def cut(batch: Batch, causal: bool, piece: int, pieces: int) -> Batch:
     """
     if not isinstance(batch, dict) or "input_ids" not in batch or "position_ids" in batch:
         raise InputError(
-            f"plan: cp={pieces}",
+            f"plan: cp={cp_size}",
             "batches with position_ids of their own"
             if isinstance(batch, dict) and "position_ids" in batch
             else "batches without input_ids",
@@ -59,7 +59,7 @@ def cut(batch: Batch, causal: bool, piece: int, pieces: int) -> Batch:
         )
     tokens = batch["input_ids"]
     samples, length = tokens.shape
-    missing = -length % (2 * pieces)
+    missing = -length % (2 * cp_size)
     fields = dict(batch)
     if causal:
         fields["labels"] = next_token_targets(batch)
@@ -70,9 +70,9 @@ def cut(batch: Batch, causal: bool, piece: int, pieces: int) -> Batch:
     for name, value in fields.items():
         if isinstance(value, Tensor) and value.shape[:2] == tokens.shape:
             fill = IGNORED if name == "labels" else 0
-            value = _chunks(functional.pad(value, (0, missing), value=fill), piece, pieces)
+            value = _chunks(functional.pad(value, (0, missing), value=fill), cp_rank, cp_size)
         found[name] = value
-    return {**found, "position_ids": _chunks(positions, piece, pieces)}
+    return {**found, "position_ids": _chunks(positions, cp_rank, cp_size)}
 
 
 def _chunks(value: Tensor, piece: int, pieces: int) -> Tensor:
@@ -95,8 +95,8 @@ class SequenceChunks:
 
     data: Data
     causal: bool
-    piece: int
-    pieces: int
+    cp_rank: int
+    cp_size: int
     pinned: bool
 
     @property
@@ -134,7 +134,7 @@ class SequenceChunks:
 
     def cut(self, batch: Batch) -> Batch:
         """This device's chunks of a batch. A dummy micro-batch stays one."""
-        if isinstance(batch, Filler):
-            return Filler(self.cut(batch.batch))
-        mine = cut(batch, self.causal, self.piece, self.pieces)
+        if isinstance(batch, DummyMicroBatch):
+            return DummyMicroBatch(self.cut(batch.batch))
+        mine = shard_batch(batch, self.causal, self.cp_rank, self.cp_size)
         return map_tensors(lambda tensor: tensor.pin_memory(), mine) if self.pinned else mine

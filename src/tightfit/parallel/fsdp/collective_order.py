@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
 from tightfit.errors import InputError
-from tightfit.runtime.activity import doing
+from tightfit.runtime.activity import note_activity
 
-FIRST = 16  # number of backward passes in which GPUs check each collective
+CHECKED_BACKWARDS = 16  # number of backward passes in which GPUs check each collective
 
 _GATHER, _SUM, _FORWARD, _BACKWARD, _CHECKSUM = range(5)
 _EVENTS = {
@@ -43,7 +43,7 @@ _EVENTS = {
 }
 
 
-class Agreement:
+class CollectiveOrder:
     """Checks that all devices run fully_shard's collectives in the same order.
 
     model   the sharded model
@@ -73,15 +73,15 @@ class Agreement:
             checksum, self.checksum = self.checksum, 0
             self._compare(_CHECKSUM, which=checksum)
 
-    def sum(self, number: int, which: int) -> None:
+    def check_reduce(self, number: int, parameters_hash: int) -> None:
         """Check a reduction of gradients.
 
         number           the parameter group's number
         parameters_hash  a hash of which of its parameters have gradients
         """
-        self._check(_SUM, number, which)
+        self._check(_SUM, number, parameters_hash)
 
-    def gather(self, number: int) -> None:
+    def check_gather(self, number: int) -> None:
         """Check an all-gather of the parameter group `number`."""
         self._check(_GATHER, number)
 
@@ -90,7 +90,9 @@ class Agreement:
         if active_fake_mode() is not None or dist.get_backend(self.group) == "fake":
             return
         if kind in (_GATHER, _SUM):
-            doing(f"{'the gather' if kind == _GATHER else 'the gradients'} of {self.names[place]}, or what follows")
+            note_activity(
+                f"{'the gather' if kind == _GATHER else 'the gradients'} of {self.names[place]}, or what follows"
+            )
         if self.first is None or self.passes < self.first:
             self._compare(kind, place, which)
         else:
@@ -134,7 +136,7 @@ class _CheckedAllGather:
     one.
     """
 
-    def __init__(self, inner: Any, agreement: Agreement, number: int) -> None:
+    def __init__(self, inner: Any, agreement: CollectiveOrder, number: int) -> None:
         self.inner, self.agreement, self.number = inner, agreement, number
 
     def allocate(self, *size: Any, **how: Any) -> Tensor:
@@ -142,8 +144,8 @@ class _CheckedAllGather:
         return made
 
     def __call__(self, *tensors: Any, **more: Any) -> Any:
-        self.agreement.gather(self.number)
+        self.agreement.check_gather(self.number)
         return self.inner(*tensors, **more)
 
 
-__all__ = ["FIRST", "Agreement"]
+__all__ = ["CHECKED_BACKWARDS", "CollectiveOrder"]

@@ -32,26 +32,26 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
-from tightfit.cost.entries import Gathered, Parameter
+from tightfit.cost.entries import Parameter, ShardedParameters
 from tightfit.cost.ledger import Ledger
-from tightfit.distributed.collectives import GatherByRow, ScatterByRow, goes_by_row
-from tightfit.distributed.mesh import DATA, Mesh, Statistics, local_device, on_mesh
+from tightfit.distributed.collectives import RowAllGather, RowReduceScatter, uses_row_collectives
+from tightfit.distributed.mesh import DATA, Mesh, ReplicatedBuffers, local_device, on_mesh_device
 from tightfit.errors import InputError
 from tightfit.job import ModelSpec
-from tightfit.models import find_blocks, places_of
+from tightfit.models import find_blocks, parameter_uses
 from tightfit.models.block_hooks import run_hooks_on_direct_calls
-from tightfit.models.dataflow import line_of, said
+from tightfit.models.dataflow import describe_line, innermost_model_line
 from tightfit.models.objective import Batch
-from tightfit.parallel.fsdp.collective_order import FIRST, Agreement
-from tightfit.parallel.fsdp.prefetch import bring_ahead
-from tightfit.parallel.fsdp.unused_parameters import Made
+from tightfit.parallel.fsdp.collective_order import CHECKED_BACKWARDS, CollectiveOrder
+from tightfit.parallel.fsdp.prefetch import prefetch_blocks
+from tightfit.parallel.fsdp.unused_parameters import UsedParameters
 from tightfit.plan import Plan
-from tightfit.runtime.offload_store import Gradients, Store
+from tightfit.runtime.offload_store import OffloadedGradients, Store
 from tightfit.runtime.run import Run, refuse_hooks
-from tightfit.target_device import is_apart
+from tightfit.target_device import has_own_memory
 
 
-def narrow_names(ledger: Ledger) -> set[str]:
+def low_precision_names(ledger: Ledger) -> set[str]:
     """Names of the parameters that are gathered in a narrower dtype than they are stored in, with *
     for a block's number. In the recorded step, their gradients have fewer bytes than they have.
     """
@@ -59,7 +59,7 @@ def narrow_names(ledger: Ledger) -> set[str]:
     return {
         _wildcard_name(buffer.parameter)
         for passage in ledger.training
-        for buffer in passage.timeline.born
+        for buffer in passage.timeline.allocated
         if buffer.row == "gradients" and buffer.size.fixed < kept.get(buffer.parameter, 0)
     }
 
@@ -74,7 +74,7 @@ def gathered_bytes(parameter: Parameter, narrow: set[str]) -> float:
     return parameter.bytes / 2 if _wildcard_name(parameter.name) in narrow else parameter.bytes
 
 
-def gathered_of(ledger: Ledger, plan: Plan, narrow: set[str]) -> Gathered:
+def sharded_parameters(ledger: Ledger, plan: Plan, narrow: set[str]) -> ShardedParameters:
     """The entry of sharded parameters in the ledger: bytes of the largest block, and of the
     parameters outside of blocks. A parameter's block is recognized by the number in its name.
     """
@@ -94,10 +94,10 @@ def gathered_of(ledger: Ledger, plan: Plan, narrow: set[str]) -> Gathered:
     as_kept = float(max(reduced.values(), default=0))
     # then blocks are copied in their stored dtype, and prefetched in forward too
     alone = plan.shards == 1
-    return Gathered(devices, block, rest, as_kept, as_kept if alone else block, alone)
+    return ShardedParameters(devices, block, rest, as_kept, as_kept if alone else block, alone)
 
 
-def comes_and_goes(plan: Plan, kind: str) -> bool:
+def uses_fully_shard(plan: Plan, kind: str) -> bool:
     """Whether parameters are on a device of this kind ("cpu" or "cuda") only while their block
     computes. A CPU computes with offloaded parameters where they are mapped, so it needs no copy of
     them.
@@ -105,7 +105,7 @@ def comes_and_goes(plan: Plan, kind: str) -> bool:
     return plan.zero == 3 or (kind == "cuda" and "parameters" in plan.offload)
 
 
-def refuse_what_stays_whole(described: Iterable[tuple[str, int, tuple[int, ...]]], blocks: int, plan: Plan) -> None:
+def check_shardable(described: Iterable[tuple[str, int, tuple[int, ...]]], blocks: int, plan: Plan) -> None:
     """Raise InputError for parameters that fully_shard cannot shard along dimension 0, or cannot
     gather for one block at a time.
 
@@ -123,20 +123,20 @@ def refuse_what_stays_whole(described: Iterable[tuple[str, int, tuple[int, ...]]
             raise InputError(asked, f"{name} is used by several blocks, of which one is there at a time", fix)
 
 
-def blocks_of(run: Run) -> list[nn.Module]:
+def model_blocks(run: Run) -> list[nn.Module]:
     """The model's blocks, or in a pipeline those of this device's stages."""
     name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
     return list(run.blocks or [block for _, block in find_blocks(run.model, name)])
 
 
-def narrow_type(plan: Plan) -> torch.dtype | None:
+def gather_dtype(plan: Plan) -> torch.dtype | None:
     """The dtype in which weights of matrix products are gathered: in mixed precision the 16-bit
     one. None: the parameters' own.
     """
     return {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(plan.precision)
 
 
-def products_of(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+def split_by_autocast(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """Modules of a block with parameters of their own: those whose weights autocast converts
     (linear and convolution), and the others.
     """
@@ -220,7 +220,7 @@ def _fsdp_params(model: nn.Module) -> Iterator[Any]:
         yield from group.fsdp_params
 
 
-def working_weights(model: nn.Module) -> Iterator[Tensor]:
+def compute_weights(model: nn.Module) -> Iterator[Tensor]:
     """The tensors that a model computes with: its parameters, and the buffers in which sharded
     parameters are gathered.
     """
@@ -242,20 +242,22 @@ def _move_to_store(model: nn.Module, store: Store) -> None:
             parameter.stored = True
 
 
-def sharded(run: Run, plan: Plan) -> Run:
+def apply_fully_shard(run: Run, plan: Plan) -> Run:
     """`run` with its model sharded by fully_shard.
 
     Raises InputError for a model that fully_shard cannot shard.
     """
     assert run.mesh is not None
     named = find_blocks(run.model, run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None)
-    places, parameters = places_of(run.model, named), dict(run.model.named_parameters())
-    refuse_what_stays_whole(((name, parameters[name].dim(), used) for name, used in places.items()), len(named), plan)
+    places, parameters = parameter_uses(run.model, named), dict(run.model.named_parameters())
+    check_shardable(((name, parameters[name].dim(), used) for name, used in places.items()), len(named), plan)
     refuse_hooks(run.model, "plan: zero=3" if plan.zero == 3 else "plan: offload=parameters")
     store = run.store if "parameters" in plan.offload else None
-    shards = Shards(run.model, blocks_of(run), run.mesh, narrow_type(plan), store, "gradients" in plan.offload)
+    shards = FullyShardReduction(
+        run.model, model_blocks(run), run.mesh, gather_dtype(plan), store, "gradients" in plan.offload
+    )
     loss_sum = _refuse_sharded_use(run.loss_sum, "plan: zero=3" if plan.zero == 3 else "plan: offload=parameters")
-    return replace(run, loss_sum=loss_sum, reduction=shards, weights=shards.weights)
+    return replace(run, loss_sum=loss_sum, reduction=shards, optimizer_weights=shards.weights)
 
 
 def _is_running(module: FSDPModule) -> bool:
@@ -276,15 +278,15 @@ def _refuse_sharded_use(loss_sum: Callable[[Batch], Tensor], asked: str) -> Call
                 raise
             raise InputError(
                 asked,
-                f"{said(line_of(error))} uses parameters of a layer that is not called there: they are gathered for its "
-                "call only",
+                f"{describe_line(innermost_model_line(error))} uses parameters of a layer that is not called there: they are "
+                "gathered for its call only",
                 "use zero: 2, or call the layer with what is to be computed",
             ) from error
 
     return computed
 
 
-class Shards:
+class FullyShardReduction:
     """The `Reduction` of a model that fully_shard shards. fully_shard gathers the parameters and
     reduce-scatters the gradients.
 
@@ -301,14 +303,14 @@ class Shards:
         model: nn.Module,
         blocks: list[nn.Module],
         mesh: Mesh,
-        narrow_type: torch.dtype | None,
+        gather_dtype: torch.dtype | None,
         store: Store | None = None,
-        takes: bool = False,
+        offloads_gradients: bool = False,
     ) -> None:
         # the warning concerns the logits, which nobody writes to
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
         self.mesh, self.model, self.device = mesh, model, local_device(mesh.axes["dp_shard"].device_type)
-        self.parts: tuple[str, ...] = ("dp_shard",) if mesh.size("dp_shard") > 1 else ()
+        self.shard_axes: tuple[str, ...] = ("dp_shard",) if mesh.size("dp_shard") > 1 else ()
         devices = mesh.axes[DATA if mesh.size("dp_replicate") > 1 else "dp_shard"]
         narrow = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False)
@@ -320,15 +322,15 @@ class Shards:
         for module in _modules_of_other_dtype(model, blocks):
             shard(module, reshard_after_forward=True, mp_policy=policy)
         for block in blocks:
-            products, others = products_of(block)
-            if narrow_type is None or not products or block in others:
+            products, others = split_by_autocast(block)
+            if gather_dtype is None or not products or block in others:
                 shard(block, reshard_after_forward=True, mp_policy=policy)
                 continue
             if others:  # such as norms: parameters that are gathered together must have one dtype
                 shard(others, reshard_after_forward=True, mp_policy=policy)
             for module in products:
                 _keep_dtype(module)
-            halved = replace(policy, param_dtype=narrow_type, reduce_dtype=torch.float32)
+            halved = replace(policy, param_dtype=gather_dtype, reduce_dtype=torch.float32)
             shard(block, reshard_after_forward=True, mp_policy=halved)
         shard(model, mp_policy=policy)
         for module in model.modules():
@@ -336,18 +338,18 @@ class Shards:
                 # the step divides by the count of targets over all devices
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                if mesh.size("dp_shard") > 1 and goes_by_row(mesh.group("dp_shard")):
-                    module.set_custom_reduce_scatter(ScatterByRow())  # type: ignore[arg-type]
-                    module.set_custom_all_gather(GatherByRow())  # type: ignore[arg-type]
+                if mesh.size("dp_shard") > 1 and uses_row_collectives(mesh.group("dp_shard")):
+                    module.set_custom_reduce_scatter(RowReduceScatter())  # type: ignore[arg-type]
+                    module.set_custom_all_gather(RowAllGather())  # type: ignore[arg-type]
             if isinstance(module, FSDPModule) and module is not model:
                 run_hooks_on_direct_calls(module, partial(_is_running, module))
-        self.statistics = Statistics(model, mesh)
+        self.statistics = ReplicatedBuffers(model, mesh)
         _load_shards(model, rows)
         # fully_shard itself holds shards in page-locked memory
         if store is not None and not (apart and pinned):
             _move_to_store(model, store)
-        if store is not None and is_apart(store.device) and mesh.size("dp_shard") == 1:
-            bring_ahead(model, blocks, _fsdp_param_groups(model), store.device)
+        if store is not None and has_own_memory(store.device) and mesh.size("dp_shard") == 1:
+            prefetch_blocks(model, blocks, _fsdp_param_groups(model), store.device)
         self.weights: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -355,12 +357,22 @@ class Shards:
                 self.weights[parameter] = nn.Parameter(parameter._local_tensor.detach())
         self.owner = {weight: parameter for parameter, weight in self.weights.items()}
         several = mesh.size("dp_shard") * mesh.size("dp_replicate") > 1
-        first = None if self.device.type == "cpu" else FIRST
-        self.agreement = (
-            Agreement(model, list(_fsdp_param_groups(model)), mesh.lines["layers"], first) if several else None
+        first = None if self.device.type == "cpu" else CHECKED_BACKWARDS
+        self.collective_order = (
+            CollectiveOrder(model, list(_fsdp_param_groups(model)), mesh.p2p_groups["layers"], first)
+            if several
+            else None
         )
-        self.made = Made(_fsdp_param_groups(model), self.agreement) if self.agreement is not None else None
-        self.taken = Gradients(self.weights, store) if takes and store is not None and not (apart and pinned) else None
+        self.used_parameters = (
+            UsedParameters(_fsdp_param_groups(model), self.collective_order)
+            if self.collective_order is not None
+            else None
+        )
+        self.offloaded_gradients = (
+            OffloadedGradients(self.weights, store)
+            if offloads_gradients and store is not None and not (apart and pinned)
+            else None
+        )
 
     def begin(self, last: bool) -> None:
         """Call before a micro-batch. last: whether it is the step's last one, after which HSDP's
@@ -373,22 +385,24 @@ class Shards:
         """Call after a micro-batch's backward. After the last one, the gradients are set on the
         optimizer's weights.
         """
-        if self.agreement is not None:
-            self.agreement.end_backward(last)
+        if self.collective_order is not None:
+            self.collective_order.end_backward(last)
         if not last:
             return
         self.statistics.average()
-        if self.taken is not None:
-            self.taken.end()
+        if self.offloaded_gradients is not None:
+            self.offloaded_gradients.end()
         else:
             for parameter, weight in self.weights.items():
                 gradient: Any = parameter.grad
                 weight.grad = None if gradient is None else gradient._local_tensor
                 parameter.grad = None
-        if self.made is not None:
+        if self.used_parameters is not None:
             weights = list(self.weights.items())
-            total = partial(self.mesh.sum, axes=DATA)
-            for place in self.made.missing([parameter for parameter, _ in weights], total, self.device):
+            total = partial(self.mesh.all_reduce, axes=DATA)
+            for place in self.used_parameters.missing_everywhere(
+                [parameter for parameter, _ in weights], total, self.device
+            ):
                 weights[place][1].grad = None
 
     def updated(self) -> None:
@@ -403,14 +417,14 @@ class Shards:
         """No state of its own to save in a checkpoint."""
         return []
 
-    def whole(self, weight: Tensor, value: Tensor) -> Tensor:
+    def unshard(self, weight: Tensor, value: Tensor) -> Tensor:
         """The full tensor of `value`, this device's shard of a tensor like `weight`. All devices
         must call it.
         """
         owner: Any = self.owner[weight]  # type: ignore[index]
-        return on_mesh(DTensor(value, owner._spec, requires_grad=False)).full_tensor()
+        return on_mesh_device(DTensor(value, owner._spec, requires_grad=False)).full_tensor()
 
-    def part(self, weight: Tensor, value: Tensor) -> Tensor:
+    def shard(self, weight: Tensor, value: Tensor) -> Tensor:
         """This device's shard of `value`, a tensor of the full parameter's shape."""
         size, rank = self.mesh.size("dp_shard"), self.mesh.rank("dp_shard")
         rows = value if value.dim() else value.view(1)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 
-def bring_ahead(model: nn.Module, blocks: Sequence[nn.Module], groups: Iterable[Any], device: torch.device) -> None:
+def prefetch_blocks(model: nn.Module, blocks: Sequence[nn.Module], groups: Iterable[Any], device: torch.device) -> None:
     """Prefetch each block's parameters while the block before it computes, in forward and in
     backward.
 

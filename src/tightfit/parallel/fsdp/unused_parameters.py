@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tightfit.distributed.mesh import on_device
-from tightfit.parallel.fsdp.collective_order import Agreement
-from tightfit.parallel.gradient_buckets import absent
+from tightfit.distributed.mesh import copy_to_device
+from tightfit.parallel.fsdp.collective_order import CollectiveOrder
+from tightfit.parallel.gradient_buckets import missing_everywhere
 
 
-class Made:
+class UsedParameters:
     """Gives zero gradients to parameters of a block that got none in its backward, since all
     devices must send the same tensors. It remembers which gradients of a step are real.
 
@@ -34,7 +34,7 @@ class Made:
     agreement  checks that the devices reduce the same parameters
     """
 
-    def __init__(self, groups: Iterable[Any], agreement: Agreement) -> None:
+    def __init__(self, groups: Iterable[Any], agreement: CollectiveOrder) -> None:
         self.made: set[Tensor] = set()
         self.agreement = agreement
         for number, group in enumerate(groups):
@@ -56,22 +56,22 @@ class Made:
                 continue
             which = (31 * which + place + 1) % 2**31
         if which and group.reduce_grads:
-            self.agreement.sum(number, which)
+            self.agreement.check_reduce(number, which)
         post_backward(*unused)
 
-    def missing(
-        self, parameters: list[nn.Parameter], total: Callable[[Tensor], object], device: torch.device
+    def missing_everywhere(
+        self, parameters: list[nn.Parameter], all_reduce: Callable[[Tensor], object], device: torch.device
     ) -> list[int]:
         """Indices of the parameters that no device computed a gradient for in this step.
 
         parameters  the parameters, the same on all devices
         all_reduce  all-reduces (sums) a tensor over the devices, in place
         """
-        counts = on_device([float(parameter in self.made) for parameter in parameters], device)
+        counts = copy_to_device([float(parameter in self.made) for parameter in parameters], device)
         missed = [place for place, parameter in enumerate(parameters) if parameter not in self.made]
         self.made.clear()
-        total(counts)
-        return absent(counts, missed)
+        all_reduce(counts)
+        return missing_everywhere(counts, missed)
 
 
-__all__ = ["Made"]
+__all__ = ["UsedParameters"]

@@ -41,16 +41,25 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Action, coming, given_by, taken_by, timetable
+from tightfit.cost.pipeline_schedule import (
+    BACKWARD,
+    FORWARD,
+    WEIGHTS,
+    Action,
+    coming,
+    consumer_of,
+    make_schedule,
+    producer_of,
+)
 from tightfit.distributed.mesh import Mesh
 from tightfit.errors import InputError
-from tightfit.models.dataflow import not_in_a_row, sample_shapes
+from tightfit.models.dataflow import blocks_out_of_order, sample_shapes
 from tightfit.models.objective import Batch, sample_count
-from tightfit.parallel.gradient_buckets import made_everywhere
-from tightfit.parallel.pipeline.pruned_model import Elsewhere, Here, Leaves, Passage
-from tightfit.parallel.pipeline.weight_gradients import Deferred
+from tightfit.parallel.gradient_buckets import gradients_filled
+from tightfit.parallel.pipeline.pruned_model import ForwardState, OwnBlock, StageEnd, StubBlock
+from tightfit.parallel.pipeline.weight_gradients import DeferredWeightGradients
 from tightfit.plan import Plan
-from tightfit.runtime.run import Filler, Run, to_device, weights_named, without_full_masks
+from tightfit.runtime.run import DummyMicroBatch, Run, optimizer_weights_named, to_device, without_full_masks
 from tightfit.target_device import kind_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
@@ -132,7 +141,7 @@ class _ReceivedInputs(torch.autograd.Function):
 TensorSpec = tuple[torch.dtype, tuple[int, ...], bool]
 
 
-class Pipeline:
+class PipelineRank:
     """A rank's part of a pipeline schedule: the `StepExecutor` of a Run.
 
     stages            the range of blocks of each stage of the model; own_stages: numbers of this
@@ -165,20 +174,20 @@ class Pipeline:
         plan: Plan,
         pieces: list[range],
         own: list[int],
-        passage: Passage,
+        passage: ForwardState,
         slots: list[tuple[nn.Module, str]],
         kept: dict[int, nn.Module],
-        stubs: list[Elsewhere],
+        stubs: list[StubBlock],
         shared: frozenset[str],
         stale: frozenset[str] = frozenset(),
     ) -> None:
-        self.mesh, self.plan, self.pieces, self.own, self.passage = mesh, plan, pieces, own, passage
-        self.slots, self.kept, self.stubs, self.shared, self.stale = slots, kept, stubs, shared, stale
-        self.here = {number: Here(number, passage, block) for number, block in kept.items()}
-        self.rank, self.devices = mesh.rank("pp"), mesh.size("pp")
+        self.mesh, self.plan, self.stages, self.own_stages, self.forward_state = mesh, plan, pieces, own, passage
+        self.slots, self.own_blocks, self.stubs, self.shared, self.stale_buffers = slots, kept, stubs, shared, stale
+        self.wrappers = {number: OwnBlock(number, passage, block) for number, block in kept.items()}
+        self.rank, self.pp_size = mesh.rank("pp"), mesh.size("pp")
         self.device = mesh.device  # not a parameter's device: parameters may be offloaded
-        self.last = len(pieces) - 1
-        self.copies = shared if self.rank else frozenset()
+        self.last_stage = len(pieces) - 1
+        self.replicated = shared if self.rank else frozenset()
         self.in_flight: dict[tuple[int, int], _InFlight] = {}
         self.pending_sends: list[tuple[Action, Any, Tensor]] = []
         self.positions: dict[Action, int] = {}
@@ -188,10 +197,10 @@ class Pipeline:
         self.losses: deque[Tensor] = deque()
         self.staleness: list[int] = []
         self.waited_s = 0.0
-        self.deferred = Deferred() if plan.schedule == "zero-bubble" else None
+        self.deferred = DeferredWeightGradients() if plan.schedule == "zero-bubble" else None
 
-    delay = 0
-    free = False
+    loss_delay = 0
+    unsynchronized = False
     counted: tuple[int, int, int] | None = None
 
     def drain(self, run: Run) -> Iterator[None]:
@@ -206,7 +215,7 @@ class Pipeline:
         """
         return self._run_schedule(run, micro_batches, scale, self.plan.schedule)
 
-    def once(self, run: Run, batch: Batch, scale: float | Tensor) -> Tensor:
+    def run_micro_batch(self, run: Run, batch: Batch, scale: float | Tensor) -> Tensor:
         """Run forward and backward of one micro-batch alone, whatever the schedule.
 
         Returns its loss on the last rank, and 0 on the others.
@@ -219,14 +228,14 @@ class Pipeline:
 
         `schedule` may differ from the plan's: `once` replaces pipedream by 1f1b.
         """
-        table = timetable(schedule, self.devices, self.plan.virtual_stages, len(micro_batches))
+        table = make_schedule(schedule, self.pp_size, self.plan.virtual_stages, len(micro_batches))
         actions = table[self.rank]
         self.positions = {action: place for own in table for place, action in enumerate(own)}
         total: Tensor | None = None
         completing = WEIGHTS if self.deferred is not None else BACKWARD
         final = max(place for place, action in enumerate(actions) if action.kind == completing)
         stops = kind_of(run.device) != "cpu"
-        next_actions = coming(schedule, self.devices, self.plan.virtual_stages, len(micro_batches), self.rank, stops)
+        next_actions = coming(schedule, self.pp_size, self.plan.virtual_stages, len(micro_batches), self.rank, stops)
         for place, (action, after) in enumerate(zip(actions, next_actions, strict=True)):
             self._free_completed_sends(run)
             self._post_receives(
@@ -235,7 +244,7 @@ class Pipeline:
             batch = micro_batches[action.micro_batch]
             last = action.micro_batch == len(micro_batches) - 1
             if action.kind == FORWARD:
-                total = added(total, self.forward(run, action, batch, scale))
+                total = add_losses(total, self.forward(run, action, batch, scale))
                 continue
             if action.kind == BACKWARD and self.deferred is not None:
                 with self.deferred.group(action.micro_batch):
@@ -258,9 +267,9 @@ class Pipeline:
     def evaluate(self, run: Run, batch: Batch) -> Tensor:
         """The loss of a micro-batch on the last rank; 0 on the others."""
         total: Tensor | None = None
-        self.positions = {Action(FORWARD, piece, 0): piece for piece in range(len(self.pieces))}
-        for piece in self.own:
-            total = added(total, self.forward(run, Action(FORWARD, piece, 0), batch, 1.0))
+        self.positions = {Action(FORWARD, piece, 0): piece for piece in range(len(self.stages))}
+        for piece in self.own_stages:
+            total = add_losses(total, self.forward(run, Action(FORWARD, piece, 0), batch, 1.0))
             self.in_flight.clear()
         self.finish()
         return torch.zeros((), device=run.device) if total is None else total
@@ -273,7 +282,7 @@ class Pipeline:
         where the model does not call its
         blocks in order.
         """
-        is_real = not isinstance(batch, Filler)
+        is_real = not isinstance(batch, DummyMicroBatch)
         there = to_device(batch if is_real else batch.batch, run)
         key = _shape_key(there)
         inputs = _StageInputs()
@@ -282,22 +291,22 @@ class Pipeline:
             self._receive_inputs(action, key, arguments, inputs)
             return inputs.for_model()
 
-        self._enter_stage(action.chunk, take, there)
+        self._enter_stage(action.stage, take, there)
         try:
             loss = run.loss_sum(there)
-        except Leaves as left:
+        except StageEnd as left:
             left.__traceback__ = None
             sent = left.sent
             self._send_forward(action, key, sent)
             backward_roots = [get_gradient_edge(tensor) for tensor in sent if tensor.requires_grad]
-            self.in_flight[action.chunk, action.micro_batch] = _InFlight(inputs, backward_roots)
+            self.in_flight[action.stage, action.micro_batch] = _InFlight(inputs, backward_roots)
             return None
         finally:
-            self._leave_stage(action.chunk)
-        if action.chunk != self.last:
-            raise not_in_a_row()
-        self.passage.end()
-        self.in_flight[action.chunk, action.micro_batch] = _InFlight(inputs, [loss], scale if is_real else 0.0)
+            self._leave_stage(action.stage)
+        if action.stage != self.last_stage:
+            raise blocks_out_of_order()
+        self.forward_state.end_stage()
+        self.in_flight[action.stage, action.micro_batch] = _InFlight(inputs, [loss], scale if is_real else 0.0)
         # in fp32, as on ranks that have no loss: all ranks take part in one all-reduce of the sums
         return loss.detach().float() if is_real else None
 
@@ -306,25 +315,25 @@ class Pipeline:
 
         final: whether it is the last backward of the step, after which FSDP reduces gradients.
         """
-        in_flight = self.in_flight.pop((action.chunk, action.micro_batch))
+        in_flight = self.in_flight.pop((action.stage, action.micro_batch))
         if isinstance(run.model, FSDPModule):  # StageEnd ended the forward before FSDP's own hooks
             run.model.unshard()
             run.model.set_is_last_backward(final)
-        if action.chunk == self.last:
+        if action.stage == self.last_stage:
             (in_flight.backward_roots[0] * in_flight.scale).backward()
         else:
             found = zip(in_flight.backward_roots, self._receive_gradients(action), strict=True)
             there = [(root, gradient) for root, gradient in found if gradient is not None]
             if there:
                 torch.autograd.backward([root for root, _ in there], [gradient for _, gradient in there])
-        if action.chunk:
+        if action.stage:
             self._send_gradients(action, in_flight.inputs)
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""
         self._free_sent(lambda taken: True)
 
-    def place_of(self, action: Action) -> Any:
+    def position_of(self, action: Action) -> Any:
         """The position of an action among those of its rank. Only comparisons of positions matter."""
         return self.positions[action]
 
@@ -339,35 +348,35 @@ class Pipeline:
     def _acknowledge(self, action: Action) -> None:
         """An action's input has arrived. So its sender has received all that it consumed before
         sending."""
-        producer = given_by(action)
-        sender, place = producer.chunk % self.devices, self.place_of(producer)
-        self._free_sent(lambda taken: taken.chunk % self.devices == sender and self.place_of(taken) <= place)
+        producer = producer_of(action)
+        sender, place = producer.stage % self.pp_size, self.position_of(producer)
+        self._free_sent(lambda taken: taken.stage % self.pp_size == sender and self.position_of(taken) <= place)
 
     def _enter_stage(self, piece: int, take: Any, batch: Batch) -> None:
         """Make the model run the stage `piece`: its blocks run, and stubs replace the rank's other
         blocks."""
-        self.passage.begin(self.pieces[piece], take, sample_count(batch), sample_shapes(batch))
-        for number in self.kept:
+        self.forward_state.begin_stage(self.stages[piece], take, sample_count(batch), sample_shapes(batch))
+        for number in self.own_blocks:
             parent, child = self.slots[number]
-            parent._modules[child] = self.here[number] if number in self.pieces[piece] else self.stubs[number]
+            parent._modules[child] = self.wrappers[number] if number in self.stages[piece] else self.stubs[number]
 
     def _leave_stage(self, piece: int) -> None:
         """Put all of the rank's blocks back into the model."""
-        for number, block in self.kept.items():
+        for number, block in self.own_blocks.items():
             parent, child = self.slots[number]
             parent._modules[child] = block
 
     def _link(self, piece: int, other: int, direction: str) -> tuple[dist.ProcessGroup, int]:
         """The process group in which two neighbouring stages communicate, and the other stage's
         rank."""
-        around = " around" if max(piece, other) % self.devices == 0 else ""
-        return self.mesh.lines[direction + around], other % self.devices
+        around = " around" if max(piece, other) % self.pp_size == 0 else ""
+        return self.mesh.p2p_groups[direction + around], other % self.pp_size
 
     def _send(self, tensor: Tensor, action: Action, direction: str) -> None:
         """Send an action's result to the rank that consumes it: activations forward, gradients
         backward."""
-        taken = taken_by(action)
-        group, device = self._link(action.chunk, taken.chunk, direction)
+        taken = consumer_of(action)
+        group, device = self._link(action.stage, taken.stage, direction)
         sent = tensor.detach().contiguous()
         is_dry_run = active_fake_mode() is not None
         self.pending_sends.append(
@@ -387,7 +396,7 @@ class Pipeline:
         """Send a stage's outputs; their header first, where a batch has these shapes for the first
         time."""
         specs = [(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
-        if tensors and (known := (action.chunk, "out", key)) not in self.tensor_specs:
+        if tensors and (known := (action.stage, "out", key)) not in self.tensor_specs:
             self.tensor_specs[known] = specs
             header = torch.zeros(len(specs), 3 + MAX_DIMS, dtype=torch.int64, device=tensors[0].device)
             for row, (dtype, shape, is_differentiable) in enumerate(specs):
@@ -395,7 +404,7 @@ class Pipeline:
                 header[row, : len(fields)] = torch.tensor(fields)
             self._send(header, action, "forward")
         if torch.is_grad_enabled():  # in an evaluation, no backward would remove the entry
-            self.tensor_specs[action.chunk, "gradient", action.micro_batch] = [spec for spec in specs if spec[2]]
+            self.tensor_specs[action.stage, "gradient", action.micro_batch] = [spec for spec in specs if spec[2]]
         for tensor in tensors:
             self._send(tensor, action, "forward")
 
@@ -416,18 +425,18 @@ class Pipeline:
         Returns whether nothing else has to be received for it: False where its shapes are not
         known.
         """
-        if action.kind == FORWARD and action.chunk > 0:
-            there = without_full_masks(batch.batch if isinstance(batch, Filler) else batch, run)
-            key = action.chunk, "in", _shape_key(there)
-            line = self._link(action.chunk, action.chunk - 1, "forward")
-        elif action.kind == BACKWARD and action.chunk < self.last:
-            key = action.chunk, "gradient", action.micro_batch
-            line = self._link(action.chunk, action.chunk + 1, "backward")
+        if action.kind == FORWARD and action.stage > 0:
+            there = without_full_masks(batch.batch if isinstance(batch, DummyMicroBatch) else batch, run)
+            key = action.stage, "in", _shape_key(there)
+            line = self._link(action.stage, action.stage - 1, "forward")
+        elif action.kind == BACKWARD and action.stage < self.last_stage:
+            key = action.stage, "gradient", action.micro_batch
+            line = self._link(action.stage, action.stage + 1, "backward")
         else:
             return True
         specs = self.tensor_specs.get(key)
         if specs and action.kind == BACKWARD:
-            has_gradient = self.has_gradient.get((action.chunk, "out"))
+            has_gradient = self.has_gradient.get((action.stage, "out"))
             specs = (
                 None
                 if has_gradient is None
@@ -449,7 +458,7 @@ class Pipeline:
         Takes the posted receives where there are some, else receives tensors that spec like
         `specs`.
         """
-        group, device = self._link(action.chunk, other, direction)
+        group, device = self._link(action.stage, other, direction)
         found = []
         if action in self.posted_receives:
             for work, tensor in self.posted_receives.pop(action):
@@ -466,8 +475,8 @@ class Pipeline:
     def _receive_inputs(self, action: Action, key: Any, arguments: list[Tensor], inputs: _StageInputs) -> None:
         """Receive what the stage before sends to replace `arguments`, those of the stage's
         first block."""
-        group, device = self._link(action.chunk, action.chunk - 1, "forward")
-        known = action.chunk, "in", key
+        group, device = self._link(action.stage, action.stage - 1, "forward")
+        known = action.stage, "in", key
         if active_fake_mode() is not None:  # a dry run has no other rank that would send a header
             floating = [one.is_floating_point() and torch.is_grad_enabled() for one in arguments]
             self.tensor_specs[known] = [
@@ -481,7 +490,7 @@ class Pipeline:
             rows = header.tolist()
             self.tensor_specs[known] = [(DTYPES[row[0]], tuple(row[3 : 3 + row[2]]), bool(row[1])) for row in rows]
         specs = self.tensor_specs[known]
-        inputs.tensors = self._collect(action, specs, action.chunk - 1, "forward")
+        inputs.tensors = self._collect(action, specs, action.stage - 1, "forward")
         inputs.differentiable = [spec[2] for spec in specs]
 
     def _receive_now(self, tensor: Tensor, group: dist.ProcessGroup, device: int) -> None:
@@ -507,7 +516,7 @@ class Pipeline:
         sent. Weights that lead to no loss have to stay without a gradient: optimizers skip those.
         Raises InputError where a tensor has a gradient in some micro-batches only.
         """
-        gradients, known = inputs.backward(), (action.chunk, "in")
+        gradients, known = inputs.backward(), (action.stage, "in")
         if gradients and known not in self.has_gradient:
             self.has_gradient[known] = [gradient is not None for gradient in gradients]
             self._send(
@@ -521,42 +530,42 @@ class Pipeline:
             elif gradient is not None:
                 raise InputError(
                     "plan: pp",
-                    f"an input of stage {action.chunk + 1} has a gradient in some micro-batches only",
+                    f"an input of stage {action.stage + 1} has a gradient in some micro-batches only",
                     "use pp: 1; zero: 3 or tp shard a model too",
                 )
 
     def _receive_gradients(self, action: Action) -> list[Tensor | None]:
         """The gradients of what a stage sent forward; None for a tensor that gets none."""
-        specs = self.tensor_specs.pop((action.chunk, "gradient", action.micro_batch))
+        specs = self.tensor_specs.pop((action.stage, "gradient", action.micro_batch))
         if not specs:
             return []
-        known = action.chunk, "out"
+        known = action.stage, "out"
         if active_fake_mode() is not None:
             self.has_gradient[known] = [True] * len(specs)
         elif known not in self.has_gradient:
             header = torch.zeros(len(specs), dtype=torch.int64, device=self.device)
-            self._receive_now(header, *self._link(action.chunk, action.chunk + 1, "backward"))
+            self._receive_now(header, *self._link(action.stage, action.stage + 1, "backward"))
             self.has_gradient[known] = [bool(word) for word in header.tolist()]
         has_gradient = self.has_gradient[known]
         arriving = [spec for spec, is_so in zip(specs, has_gradient, strict=True) if is_so]
-        arrived = iter(self._collect(action, arriving, action.chunk + 1, "backward"))
+        arrived = iter(self._collect(action, arriving, action.stage + 1, "backward"))
         return [next(arrived) if is_so else None for is_so in has_gradient]
 
     @torch.no_grad()
     def _all_reduce_shared(self, run: Run) -> None:
         """All-reduce the gradients of weights that the first and the last rank share (tied
         embeddings)."""
-        weights = [weight for weight in weights_named(run, self.shared) if weight.requires_grad]
+        weights = [weight for weight in optimizer_weights_named(run, self.shared) if weight.requires_grad]
         if not weights:
             return
-        total = partial(self.mesh.sum_in, group=self.mesh.lines["ends"])
-        with made_everywhere(weights, total):
+        total = partial(self.mesh.all_reduce_in_group, group=self.mesh.p2p_groups["ends"])
+        with gradients_filled(weights, total):
             for weight in weights:
                 assert weight.grad is not None
                 total(weight.grad)
 
 
-def added(total: Tensor | None, loss: Tensor | None) -> Tensor | None:
+def add_losses(total: Tensor | None, loss: Tensor | None) -> Tensor | None:
     """The sum of two losses, each of which may be None where a rank computed none."""
     return loss if total is None else total if loss is None else total + loss
 

@@ -20,7 +20,7 @@ from torch._guards import active_fake_mode
 from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, Action
 from tightfit.distributed.mesh import DATA
 from tightfit.models.objective import Batch
-from tightfit.parallel.pipeline.executor import Pipeline, added
+from tightfit.parallel.pipeline.executor import PipelineRank, add_losses
 from tightfit.runtime.run import Run
 
 MAX_MICRO_BATCHES = 2**20  # more micro-batches than a step can have
@@ -42,7 +42,7 @@ class _StepInFlight:
     version: int
 
 
-class PipeDream(Pipeline):
+class PipeDream(PipelineRank):
     """1F1B that never drains. Each rank updates its own weights, without waiting for the others.
 
     In each step a rank runs that step's forwards, and then the backwards of the earlier step whose
@@ -60,12 +60,12 @@ class PipeDream(Pipeline):
     Source: Harlap et al. 2018, arXiv:1806.03377.
     """
 
-    free = True
+    unsynchronized = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.behind = self.devices - 1 - self.rank
-        self.delay = self.devices - 1
+        self.behind = self.pp_size - 1 - self.rank
+        self.delay = self.pp_size - 1
         self.steps_in_flight: deque[_StepInFlight] = deque()
         self.versions: dict[int, dict[nn.Parameter, nn.Parameter]] = {}
         self.steps_begun = self.updates_done = 0
@@ -91,10 +91,10 @@ class PipeDream(Pipeline):
                 if due and number == len(forwards) - 1:
                     self._request_loss(self.steps_in_flight[0].number)
                 self._post_receives(run, [*forwards, *due][number : number + 2])
-                total = added(total, self.forward(run, action, batch, scale))
-        if self.rank == self.devices - 1:
+                total = add_losses(total, self.forward(run, action, batch, scale))
+        if self.rank == self.pp_size - 1:
             here = torch.zeros((), device=run.device) if total is None else total
-            self.pending_losses[step.number] = run.mesh.sum(here, DATA) * scale
+            self.pending_losses[step.number] = run.mesh.all_reduce(here, DATA) * scale
         self.steps_in_flight.append(step)
         self.steps_begun += 1
         if len(self.steps_in_flight) > self.behind:
@@ -124,14 +124,14 @@ class PipeDream(Pipeline):
         """A number for a micro-batch that is unique over all steps in flight."""
         return step.number * MAX_MICRO_BATCHES + number
 
-    def place_of(self, action: Action) -> Any:
+    def position_of(self, action: Action) -> Any:
         """The position of an action among its rank's: (round, whether it is a backward,
         micro-batch).
 
         In each round a rank runs a step's forward before the backward of the step that is due.
         """
         step, number = divmod(action.micro_batch, MAX_MICRO_BATCHES)
-        behind = self.devices - 1 - action.chunk if action.kind == BACKWARD else 0
+        behind = self.pp_size - 1 - action.stage if action.kind == BACKWARD else 0
         return step + behind, action.kind == BACKWARD, number
 
     def _run_backward(self, run: Run) -> None:
@@ -158,7 +158,7 @@ class PipeDream(Pipeline):
 
     def _request_loss(self, number: int) -> None:
         """Post the receive of a step's loss, which is sent before its first gradients."""
-        if self.rank < self.devices - 1 and number not in self.requested_losses:
+        if self.rank < self.pp_size - 1 and number not in self.requested_losses:
             loss = torch.zeros((), device=self.device)
             group, device = self._link(self.rank, self.rank + 1, "backward")
             work = None if active_fake_mode() is not None else dist.irecv(loss, group=group, group_src=device)
@@ -166,7 +166,7 @@ class PipeDream(Pipeline):
 
     def _forward_loss(self, run: Run, step: _StepInFlight) -> None:
         """Send a step's loss on from the last rank to the first, before the gradients."""
-        if self.rank < self.devices - 1:
+        if self.rank < self.pp_size - 1:
             self._request_loss(step.number)
             work, loss = self.requested_losses[step.number]
             self._wait_for(work)

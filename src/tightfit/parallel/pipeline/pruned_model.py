@@ -25,10 +25,10 @@ from torch.utils._pytree import tree_unflatten
 
 from tightfit.errors import InputError
 from tightfit.models.block_hooks import Hooks
-from tightfit.models.dataflow import ASKED, Leaf, PathTo, Returns, at, not_in_a_row
+from tightfit.models.dataflow import PP_FIELD, Leaf, OutputStructure, PathTo, blocks_out_of_order, leaf_at
 
 
-def hollow(model: nn.Module, foreign: set[nn.Parameter]) -> None:
+def prune(model: nn.Module, foreign: set[nn.Parameter]) -> None:
     """Replace other ranks' parameters in `model` by stub tensors, which are no parameters.
 
     foreign: those parameters. The stubs have their shapes and take no memory. What comes before the
@@ -38,12 +38,12 @@ def hollow(model: nn.Module, foreign: set[nn.Parameter]) -> None:
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter in foreign:
                 del module._parameters[name]
-                setattr(module, name, stand_in(parameter.shape, parameter.dtype, parameter.device))
+                setattr(module, name, stub_tensor(parameter.shape, parameter.dtype, parameter.device))
                 if type(module) is nn.Embedding:  # subclasses may do more than look up
                     module.forward = _StubEmbedding(module.embedding_dim, parameter.dtype)  # type: ignore[method-assign]
 
 
-def stand_in(
+def stub_tensor(
     shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device, in_place: bool = False
 ) -> Tensor:
     """A stub tensor: NaN where it is floating point, so that any use of its values would be
@@ -69,10 +69,10 @@ class _StubEmbedding:
     dtype: torch.dtype
 
     def __call__(self, input: Tensor) -> Tensor:
-        return stand_in((*input.shape, self.width), self.dtype, input.device, in_place=True)
+        return stub_tensor((*input.shape, self.width), self.dtype, input.device, in_place=True)
 
 
-class Passage:
+class ForwardState:
     """The state of the forward that is running: which stage it runs, and what replaces its inputs.
 
     block_outputs    the structure of what each block returns
@@ -87,18 +87,18 @@ class Passage:
 
     def __init__(
         self,
-        returns: list[Returns],
+        returns: list[OutputStructure],
         crosses: dict[int, tuple[PathTo, ...]],
         shapes: tuple[tuple[int, ...], ...],
     ) -> None:
-        self.returns, self.crosses, self.shapes = returns, crosses, shapes
-        self.piece = range(0)
-        self.take: Callable[[list[Tensor]], list[Tensor]] | None = None
+        self.block_outputs, self.boundary_inputs, self.shapes = returns, crosses, shapes
+        self.stage = range(0)
+        self.receive: Callable[[list[Tensor]], list[Tensor]] | None = None
         self.samples = 0
-        self.now: tuple[tuple[int, ...], ...] = ()
-        self.called = 0
+        self.batch_shapes: tuple[tuple[int, ...], ...] = ()
+        self.blocks_called = 0
 
-    def begin(
+    def begin_stage(
         self,
         piece: range,
         take: Callable[[list[Tensor]], list[Tensor]],
@@ -106,57 +106,57 @@ class Passage:
         shapes: tuple[tuple[int, ...], ...],
     ) -> None:
         """Begin the forward of a stage on a batch of `samples` samples."""
-        self.piece, self.take, self.samples, self.now, self.called = piece, take, samples, shapes, 0
+        self.stage, self.receive, self.samples, self.batch_shapes, self.blocks_called = piece, take, samples, shapes, 0
 
-    def call(self, number: int) -> None:
+    def note_call(self, number: int) -> None:
         """Note that block `number` is called.
 
         Raises InputError unless each block is called once, in order: else ranks would wait for
         messages that nobody sends.
         """
-        if number != self.called:
-            raise not_in_a_row()
-        self.called += 1
+        if number != self.blocks_called:
+            raise blocks_out_of_order()
+        self.blocks_called += 1
 
-    def enter(self, number: int, arguments: tuple[Any, dict[str, Any]]) -> None:
+    def replace_inputs(self, number: int, arguments: tuple[Any, dict[str, Any]]) -> None:
         """The stage's first block is called: replace its inputs by what the stage before sent.
 
         The tensors are swapped in place, for everybody who holds a reference. Raises InputError.
         """
-        assert self.take is not None
-        given = self.crossing(number, arguments)
-        for tensor, sent in zip(given, self.take(given), strict=True):
+        assert self.receive is not None
+        given = self.sent_tensors(number, arguments)
+        for tensor, sent in zip(given, self.receive(given), strict=True):
             if type(tensor) is not type(sent):
                 raise InputError(
-                    ASKED,
+                    PP_FIELD,
                     f"block {number} is called with a {type(tensor).__name__}, which a received tensor cannot replace",
                     "use pp: 1",
                 )
             torch._C._swap_tensor_impl(tensor, sent)  # type: ignore[attr-defined]
 
-    def crossing(self, number: int, arguments: tuple[Any, dict[str, Any]]) -> list[Tensor]:
+    def sent_tensors(self, number: int, arguments: tuple[Any, dict[str, Any]]) -> list[Tensor]:
         """Those arguments of the stage's first block `number` that are sent. Raises InputError."""
         found = []
-        for path in self.crosses[number]:
-            tensor = at(arguments, path)
+        for path in self.boundary_inputs[number]:
+            tensor = leaf_at(arguments, path)
             if not isinstance(tensor, Tensor):
                 raise InputError(
-                    ASKED,
+                    PP_FIELD,
                     f"block {number} is called with {type(tensor).__name__} where it was called with a tensor before",
                     "use pp: 1",
                 )
             found.append(tensor)
         return found
 
-    def end(self) -> None:
+    def end_stage(self) -> None:
         """The next stage's first block is called, or the forward has ended: all of this stage's
         blocks must have been called. Raises InputError.
         """
-        if self.called != self.piece.stop:
-            raise not_in_a_row()
+        if self.blocks_called != self.stage.stop:
+            raise blocks_out_of_order()
 
 
-class Leaves(BaseException):
+class StageEnd(BaseException):
     """Ends a forward behind a rank's last block. It carries the tensors that the next rank needs."""
 
     def __init__(self, sent: list[Tensor]) -> None:
@@ -164,13 +164,13 @@ class Leaves(BaseException):
         self.sent = sent
 
 
-class Here(nn.Module):
+class OwnBlock(nn.Module):
     """Wraps a block of the stage that runs: at the stage's first block, it receives the inputs.
 
     Attributes that it does not have are the block's.
     """
 
-    def __init__(self, number: int, passage: Passage, block: nn.Module) -> None:
+    def __init__(self, number: int, passage: ForwardState, block: nn.Module) -> None:
         super().__init__()
         self.number, self.passage, self.block = number, passage, block
 
@@ -178,13 +178,13 @@ class Here(nn.Module):
         return super().__getattr__(name) if name == "block" else getattr(self.block, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.passage.call(self.number)
-        if self.number and self.number == self.passage.piece.start:
-            self.passage.enter(self.number, (args, kwargs))
+        self.passage.note_call(self.number)
+        if self.number and self.number == self.passage.stage.start:
+            self.passage.replace_inputs(self.number, (args, kwargs))
         return self.block(*args, **kwargs)
 
 
-class Elsewhere(nn.Module):
+class StubBlock(nn.Module):
     """Replaces a block of another rank, or of a stage of this rank that does not run now.
 
     block        the block it replaces, whose attributes the model may read; its parameters are on
@@ -196,10 +196,15 @@ class Elsewhere(nn.Module):
     """
 
     def __init__(
-        self, number: int, passage: Passage, block: nn.Module, given: Callable[[Tensor], Tensor] | None, hooks: Hooks
+        self,
+        number: int,
+        passage: ForwardState,
+        block: nn.Module,
+        given: Callable[[Tensor], Tensor] | None,
+        hooks: Hooks,
     ) -> None:
         super().__init__()
-        self.number, self.passage, self.given = number, passage, given
+        self.number, self.passage, self.output_like = number, passage, given
         self.hooks = hooks
         self.__dict__["block"] = block  # not registered as a submodule
 
@@ -208,34 +213,34 @@ class Elsewhere(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         passage, arguments = self.passage, (args, kwargs)
-        if self.number >= passage.piece.stop:
-            passage.end()
-            raise Leaves(passage.crossing(self.number, arguments))
-        passage.call(self.number)
-        self.hooks.enter(self.block, args, kwargs)
-        returns = passage.returns[self.number]
+        if self.number >= passage.stage.stop:
+            passage.end_stage()
+            raise StageEnd(passage.sent_tensors(self.number, arguments))
+        passage.note_call(self.number)
+        self.hooks.run_pre_hooks(self.block, args, kwargs)
+        returns = passage.block_outputs[self.number]
         leaves = [self._stub_leaf(leaf, arguments, returns.in_place) for leaf in returns.leaves]
         output = tree_unflatten(leaves, returns.spec)
-        self.hooks.leave(self.block, args, kwargs, output)
+        self.hooks.run_post_hooks(self.block, args, kwargs, output)
         return output
 
     def _stub_leaf(self, leaf: Leaf, arguments: tuple[Any, dict[str, Any]], in_place: bool) -> Any:
-        if leaf.same is not None:
-            return at(arguments, leaf.same)
+        if leaf.same_as is not None:
+            return leaf_at(arguments, leaf.same_as)
         if leaf.like is not None:
-            like = at(arguments, leaf.like)
-            if self.given is not None and like.dim() == 3:  # (samples, length, width)
-                like = self.given(like)
-            return stand_in(like.shape, like.dtype, like.device, in_place)
+            like = leaf_at(arguments, leaf.like)
+            if self.output_like is not None and like.dim() == 3:  # (samples, length, width)
+                like = self.output_like(like)
+            return stub_tensor(like.shape, like.dtype, like.device, in_place)
         if leaf.dtype is None:
             return leaf.constant
         passage = self.passage
-        if passage.now != passage.shapes:
+        if passage.batch_shapes != passage.shapes:
             raise InputError(
-                ASKED,
+                PP_FIELD,
                 f"block {self.number} returns a tensor whose shape depends on that of the samples, and samples differ in shape",
                 "use samples of one shape, or pp: 1",
             )
         device = next((one.device for one in (*arguments[0], *arguments[1].values()) if isinstance(one, Tensor)), None)
-        shape = () if leaf.tail is None else (passage.samples, *leaf.tail)
-        return stand_in(shape, leaf.dtype, device or torch.device("cpu"), in_place)
+        shape = () if leaf.sample_shape is None else (passage.samples, *leaf.sample_shape)
+        return stub_tensor(shape, leaf.dtype, device or torch.device("cpu"), in_place)

@@ -13,20 +13,20 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from tightfit.cost.entries import Crossing, Part, Stage
+from tightfit.cost.entries import RankProgram, StageBoundary, StageProgram
 from tightfit.cost.ledger import Ledger
-from tightfit.cost.pipeline_schedule import coming, late, sent, split_evenly, timetable
-from tightfit.cost.pipeline_stage import Received, Sections, part, sections_of
-from tightfit.cost.recorded_step import Given, Linear, Passage
-from tightfit.distributed.mesh import latency, link
+from tightfit.cost.pipeline_schedule import coming, late, make_schedule, sent, split_evenly
+from tightfit.cost.pipeline_stage import Sections, StageInput, sections_of, stage_program
+from tightfit.cost.recorded_step import BatchLinear, BlockInput, Segment
+from tightfit.distributed.mesh import bandwidth, latency
 from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.models.dataflow import PathTo
-from tightfit.parallel.pipeline.pruned_model import not_in_a_row
+from tightfit.parallel.pipeline.pruned_model import blocks_out_of_order
 from tightfit.plan import Plan
 
 
-def pieces_of(plan: Plan, blocks: int) -> list[range]:
+def stage_ranges(plan: Plan, blocks: int) -> list[range]:
     """The range of blocks of each stage of the model, first to last.
 
     Raises InputError where there are fewer blocks than stages, or where `split` does not add up to
@@ -48,21 +48,21 @@ def pieces_of(plan: Plan, blocks: int) -> list[range]:
     return [range(end - length, end) for end, length in zip(ends, split, strict=True)]
 
 
-def pieces_with(places: Iterable[int], pieces: list[range]) -> set[int]:
+def stages_using(places: Iterable[int], stages: list[range]) -> set[int]:
     """The numbers of the stages that use a parameter. places: where it is used (see
     `parameter_uses`)."""
-    ends = [piece.stop for piece in pieces]
-    return {min(bisect_right(ends, max(place, 0)), len(pieces) - 1) for place in places}
+    ends = [piece.stop for piece in stages]
+    return {min(bisect_right(ends, max(place, 0)), len(stages) - 1) for place in places}
 
 
-def refuse_idle_devices(plan: Plan, pieces: list[range], trained: list[tuple[int, ...]]) -> None:
+def refuse_idle_ranks(plan: Plan, stages: list[range], trained: list[tuple[int, ...]]) -> None:
     """Raise InputError, on every rank, where some rank would have no trainable parameter.
 
     trained: for each trainable parameter, where it is used (see `parameter_uses`).
     """
     for device in range(plan.pp):
         own = set(range(device, plan.stages, plan.pp))
-        if not any(pieces_with(places, pieces) & own for places in trained):
+        if not any(stages_using(places, stages) & own for places in trained):
             raise InputError(
                 f"plan: pp={plan.pp}",
                 f"device {device} of the pipeline would have no trainable parameter",
@@ -70,28 +70,30 @@ def refuse_idle_devices(plan: Plan, pieces: list[range], trained: list[tuple[int
             )
 
 
-def staged(ledger: Ledger, crosses: Mapping[int, tuple[PathTo, ...]], plan: Plan, machine: Machine) -> Ledger:
+def rank_ledger(
+    ledger: Ledger, boundary_inputs: Mapping[int, tuple[PathTo, ...]], plan: Plan, machine: Machine
+) -> Ledger:
     """The ledger of one rank: its stages' segments, parameters and updates, and its schedule.
 
     crosses: by the first block of each stage but the first, the paths of the arguments that are
     sent to it. Raises InputError where the model does not call its blocks in order, where there are
     too few blocks, or where a rank has nothing to train.
     """
-    pieces = pieces_of(plan, ledger.blocks)
+    pieces = stage_ranges(plan, ledger.blocks)
     called = [passage.block for passage in ledger.training if passage.phase == "forward" and passage.block is not None]
     if called != sorted(set(called)):
-        raise not_in_a_row()
-    refuse_idle_devices(plan, pieces, [parameter.places for parameter in ledger.parameters if parameter.trainable])
+        raise blocks_out_of_order()
+    refuse_idle_ranks(plan, pieces, [parameter.places for parameter in ledger.parameters if parameter.trainable])
     number = ledger.device
     own = [piece for piece in range(plan.stages) if piece % plan.pp == number]
-    mine = {p.name for p in ledger.parameters if pieces_with(p.places, pieces) & set(own)}
+    mine = {p.name for p in ledger.parameters if stages_using(p.places, pieces) & set(own)}
     sections = sections_of(ledger.training, ledger.blocks, plan.schedule == "zero-bubble")
-    given = [_block_inputs(ledger.training, piece.start, crosses.get(piece.start, ())) for piece in pieces]
+    given = [_block_inputs(ledger.training, piece.start, boundary_inputs.get(piece.start, ())) for piece in pieces]
     crossings = {
-        piece: Crossing(
+        piece: StageBoundary(
             tuple(one.size for one in tensors),
             tuple(one.size for one in tensors if one.has_gradient),
-            _sum(one.size for one in tensors if sections.keeps(pieces[piece - 1], one.buffer)),
+            _sum(one.size for one in tensors if sections.saves_output(pieces[piece - 1], one.buffer)),
         )
         for piece, tensors in enumerate(given)
         if piece
@@ -100,14 +102,14 @@ def staged(ledger: Ledger, crosses: Mapping[int, tuple[PathTo, ...]], plan: Plan
     for piece in own:
         comes = _stage_input(sections, pieces[piece], given[piece])
         gradients = crossings[piece + 1].backward if piece + 1 in crossings else ()
-        parts[piece] = part(sections, pieces[piece], comes, _sum(gradients))
+        parts[piece] = stage_program(sections, pieces[piece], comes, _sum(gradients))
     said = {
         name: _communicated_bytes(passages)
         for name, passages in (("all", ledger.training), ("own", _segments_of(parts)))
     }
     share = said["own"] / said["all"] if said["all"] else 1.0  # of the tp communication volume
     shape = plan.schedule, plan.pp, plan.virtual_stages, ledger.micro_batches
-    table, stops = timetable(*shape), machine.device != "cpu"
+    table, stops = make_schedule(*shape), machine.device != "cpu"
     ahead = coming(*shape, number, stops)
     stays = ((),) * len(ahead) if stops else sent(table, number)  # a GPU frees what has arrived
     return replace(
@@ -116,12 +118,12 @@ def staged(ledger: Ledger, crosses: Mapping[int, tuple[PathTo, ...]], plan: Plan
         messages=tuple(message.times(share) for message in ledger.messages),
         parameters=tuple(p for p in ledger.parameters if p.name in mine),
         updates={name: update for name, update in ledger.updates.items() if name in mine},
-        stage=Stage(
-            parts=parts,
-            table=table,
-            device=number,
-            crossings=crossings,
-            bytes_per_s=link(plan, machine, ("pp",)),
+        rank_program=RankProgram(
+            stage_programs=parts,
+            schedule=table,
+            pipeline_rank=number,
+            boundaries=crossings,
+            bytes_per_s=bandwidth(plan, machine, ("pp",)),
             latency_s=latency(plan, machine, ("pp",), 1),
             messages=tuple((there, () if one is None else (one,)) for there, one in zip(stays, ahead, strict=True)),
             versions=_weight_versions(plan, number),
@@ -131,36 +133,36 @@ def staged(ledger: Ledger, crosses: Mapping[int, tuple[PathTo, ...]], plan: Plan
     )
 
 
-def _block_inputs(training: Iterable[Passage], block: int, paths: tuple[PathTo, ...]) -> list[Given]:
+def _block_inputs(training: Iterable[Segment], block: int, paths: tuple[PathTo, ...]) -> list[BlockInput]:
     """Those arguments of a block, at these paths, that are tensors; each storage once."""
     called = next((one for one in training if one.phase == "forward" and one.block == block), None)
-    known = {one.path: one for one in called.timeline.given} if called is not None else {}
+    known = {one.path: one for one in called.timeline.block_inputs} if called is not None else {}
     return [known[str(path)] for path in paths if str(path) in known]
 
 
-def _stage_input(sections: Sections, piece: range, given: list[Given]) -> Received:
+def _stage_input(sections: Sections, piece: range, given: list[BlockInput]) -> StageInput:
     """What a stage receives: bytes that its backward needs, other bytes, and the buffers they
     replace."""
-    kept = sections.kept(piece)
-    return Received(
+    kept = sections.saved(piece)
+    return StageInput(
         _sum(one.size for one in given if one.buffer in kept),
         _sum(one.size for one in given if one.buffer not in kept),
         frozenset(one.buffer for one in given if one.buffer is not None),
     )
 
 
-def _sum(sizes: Iterable[Linear]) -> Linear:
-    return sum(sizes, Linear())
+def _sum(sizes: Iterable[BatchLinear]) -> BatchLinear:
+    return sum(sizes, BatchLinear())
 
 
-def _segments_of(parts: dict[int, Part]) -> tuple[Passage, ...]:
-    return tuple(passage for one in parts.values() for passage in one.passages)
+def _segments_of(parts: dict[int, StageProgram]) -> tuple[Segment, ...]:
+    return tuple(passage for one in parts.values() for passage in one.segments)
 
 
-def _communicated_bytes(passages: Iterable[Passage]) -> float:
+def _communicated_bytes(passages: Iterable[Segment]) -> float:
     """Bytes that the recorded operations communicate, for one sample."""
     return sum(
-        operation.moved.at(1) * operation.count.at(1)
+        operation.bytes_accessed.at(1) * operation.count.at(1)
         for passage in passages
         for operation in passage.timeline.operations
         if operation.name.startswith(("c10d.", "_c10d_functional."))  # the latter in compiled blocks
@@ -175,4 +177,4 @@ def _weight_versions(plan: Plan, device: int) -> int:
     return plan.pp - 1 - (0 if plan.vertical_sync else device)
 
 
-__all__ = ["pieces_of", "pieces_with", "staged"]
+__all__ = ["rank_ledger", "stage_ranges", "stages_using"]

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 LINEAR = torch.nn.functional.linear
 
 
-class Deferred(TorchFunctionMode):
+class DeferredWeightGradients(TorchFunctionMode):
     """Within this mode, a linear layer's backward computes only the gradient of its input.
 
     What the weight's gradient needs is stored until `run`.
@@ -70,11 +70,11 @@ class Deferred(TorchFunctionMode):
 
         Each of them is freed, with the tensors it needed, once it has been accumulated.
         """
-        left = self.left.pop(number, [])[::-1]
-        uses = Counter(weight for weight, _ in left)
+        deferred = self.left.pop(number, [])[::-1]
+        uses = Counter(weight for weight, _ in deferred)
         sums: dict[nn.Parameter, Tensor] = {}
-        while left:
-            weight, make = left.pop()
+        while deferred:
+            weight, make = deferred.pop()
             gradient = make()
             del make  # frees the tensors that it needed
             if weight in sums:
@@ -105,7 +105,9 @@ def _is_trainable(weight: Any) -> bool:
     return isinstance(weight, nn.Parameter) and weight.requires_grad
 
 
-def _deferred_linear(input: Tensor, weight: Tensor, bias: Tensor | None, store: Deferred, transposed: bool) -> Tensor:
+def _deferred_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, store: DeferredWeightGradients, transposed: bool
+) -> Tensor:
     """The linear layer's output, in autocast's dtype where autocast is enabled."""
     dtype = input.dtype
     if torch.is_autocast_enabled(input.device.type):
@@ -122,7 +124,7 @@ class _DeferredMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, dtype: torch.dtype, store: Deferred, transposed: bool
+        ctx: Any, input: Tensor, weight: Tensor, dtype: torch.dtype, store: DeferredWeightGradients, transposed: bool
     ) -> Tensor:
         ctx.save_for_backward(input)
         # the weight itself: under recomputation, saved tensors are copies that accumulate nothing

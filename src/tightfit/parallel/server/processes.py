@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
-from tightfit.distributed.mesh import Mesh, Statistics
+from tightfit.distributed.mesh import Mesh, ReplicatedBuffers
 from tightfit.models.objective import Batch, processed_count, sample_count
 from tightfit.plan import Plan
-from tightfit.runtime.run import Data, Filler, Run, Undivided, to_device
+from tightfit.runtime.run import Data, DummyMicroBatch, Run, UnshardedReduction, to_device
 
 SERVER = 0  # the rank of the server among the dp_replicate processes
 
@@ -34,19 +34,19 @@ SERVER = 0  # the rank of the server among the dp_replicate processes
 class ServerData:
     """The server's `Data`: as many steps as the workers have, each without micro-batches."""
 
-    of: Data
+    worker_data: Data
 
     @property
     def samples(self) -> int | None:
-        return self.of.samples
+        return self.worker_data.samples
 
     @property
     def sample_items(self) -> int:
-        return self.of.sample_items
+        return self.worker_data.sample_items
 
     @property
     def ragged(self) -> bool:
-        return self.of.ragged
+        return self.worker_data.ragged
 
     @property
     def damaged(self) -> int:
@@ -54,11 +54,11 @@ class ServerData:
 
     @property
     def tokenizer(self) -> Any:
-        return self.of.tokenizer
+        return self.worker_data.tokenizer
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
         """One empty list for each step."""
-        batch = getattr(self.of, "batch", 1)
+        batch = getattr(self.worker_data, "batch", 1)
         while until is None or consumed < until:
             yield []
             consumed += batch
@@ -68,10 +68,10 @@ class ServerData:
         return iter(())
 
     def example(self) -> Batch:
-        return self.of.example()
+        return self.worker_data.example()
 
 
-class GradientBox:
+class ParameterMessages:
     """Packs gradients and weights into the flat tensors that a worker and the server exchange.
 
     All are in host memory, in fp32, or in fp64 if any parameter is (complex numbers count as
@@ -82,7 +82,7 @@ class GradientBox:
     """
 
     def __init__(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        self.parameters, self.group = parameters, mesh.lines["server"]
+        self.parameters, self.group = parameters, mesh.p2p_groups["server"]
         self.sizes = [_as_real(parameter).numel() for parameter in parameters]
         self.dtype = (
             torch.float64 if any(p.dtype in (torch.float64, torch.complex128) for p in parameters) else torch.float32
@@ -145,23 +145,23 @@ def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-class _ServerProcess(Undivided):
+class _ServerProcess(UnshardedReduction):
     """What all four kinds of processes share, as StepExecutor and as Reduction."""
 
-    copies: frozenset[str] = frozenset()
-    stale: frozenset[str] = frozenset()
-    delay = 0
-    free = False
+    replicated: frozenset[str] = frozenset()
+    stale_buffers: frozenset[str] = frozenset()
+    loss_delay = 0
+    unsynchronized = False
     counted: tuple[int, int, int] | None = None
 
-    def __init__(self, box: GradientBox, plan: Plan, statistics: Statistics) -> None:
+    def __init__(self, box: ParameterMessages, plan: Plan, statistics: ReplicatedBuffers) -> None:
         self.box, self.plan, self.statistics = box, plan, statistics
         self.losses: deque[Tensor] = deque()
         self.staleness: list[int] = []
 
     def evaluate(self, run: Run, batch: Batch) -> Tensor:
         """The summed loss of an evaluation batch; 0 for a dummy micro-batch."""
-        if isinstance(batch, Filler):
+        if isinstance(batch, DummyMicroBatch):
             return torch.zeros((), device=run.device)
         return run.loss_sum(to_device(batch, run))
 
@@ -169,7 +169,7 @@ class _ServerProcess(Undivided):
         """Broadcast the server's weights to all workers, after asynchronous updates. Nothing is in
         flight.
         """
-        if self.free:
+        if self.unsynchronized:
             flat = self.box.weights()
             dist.broadcast(flat, SERVER, group=self.box.group)
             self.box.put_weights(flat)
@@ -193,7 +193,7 @@ class Worker(_ServerProcess):
     def _run_backward(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
         total = torch.zeros((), device=run.device)
         for batch in micro_batches:
-            if not isinstance(batch, Filler):
+            if not isinstance(batch, DummyMicroBatch):
                 loss = run.loss_sum(to_device(batch, run))
                 (loss * scale).backward()
                 total += loss.detach()
@@ -239,9 +239,9 @@ class AsyncWorker(Worker):
     continues with the weights that come back.
     """
 
-    free = True
+    unsynchronized = True
 
-    def __init__(self, box: GradientBox, plan: Plan, statistics: Statistics) -> None:
+    def __init__(self, box: ParameterMessages, plan: Plan, statistics: ReplicatedBuffers) -> None:
         super().__init__(box, plan, statistics)
         self.step = self.version = 0
 
@@ -249,7 +249,7 @@ class AsyncWorker(Worker):
         """Compute the gradients of this worker's samples and send them with a header. Returns its
         summed loss.
         """
-        real = [batch for batch in micro_batches if not isinstance(batch, Filler)]
+        real = [batch for batch in micro_batches if not isinstance(batch, DummyMicroBatch)]
         items = sum(map(run.objective.count, real))
         total = self._run_backward(run, micro_batches, scale)
         counts = [items, sum(map(sample_count, real)), sum(map(processed_count, real))]
@@ -288,9 +288,9 @@ class AsyncServer(_ServerProcess):
              each update, in order. This is everything that depends on timing
     """
 
-    free = True
+    unsynchronized = True
 
-    def __init__(self, box: GradientBox, plan: Plan, statistics: Statistics) -> None:
+    def __init__(self, box: ParameterMessages, plan: Plan, statistics: ReplicatedBuffers) -> None:
         super().__init__(box, plan, statistics)
         self.version = 0
         self.done = dict.fromkeys(box.workers, 0)

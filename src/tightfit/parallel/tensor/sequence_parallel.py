@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tightfit.distributed.collectives import gather_rows, scatter_rows
+from tightfit.distributed.collectives import all_gather, reduce_scatter
 from tightfit.errors import InputError
 from tightfit.plan import Plan
 
 _ATTRIBUTE = "sequences_divided_by"
 
 
-class Sequences:
+class SequenceParallel:
     """Shards the hidden states between blocks along the sequence: (samples, length, width) ->
     (samples, length / tp, width), rounded up.
 
@@ -46,17 +46,17 @@ class Sequences:
     def __init__(self, blocks: list[tuple[str, nn.Module]], plan: Plan, group: dist.ProcessGroup) -> None:
         self.blocks, self.plan, self.group, self.size = blocks, plan, group, dist.get_world_size(group)
         self.length: int | None = None  # of the current sequences, if tp does not divide it
-        self.again = gathers_again(plan)
+        self.gathers_again = regathers_inputs(plan)
         self.regions: set[nn.Module] = set()
         if not blocks:
             raise InputError(
                 "plan: sequence_parallel", "the model has no repeated blocks", "use sequence_parallel: false"
             )
-        before(blocks[0][1], self._shard_input)
+        transform_input(blocks[0][1], self._shard_input)
         setattr(blocks[0][1], _ATTRIBUTE, self)
         blocks[-1][1].register_forward_hook(self._gather_output)
 
-    def enter(self, parent: nn.Module, module: nn.Module) -> None:
+    def gather_input(self, parent: nn.Module, module: nn.Module) -> None:
         """All-gather the input of `module`, a column-parallel child of `parent`.
 
         The parent's input is gathered, because its code may look at the shape. If the parent is a
@@ -66,7 +66,7 @@ class Sequences:
         inner = parent if all(parent is not block for _, block in self.blocks) else module
         if inner not in self.regions:
             self.regions.add(inner)
-            before(inner, self._gather)
+            transform_input(inner, self._gather)
         product = module.forward
 
         def forward(input: Tensor) -> Tensor:
@@ -78,13 +78,13 @@ class Sequences:
 
         module.forward = forward  # type: ignore[method-assign]
 
-    def leave(self, product: Tensor) -> Tensor:
+    def reduce_scatter(self, product: Tensor) -> Tensor:
         """Reduce-scatter the output of a row-parallel module: (samples, length, width) -> this
         device's positions of the sum.
         """
         return _ReduceScatter.apply(product, self.group)
 
-    def parameters(self, model: nn.Module, cut: set[str]) -> frozenset[str]:
+    def partial_gradients(self, model: nn.Module, sharded: set[str]) -> frozenset[str]:
         """Names of the parameters whose gradients are partial on each device: they come from its
         positions only.
 
@@ -93,7 +93,7 @@ class Sequences:
         Raises InputError when a sharded module contains a parameter that is replicated.
         """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        found = {names[id(p)] for _, block in self.blocks for p in block.parameters() if id(p) in names} - cut
+        found = {names[id(p)] for _, block in self.blocks for p in block.parameters() if id(p) in names} - sharded
         for region in self.regions:
             inside = {names[id(p)] for p in region.parameters()} & found - _reduced_biases(region, names)
             if inside:
@@ -129,7 +129,7 @@ class Sequences:
                 f"use lengths that are a multiple of {self.size}, recompute: none, or sequence_parallel: false",
             )
 
-    def elsewhere(self, hidden: Tensor) -> Tensor:
+    def stub_input(self, hidden: Tensor) -> Tensor:
         """A stub of the first block's input, for pipeline ranks without that block: a view with a
         shard's shape.
         """
@@ -147,7 +147,7 @@ class Sequences:
         # the products would cast it too; so half the bytes are sent
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        if not self.again or not hidden.requires_grad:
+        if not self.gathers_again or not hidden.requires_grad:
             return _AllGather.apply(hidden, self.length, self.group, None)
         kept = _SavedShard(hidden.detach(), self.length, self.group)
         whole = _AllGather.apply(hidden, self.length, self.group, kept)
@@ -156,15 +156,15 @@ class Sequences:
         return whole
 
 
-def dividing(block: nn.Module) -> Sequences | None:
+def sequence_parallel_of(block: nn.Module) -> SequenceParallel | None:
     """The sequence parallelism that shards the input of `block`: it is the model's first block, and
     sequences are sharded. None otherwise.
     """
-    found: Sequences | None = getattr(block, _ATTRIBUTE, None)
+    found: SequenceParallel | None = getattr(block, _ATTRIBUTE, None)
     return found
 
 
-def gathers_again(plan: Plan) -> bool:
+def regathers_inputs(plan: Plan) -> bool:
     """Whether each device saves its shard of the inputs of products and gathers it again in
     backward. Not with recompute or offloaded activations, which have these inputs anyway, nor in
     compiled blocks.
@@ -172,7 +172,7 @@ def gathers_again(plan: Plan) -> bool:
     return plan.recompute == "none" and "activations" not in plan.offload and plan.compile == "none"
 
 
-def before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+def transform_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Apply `change` to the first argument of a module's forward, whether it is positional or
     named.
     """
@@ -218,11 +218,11 @@ class _SavedShard:
         if isinstance(saved, Tensor):
             return saved
         if self.whole is None:  # gather once for all products of the same input
-            self.whole = gathered(self.part, self.length, self.group)
+            self.whole = all_gather_sequence(self.part, self.length, self.group)
         return self.whole.as_strided(*saved)
 
 
-def gathered(part: Tensor, length: int | None, group: dist.ProcessGroup) -> Tensor:
+def all_gather_sequence(part: Tensor, length: int | None, group: dist.ProcessGroup) -> Tensor:
     """All-gather along the sequence: (samples, shard, width) of each device -> (samples, length,
     width).
 
@@ -231,22 +231,22 @@ def gathered(part: Tensor, length: int | None, group: dist.ProcessGroup) -> Tens
     size = dist.get_world_size(group)
     parts = part.new_empty(size, *part.shape)
     parts[dist.get_rank(group)] = part
-    gather_rows(parts, group)
+    all_gather(parts, group)
     whole = parts.transpose(0, 1).reshape(part.shape[0], -1, part.shape[2])
     return whole if length is None else whole[:, :length].contiguous()
 
 
-def scattered(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_scatter_sequence(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reduce-scatter along the sequence: (samples, length, width) of each device -> this device's
     positions of the sum. Pads if the devices do not divide the length.
     """
     parts = torch.stack(_padded_chunks(whole, dist.get_world_size(group)))
     mine = torch.empty_like(parts[0])
-    scatter_rows(mine, parts, group)
+    reduce_scatter(mine, parts, group)
     return mine
 
 
-def own(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+def local_shard(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This device's shard of a tensor that all devices have. It is a copy: with one sample a shard
     would be a contiguous view, which would keep the full tensor alive.
     """
@@ -272,11 +272,11 @@ class _ScatterToSequence(torch.autograd.Function):
         # by repeating the last position: on zeros a norm's 1/std may be infinite in fp16
         if missing:
             whole = torch.cat((whole, whole[:, -1:].expand(-1, missing, -1)), 1)
-        return own(whole, group)
+        return local_shard(whole, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gathered(gradients[0], ctx.length, ctx.group), None
+        return all_gather_sequence(gradients[0], ctx.length, ctx.group), None
 
 
 class _GatherFromSequence(torch.autograd.Function):
@@ -287,11 +287,11 @@ class _GatherFromSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, length: int | None, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return gathered(part, length, group)
+        return all_gather_sequence(part, length, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return own(gradients[0], ctx.group), None, None
+        return local_shard(gradients[0], ctx.group), None, None
 
 
 class _AllGather(torch.autograd.Function):
@@ -302,13 +302,13 @@ class _AllGather(torch.autograd.Function):
         ctx: Any, part: Tensor, length: int | None, group: dist.ProcessGroup, kept: _SavedShard | None
     ) -> Tensor:
         ctx.group, ctx.kept = group, kept
-        return gathered(part, length, group)
+        return all_gather_sequence(part, length, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.kept is not None:
             ctx.kept.whole = None  # all products of it have run their backward
-        return scattered(gradients[0], ctx.group), None, None, None
+        return reduce_scatter_sequence(gradients[0], ctx.group), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -317,8 +317,8 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.length, ctx.group = whole.shape[1], group
-        return scattered(whole, group)
+        return reduce_scatter_sequence(whole, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gathered(gradients[0], ctx.length, ctx.group), None
+        return all_gather_sequence(gradients[0], ctx.length, ctx.group), None

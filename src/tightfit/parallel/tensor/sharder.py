@@ -22,24 +22,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tightfit.distributed.collectives import gather_rows, summed
-from tightfit.distributed.mesh import Mesh, Slice, grown, shrink
+from tightfit.distributed.collectives import all_gather, all_reduced
+from tightfit.distributed.mesh import Mesh, ParameterSharding, shard_parameter, unshard_parameter
 from tightfit.errors import InputError
 from tightfit.models.objective import Batch, Objective
-from tightfit.parallel.tensor.sequence_parallel import Sequences, before
-from tightfit.parallel.tensor.vocab_cross_entropy import divided_cross_entropy
+from tightfit.parallel.tensor.sequence_parallel import SequenceParallel, transform_input
+from tightfit.parallel.tensor.vocab_cross_entropy import vocab_parallel_cross_entropy
 
-GATHERED = "colwise_gather_output"
+GATHER_OUTPUT = "colwise_gather_output"
 
 
-class Cutter:
+class Sharder:
     """Shards a model's modules in place, to this device's shards, and records what was sharded."""
 
     def __init__(
         self,
         model: nn.Module,
         mesh: Mesh,
-        sequences: Sequences | None = None,
+        sequences: SequenceParallel | None = None,
         blocks: list[tuple[str, nn.Module]] | None = None,
     ) -> None:
         """Records the modules that own each parameter of `model`.
@@ -50,14 +50,14 @@ class Cutter:
         """
         self.model, self.mesh, self.sequences = model, mesh, sequences
         self.group, self.size, self.rank = mesh.group("tp"), mesh.size("tp"), mesh.rank("tp")
-        self.cut: dict[nn.Parameter, tuple[nn.Parameter, Slice]] = {}
+        self.cut: dict[nn.Parameter, tuple[nn.Parameter, ParameterSharding]] = {}
         self.made: set[nn.Parameter] = set()
         self.owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
         for module in model.modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     self.owners[parameter].append((module, key))
-        self.draws = Draws(model, self.rank)
+        self.rng_tracker = RNGTracker(model, self.rank)
         self.compiled = None if blocks is None else [block for _, block in blocks]
         self.regions: set[nn.Module] = set()
         # the last input of column-parallel modules, and its copy
@@ -65,10 +65,10 @@ class Cutter:
         # devices have different positions, so a block's dropout differs too
         if sequences is not None:
             for _, block in sequences.blocks:
-                block.register_forward_pre_hook(self.draws.enter)
-                block.register_forward_hook(self.draws.leave)
+                block.register_forward_pre_hook(self.rng_tracker.enter)
+                block.register_forward_hook(self.rng_tracker.leave)
 
-    def divide(self, name: str, module: nn.Module, style: str) -> None:
+    def shard_module(self, name: str, module: nn.Module, style: str) -> None:
         """Shard one module and insert its communication.
 
         name   the module's name in the model
@@ -96,7 +96,7 @@ class Cutter:
             raise InputError(
                 f"plan: tp={self.size}", f"{name} has {weight.shape[dim]} rows or columns to divide", "use a smaller tp"
             )
-        gathers = style == GATHERED
+        gathers = style == GATHER_OUTPUT
         if gathers and (len(self.owners[weight]) > 1 or self._is_sequence_parallel(module)):
             raise InputError(
                 f"plan: tp, table: {name}: {style}",
@@ -134,8 +134,8 @@ class Cutter:
         if whole in self.made:
             return  # a shared parameter, sharded already
         if whole not in self.cut:
-            part = Slice(self.mesh, whole.shape, dim, pieces)
-            values = part.part(grown(whole, self.mesh))
+            part = ParameterSharding(self.mesh, whole.shape, dim, pieces)
+            values = part.shard(unshard_parameter(whole, self.mesh))
             shrunk = hasattr(whole, "rows")
             if shrunk:
                 kept = torch.empty(values.shape, dtype=values.dtype, device="meta")
@@ -143,7 +143,7 @@ class Cutter:
                 kept = values if whole.untyped_storage().nbytes() < whole.nbytes else values.clone()
             mine = nn.Parameter(kept, requires_grad=whole.requires_grad)
             if shrunk:
-                shrink(mine, self.mesh, values)
+                shard_parameter(mine, self.mesh, values)
             self.cut[whole] = mine, part
             self.made.add(mine)
         for owner, key in self.owners[whole]:
@@ -152,14 +152,14 @@ class Cutter:
     def _copy_input(self, name: str, module: nn.Module) -> None:
         """Let the module's input gradient be all-reduced (Megatron's f), or its input be gathered."""
         if self.sequences is not None:
-            self.sequences.enter(self.model.get_submodule(name.rpartition(".")[0]), module)
+            self.sequences.gather_input(self.model.get_submodule(name.rpartition(".")[0]), module)
             return
-        module.register_forward_pre_hook(self.draws.enter)
+        module.register_forward_pre_hook(self.rng_tracker.enter)
         parent = self.model.get_submodule(name.rpartition(".")[0])
         if self.compiled is not None and self._feeds_all(parent):
             if parent not in self.regions:
                 self.regions.add(parent)
-                before(parent, lambda hidden: _CopyToRegion.apply(hidden, self.group))
+                transform_input(parent, lambda hidden: _CopyToRegion.apply(hidden, self.group))
             return
         module.register_forward_pre_hook(lambda module, inputs: (self._copy_to_region(inputs[0]), *inputs[1:]))
 
@@ -198,7 +198,7 @@ class Cutter:
         def forward(input: Tensor) -> Tensor:
             self.copied = None
             if self.sequences is None:
-                self.draws.leave()
+                self.rng_tracker.leave()
             held = module._parameters.get("bias")
             if bias is None or held is None:
                 return self._reduce(product(input))
@@ -214,12 +214,12 @@ class Cutter:
     def _reduce(self, product: Tensor) -> Tensor:
         """All-reduce a product, or with sequence parallelism reduce-scatter it."""
         return (
-            self.sequences.leave(product)
+            self.sequences.reduce_scatter(product)
             if self.sequences is not None
             else _ReduceFromRegion.apply(product, self.group)
         )
 
-    def divide_vocabulary(self, model: Any, head: nn.Linear, objective: Objective) -> Objective:
+    def shard_vocabulary(self, model: Any, head: nn.Linear, objective: Objective) -> Objective:
         """Shard the embedding and the head by vocabulary. Full logits never exist; only a few
         numbers for each token are sent.
 
@@ -228,7 +228,7 @@ class Cutter:
 
         Returns the objective with a vocabulary-parallel cross entropy.
         """
-        part = Slice(self.mesh, head.weight.shape, 0)
+        part = ParameterSharding(self.mesh, head.weight.shape, 0)
         first, last = part.range()
         vocabulary = head.weight.shape[0]
         self._shard_parameter(head, "weight", 0)
@@ -247,7 +247,9 @@ class Cutter:
         logits, targets, group = objective.logits, objective.targets, self.group
 
         def total(model: nn.Module, batch: Batch) -> Tensor:
-            return divided_cross_entropy(logits(model, batch).flatten(0, -2), targets(batch).flatten(), first, group)
+            return vocab_parallel_cross_entropy(
+                logits(model, batch).flatten(0, -2), targets(batch).flatten(), first, group
+            )
 
         return replace(objective, total=total)
 
@@ -269,13 +271,13 @@ class Cutter:
 
         embedding.forward = forward  # type: ignore[method-assign]
 
-    def slices(self) -> dict[str, Slice]:
+    def shardings(self) -> dict[str, ParameterSharding]:
         """How each sharded parameter is sharded, by its name in the model."""
         parts = dict(self.cut.values())
         return {name: parts[p] for name, p in self.model.named_parameters() if p in parts}
 
 
-class Draws:
+class RNGTracker:
     """Gives dropout its random numbers, as Megatron's RNG tracker does. Between a column-parallel
     and a row-parallel module each device draws different numbers; elsewhere all draw the same. With
     sequence parallelism everything in a block is drawn differently.
@@ -343,7 +345,7 @@ class _CopyToRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return summed(gradients[0], ctx.group), None
+        return all_reduced(gradients[0], ctx.group), None
 
 
 class _ReduceFromRegion(torch.autograd.Function):
@@ -351,7 +353,7 @@ class _ReduceFromRegion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return summed(input, group)
+        return all_reduced(input, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -368,7 +370,7 @@ class _GatherFromRegion(torch.autograd.Function):
         ctx.group, ctx.width = group, columns.shape[-1]
         parts = columns.new_empty(dist.get_world_size(group), *columns.shape)
         parts[dist.get_rank(group)] = columns
-        gather_rows(parts, group)
+        all_gather(parts, group)
         return torch.cat(parts.unbind(), -1)
 
     @staticmethod

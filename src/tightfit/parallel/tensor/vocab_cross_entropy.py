@@ -21,7 +21,7 @@ from torch import Tensor
 from tightfit.models.objective import IGNORED
 
 
-def divided_cross_entropy(logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
     """Summed cross entropy of logits that are sharded by class.
 
     logits   (tokens, classes of this device)
@@ -51,7 +51,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         return gradient.to(ctx.dtype), None, None, None
 
 
-def divided_cross_entropy_with_gradient(
+def vocab_parallel_cross_entropy_with_gradient(
     logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """As vocab_parallel_cross_entropy, with the gradient of this device's logits.

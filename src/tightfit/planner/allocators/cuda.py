@@ -20,7 +20,7 @@ be coalesced.
 from __future__ import annotations
 
 from tightfit.cost.ledger import Ledger
-from tightfit.planner.allocators.simulate import Free, Owned, played
+from tightfit.planner.allocators.simulate import Allocator, FreeList, simulate
 
 MIN_BLOCK = 512
 SMALL, SMALL_SEGMENT = 2**20, 2 * 2**20
@@ -43,9 +43,9 @@ class Pool:
         self.small, self.expandable = small, expandable
         self.reserved = 0
         self._next_address = 0
-        self._free = Free()
+        self._free = FreeList()
 
-    def take(self, size: int) -> tuple[int, int]:
+    def allocate(self, size: int) -> tuple[int, int]:
         """Allocate a block of at least `size` bytes; returns (address, size)."""
         block = self._free.take(size)
         if block is None:
@@ -55,12 +55,12 @@ class Pool:
         address, found = block
         rest = found - size
         if rest >= MIN_BLOCK if self.small or self.expandable else rest > SMALL:
-            self._free.give(address + size, rest)
+            self._free.insert(address + size, rest)
             return address, size
         return address, found
 
-    def give(self, address: int, size: int) -> None:
-        self._free.give(address, size)
+    def free(self, address: int, size: int) -> None:
+        self._free.insert(address, size)
 
     def _grow(self, size: int) -> None:
         if self.expandable:
@@ -75,10 +75,10 @@ class Pool:
                 more = -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
         self.reserved += more
         self._next_address += more
-        self.give(self._next_address - more, more)
+        self.free(self._next_address - more, more)
 
 
-class Heap(Owned):
+class CachingAllocator(Allocator):
     """torch's CUDA caching allocator, with or without expandable segments.
 
     reserved  bytes of all segments
@@ -95,23 +95,23 @@ class Heap(Owned):
     def allocate(self, size: int) -> tuple[bool, int, int]:
         rounded = max(-(-size // MIN_BLOCK) * MIN_BLOCK, MIN_BLOCK)
         small = rounded <= SMALL
-        return small, *self.pools[small].take(rounded)
+        return small, *self.pools[small].allocate(rounded)
 
     def release(self, block: tuple[bool, int, int]) -> None:
         small, address, size = block
-        self.pools[small].give(address, size)
+        self.pools[small].free(address, size)
 
 
-def reserved_bytes(ledger: Ledger, expandable: bool, late: bool = False) -> float:
+def reserved_bytes(ledger: Ledger, expandable: bool, zero_grad_late: bool = False) -> float:
     """Bytes of the segments that steps of `ledger` leave reserved, without the ledger's fixed rows.
 
     expandable      whether the allocator has expandable segments
     zero_grad_late  see `simulate`
     """
-    heap = Heap(expandable)
-    for _ in played(heap, ledger, SIMULATED_STEPS, late):
+    heap = CachingAllocator(expandable)
+    for _ in simulate(heap, ledger, SIMULATED_STEPS, zero_grad_late):
         pass
     return heap.reserved
 
 
-__all__ = ["Heap", "Pool", "reserved_bytes"]
+__all__ = ["CachingAllocator", "Pool", "reserved_bytes"]

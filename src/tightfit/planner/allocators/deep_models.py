@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from tightfit.cost.ledger import Ledger
-from tightfit.cost.recorded_step import Passage, Timeline
+from tightfit.cost.recorded_step import Segment, Timeline
 
 SIMULATED_BLOCKS = 128  # blocks per stage that are simulated, and half as many, if a stage has more
 MIN_PERIODS = 4  # periods among the simulated blocks, at least
@@ -23,7 +23,7 @@ MAX_PERIOD = 256  # blocks of the longest period that is looked for
 NOISE_BYTES = 22 * 2**20
 
 
-def of_all_blocks(ledger: Ledger, taken: Callable[[Ledger], float]) -> float:
+def extrapolate_layers(ledger: Ledger, taken: Callable[[Ledger], float]) -> float:
     """Return `taken(ledger)`; for a deep model, extrapolated from two smaller depths.
 
     taken  bytes that a simulated allocator needs for a step
@@ -52,14 +52,14 @@ def _tensor_bytes(ledger: Ledger) -> float:
     return ledger.peak().total - sum(ledger.fixed.values())
 
 
-def _segments_by_stage(ledger: Ledger) -> list[tuple[Passage, ...]]:
+def _segments_by_stage(ledger: Ledger) -> list[tuple[Segment, ...]]:
     """The segments of one micro-batch: of the whole model, or of each stage of a pipeline rank."""
-    if ledger.stage is None:
+    if ledger.rank_program is None:
         return [ledger.training]
-    return [part.passages for part in ledger.stage.parts.values()]
+    return [part.segments for part in ledger.rank_program.stage_programs.values()]
 
 
-def _block_numbers(program: Iterable[Passage]) -> list[int]:
+def _block_numbers(program: Iterable[Segment]) -> list[int]:
     return sorted({passage.block for passage in program if passage.block is not None})
 
 
@@ -115,7 +115,7 @@ def _without_blocks(ledger: Ledger, count: int) -> Ledger:
         end = len(numbers) - (len(numbers) - count) // 2
         removed.update(numbers[end - count : end])
 
-    def without_removed(program: tuple[Passage, ...]) -> tuple[Passage, ...]:
+    def without_removed(program: tuple[Segment, ...]) -> tuple[Segment, ...]:
         found, here = [], None
         for passage in program:
             here = passage.block if passage.block is not None else here
@@ -125,7 +125,7 @@ def _without_blocks(ledger: Ledger, count: int) -> Ledger:
 
     parameters = tuple(p for p in ledger.parameters if not p.places or any(place not in removed for place in p.places))
     names = {parameter.name for parameter in ledger.parameters} - {parameter.name for parameter in parameters}
-    stage = ledger.stage
+    stage = ledger.rank_program
     if stage is not None:
         parts = {
             index: replace(
@@ -134,17 +134,17 @@ def _without_blocks(ledger: Ledger, count: int) -> Ledger:
                 backward=without_removed(part.backward),
                 weights=without_removed(part.weights),
             )
-            for index, part in stage.parts.items()
+            for index, part in stage.stage_programs.items()
         }
-        stage = replace(stage, parts=parts)
+        stage = replace(stage, stage_programs=parts)
     return replace(
         ledger,
         training=without_removed(ledger.training),
         parameters=parameters,
         updates={name: update for name, update in ledger.updates.items() if name not in names},
         blocks=ledger.blocks - len(removed),
-        stage=stage,
+        rank_program=stage,
     )
 
 
-__all__ = ["of_all_blocks"]
+__all__ = ["extrapolate_layers"]

@@ -53,13 +53,13 @@ from __future__ import annotations
 import math
 
 from tightfit.cost.ledger import Ledger
-from tightfit.cost.recorded_step import Passage
-from tightfit.planner.allocators.simulate import Free, Owned, played
+from tightfit.cost.recorded_step import Segment
+from tightfit.planner.allocators.simulate import Allocator, FreeList, simulate
 
 ALIGNMENT = 64  # bytes, of torch's CPU tensors: glibc searches for this much more, and 32 of its own
 GRANULE = 16  # block sizes are multiples of it
 PAGE = 4096
-LARGEST_THRESHOLD = 32 * 2**20  # the largest mmap threshold that glibc sets by itself
+MAX_MMAP_THRESHOLD = 32 * 2**20  # the largest mmap threshold that glibc sets by itself
 ALIGNMENT_SLACK = ALIGNMENT + 2 * GRANULE  # bytes around a block that small allocations can take
 NODE_BYTES = 48  # of an autograd node that stays in the slack of a block
 CACHED_NODE_INTERVAL = 2  # fitted: with glibc's caches, one of so many blocks leaves a node
@@ -68,7 +68,7 @@ TOP_PAD = 128 * 2**10  # M_TOP_PAD: bytes beyond the request, when the heap grow
 SIMULATED_STEPS = 3  # the last one counts
 
 
-class Heap(Owned):
+class GlibcHeap(Allocator):
     """glibc's heap, with its default settings or told to keep freed memory.
 
     keeps_memory  freed memory is never returned to the system
@@ -77,30 +77,30 @@ class Heap(Owned):
     peak          the most bytes that the process had at once
     """
 
-    def __init__(self, keeps: bool = False, notes: bool = False) -> None:
+    def __init__(self, keeps_memory: bool = False, nodes: bool = False) -> None:
         super().__init__()
-        self.fetched = 0
-        self.most = 0
-        self._keeps_memory = keeps
-        self._mmap_threshold = math.inf if keeps else LARGEST_THRESHOLD
-        self._trim_threshold = math.inf if keeps else 2 * TOP_PAD
+        self.page_faulted = 0
+        self.peak = 0
+        self._keeps_memory = keeps_memory
+        self._mmap_threshold = math.inf if keeps_memory else MAX_MMAP_THRESHOLD
+        self._trim_threshold = math.inf if keeps_memory else 2 * TOP_PAD
         self._mapped = 0
-        self._free_list = Free()
+        self._free_list = FreeList()
         self._top = 0  # end of the last block
         self._heap_end = 0  # end of the heap (the program break)
         self._touched_end = 0  # up to here, pages have been written and are resident
-        self._models_nodes = notes
+        self._models_nodes = nodes
         self._forward_nodes: list[list[tuple[int, int]]] = []  # nodes of segments whose backward has not begun
         self._nodes: list[tuple[int, int]] = []  # of the current segment
         self._node_candidates = 0  # blocks so far that count towards the interval
         self._outside_block = 0  # allocations so far in the current segment outside of the model's blocks
         self._pending_nodes = 0  # nodes that the next freed blocks leave
 
-    def enter(self, passage: Passage | None) -> None:
+    def enter(self, passage: Segment | None) -> None:
         if self._phase == "backward":
             for note in self._nodes:
                 self._free_range(*note)
-        super().enter(passage)
+        super().enter_segment(passage)
         self._pending_nodes = self._outside_block = 0
         if self._phase == "forward":
             self._nodes = []
@@ -110,15 +110,15 @@ class Heap(Owned):
 
     @property
     def _phase(self) -> str:
-        return "" if self.passage is None else self.passage.phase
+        return "" if self.segment is None else self.segment.phase
 
     def take(self, owner: object, size: float) -> None:
-        super().take(owner, size)
+        super().allocate_for(owner, size)
         saved = isinstance(owner, tuple) and owner[0] == "activations"
         if not self._models_nodes or not self._phase:
             return
         if self._keeps_memory:
-            in_block = self.passage is not None and self.passage.part == "block"
+            in_block = self.segment is not None and self.segment.part == "block"
             self._outside_block += not in_block
             counts = not saved and (in_block or self._outside_block <= UNSAVED_NODE_INTERVAL)
             self._node_candidates += counts
@@ -131,25 +131,25 @@ class Heap(Owned):
 
     def allocate(self, size: int) -> tuple[int | None, int]:
         size = -(-(size + ALIGNMENT_SLACK + GRANULE // 2) // GRANULE) * GRANULE
-        if size < LARGEST_THRESHOLD:
+        if size < MAX_MMAP_THRESHOLD:
             self._trim_threshold = max(self._trim_threshold, 2 * size)
         block = self._free_list.take(size)
         if block is not None:
             address, found = block
             if found > size:
-                self._free_list.give(address + size, found - size)
+                self._free_list.insert(address + size, found - size)
             return address, size
         if self._heap_end - self._top < size and size >= self._mmap_threshold:
-            self.fetched += size
+            self.page_faulted += size
             self._mapped += size
-            self.most = max(self.most, self._touched_end + self._mapped)
+            self.peak = max(self.peak, self._touched_end + self._mapped)
             return None, size
         address, self._top = self._top, self._top + size
         if self._heap_end < self._top:
             self._heap_end = -(-(self._top + TOP_PAD) // PAGE) * PAGE
-        self.fetched += max(self._top - max(self._touched_end, address), 0)
+        self.page_faulted += max(self._top - max(self._touched_end, address), 0)
         self._touched_end = max(self._touched_end, self._top)
-        self.most = max(self.most, self._touched_end + self._mapped)
+        self.peak = max(self.peak, self._touched_end + self._mapped)
         return address, size
 
     def release(self, block: tuple[int | None, int]) -> None:
@@ -164,7 +164,7 @@ class Heap(Owned):
         self._free_range(address, size)
 
     def _free_range(self, address: int, size: int) -> None:
-        address, size = self._free_list.give(address, size)
+        address, size = self._free_list.insert(address, size)
         if address + size < self._top:
             return
         self._free_list.remove(address)
@@ -174,37 +174,37 @@ class Heap(Owned):
             self._touched_end = min(self._touched_end, self._heap_end)
 
 
-def held_bytes(ledger: Ledger) -> float:
+def peak_heap_bytes(ledger: Ledger) -> float:
     """Peak bytes that the heap holds while it serves steps of `ledger`, without the ledger's fixed
     rows.
 
     More than the tensors' bytes, because freed blocks wait to be reused. Returns 0 if every large
     block is mapped on its own (`mapped_from`): then the heap adds nothing to the tensors.
     """
-    if ledger.mapped_from is not None:
+    if ledger.mmap_threshold is not None:
         return 0.0
-    heap = Heap(ledger.keeps_memory, notes=True)
-    for _ in played(heap, ledger, SIMULATED_STEPS):
+    heap = GlibcHeap(ledger.caches_memory, nodes=True)
+    for _ in simulate(heap, ledger, SIMULATED_STEPS):
         pass
-    return heap.most
+    return heap.peak
 
 
-def fetched_bytes(ledger: Ledger) -> float:
+def page_fault_bytes(ledger: Ledger) -> float:
     """Bytes of a step that are page-faulted: obtained from the system and filled with zeros. 0 if
     the process keeps what it frees."""
-    if ledger.keeps_memory:
+    if ledger.caches_memory:
         return 0.0
-    if ledger.mapped_from is not None:
-        return ledger.micro_batches * _mapped_bytes(ledger, ledger.mapped_from)
-    heap, before = Heap(), 0
+    if ledger.mmap_threshold is not None:
+        return ledger.micro_batches * _mapped_bytes(ledger, ledger.mmap_threshold)
+    heap, before = GlibcHeap(), 0
     visits: list[int] = []
-    for step in played(heap, ledger, SIMULATED_STEPS):
+    for step in simulate(heap, ledger, SIMULATED_STEPS):
         if step == SIMULATED_STEPS - 1:
-            visits.append(heap.fetched - before)
-        before = heap.fetched
+            visits.append(heap.page_faulted - before)
+        before = heap.page_faulted
     *passed, update = visits
     # only the first two micro-batches are simulated; the others are like the second
-    alike = ledger.micro_batches - len(passed) if ledger.stage is None else 0
+    alike = ledger.micro_batches - len(passed) if ledger.rank_program is None else 0
     return sum(passed) + alike * passed[-1] + update
 
 
@@ -220,4 +220,4 @@ def _mapped_bytes(ledger: Ledger, mapped_from: float) -> float:
     return sum(size for size in sizes if size >= mapped_from)
 
 
-__all__ = ["Heap", "fetched_bytes", "held_bytes"]
+__all__ = ["GlibcHeap", "page_fault_bytes", "peak_heap_bytes"]

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from tightfit.cost.ledger import Ledger
-from tightfit.cost.recorded_step import Passage
+from tightfit.cost.recorded_step import Segment
 
 
-class Free:
+class FreeList:
     """An allocator's free blocks: best fit, and adjacent blocks are coalesced."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Free:
         self.remove(address)
         return address, found
 
-    def give(self, address: int, size: int) -> tuple[int, int]:
+    def insert(self, address: int, size: int) -> tuple[int, int]:
         """Insert a free block and coalesce it with its free neighbours; returns the (address,
         size) of the result.
 
@@ -60,7 +60,7 @@ class Free:
         return size
 
 
-class Owned(ABC):
+class Allocator(ABC):
     """Base class of simulated allocators. Each block has an owner, a hashable value.
 
     An owner can have several blocks; the last one allocated is the first one freed.
@@ -69,7 +69,7 @@ class Owned(ABC):
     """
 
     def __init__(self) -> None:
-        self.passage: Passage | None = None
+        self.segment: Segment | None = None
         self._blocks: dict[object, list[Any]] = defaultdict(list)
 
     @abstractmethod
@@ -80,29 +80,29 @@ class Owned(ABC):
     def release(self, block: Any) -> None:
         """Free a block that `allocate` returned."""
 
-    def enter(self, passage: Passage | None) -> None:
+    def enter_segment(self, passage: Segment | None) -> None:
         """A segment begins; None: what follows is in no segment."""
-        self.passage = passage
+        self.segment = passage
 
-    def take(self, owner: object, size: float) -> None:
+    def allocate_for(self, owner: object, size: float) -> None:
         self._blocks[owner].append(self.allocate(int(size)))
 
-    def give(self, owner: object) -> None:
+    def free_last(self, owner: object) -> None:
         if self._blocks[owner]:
             self.release(self._blocks[owner].pop())
 
-    def free(self, owners: set[Any]) -> None:
+    def free_owners(self, owners: set[Any]) -> None:
         """Free all blocks of all `owners`, and clear the set."""
         for owner in owners:
-            self.give_all(owner)
+            self.free_all(owner)
         owners.clear()
 
-    def give_all(self, owner: object) -> None:
+    def free_all(self, owner: object) -> None:
         while self._blocks[owner]:
-            self.give(owner)
+            self.free_last(owner)
 
 
-def played(heap: Owned, ledger: Ledger, steps: int, late: bool = False) -> Iterator[int]:
+def simulate(allocator: Allocator, ledger: Ledger, steps: int, zero_grad_late: bool = False) -> Iterator[int]:
     """Allocate and free the buffers of `steps` steps of `ledger`.
 
     Yields the number of the step after each visit (a micro-batch, or an action of a pipeline rank)
@@ -112,44 +112,44 @@ def played(heap: Owned, ledger: Ledger, steps: int, late: bool = False) -> Itera
                     next step's forward
     """
     for parameter in ledger.parameters:
-        heap.take("parameters", parameter.bytes)
+        allocator.allocate_for("parameters", parameter.bytes)
     gradients: set[tuple[str, str, float]] = set()
     states = _states(ledger)
     missing = Counter(states.values())  # created in the first step, each after its gradient
     if ledger.batches_ahead:
-        heap.take("batches ahead", ledger.batch_bytes * ledger.micro_batch * ledger.batches_ahead)
+        allocator.allocate_for("batches ahead", ledger.batch_bytes * ledger.micro_batch * ledger.batches_ahead)
     for step in range(steps):
         before, gradients = gradients, set()
-        for visit in ledger.visits():
-            heap.take("batch", ledger.batch_bytes * ledger.micro_batch)
-            for passage in visit.passages:
-                heap.enter(passage)
+        for visit in ledger.micro_batch_runs():
+            allocator.allocate_for("batch", ledger.batch_bytes * ledger.micro_batch)
+            for passage in visit.segments:
+                allocator.enter_segment(passage)
                 if passage.phase == "backward":
-                    heap.free(before)
+                    allocator.free_owners(before)
                 for buffer, sign in passage.timeline.events:
                     # equal blocks of a model share Buffer objects, so one block may free what
                     # another allocated: the owner is therefore a description of the buffer
                     size = buffer.size.at(ledger.micro_batch)
                     owner = buffer.row, buffer.maker, size
                     if sign > 0:
-                        heap.take(owner, size)
+                        allocator.allocate_for(owner, size)
                     elif sign < 0:
                         state = states.get(buffer.parameter)
                         if ledger.update_in_backward and buffer.row == "gradients" and state and missing[state]:
                             missing[state] -= 1
-                            _allocate_states(heap, *state)
-                        heap.give(owner)
+                            _allocate_states(allocator, *state)
+                        allocator.free_last(owner)
                     if buffer.row == "gradients":
                         gradients.add(owner)
-            heap.enter(None)
-            heap.give("batch")
+            allocator.enter_segment(None)
+            allocator.free_last("batch")
             yield step
         for state in missing.elements():
-            _allocate_states(heap, *state)
+            _allocate_states(allocator, *state)
         missing.clear()
-        _simulate_update(heap, ledger)
-        if not late:
-            heap.free(gradients)
+        _simulate_update(allocator, ledger)
+        if not zero_grad_late:
+            allocator.free_owners(gradients)
         yield step
 
 
@@ -164,20 +164,20 @@ def _states(ledger: Ledger) -> dict[str, tuple[int, int]]:
     }
 
 
-def _allocate_states(heap: Owned, state_bytes: int, block: int) -> None:
+def _allocate_states(heap: Allocator, state_bytes: int, block: int) -> None:
     while state_bytes > 0:
-        heap.take("optimizer", min(block, state_bytes))
+        heap.allocate_for("optimizer", min(block, state_bytes))
         state_bytes -= block
 
 
-def _simulate_update(heap: Owned, ledger: Ledger) -> None:
+def _simulate_update(heap: Allocator, ledger: Ledger) -> None:
     if ledger.update_in_backward:
         return
     for update in ledger.updates.values():
-        heap.take("update", update.foreach_bytes if ledger.foreach else update.transient_bytes)
+        heap.allocate_for("update", update.foreach_bytes if ledger.foreach else update.transient_bytes)
         if not ledger.foreach:
-            heap.give("update")
-    heap.give_all("update")
+            heap.free_last("update")
+    heap.free_all("update")
 
 
-__all__ = ["Free", "Owned", "played"]
+__all__ = ["Allocator", "FreeList", "simulate"]

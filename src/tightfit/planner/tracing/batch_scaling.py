@@ -11,12 +11,12 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from tightfit.cost.recorded_step import TRACED, Buffer, Given, Linear, Operation, Passage, Timeline
+from tightfit.cost.recorded_step import TRACED_ROWS, BatchLinear, BlockInput, Buffer, Operation, Segment, Timeline
 
 
-def fitted(
-    small: tuple[Passage, ...], large: tuple[Passage, ...], samples: tuple[int, int]
-) -> tuple[Passage, ...] | None:
+def fit_batch_scaling(
+    small: tuple[Segment, ...], large: tuple[Segment, ...], samples: tuple[int, int]
+) -> tuple[Segment, ...] | None:
     """The segments whose sizes at the two numbers of samples are those of `small` and `large`.
 
     samples  of the small and of the large trace
@@ -27,7 +27,7 @@ def fitted(
     Returns None if the traces have different segments, or if segments leave different buffers to
     each other.
     """
-    if [one.place for one in small] != [one.place for one in large]:
+    if [one.key for one in small] != [one.key for one in large]:
         return None
     fit = _BatchScaling(samples)
     try:
@@ -45,12 +45,12 @@ class _BatchScaling:
         self.buffers: dict[Buffer, Buffer] = {}
         self.timelines: dict[Timeline, Timeline] = {}
 
-    def line(self, small: float, large: float) -> Linear:
+    def line(self, small: float, large: float) -> BatchLinear:
         first, second = self.samples
         if first == second:
-            return Linear(small)
+            return BatchLinear(small)
         slope = (large - small) / (second - first)
-        return Linear(small - slope * first, slope)
+        return BatchLinear(small - slope * first, slope)
 
     def timeline(self, small: Timeline, large: Timeline) -> Timeline:
         if small not in self.timelines:
@@ -61,18 +61,20 @@ class _BatchScaling:
         pairs = list(zip(small.events, large.events, strict=False))
         if len(small.events) == len(large.events) and all(_same_event(one, other) for one, other in pairs):
             events = tuple((self._buffer(one[0], other[0]), one[1]) for one, other in pairs)
-            needed = small.needed
+            needed = small.recompute_end
         else:
             events, needed = self._compressed(small, large), (0, 0)
         inputs = tuple(self._buffer(one, other) for one, other in zip(small.inputs, large.inputs, strict=True))
-        kept = frozenset(self.buffers[buffer] for buffer in small.kept if buffer in self.buffers)
-        given = tuple(self._block_input(one, other) for one, other in zip(small.given, large.given, strict=True))
+        kept = frozenset(self.buffers[buffer] for buffer in small.saved if buffer in self.buffers)
+        given = tuple(
+            self._block_input(one, other) for one, other in zip(small.block_inputs, large.block_inputs, strict=True)
+        )
         return Timeline(events, self._operations(small.operations, large.operations), needed, inputs, kept, given)
 
-    def _block_input(self, small: Given, large: Given) -> Given:
+    def _block_input(self, small: BlockInput, large: BlockInput) -> BlockInput:
         both = small.buffer is not None and large.buffer is not None
         buffer = self._buffer(small.buffer, large.buffer) if both else None  # type: ignore[arg-type]
-        return Given(small.path, self.line(small.size.fixed, large.size.fixed), buffer, small.has_gradient)
+        return BlockInput(small.path, self.line(small.size.fixed, large.size.fixed), buffer, small.has_gradient)
 
     def _buffer(self, small: Buffer, large: Buffer) -> Buffer:
         if small not in self.buffers:
@@ -109,9 +111,9 @@ class _BatchScaling:
             small.name,
             small.dtype,
             self.line(small.flops.fixed, large.flops.fixed),
-            self.line(small.moved.fixed, large.moved.fixed),
+            self.line(small.bytes_accessed.fixed, large.bytes_accessed.fixed),
             tuple(self.line(one.fixed, other.fixed) for one, other in zip(small.sizes, large.sizes, strict=True)),
-            computed=small.computed,
+            computed_share=small.computed_share,
         )
 
 
@@ -133,9 +135,9 @@ class _Outline:
     """
 
     def __init__(self, timeline: Timeline) -> None:
-        inside = timeline.gone.intersection(timeline.born)
+        inside = timeline.freed.intersection(timeline.allocated)
         total, best, largest, place = 0.0, 0.0, {}, 0
-        rows: dict[str, float] = dict.fromkeys(TRACED, 0.0)
+        rows: dict[str, float] = dict.fromkeys(TRACED_ROWS, 0.0)
         for position, (buffer, sign) in enumerate(timeline.events):
             size = sign * buffer.size.fixed
             total += size
@@ -145,7 +147,7 @@ class _Outline:
                 best, largest, place = total, dict(rows), position + 1
         self.outside = [event for event in timeline.events if event[0] not in inside]
         self.before = sum(event[0] not in inside for event in timeline.events[:place])
-        self.inner = {row: largest.get(row, 0.0) for row in TRACED}
+        self.inner = {row: largest.get(row, 0.0) for row in TRACED_ROWS}
         self.most = best
 
     def kept(self, common: Counter[Any]) -> list[tuple[Buffer, int]]:

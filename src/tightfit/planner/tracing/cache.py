@@ -17,23 +17,23 @@ from typing import Any
 import tightfit
 from tightfit.job import Job, ModelSpec
 from tightfit.machine import cache_folder, private_folder
-from tightfit.planner.tracing.plain_data import Programs, from_content, to_content
+from tightfit.planner.tracing.plain_data import RecordedStep, from_content, to_content
 from tightfit.record import code_version
 
 MAX_FILES = 400  # beyond that, the least recently used files are removed
 VERSION = 3  # of the file format: raise it when the meaning of the content changes
 
 
-def kept(what: Any, make: Callable[[], Programs]) -> Programs:
+def cached(key: Any, make: Callable[[], RecordedStep]) -> RecordedStep:
     """Return `make()`, or the cached result of an earlier call with the same key.
 
     key   what decides the result, as plain data; None: never cached
     make  traces
     """
-    if what is None:
+    if key is None:
         return make()
     name = hashlib.sha256(
-        json.dumps([what, code_version(), _source_hash()], default=str, sort_keys=True).encode()
+        json.dumps([key, code_version(), _source_hash()], default=str, sort_keys=True).encode()
     ).hexdigest()
     folder = cache_folder() / "profiles"
     path = folder / f"{name}.json"
@@ -53,7 +53,7 @@ def kept(what: Any, make: Callable[[], Programs]) -> Programs:
     return made
 
 
-def write(path: Path, programs: Programs) -> None:
+def write(path: Path, programs: RecordedStep) -> None:
     """Write a trace atomically: the file is complete or does not appear."""
     text = json.dumps(to_content(programs), separators=(",", ":"))
     header = {"version": VERSION, "trace": path.stem, "sha256": _checksum(path.stem, text)}
@@ -62,7 +62,7 @@ def write(path: Path, programs: Programs) -> None:
     half.replace(path)
 
 
-def read(path: Path) -> Programs:
+def read(path: Path) -> RecordedStep:
     """Read a trace. Raises OSError, ValueError, TypeError, KeyError, IndexError or RecursionError
     for a file that `write` did not write."""
     first, _, text = path.read_text(encoding="utf-8").partition("\n")
@@ -76,7 +76,7 @@ def _checksum(trace: str, text: str) -> str:
     return hashlib.sha256(f"{VERSION}\n{trace}\n{text}".encode()).hexdigest()
 
 
-def identity(job: Job) -> Any:
+def cache_key(job: Job) -> Any:
     """What decides a job's traces, as plain data. None if the model or the loss is the user's own
     code, or the model comes from a folder: those are not cached."""
     spec = job.model
@@ -102,4 +102,4 @@ def _evict(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-__all__ = ["identity", "kept", "read", "write"]
+__all__ = ["cache_key", "cached", "read", "write"]

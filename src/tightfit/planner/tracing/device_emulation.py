@@ -38,7 +38,7 @@ _AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 @contextmanager
-def as_on(device: str) -> Iterator[None]:
+def emulate_device(device: str) -> Iterator[None]:
     """Inside this context, fake CPU tensors are treated like tensors on `device` ("cpu" or
     "cuda")."""
     meant = TARGET.set(device)
@@ -126,7 +126,7 @@ def _without_dropout(
 
 
 @contextmanager
-def processes(count: int, rank: int = 0, group: bool = False) -> Iterator[None]:
+def fake_process_group(count: int, rank: int = 0, group: bool = False) -> Iterator[None]:
     """Initialise torch.distributed with a fake process group: collectives return at once.
 
     count  world size
@@ -151,4 +151,4 @@ def processes(count: int, rank: int = 0, group: bool = False) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-__all__ = ["as_on", "processes"]
+__all__ = ["emulate_device", "fake_process_group"]

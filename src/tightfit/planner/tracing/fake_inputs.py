@@ -16,7 +16,7 @@ from tightfit.data.images import DIGITS, first_images
 from tightfit.data.sequences import corruption, row_length
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
-from tightfit.models.objective import IGNORED, Batch, Labelled, map_tensors, objective_of
+from tightfit.models.objective import IGNORED, Batch, LabelCount, map_tensors, objective_of
 
 PARTS_PER_MILLION = 1_000_000
 TIMED_BATCHES = 2  # batches that are prepared to measure the seconds per sample
@@ -25,7 +25,7 @@ _TOKENS = 2**22  # of a synthetic text, at most
 _VOCABULARY = 32  # if neither the job nor the model has a size: token values do not matter
 
 
-def example(job: Job) -> tuple[Batch, float]:
+def example_batch(job: Job) -> tuple[Batch, float]:
     """Return an example batch and the seconds of preparing one sample.
 
     The batch has the fields, dtypes and lengths of the job's batches, and few samples. The seconds
@@ -73,7 +73,7 @@ def _seconds_per_sample(job: Job, source: Samples | None) -> float:
     return min(seconds)
 
 
-def labelled(job: Job, batch: Batch) -> Labelled | None:
+def label_share(job: Job, batch: Batch) -> LabelCount | None:
     """The share of a micro-batch's labels that are not ignored, as a ratio of two counts.
 
     For text and a masked language model it is `mask_probability`, otherwise the share in the
@@ -85,9 +85,9 @@ def labelled(job: Job, batch: Batch) -> Labelled | None:
     if targets is None or not isinstance(batch, dict) or "labels" not in batch:
         return None
     if isinstance(job.data, DataSpec) and job.data.python is None and model.task == "masked-lm":
-        return Labelled(round(PARTS_PER_MILLION * job.data.mask_probability), PARTS_PER_MILLION)
+        return LabelCount(round(PARTS_PER_MILLION * job.data.mask_probability), PARTS_PER_MILLION)
     labels = targets(batch)
-    return Labelled(int((labels != IGNORED).sum()), labels.numel())
+    return LabelCount(int((labels != IGNORED).sum()), labels.numel())
 
 
 def is_padded(batch: Batch) -> bool:
@@ -96,7 +96,7 @@ def is_padded(batch: Batch) -> bool:
     return isinstance(mask, torch.Tensor) and not bool(mask.all())
 
 
-def sized(batch: Batch, samples: int) -> Batch:
+def zeros_like_batch(batch: Batch, samples: int) -> Batch:
     """Zeros shaped like `batch`, with `samples` samples; fake tensors inside FakeTensorMode."""
     return map_tensors(lambda tensor: torch.zeros((samples, *tensor.shape[1:]), dtype=tensor.dtype), batch)
 

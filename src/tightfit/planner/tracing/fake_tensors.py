@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tightfit.errors import InputError, Untraceable
-from tightfit.models.caches import tensors_kept_out
-from tightfit.models.fake_kernels import GROUPED_PRODUCT, failures_unlogged, grouped_product
+from tightfit.models.caches import isolated_model_caches
+from tightfit.models.fake_kernels import GROUPED_MM, grouped_mm_output, without_fake_tensor_logs
 
 _FILLS = frozenset(  # initialisation: changes values only
     {
@@ -63,8 +63,8 @@ class FakeValues(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._around = ExitStack()
-        self._around.enter_context(tensors_kept_out())
-        self._around.enter_context(failures_unlogged())
+        self._around.enter_context(isolated_model_caches())
+        self._around.enter_context(without_fake_tensor_logs())
         used = "transformers" in sys.modules and not self.padded
         self._masks: Any = importlib.import_module("transformers.masking_utils") if used else None
         if self._masks is not None:
@@ -101,8 +101,8 @@ class FakeValues(TorchDispatchMode):
             return func(*args) if _constant(args[0]) is not None else _default_value(args[0])
         if func is torch.ops.aten.equal.default:
             return True
-        if func is GROUPED_PRODUCT.default:
-            return grouped_product(*args, **(kwargs or {}))
+        if func is GROUPED_MM.default:
+            return grouped_mm_output(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -134,7 +134,7 @@ def _default_value(tensor: Tensor) -> bool | int | float:
 
 
 @contextmanager
-def traceable(model: nn.Module | None = None) -> Iterator[None]:
+def untraceable_errors(model: nn.Module | None = None) -> Iterator[None]:
     """Inside this context, a failure on fake tensors becomes an Untraceable with the reason and a
     remedy.
 
@@ -173,4 +173,4 @@ def _untraceable(found: str) -> Untraceable:
     )
 
 
-__all__ = ["FakeValues", "traceable"]
+__all__ = ["FakeValues", "untraceable_errors"]

@@ -18,10 +18,10 @@ from torch import nn
 
 from tightfit.cost.entries import EVERYWHERE, Parameter
 from tightfit.cost.ledger import Ledger
-from tightfit.cost.recorded_step import Passage
+from tightfit.cost.recorded_step import Segment
 from tightfit.job import ModelSpec
-from tightfit.models import find_blocks, model_config, shallow
-from tightfit.planner.tracing.skipped_layers import stand_ins
+from tightfit.models import find_blocks, model_config, with_fewer_blocks
+from tightfit.planner.tracing.skipped_layers import representatives
 
 FEW_BLOCKS = 4  # blocks that show whether all are equal: then the third one is removed
 
@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Depth:
+class LayerMap:
     """Maps a model without its repeated blocks to its full depth.
 
     names    of all blocks, in order, removed ones included
@@ -37,14 +37,14 @@ class Depth:
     """
 
     names: tuple[str, ...] = ()
-    missing: dict[int, int] = field(default_factory=dict)
+    removed: dict[int, int] = field(default_factory=dict)
 
     @property
     def numbers(self) -> list[int]:
         """Numbers of the blocks that are left, in order."""
-        return [number for number in range(len(self.names)) if number not in self.missing]
+        return [number for number in range(len(self.names)) if number not in self.removed]
 
-    def whole(self, named: dict[str, Value], another: Callable[[Value, str, int], Value]) -> dict[str, Value]:
+    def expand(self, named: dict[str, Value], another: Callable[[Value, str, int], Value]) -> dict[str, Value]:
         """Expand values by name (parameters, updates) to the full depth, in the order of the full
         model.
 
@@ -53,7 +53,7 @@ class Depth:
 
         Example: "layers.1.weight" also gives the values of "layers.2.weight" to "layers.30.weight".
         """
-        if not self.missing:
+        if not self.removed:
             return named
         prefixes = {f"{self.names[number]}.": number for number in self.numbers}
         places = {name: next((n for prefix, n in prefixes.items() if name.startswith(prefix)), None) for name in named}
@@ -62,8 +62,8 @@ class Depth:
         for name, value in named.items():
             here = places[name] or 0
             for number in range(reached, here):
-                if number in self.missing:
-                    like, path = self.missing[number], self.names[number]
+                if number in self.removed:
+                    like, path = self.removed[number], self.names[number]
                     for inner in (inner for inner in named if places[inner] == like):
                         full = path + inner.removeprefix(self.names[like])
                         found[full] = another(named[inner], full, number)
@@ -72,7 +72,7 @@ class Depth:
         return found
 
 
-def thinned(model: nn.Module, name: str | None) -> Depth:
+def remove_repeated_layers(model: nn.Module, name: str | None) -> LayerMap:
     """Remove the repeated blocks of a transformers model, in place.
 
     Removes nothing if layers have different types, share parameters, or are not in a ModuleList.
@@ -80,7 +80,7 @@ def thinned(model: nn.Module, name: str | None) -> Depth:
     name  the list that holds the blocks; None to find it
     """
     blocks = find_blocks(model, name)
-    depth = Depth(tuple(path for path, _ in blocks))
+    depth = LayerMap(tuple(path for path, _ in blocks))
     config = getattr(model, "config", None)
     configs = (config, *vars(config).values()) if config is not None else ()  # sub-models have their own
     mixed = any(len(set(getattr(one, "layer_types", None) or ())) > 1 for one in configs)
@@ -90,12 +90,12 @@ def thinned(model: nn.Module, name: str | None) -> Depth:
     whole = all(isinstance(parent, nn.ModuleList) for parent in parents.values())
     if mixed or len(set(owned)) < len(owned) or not whole:
         return depth
-    missing = stand_ins([block for _, block in blocks], lists)
+    missing = representatives([block for _, block in blocks], lists)
     before = {path: dict(parent._modules) for path, parent in parents.items()}
     for number in missing:
         path, _, key = depth.names[number].rpartition(".")
         del parents[path]._modules[key]
-    thin = Depth(depth.names, missing)
+    thin = LayerMap(depth.names, missing)
     if [path for path, _ in find_blocks(model, name)] == [thin.names[number] for number in thin.numbers]:
         return thin
     for path, parent in parents.items():  # the remaining blocks are not recognised: restore
@@ -104,7 +104,7 @@ def thinned(model: nn.Module, name: str | None) -> Depth:
     return depth
 
 
-def created(spec: ModelSpec, create: Callable[[ModelSpec], nn.Module], whole: bool) -> tuple[nn.Module, Depth]:
+def created(spec: ModelSpec, create: Callable[[ModelSpec], nn.Module], whole: bool) -> tuple[nn.Module, LayerMap]:
     """Create a transformers model without its repeated blocks, and the map to its full depth.
 
     If the configuration states the number of blocks and all are equal, the repeated blocks are
@@ -113,7 +113,7 @@ def created(spec: ModelSpec, create: Callable[[ModelSpec], nn.Module], whole: bo
     create  creates a model from its spec
     whole   keep all blocks
     """
-    few = None if whole else shallow(spec, FEW_BLOCKS)
+    few = None if whole else with_fewer_blocks(spec, FEW_BLOCKS)
     if few is not None:
         model = create(few)
         depth = _stand_for_full_depth(model, spec.blocks, model_config(spec).num_hidden_layers)
@@ -121,25 +121,25 @@ def created(spec: ModelSpec, create: Callable[[ModelSpec], nn.Module], whole: bo
             return model, depth
     model = create(spec)
     names = tuple(path for path, _ in find_blocks(model, spec.blocks))
-    return model, Depth(names) if whole else thinned(model, spec.blocks)
+    return model, LayerMap(names) if whole else remove_repeated_layers(model, spec.blocks)
 
 
-def _stand_for_full_depth(model: nn.Module, name: str | None, count: int) -> Depth | None:
+def _stand_for_full_depth(model: nn.Module, name: str | None, count: int) -> LayerMap | None:
     """Map a model that was created with FEW_BLOCKS blocks to the full depth of `count` blocks.
     Returns None if it has other blocks too, or if its blocks differ."""
-    few = thinned(model, name)
+    few = remove_repeated_layers(model, name)
     lists = {path.rpartition(".")[0] for path in few.names}
-    if len(few.names) != FEW_BLOCKS or len(few.missing) != FEW_BLOCKS - 3 or len(lists) != 1:
+    if len(few.names) != FEW_BLOCKS or len(few.removed) != FEW_BLOCKS - 3 or len(lists) != 1:
         return None
     (path,) = lists
     blocks = model.get_submodule(path)._modules
     blocks[str(count - 1)] = blocks.pop(str(FEW_BLOCKS - 1))
-    depth = Depth(tuple(f"{path}.{number}" for number in range(count)), dict.fromkeys(range(2, count - 1), 1))
+    depth = LayerMap(tuple(f"{path}.{number}" for number in range(count)), dict.fromkeys(range(2, count - 1), 1))
     there = [depth.names[number] for number in depth.numbers]
     return depth if [found for found, _ in find_blocks(model, name)] == there else None
 
 
-def with_blocks(ledger: Ledger, count: int) -> Ledger:
+def with_depth(ledger: Ledger, count: int) -> Ledger:
     """The base ledger of the model with only `count` blocks (at least 2): the first ones and the
     last."""
     removed = range(count - 1, ledger.blocks - 1)
@@ -150,7 +150,7 @@ def with_blocks(ledger: Ledger, count: int) -> Ledger:
     def renumbered(place: int) -> int:
         return place - len(removed) if place >= removed.stop else place
 
-    passages: list[Passage] = []
+    passages: list[Segment] = []
     here: int | None = None  # the last block so far: the segments after it are removed with it
     for passage in ledger.training:
         here = passage.block if passage.block is not None else here
@@ -173,4 +173,4 @@ def with_blocks(ledger: Ledger, count: int) -> Ledger:
     )
 
 
-__all__ = ["Depth", "created", "thinned", "with_blocks"]
+__all__ = ["LayerMap", "created", "remove_repeated_layers", "with_depth"]

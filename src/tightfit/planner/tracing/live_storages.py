@@ -245,14 +245,14 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         yield from storages_of(tensor._values())
 
 
-class Tracking:
+class RunTracker:
     """Tracks the storages of a run: `take` takes a step inside the tracker, `peak` returns the
     result. Fake tensors count like real ones."""
 
     def __init__(self, run: Run) -> None:
-        self._tracker = StorageTracker([*run.model.parameters(), *run.weights.values()])
+        self._tracker = StorageTracker([*run.model.parameters(), *run.optimizer_weights.values()])
         if run.store is not None:
-            self._tracker.assign(run.store.there(run.model), OTHER_MEMORY)
+            self._tracker.assign(run.store.stored_tensors(run.model), OTHER_MEMORY)
         self._tracker.assign(run.model.buffers(), "parameters")
 
     def take(self, run: Run, micro_batches: list[Batch], take: Take[Result], last: bool = True) -> Result:
@@ -280,10 +280,10 @@ class Tracking:
         return self._tracker.peak()
 
 
-def track(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Result, Peak]:
+def track_peak(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Result, Peak]:
     """Return `take(run)` and the peak of the live storages during the call. Arguments as
     `RunTracker.take`."""
-    tracking = Tracking(run)
+    tracking = RunTracker(run)
     result = tracking.take(run, micro_batches, take)
     return result, tracking.peak()
 

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tightfit.cost.entries import Update
-from tightfit.cost.recorded_step import Operation, Timeline, play
+from tightfit.cost.recorded_step import Operation, Timeline, replay
 from tightfit.methods.precision import LossScaler
-from tightfit.optim.in_batches import InBatches
+from tightfit.optim.in_batches import MultiTensor
 from tightfit.optim.per_parameter import PerParameter
 from tightfit.planner.tracing.live_storages import tensor_bytes, tensors_in
-from tightfit.planner.tracing.recorder import Recorder, recorded
+from tightfit.planner.tracing.recorder import Recorder, recorded_segments
 
 
-def trace_updates(model: nn.Module, optimizer: Optimizer, together: bool = False) -> dict[str, Update]:
+def trace_updates(model: nn.Module, optimizer: Optimizer, foreach: bool = False) -> dict[str, Update]:
     """By parameter name: bytes of the optimizer states, and bytes and operations of the second
     update. The first update creates the states.
 
@@ -31,8 +31,8 @@ def trace_updates(model: nn.Module, optimizer: Optimizer, together: bool = False
     """
     known: dict[object, Update] = {}
     groups = {parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
-    if together:
-        take_all_at_once(optimizer)
+    if foreach:
+        enable_foreach(optimizer)
     updates: dict[str, Update] = {}
     largest: dict[int, tuple[Update, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -51,7 +51,7 @@ def trace_updates(model: nn.Module, optimizer: Optimizer, together: bool = False
     }
 
 
-def take_all_at_once(optimizer: Optimizer) -> None:
+def enable_foreach(optimizer: Optimizer) -> None:
     """Enable foreach kernels if the optimizer has them: torch chooses these by itself on CUDA."""
     for group in optimizer.param_groups:
         if "foreach" in group:
@@ -64,7 +64,7 @@ def _trace_update(optimizer: Optimizer, parameter: Tensor, group: int) -> Update
     states = tensor_bytes(tensors_in(optimizer.state[parameter]))
     unpacked = _unpacked(optimizer.state[parameter], parameter, states)
     at_once = optimizer.param_groups[group].get("foreach")
-    if isinstance(optimizer, InBatches):
+    if isinstance(optimizer, MultiTensor):
         elements, dtype = parameter.numel(), str(parameter.dtype)
         return Update(states, transient, timeline.operations, 0, 0, group, elements, dtype, unpacked_bytes=unpacked)
     foreach = transient if at_once else 0
@@ -106,17 +106,17 @@ def _second_update(optimizer: Optimizer, parameters: list[Tensor]) -> Timeline:
         if isinstance(optimizer, PerParameter) and optimizer.can_leave_out():
             optimizer.leave_out(torch.zeros((), dtype=torch.bool), lambda: False)
         recorder = Recorder({})
-        recorder.know([*parameters, *(parameter.grad for parameter in parameters), optimizer.state])
+        recorder.mark_existing([*parameters, *(parameter.grad for parameter in parameters), optimizer.state])
         with recorder:
-            recorder.begin("update")
+            recorder.begin_segment("update")
             optimizer.step()
         for parameter in parameters:
             parameter.grad = None
-    return recorded(recorder)[0].timeline
+    return recorded_segments(recorder)[0].timeline
 
 
 def _peak_bytes(timeline: Timeline) -> int:
-    return int(sum(play(timeline, 1).largest.values()))
+    return int(sum(replay(timeline, 1).at_peak.values()))
 
 
 def trace_clipping(parameters: list[nn.Parameter], scaled: bool, clip: float | None) -> tuple[Operation, ...]:
@@ -131,13 +131,13 @@ def trace_clipping(parameters: list[nn.Parameter], scaled: bool, clip: float | N
     for parameter in set(parameters):
         parameter.grad = torch.empty_like(parameter)
     recorder = Recorder({})
-    recorder.know([*parameters, *(parameter.grad for parameter in parameters)])
+    recorder.mark_existing([*parameters, *(parameter.grad for parameter in parameters)])
     with recorder:
-        recorder.begin("clipping")
+        recorder.begin_segment("clipping")
         if scaled:
             LossScaler(1.0, dynamic=False).unscale(parameters)
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(parameters, clip)
     for parameter in parameters:
         parameter.grad = None
-    return recorded(recorder)[0].timeline.operations
+    return recorded_segments(recorder)[0].timeline.operations

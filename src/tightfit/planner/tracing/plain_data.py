@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tightfit.cost.entries import Parameter
-from tightfit.cost.recorded_step import TRACED, Buffer, Given, Linear, Operation, Passage, Timeline
+from tightfit.cost.recorded_step import TRACED_ROWS, BatchLinear, BlockInput, Buffer, Operation, Segment, Timeline
 
 PHASES = ("forward", "backward", "inference")
 
@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Programs:
+class RecordedStep:
     """What a model does with one micro-batch.
 
     segments    of a training micro-batch (forward and backward), or of an evaluation
@@ -27,12 +27,12 @@ class Programs:
     blocks      number of repeated blocks
     """
 
-    passages: tuple[Passage, ...]
+    segments: tuple[Segment, ...]
     parameters: tuple[Parameter, ...]
     blocks: int
 
 
-def to_content(programs: Programs) -> dict[str, Any]:
+def to_content(programs: RecordedStep) -> dict[str, Any]:
     """Convert to plain data. Shared buffers, operations and timelines are written once and
     referred to by number."""
     buffers: dict[Buffer, int] = {}
@@ -52,9 +52,9 @@ def to_content(programs: Programs) -> dict[str, Any]:
         return {
             "events": [[buffer_number(buffer), sign] for buffer, sign in one.events],
             "operations": [number(operations, operation) for operation in one.operations],
-            "needed": list(one.needed),
+            "needed": list(one.recompute_end),
             "inputs": [buffer_number(buffer) for buffer in one.inputs],
-            "kept": sorted(buffer_number(buffer) for buffer in one.kept),
+            "kept": sorted(buffer_number(buffer) for buffer in one.saved),
             "given": [
                 [
                     each.path,
@@ -62,12 +62,12 @@ def to_content(programs: Programs) -> dict[str, Any]:
                     None if each.buffer is None else buffer_number(each.buffer),
                     each.has_gradient,
                 ]
-                for each in one.given
+                for each in one.block_inputs
             ],
         }
 
     passages = [
-        [one.part, one.phase, number(timelines, one.timeline), one.block, one.call] for one in programs.passages
+        [one.part, one.phase, number(timelines, one.timeline), one.block, one.call] for one in programs.segments
     ]
     return {
         "timelines": [timeline(one) for one in timelines],
@@ -88,10 +88,10 @@ def to_content(programs: Programs) -> dict[str, Any]:
                 one.name,
                 one.dtype,
                 _pair(one.flops),
-                _pair(one.moved),
+                _pair(one.bytes_accessed),
                 [_pair(size) for size in one.sizes],
                 _pair(one.count),
-                one.computed,
+                one.computed_share,
             ]
             for one in operations
         ],
@@ -102,14 +102,14 @@ def to_content(programs: Programs) -> dict[str, Any]:
     }
 
 
-def from_content(content: Any) -> Programs:
+def from_content(content: Any) -> RecordedStep:
     """Convert back what `to_content` returned. Raises ValueError, TypeError, KeyError or
     IndexError for anything else."""
     buffers: list[Buffer] = []
     for size, row, maker, parameter, operands, terms in content["buffers"]:
         sources = (tuple(buffers[_read_count(place)] for place in places) for places in (operands, terms))
         buffers.append(
-            Buffer(_read_linear(size), _one_of(row, TRACED), _read_text(maker), _read_text(parameter), *sources)
+            Buffer(_read_linear(size), _one_of(row, TRACED_ROWS), _read_text(maker), _read_text(parameter), *sources)
         )
     operations = [
         Operation(
@@ -135,7 +135,7 @@ def from_content(content: Any) -> Programs:
                 tuple(buffers[_read_count(place)] for place in one["inputs"]),
                 frozenset(buffers[_read_count(place)] for place in one["kept"]),
                 tuple(
-                    Given(
+                    BlockInput(
                         _read_text(path),
                         _read_linear(size),
                         None if place is None else buffers[_read_count(place)],
@@ -146,7 +146,7 @@ def from_content(content: Any) -> Programs:
             )
         )
     passages = tuple(
-        Passage(
+        Segment(
             _read_text(part),
             _one_of(phase, PHASES),
             timelines[_read_count(place)],
@@ -167,18 +167,18 @@ def from_content(content: Any) -> Programs:
     )
     if not passages:
         raise ValueError("a recorded step without segments")
-    return Programs(passages, parameters, _read_count(content["blocks"]))
+    return RecordedStep(passages, parameters, _read_count(content["blocks"]))
 
 
-def _pair(value: Linear) -> list[float]:
+def _pair(value: BatchLinear) -> list[float]:
     return [value.fixed, value.per_sample]
 
 
-def _read_linear(value: Any) -> Linear:
+def _read_linear(value: Any) -> BatchLinear:
     fixed, per_sample = map(float, value)
     if not (math.isfinite(fixed) and math.isfinite(per_sample)):
         raise ValueError(f"{value} is not a finite size")
-    return Linear(fixed, per_sample)
+    return BatchLinear(fixed, per_sample)
 
 
 def _read_share(value: Any) -> float:
@@ -209,4 +209,4 @@ def _one_of(value: Item, known: tuple[Item, ...]) -> Item:
     return value
 
 
-__all__ = ["Programs", "from_content", "to_content"]
+__all__ = ["RecordedStep", "from_content", "to_content"]

@@ -39,28 +39,28 @@ from tightfit.methods import (
     recompute,
     tensor_parallel,
 )
-from tightfit.methods.loader import EXAMPLE
-from tightfit.models import find_blocks, has_complex, load_python, places_of, task_of
+from tightfit.methods.loader import EXAMPLE_SAMPLES
+from tightfit.models import find_blocks, has_complex_parameters, load_python, parameter_uses, task_of
 from tightfit.models.dataflow import Dataflow
-from tightfit.models.objective import LABELLED, Batch, Objective, objective_of, processed_count, sample_count
+from tightfit.models.objective import LABEL_COUNT_KEY, Batch, Objective, objective_of, processed_count, sample_count
 from tightfit.models.tracing import trace as trace_dataflow
 from tightfit.parallel.context import sequence_chunks
 from tightfit.parallel.fsdp import fully_shard
 from tightfit.parallel.pipeline import boundaries
 from tightfit.parallel.tensor import sequence_parallel
 from tightfit.plan import Plan
-from tightfit.planner.tracing.batch_scaling import fitted
-from tightfit.planner.tracing.cache import identity, kept
-from tightfit.planner.tracing.device_emulation import as_on, processes
-from tightfit.planner.tracing.fake_inputs import example, is_padded, labelled, sized
-from tightfit.planner.tracing.fake_tensors import FakeValues, traceable
-from tightfit.planner.tracing.layer_dedup import Depth, created
+from tightfit.planner.tracing.batch_scaling import fit_batch_scaling
+from tightfit.planner.tracing.cache import cache_key, cached
+from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
+from tightfit.planner.tracing.fake_inputs import example_batch, is_padded, label_share, zeros_like_batch
+from tightfit.planner.tracing.fake_tensors import FakeValues, untraceable_errors
+from tightfit.planner.tracing.layer_dedup import LayerMap, created
 from tightfit.planner.tracing.live_storages import tensor_bytes, tensors_in
 from tightfit.planner.tracing.optimizer_trace import trace_clipping, trace_updates
-from tightfit.planner.tracing.plain_data import Programs
+from tightfit.planner.tracing.plain_data import RecordedStep
 from tightfit.planner.tracing.recorder import trace
-from tightfit.planner.tracing.skipped_layers import stand_ins
-from tightfit.runtime.fake_compiler import generates_kernels
+from tightfit.planner.tracing.skipped_layers import representatives
+from tightfit.runtime.fake_compiler import can_generate_kernels
 from tightfit.runtime.method import traced_fields
 from tightfit.runtime.run import Run
 
@@ -87,17 +87,17 @@ class Profiler:
 
     def __init__(self, job: Job, device: str) -> None:
         self.job, self.device = job, device
-        self.batch, self.sample_s = example(job)
+        self.batch, self.sample_s = example_batch(job)
         self.samples, self.tokens = sample_count(self.batch), processed_count(self.batch)
         self.padded = is_padded(self.batch)
-        self.labelled = labelled(job, self.batch)
+        self.labelled = label_share(job, self.batch)
         self.unit = self._objective().unit
         self._mode = FakeTensorMode()  # one for all traces, so that they can share a model's tensors
-        self._models: dict[tuple[torch.dtype, bool], tuple[nn.Module, Depth]] = {}
-        self._tensor_parallel_models: dict[Any, tuple[nn.Module, Depth]] = {}
-        self._traced: dict[Any, dict[int, Programs]] = {}  # by the options that need a trace, then by samples
+        self._models: dict[tuple[torch.dtype, bool], tuple[nn.Module, LayerMap]] = {}
+        self._tensor_parallel_models: dict[Any, tuple[nn.Module, LayerMap]] = {}
+        self._traced: dict[Any, dict[int, RecordedStep]] = {}  # by the options that need a trace, then by samples
         self._repeated = REMOVED  # until a model fails without these blocks
-        self._fitted_steps: dict[Any, Programs | None] = {}  # None: not linear, so each size is traced
+        self._fitted_steps: dict[Any, RecordedStep | None] = {}  # None: not linear, so each size is traced
         self._updates: dict[Any, dict[str, Update]] = {}
         self._parameters: dict[Any, tuple[Parameter, ...]] = {}
         self._dataflow: Dataflow | None = None
@@ -112,7 +112,7 @@ class Profiler:
     @cached_property
     def is_complex(self) -> bool:
         """Whether the model has complex parameters, which cannot be stored in a narrower type."""
-        return has_complex(self.job.model)
+        return has_complex_parameters(self.job.model)
 
     def ledger(self, plan: Plan) -> Ledger:
         """The base ledger of `plan`: its precision, kernels and optimizer, and no other method.
@@ -122,14 +122,14 @@ class Profiler:
         """
         batch = plan.share_of(self.job.train.batch)  # samples of one device
         micro_batch = plan.micro_batch_of(self.job.train.batch)
-        programs = self.programs(plan, micro_batch)
+        programs = self.recorded_step(plan, micro_batch)
         # an evaluation runs without torch.compile
-        inference = partial(self.programs, plan.replace(compile="none"), micro_batch, training=False)
+        inference = partial(self.recorded_step, plan.replace(compile="none"), micro_batch, training=False)
         return Ledger(
             micro_batch=batch,
             micro_batches=1,
-            training=programs.passages,
-            inference=lambda: inference().passages,
+            training=programs.segments,
+            inference=lambda: inference().segments,
             parameters=programs.parameters,
             blocks=programs.blocks,
             updates=self.updates(plan),
@@ -138,7 +138,7 @@ class Profiler:
             sample_s=self.sample_s,
             host_batch=self.device == "cpu",
             dataflow=self.dataflow,
-            try_segments=self.try_segments,
+            check_segments=self.try_segments,
         )
 
     def dataflow(self) -> Dataflow:
@@ -147,9 +147,9 @@ class Profiler:
         if self._dataflow is None:
             with self._mode, FakeValues(self.padded):
                 model, depth = self._model(torch.float32, False)
-                boundaries.refuse_two_rows(model)
+                boundaries.refuse_encoder_decoder(model)
                 blocks = find_blocks(model, self._blocks_name)
-                batch, total = sized(self.batch, min(self.samples, EXAMPLE)), self._objective().total
+                batch, total = zeros_like_batch(self.batch, min(self.samples, EXAMPLE_SAMPLES)), self._objective().total
                 self._dataflow = trace_dataflow(model, total, batch, blocks, tuple(depth.numbers))
         return self._dataflow
 
@@ -170,14 +170,14 @@ class Profiler:
     def _try_segments(self) -> None:
         with self._mode, FakeValues(self.padded):
             model, depth = self._model(torch.float32, False)
-            if len(depth.names) <= ALL_BLOCKS_UP_TO and depth.missing:
+            if len(depth.names) <= ALL_BLOCKS_UP_TO and depth.removed:
                 model, depth = self._model(torch.float32, True)
             model.train()
             blocks = [block for _, block in find_blocks(model, self._blocks_name)]
-            batch, objective = sized(self.batch, min(self.samples, EXAMPLE)), self._objective()
-            segments = [blocks] if depth.missing else recompute.in_segments(blocks)
-            with traceable(model):
-                recompute.try_segments(model, segments, lambda: objective.total(model, batch))
+            batch, objective = zeros_like_batch(self.batch, min(self.samples, EXAMPLE_SAMPLES)), self._objective()
+            segments = [blocks] if depth.removed else recompute.make_segments(blocks)
+            with untraceable_errors(model):
+                recompute.check_segments(model, segments, lambda: objective.total(model, batch))
 
     def _batch_bytes(self, plan: Plan) -> float:
         """Bytes of one sample on one device."""
@@ -186,7 +186,7 @@ class Profiler:
         with self._mode:
             return tensor_bytes(tensors_in(self._sized(plan, 1)))
 
-    def programs(self, plan: Plan, micro_batch: int, training: bool = True) -> Programs:
+    def recorded_step(self, plan: Plan, micro_batch: int, training: bool = True) -> RecordedStep:
         """The recorded step of one micro-batch, with the plan's precision, attention and loss.
 
         Traced with `micro_batch` samples, or interpolated from two sizes that were traced before.
@@ -196,14 +196,14 @@ class Profiler:
         kind = plan.precision.replace("fp16", "bf16").replace("tf32", "fp32")
         whole = self._samples_per_chunk(plan)
         # whether backward all-gathers a layer's input again, rather than saving it
-        gathers = plan.sequence_parallel and training and sequence_parallel.gathers_again(plan)
+        gathers = plan.sequence_parallel and training and sequence_parallel.regathers_inputs(plan)
         layout = plan.tp, plan.cp, plan.sequence_parallel, gathers
-        narrow = fully_shard.comes_and_goes(plan, self.device) and fully_shard.narrow_type(plan) is not None
+        narrow = fully_shard.uses_fully_shard(plan, self.device) and fully_shard.gather_dtype(plan) is not None
         # a region of the whole model contains its own recomputation
         again = plan.recompute if plan.compile == "model" else "none"
         plan = plan.replace(precision=kind)
         operations = tuple(getattr(plan, field) for field in traced_fields(METHODS))
-        filled = float8.wanted(plan) and float8.pads(self.job, plan)
+        filled = float8.enabled(plan) and float8.needs_padding(self.job, plan)
         key = operations, filled, again, training, micro_batch < whole, layout, narrow
         traced = self._traced.setdefault(key, {})
         if micro_batch not in traced and micro_batch > MAX_TRACED_CHUNKS * whole > 0:
@@ -221,11 +221,11 @@ class Profiler:
         assert same is not None, "a trace fits itself"
         return same
 
-    def _fit_two_traces(self, key: Any, traced: dict[int, Programs], small: int, large: int) -> Programs | None:
+    def _fit_two_traces(self, key: Any, traced: dict[int, RecordedStep], small: int, large: int) -> RecordedStep | None:
         if (key, small, large) not in self._fitted_steps:
             one, other = traced[small], traced[large]
-            passages = fitted(one.passages, other.passages, (small, large))
-            self._fitted_steps[key, small, large] = None if passages is None else replace(one, passages=passages)
+            passages = fit_batch_scaling(one.segments, other.segments, (small, large))
+            self._fitted_steps[key, small, large] = None if passages is None else replace(one, segments=passages)
         return self._fitted_steps[key, small, large]
 
     def _samples_per_chunk(self, plan: Plan) -> int:
@@ -233,18 +233,18 @@ class Profiler:
         with the samples; above, the number of chunks does."""
         if plan.chunked_loss is None:
             return 0
-        taken = loss.rows_taken(self.labelled, self.tokens, 1) or self.tokens
+        taken = loss.computed_rows(self.labelled, self.tokens, 1) or self.tokens
         return max(int(-(-plan.chunked_loss // (taken / self.samples))), 1)
 
-    def _cached_trace(self, key: Any, plan: Plan, samples: int, training: bool) -> Programs:
+    def _cached_trace(self, key: Any, plan: Plan, samples: int, training: bool) -> RecordedStep:
         """A trace; read from the disk cache if the same one was made before."""
-        model = identity(self.job)
+        model = cache_key(self.job)
         shapes = str(tree_map_only(Tensor, lambda tensor: (str(tensor.dtype), tensor.shape[1:]), self.batch))
-        kernels = self.device == "cuda" and generates_kernels()
+        kernels = self.device == "cuda" and can_generate_kernels()
         what = (model, shapes, self.padded, str(self.labelled), self.device, kernels, key, samples)
-        return kept(None if model is None else what, lambda: self._trace(plan, samples, training))
+        return cached(None if model is None else what, lambda: self._trace(plan, samples, training))
 
-    def _trace(self, plan: Plan, samples: int, training: bool) -> Programs:
+    def _trace(self, plan: Plan, samples: int, training: bool) -> RecordedStep:
         before = self._repeated
         while True:
             try:
@@ -255,46 +255,46 @@ class Profiler:
                 self._repeated = before
                 raise
 
-    def _trace_once(self, plan: Plan, samples: int, training: bool) -> Programs:
+    def _trace_once(self, plan: Plan, samples: int, training: bool) -> RecordedStep:
         """One trace. Raises _RepeatedBlockFailure if the model fails while some repeated blocks do
         not run."""
-        with processes(plan.tp * plan.cp), self._mode, FakeValues(self.padded), as_on(self.device):
+        with fake_process_group(plan.tp * plan.cp), self._mode, FakeValues(self.padded), emulate_device(self.device):
             run, depth = self._build_traced_run(plan)
             name = self._blocks_name
             blocks = [block for _, block in find_blocks(run.model, name)]
             parameters, count = _parameters(run.model, name, depth), len(depth.names)
             if plan.compile == "model":  # one region, whose blocks are not visible from outside
                 blocks, count = [], 0
-            dtype = fully_shard.narrow_type(plan)
-            if fully_shard.comes_and_goes(plan, self.device) and dtype is not None:  # gathered in a narrow type
+            dtype = fully_shard.gather_dtype(plan)
+            if fully_shard.uses_fully_shard(plan, self.device) and dtype is not None:  # gathered in a narrow type
                 for _, block in find_blocks(run.model, name):
-                    for module in fully_shard.products_of(block)[0]:
+                    for module in fully_shard.split_by_autocast(block)[0]:
                         for key, weight in module.named_parameters(recurse=False):
                             narrow = nn.Parameter(weight.detach().to(dtype), requires_grad=weight.requires_grad)
                             module.register_parameter(key, narrow)
             try:
-                with traceable(run.model):
+                with untraceable_errors(run.model):
                     batch = self._sized(plan, samples)
-                    if run.labelled is not None and self.labelled is not None:
-                        batch = {**batch, LABELLED: self.labelled}
+                    if run.count_labels is not None and self.labelled is not None:
+                        batch = {**batch, LABEL_COUNT_KEY: self.labelled}
                     passages = trace(
                         run.model,
                         run.loss_sum,
                         batch,
                         blocks,
                         training,
-                        depth.missing,
-                        every=self._repeated == EXECUTED,
+                        depth.removed,
+                        run_all=self._repeated == EXECUTED,
                     )
             except InputError as error:
-                if depth.missing:
+                if depth.removed:
                     raise _RepeatedBlockFailure(SKIPPED) from error
-                if self._repeated != EXECUTED and stand_ins(blocks):
+                if self._repeated != EXECUTED and representatives(blocks):
                     raise _RepeatedBlockFailure(EXECUTED) from error
                 raise
-            return Programs(passages, parameters, count)
+            return RecordedStep(passages, parameters, count)
 
-    def _build_traced_run(self, plan: Plan) -> tuple[Run, Depth]:
+    def _build_traced_run(self, plan: Plan) -> tuple[Run, LayerMap]:
         """Build the job's model and apply the methods with TRACED_FIELDS. Also returns the map to
         the full depth. Call it inside `_mode`."""
         if plan.compile != "none":
@@ -304,13 +304,13 @@ class Profiler:
         for method in METHODS:
             if not traced_fields([method]):
                 continue
-            if method is compile and plan.compile == "model" and recompute.wanted(plan):
+            if method is compile and plan.compile == "model" and recompute.enabled(plan):
                 run = recompute.apply(run, plan)
-            if method.wanted(plan):
+            if method.enabled(plan):
                 run = method.apply(run, plan)
         return run, depth
 
-    def _build_model(self, plan: Plan) -> tuple[Run, Depth]:
+    def _build_model(self, plan: Plan) -> tuple[Run, LayerMap]:
         """Build the job's model; with tensor or context parallelism, the part of rank 0. Also
         returns the map to the full depth. Call it inside `_mode`."""
         objective = self._objective()
@@ -330,11 +330,11 @@ class Profiler:
         if plan.tp * plan.cp > 1:
             run = replace(run, mesh=make_mesh(Plan(tp=plan.tp, cp=plan.cp), processor))
         for method in (context_parallel, tensor_parallel):
-            if method.wanted(plan):
+            if method.enabled(plan):
                 run = method.apply(run, plan)
         return run, depth
 
-    def _model(self, dtype: torch.dtype, whole: bool) -> tuple[nn.Module, Depth]:
+    def _model(self, dtype: torch.dtype, whole: bool) -> tuple[nn.Module, LayerMap]:
         """A model that a method may edit, and the map to the full depth.
 
         A transformers model is created once for each parameter dtype, because a deep one takes a
@@ -350,7 +350,7 @@ class Profiler:
             # no copies and no removed blocks: a user's module may hold state that a copy would
             # share or lose, and may access its blocks in any way
             model = create(spec)
-            return model, Depth(tuple(path for path, _ in find_blocks(model, self._blocks_name)))
+            return model, LayerMap(tuple(path for path, _ in find_blocks(model, self._blocks_name)))
         whole = whole or self._repeated != REMOVED
         if (dtype, whole) not in self._models:
             self._models[dtype, whole] = created(spec, create, whole)
@@ -362,7 +362,7 @@ class Profiler:
         ]
         return copy.deepcopy(model, {id(value): value for value in held if isinstance(value, Tensor)}), depth
 
-    def _tensor_parallel_model(self, plan: Plan) -> tuple[nn.Module, Depth]:
+    def _tensor_parallel_model(self, plan: Plan) -> tuple[nn.Module, LayerMap]:
         """The tensor-parallel shard of the model on rank 0, for reading its parameters: nothing
         else is as it will be in training."""
         key = materialize.weights_dtype(plan), plan.tp
@@ -373,10 +373,10 @@ class Profiler:
 
     def _sized(self, plan: Plan, samples: int) -> Batch:
         """A batch of zeros, shaped like a micro-batch of `samples` on one device."""
-        batch = sized(self.batch, samples)
+        batch = zeros_like_batch(self.batch, samples)
         if plan.cp == 1:
             return batch
-        return sequence_chunks.cut(batch, task_of(self.job.model) == "causal-lm", 0, plan.cp)
+        return sequence_chunks.shard_batch(batch, task_of(self.job.model) == "causal-lm", 0, plan.cp)
 
     def _objective(self) -> Objective:
         given = self.job.loss
@@ -389,7 +389,7 @@ class Profiler:
         sharded only by tp."""
         key = materialize.weights_dtype(plan), plan.tp
         if key not in self._parameters:
-            with processes(plan.tp), self._mode, FakeValues():
+            with fake_process_group(plan.tp), self._mode, FakeValues():
                 model, depth = self._tensor_parallel_model(plan)
                 self._parameters[key] = _parameters(model, self._blocks_name, depth)
         return self._parameters[key]
@@ -397,16 +397,16 @@ class Profiler:
     def updates(self, plan: Plan) -> dict[str, Update]:
         """The optimizer's update of each parameter, by name, with the plan's states and kernels."""
         fields = plan.states, plan.rounding, plan.fused_optimizer, plan.update_in_backward, plan.tp
-        together = optimizer_states.takes_all_at_once(plan, self.device)
+        together = optimizer_states.uses_foreach(plan, self.device)
         batched = optimizer_states.updates_in_batches(plan, self.job.train, self.device)
-        undoes = optimizer_states.undoes(plan, self.device)
+        undoes = optimizer_states.keeps_undo_copies(plan, self.device)
         key = (plan.is_true, plan.precision == "fp16-true", together, batched, undoes, *fields)
         if key not in self._updates:
-            with processes(plan.tp), self._mode, FakeValues():
+            with fake_process_group(plan.tp), self._mode, FakeValues():
                 model, depth = self._tensor_parallel_model(plan)
                 optimizer = optimizer_states.optimizer_of(model, self.job.train, plan, device=self.device)
                 updates = trace_updates(model, optimizer, together)
-                self._updates[key] = depth.whole(updates, lambda update, name, number: update)
+                self._updates[key] = depth.expand(updates, lambda update, name, number: update)
         return self._updates[key]
 
     def clipping(self, plan: Plan) -> tuple[Operation, ...]:
@@ -414,22 +414,22 @@ class Profiler:
         key = plan.is_true, plan.precision.startswith("fp16"), self.job.train.clip, plan.tp
         if key not in self._clippings:
             _, scaled, clip, _ = key
-            with processes(plan.tp), self._mode, FakeValues():
+            with fake_process_group(plan.tp), self._mode, FakeValues():
                 model, depth = self._tensor_parallel_model(plan)
                 trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-                every = depth.whole(trained, lambda weight, name, number: weight)
+                every = depth.expand(trained, lambda weight, name, number: weight)
                 self._clippings[key] = trace_clipping(list(every.values()), scaled, clip)
         return self._clippings[key]
 
 
-def _parameters(model: nn.Module, blocks: str | None, depth: Depth) -> tuple[Parameter, ...]:
+def _parameters(model: nn.Module, blocks: str | None, depth: LayerMap) -> tuple[Parameter, ...]:
     """Parameters and buffers of the full-depth model.
 
     model   the model, perhaps without its repeated blocks
     blocks  the name of the list of blocks, from the job; None to find it
     depth   maps the model's blocks to the full depth
     """
-    places, numbers = places_of(model, find_blocks(model, blocks)), {-1: -1, **dict(enumerate(depth.numbers))}
+    places, numbers = parameter_uses(model, find_blocks(model, blocks)), {-1: -1, **dict(enumerate(depth.numbers))}
 
     def described(name: str, tensor: Tensor) -> Parameter:
         used = tuple(numbers.get(place, len(depth.names)) for place in places[name]) if name in places else EVERYWHERE
@@ -440,7 +440,7 @@ def _parameters(model: nn.Module, blocks: str | None, depth: Depth) -> tuple[Par
 
     found: list[Parameter] = []
     for own in (model.named_parameters(), model.named_buffers()):
-        found += depth.whole({name: described(name, tensor) for name, tensor in own}, another).values()
+        found += depth.expand({name: described(name, tensor) for name, tensor in own}, another).values()
     return tuple(found)
 
 

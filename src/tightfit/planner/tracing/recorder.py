@@ -29,14 +29,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
-from tightfit.cost.recorded_step import Buffer, Given, Linear, Operation, Passage, Timeline
+from tightfit.cost.recorded_step import BatchLinear, BlockInput, Buffer, Operation, Segment, Timeline
 from tightfit.machine import FLOAT8
 from tightfit.methods.attention import probability_count
 from tightfit.models.dataflow import path_of
-from tightfit.models.fake_kernels import GROUPED_PRODUCT, grouped_flops, grouped_sizes
+from tightfit.models.fake_kernels import GROUPED_MM, grouped_mm_flops, grouped_mm_sizes
 from tightfit.planner.tracing.live_storages import ACCUMULATES, storages_of
-from tightfit.planner.tracing.skipped_layers import watched
-from tightfit.runtime.repeated_iterations import taken_by
+from tightfit.planner.tracing.skipped_layers import record_layers
+from tightfit.runtime.repeated_iterations import iterations_chosen_by
 
 _READ_VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 _NO_COST = frozenset({"prim.device.default", "aten.detach.default", "aten.sym_size.int", "prim.layout.default"})
@@ -62,7 +62,7 @@ _PRODUCTS = {
 }
 
 
-_FLOPS = {**flop_registry, GROUPED_PRODUCT: shape_wrapper(grouped_flops)}
+_FLOPS = {**flop_registry, GROUPED_MM: shape_wrapper(grouped_mm_flops)}
 _SAME_FLOPS = {  # torch has no FLOP formula for its CPU kernels
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -148,20 +148,20 @@ class Recorder(TorchDispatchMode):
         run."""
         return True
 
-    def see_kernel(self, moved: int, dtype: torch.dtype, kind: str = "compiled") -> None:
+    def see_kernel(self, bytes_accessed: int, dtype: torch.dtype, kind: str = "compiled") -> None:
         """Record a generated kernel that reads and writes `bytes_accessed` bytes. What it
         computes on the way is not counted here."""
         name = str(dtype).removeprefix("torch.")
-        self.program[-1].operations.append(Operation(kind, name, Linear(), Linear(float(moved))))
+        self.program[-1].operations.append(Operation(kind, name, BatchLinear(), BatchLinear(float(bytes_accessed))))
 
-    def know(self, tensors: Any) -> None:
+    def mark_existing(self, tensors: Any) -> None:
         """Mark tensors that exist before the step. They have rows of their own and are no
         events."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor):
                 self._existing.update(id(storage) for storage in storages_of(tensor))
 
-    def begin(self, part: str, block: int | None = None, copy_of: int | None = None) -> None:
+    def begin_segment(self, part: str, block: int | None = None, copy_of: int | None = None) -> None:
         """Begin a segment of the forward.
 
         part     "block", "between" or another name
@@ -215,7 +215,7 @@ class Recorder(TorchDispatchMode):
         passage.kept.update(self._live[key][0] for key in map(id, storages_of(tensor)) if key in self._live)
         return tensor.detach()
 
-    def take_turns(self, of: Sequence[int]) -> Iterator[int]:
+    def deduplicate_loop(self, of: Sequence[int]) -> Iterator[int]:
         """Run a loop of equal iterations three times: the first two and the last. What the second
         one did is recorded again for every iteration between.
 
@@ -340,7 +340,9 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor
         dtype = FLOAT8
     moved = float(sum(map(_tensor_bytes_accessed, inputs + outputs)))
     computed = _computed_share(func, name, args, kwargs)
-    return Operation(name, dtype, Linear(float(flops)), Linear(moved), _product_sizes(name, args), computed=computed)
+    return Operation(
+        name, dtype, BatchLinear(float(flops)), BatchLinear(moved), _product_sizes(name, args), computed_share=computed
+    )
 
 
 def _computed_share(func: Any, name: str, args: Any, kwargs: Any) -> float:
@@ -388,22 +390,22 @@ def _tensor_bytes_accessed(tensor: Tensor) -> int:
     return count * tensor.element_size()
 
 
-def _product_sizes(name: str, args: Any) -> tuple[Linear, ...]:
+def _product_sizes(name: str, args: Any) -> tuple[BatchLinear, ...]:
     """(batches, rows, columns, depth) of a matrix product, or of attention's first product, which
     is query x key. Empty for other operations."""
     if name in _ATTENTION:
         query, key = args[_ATTENTION[name] : _ATTENTION[name] + 2]
         found = (query.shape[0] * query.shape[1], query.shape[2], key.shape[2], query.shape[3])
-        return tuple(Linear(float(size)) for size in found)
+        return tuple(BatchLinear(float(size)) for size in found)
     if name == "aten._grouped_mm":
         left, right, offsets = args[0], args[1], args[2] if len(args) > 2 else None
         groups = len(offsets) if offsets is not None else left.shape[0]
-        return tuple(map(Linear, grouped_sizes(left.shape, right.shape, groups)))
+        return tuple(map(BatchLinear, grouped_mm_sizes(left.shape, right.shape, groups)))
     if name not in _PRODUCTS:
         return ()
     left, right = (args[position] for position in _PRODUCTS[name])
     batches = left.shape[0] if left.dim() == 3 else 1
-    return tuple(Linear(float(size)) for size in (batches, left.shape[-2], right.shape[-1], left.shape[-1]))
+    return tuple(BatchLinear(float(size)) for size in (batches, left.shape[-2], right.shape[-1], left.shape[-1]))
 
 
 def trace(
@@ -412,9 +414,9 @@ def trace(
     batch: Any,
     blocks: list[nn.Module],
     training: bool = True,
-    missing: Mapping[int, int] | None = None,
-    every: bool = False,
-) -> tuple[Passage, ...]:
+    removed: Mapping[int, int] | None = None,
+    run_all: bool = False,
+) -> tuple[Segment, ...]:
     """Record one micro-batch of fake tensors: forward and backward, or the forward of an
     evaluation.
 
@@ -431,17 +433,17 @@ def trace(
     """
     parameters = dict(model.named_parameters())
     recorder = Recorder(parameters)
-    recorder.know([list(parameters.values()), list(model.buffers()), batch])
+    recorder.mark_existing([list(parameters.values()), list(model.buffers()), batch])
     if not training:
         recorder.phase = "inference"
     with (
         torch.set_grad_enabled(training),
         recorder,
-        watched(blocks, recorder, missing, every),
-        taken_by(recorder.take_turns),
+        record_layers(blocks, recorder, removed, run_all),
+        iterations_chosen_by(recorder.deduplicate_loop),
         ExitStack() as stack,
     ):
-        recorder.begin("start")
+        recorder.begin_segment("start")
         if training:
             stack.enter_context(saved_tensors_hooks(recorder.mark_saved, lambda tensor: tensor))
         loss = loss_sum(batch)
@@ -458,10 +460,10 @@ def trace(
             recorder.end_backward()
     for parameter in parameters.values():
         parameter.grad = None
-    return recorded(recorder)
+    return recorded_segments(recorder)
 
 
-def _closed_segments(program: list[_OpenSegment]) -> tuple[Passage, ...]:
+def _closed_segments(program: list[_OpenSegment]) -> tuple[Segment, ...]:
     """Close the recorded segments. Segments of skipped blocks get a copy of their timeline."""
     whole: dict[tuple[str, int, str], dict[int, Timeline]] = defaultdict(dict)  # by call
     closed: list[tuple[_OpenSegment, Timeline]] = []
@@ -485,7 +487,7 @@ def _closed_segments(program: list[_OpenSegment]) -> tuple[Passage, ...]:
             timeline = calls.get(opened.call) or calls.get(max(calls, default=0), Timeline())
         if timeline.events or timeline.operations:
             block = opened.block if opened.part == "block" else None
-            passages.append(Passage(opened.part, opened.phase, timeline, block, opened.call))
+            passages.append(Segment(opened.part, opened.phase, timeline, block, opened.call))
     return tuple(passages)
 
 
@@ -511,18 +513,18 @@ def _describe_gradient(seen: _Storage, parameter: str) -> None:
 def _buffer(seen: _Storage) -> Buffer:
     if seen.buffer is None:
         operands, terms = (tuple(map(_buffer, storages)) for storages in (seen.operands, seen.terms))
-        seen.buffer = Buffer(Linear(float(seen.size)), seen.row, seen.maker, seen.parameter, operands, terms)
+        seen.buffer = Buffer(BatchLinear(float(seen.size)), seen.row, seen.maker, seen.parameter, operands, terms)
     return seen.buffer
 
 
-def _to_given(one: _BlockInput) -> Given:
+def _to_given(one: _BlockInput) -> BlockInput:
     buffer = None if one.storage is None else _buffer(one.storage)
-    return Given(one.path, Linear(float(one.size)), buffer, one.has_gradient)
+    return BlockInput(one.path, BatchLinear(float(one.size)), buffer, one.has_gradient)
 
 
-def recorded(recorder: Recorder) -> tuple[Passage, ...]:
+def recorded_segments(recorder: Recorder) -> tuple[Segment, ...]:
     """The segments that a recorder recorded, in the order in which they ran."""
     return _closed_segments(recorder.program)
 
 
-__all__ = ["Recorder", "causal_pairs", "recorded", "trace"]
+__all__ = ["Recorder", "causal_pairs", "recorded_segments", "trace"]

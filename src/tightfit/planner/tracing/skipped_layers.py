@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
-class Passages(Protocol):
+class SegmentRecorder(Protocol):
     """A recorder of the calls of blocks: `trace.Recorder` is one."""
 
-    def begin(self, part: str, block: int | None = None, copy_of: int | None = None) -> None: ...
+    def begin_segment(self, part: str, block: int | None = None, copy_of: int | None = None) -> None: ...
 
     def note_inputs(self, arguments: Any) -> None: ...
 
 
 class _NoRecorder:
-    def begin(self, part: str, block: int | None = None, copy_of: int | None = None) -> None:
+    def begin_segment(self, part: str, block: int | None = None, copy_of: int | None = None) -> None:
         pass
 
     def note_inputs(self, arguments: Any) -> None:
@@ -33,13 +33,13 @@ class _NoRecorder:
 
 
 @contextmanager
-def shortened(blocks: list[nn.Module]) -> Iterator[None]:
+def skip_repeated_layers(blocks: list[nn.Module]) -> Iterator[None]:
     """Inside this context, repeated blocks return their input. Nothing is recorded."""
-    with watched(blocks, _NoRecorder()):
+    with record_layers(blocks, _NoRecorder()):
         yield
 
 
-def stand_ins(blocks: list[nn.Module], lists: list[str] | None = None) -> dict[int, int]:
+def representatives(blocks: list[nn.Module], lists: list[str] | None = None) -> dict[int, int]:
     """The representative of each repeated block: number of the block -> number of the second of
     its kind.
 
@@ -56,8 +56,8 @@ def stand_ins(blocks: list[nn.Module], lists: list[str] | None = None) -> dict[i
 
 
 @contextmanager
-def watched(
-    blocks: list[nn.Module], recorder: Passages, missing: Mapping[int, int] | None = None, every: bool = False
+def record_layers(
+    blocks: list[nn.Module], recorder: SegmentRecorder, removed: Mapping[int, int] | None = None, run_all: bool = False
 ) -> Iterator[None]:
     """Inside this context, each call of a block is a segment of the recorder, and repeated blocks
     are skipped.
@@ -68,9 +68,9 @@ def watched(
               repeats: they get segments too
     run_all   skip no block
     """
-    absent = missing or {}
+    absent = removed or {}
     numbers = [number for number in range(len(blocks) + len(absent)) if number not in absent]
-    second = {numbers[number]: numbers[like] for number, like in ({} if every else stand_ins(blocks)).items()}
+    second = {numbers[number]: numbers[like] for number, like in ({} if run_all else representatives(blocks)).items()}
     names = ["forward" if block._compiled_call_impl is None else "_compiled_call_impl" for block in blocks]
     before = [block.__dict__.get(name) for block, name in zip(blocks, names, strict=True)]
     outputs: dict[int, Any] = {}
@@ -106,7 +106,7 @@ class _RecordedForward:
 
     def __init__(
         self,
-        recorder: Passages,
+        recorder: SegmentRecorder,
         number: int,
         forward: Callable[..., Any],
         second: int | None,
@@ -118,20 +118,20 @@ class _RecordedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for number, copy_of in self.before:
-            self.recorder.begin("block", number, copy_of=copy_of)
-            self.recorder.begin("between", number, copy_of=copy_of)
+            self.recorder.begin_segment("block", number, copy_of=copy_of)
+            self.recorder.begin_segment("between", number, copy_of=copy_of)
         if self.second in self.known:
             inputs = tree_leaves((args, kwargs))
             passed = _output_without_running(self.known[self.second], inputs)
             if passed is not None:
-                self.recorder.begin("block", self.number, copy_of=self.second)
-                self.recorder.begin("between", self.number, copy_of=self.second)
+                self.recorder.begin_segment("block", self.number, copy_of=self.second)
+                self.recorder.begin_segment("between", self.number, copy_of=self.second)
                 return passed[0]
-        self.recorder.begin("block", self.number)
+        self.recorder.begin_segment("block", self.number)
         self.recorder.note_inputs((args, kwargs))
         output = self.forward(*args, **kwargs)
         self.known[self.number] = _describe_call((args, kwargs), output)
-        self.recorder.begin("between", self.number)
+        self.recorder.begin_segment("between", self.number)
         return output
 
 
@@ -181,4 +181,4 @@ def _output_without_running(known: Any, inputs: list[Any]) -> tuple[Any] | None:
     return (tree_unflatten(leaves, tree),)
 
 
-__all__ = ["shortened", "stand_ins", "watched"]
+__all__ = ["record_layers", "representatives", "skip_repeated_layers"]
