@@ -345,10 +345,10 @@ def state_of(run: Any) -> dict[str, Tensor]:
     found = {}
     for name, value in run.model.state_dict(keep_vars=True).items():
         if value.is_floating_point():
-            cut = run.slices.get(first.get(id(value), ""))
-            found[name] = (cut.whole(whole(value).detach()) if cut else whole(value)).detach().float().cpu().clone()
-    if run.stages is not None:  # each device of a pipeline has a piece
-        right = {name: value for name, value in found.items() if name not in run.stages.stale}
+            cut = run.tp_shards.get(first.get(id(value), ""))
+            found[name] = (cut.unshard(whole(value).detach()) if cut else whole(value)).detach().float().cpu().clone()
+    if run.executor is not None:  # each device of a pipeline has a piece
+        right = {name: value for name, value in found.items() if name not in run.executor.stale_buffers}
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, right)
         order = model_factory(run.job.model)().state_dict()

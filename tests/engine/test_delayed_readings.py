@@ -344,11 +344,11 @@ def test_micro_batches_come_one_ahead_into_two_places() -> None:
 def test_the_first_micro_batch_of_a_step_goes_where_room_was_made() -> None:
     uploads = BatchPrefetcher(torch.device("cpu"))
     list(uploads.prefetch(batches(2, 2), placed))
-    assert uploads._room is not None
-    (room,) = uploads._room.tensors
+    assert uploads._reserved is not None
+    (room,) = uploads._reserved.tensors
     first, *_ = uploads.prefetch(batches(2, 1), placed)
     assert first["input_ids"] is room
-    assert uploads._room.tensors[0] is not room
+    assert uploads._reserved.tensors[0] is not room
 
 
 def test_a_training_is_the_same_with_micro_batches_one_ahead() -> None:

@@ -86,7 +86,7 @@ def refused(fields: dict[str, Any], model: Any, first: int | None = None) -> tup
     first   in how many backward passes the ranks agree before each collective; None: in all
     """
     run = tightfit.build(conditional.job(model, clip=0.05), tightfit.Plan(**fields))
-    run.reduction.agreement.first = first
+    run.reduction.collective_order.first = first
     kept = [weight.detach().clone() for weight in run.optimizer_weights.values()]
     steps = 0
     try:

@@ -55,17 +55,17 @@ def test_rates_of_a_slow_moment_are_brought_to_the_usual_pace(tmp_path: Path, mo
     machine = Changing([0.5, 1.0, 1.0, 1.0, 1.0, 2.0])
 
     class Steady(clock_drift.ClockDrift):  # a stretch's controls are at its speed
-        def stretch(self) -> float:
+        def control_around_s(self) -> float:
             self.seen.append(machine.control_s(self.device))
             return self.seen[-1]
 
     monkeypatch.setattr(clock_drift, "control_s", machine.control_s)
-    monkeypatch.setattr(calibration, "Pace", Steady)
+    monkeypatch.setattr(calibration, "ClockDrift", Steady)
     monkeypatch.setattr(calibration, "_matrix_rates", lambda kind, device, sizes: {512: 1e9 * machine.next()})
     monkeypatch.setattr(
         calibration,
         "measure_rates",
-        lambda device, seen, say: {"product/float32": {64: machine.next() * seen.stretch()}},
+        lambda device, seen, say: {"product/float32": {64: machine.next() * seen.control_around_s()}},
     )
     monkeypatch.setattr(calibration, "_memory_bandwidth", lambda device: 1e10 * machine.next())
     monkeypatch.setattr(calibration, "_launch_s", lambda device: 1e-6 / machine.speed)

@@ -51,7 +51,7 @@ def three_steps(run: Run) -> list[torch.Tensor]:
 
 
 def test_reference_plan_takes_the_plain_optimizer() -> None:
-    assert optimizer_states.wanted(Plan())
+    assert optimizer_states.enabled(Plan())
     run = optimizer_states.apply(make_run(Train(steps=10)), Plan())
     assert type(run.optimizer) is torch.optim.AdamW
     assert not run.optimizer.param_groups[0]["fused"]

@@ -21,7 +21,7 @@ from tightfit.methods.loader import SERVER_BYTES, WORKER_BYTES
 from tightfit.methods.materialize import SLACK_BYTES
 from tightfit.planner.estimate import HOST_PROCESS_BYTES, Estimator
 from tightfit.planner.search import search
-from tightfit.planner.time_model import LAST_TO_LEAVE, CostModel
+from tightfit.planner.time_model import EXPOSED_SHARE, CostModel
 
 GPU = Machine.named("a100-80gb")
 ADAM, PLAIN = tightfit.Plan(materialize="device"), tightfit.Plan()
@@ -122,7 +122,7 @@ def test_states_pass_both_ways_at_once_beside_the_update(estimator: Estimator) -
     assert waited_s(3 * update_s, "in") == pytest.approx(2 * update_s)
     assert waited_s(3 * update_s, "in", "out") == pytest.approx(2 * update_s)
     assert waited_s(3 * update_s, "in", "in") == pytest.approx(5 * update_s)
-    assert waited_s(0.5 * update_s, "in", "out") == pytest.approx(0.5 * update_s * LAST_TO_LEAVE)
+    assert waited_s(0.5 * update_s, "in", "out") == pytest.approx(0.5 * update_s * EXPOSED_SHARE)
     work = [waited_s(1.0, "out", during=during) for during in ("forward", "backward")]
     whole = clock.step_time(ledger)
     assert 2 - sum(work) == pytest.approx(whole.compute_s + whole.memory_s + whole.launch_s)

@@ -141,11 +141,11 @@ def state_of(run: Any) -> Weights:
     found = {}
     for name, value in run.model.state_dict(keep_vars=True).items():
         if has_values(value):
-            cut = run.slices.get(first.get(id(value), ""))
+            cut = run.tp_shards.get(first.get(id(value), ""))
             whole = value.full_tensor() if isinstance(value, DTensor) else value
-            found[name] = plain(cut.whole(whole.detach()) if cut else whole)
-    if run.stages is not None:  # each device of a pipeline has a piece
-        right = {name: value for name, value in found.items() if name not in run.stages.stale}
+            found[name] = plain(cut.unshard(whole.detach()) if cut else whole)
+    if run.executor is not None:  # each device of a pipeline has a piece
+        right = {name: value for name, value in found.items() if name not in run.executor.stale_buffers}
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, right)
         names = model_factory(run.job.model)().state_dict()
@@ -203,7 +203,7 @@ def is_replayed(trial: Trial, run: Any) -> bool:
     """Whether this process is an asynchronous server whose updates plain PyTorch can do again, number by number."""
     plan, entry = trial.whole_plan, find(trial.model)
     exact = plan.precision == "fp32" and not is_coarse(trial) and not entry.random and not entry.together
-    return plan.parameter_server == "async" and exact and bool(getattr(run.stages, "log", None))
+    return plan.parameter_server == "async" and exact and bool(getattr(run.executor, "log", None))
 
 
 def compare_replayed(found: Weights, expected: Weights, exact: Trained) -> str:

@@ -148,7 +148,7 @@ def _merged_operations(batch: list[Update]) -> tuple[Operation, ...]:
         replace(
             same[0],
             flops=BatchLinear(sum(one.flops.at(1) for one in same)),
-            moved=BatchLinear(sum(one.moved.at(1) for one in same)),
+            bytes_accessed=BatchLinear(sum(one.bytes_accessed.at(1) for one in same)),
         )
         for those in alike.values()
         for same in zip(*(update.operations for update in those), strict=True)

@@ -219,7 +219,7 @@ def ragged_losses(fields: dict[str, Any], stops: bool) -> tuple[list[float], int
     def counting(run: Any, action: Action, batch: Any) -> bool:
         nonlocal ahead
         found = expect(run, action, batch)
-        ahead += found and action in run.stages.posted_receives
+        ahead += found and action in run.executor.posted_receives
         return found
 
     with pytest.MonkeyPatch.context() as patch:

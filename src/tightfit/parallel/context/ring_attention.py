@@ -231,7 +231,7 @@ class RingAttention(torch.autograd.Function):
                 grad_keys, grad_values = transfer.wait()
             grad_keys[:, :, columns] += parts[1]
             grad_values[:, :, columns] += parts[2]
-            transfer = ring.hand_on((grad_keys, grad_values))
+            transfer = ring.send_to_next((grad_keys, grad_values))
         assert transfer is not None
         grad_keys, grad_values = transfer.wait()
         return grad_query.to(query.dtype), grad_keys.to(key.dtype), grad_values.to(value.dtype), None, None, None, None
