@@ -150,9 +150,9 @@ def _undivided(run: Run, batch: Any, with_gradients: bool) -> tuple[float, float
     one = replace(
         run, model=model, loss_sum=partial(objective.total, model), executor=None, mesh=None, objective=objective
     )
-    for room in (float8, precision):
-        if room.enabled(run.plan):
-            one = room.apply(one, run.plan)
+    for method in (float8, precision):
+        if method.enabled(run.plan):
+            one = method.apply(one, run.plan)
     items = max(objective.count(batch), 1)
     with rng_preserved(), _mode_of(one), torch.set_grad_enabled(with_gradients):
         if run.dataflow is not None and run.dataflow.is_random and _differs(one, batch):
