@@ -158,7 +158,7 @@ def leanest_of_all(estimator: Estimator, pins: dict[str, Any], until: float) -> 
         except InputError:
             continue
         beside = settled.peak.rows["runtime"] + settled.peak.rows["allocator"]
-        return replace(settled, rehearsed=max(peak + beside, settled.peak.total)), looked, whole
+        return replace(settled, dry_run_bytes=max(peak + beside, settled.peak.total)), looked, whole
     return None, looked, whole
 
 

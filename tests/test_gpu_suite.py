@@ -53,7 +53,9 @@ def test_every_method_of_one_device_has_a_variant(collected: list[str]) -> None:
     assert {"loader", "offload", "materialize", "microbatch"} <= there
 
 
-@pytest.mark.parametrize("file", ["engine/test_checkpoint", "measure/test_predicted", "methods/test_offload"])
+@pytest.mark.parametrize(
+    "file", ["engine/checkpoint/test_checkpoint", "measure/test_predicted", "methods/test_offload"]
+)
 def test_what_goes_with_a_training_is_tried_on_a_gpu(file: str, collected: list[str]) -> None:
     assert sum(one.startswith(f"tests/{file}.py") for one in collected) >= 10
 

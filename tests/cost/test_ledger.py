@@ -100,8 +100,8 @@ def test_chunks_that_are_alike_are_traced_as_if_each_were(device: str, monkeypat
         return iter(of)
 
     monkeypatch.setattr(Recorder, "deduplicate_loop", take_all)
-    monkeypatch.setattr("tightfit.planner.dry_run.few", iter)
-    monkeypatch.setattr("tightfit.planner.tracing.profiler.kept", lambda what, make: make())
+    monkeypatch.setattr("tightfit.planner.dry_run.representative_iterations", iter)
+    monkeypatch.setattr("tightfit.planner.tracing.profiler.cached", lambda what, make: make())
     whole = Profiler(job, device).ledger(plan)
     assert taken[0] == 8
     for one, other in zip(short.training, whole.training, strict=True):

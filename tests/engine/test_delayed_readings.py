@@ -209,7 +209,7 @@ def test_a_mask_that_hides_padding_is_not_looked_at_on_the_device(name: str, att
 
 
 def test_masks_that_hide_nothing_are_left_out_each_by_itself() -> None:
-    run: Any = SimpleNamespace(maskless=("attention_mask", "decoder_attention_mask"))
+    run: Any = SimpleNamespace(droppable_masks=("attention_mask", "decoder_attention_mask"))
     full, padded = torch.ones(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]])
     batch = {"input_ids": padded, "attention_mask": padded, "decoder_attention_mask": full}
     assert without_full_masks(batch, run).keys() == {"input_ids", "attention_mask"}
@@ -355,7 +355,7 @@ def test_a_training_is_the_same_with_micro_batches_one_ahead() -> None:
     job, plan = tiny.job(steps=None, epochs=2.0), tightfit.Plan(micro_batch=3)  # steps of two sizes, the last one short
     found = []
     for uploads in (None, BatchPrefetcher(torch.device("cpu"))):
-        run = replace(tightfit.build(job, plan), uploads=uploads)
+        run = replace(tightfit.build(job, plan), prefetcher=uploads)
         found.append([(step.loss, step.samples) for step in tightfit.train(run)])
     assert found[0] == found[1]
     assert len({samples for _, samples in found[0]}) == 2
@@ -367,14 +367,14 @@ class TwoDevices:
     def size(self, axis: str) -> int:
         return 2 if axis == "dp_replicate" else 1
 
-    def begin_sum(self, values: Tensor, axes: tuple[str, ...]) -> Any:
+    def begin_all_reduce(self, values: Tensor, axes: tuple[str, ...]) -> Any:
         return lambda: values * 2
 
 
 def test_counts_of_several_gpus_stay_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(Tensor, "to", lambda tensor, device, non_blocking: tensor)
-    run: Any = SimpleNamespace(mesh=TwoDevices(), stages=None, device=SimpleNamespace(type="cuda"))
+    run: Any = SimpleNamespace(mesh=TwoDevices(), executor=None, device=SimpleNamespace(type="cuda"))
     with Reads() as reads:
         counts = all_reduce_counts(run, [60, 4, 64])()
         assert reads.count == 0
@@ -383,7 +383,7 @@ def test_counts_of_several_gpus_stay_on_them(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_fillers_come_too() -> None:
-    run = replace(tightfit.build(tiny.job()), uploads=BatchPrefetcher(torch.device("cpu")))
+    run = replace(tightfit.build(tiny.job()), prefetcher=BatchPrefetcher(torch.device("cpu")))
     one, two = batches(2, 2)
     found = list(device_batches([one, DummyMicroBatch(two)], run))
     assert [batch["input_ids"][0, 0].item() for batch in found] == [0, 1]

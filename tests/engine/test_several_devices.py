@@ -21,7 +21,7 @@ from tests.pool import together
 from tests.sweeps import part, spread
 from tightfit import tensor_files
 from tightfit.engine.checkpoint.resume import resume
-from tightfit.engine.checkpoint.save import save
+from tightfit.engine.checkpoint.save import check_folder, save
 from tightfit.errors import InputError, TightfitError
 from tightfit.runtime.run import parameter_count
 
@@ -171,7 +171,7 @@ def saved_and_resumed(
     if then is None:
         run = tightfit.build(job, tightfit.Plan(**first))
         losses = [step.loss for _, step in zip(range(2), tightfit.train(run), strict=False)]
-        save.save(run, folder, 2)
+        save(run, folder, 2)
         return losses
     run = tightfit.build(job, tightfit.Plan(**then))
     return [step.loss for step in tightfit.train(run, resume(run, folder))]
@@ -226,7 +226,7 @@ def resumed_from_altered(folder: str, fields: dict[str, Any], alter: str | None)
     """(files whose checksums this device took, what it says of a checkpoint of which the first device has altered a file)."""
     tensor_files.FILE_BYTES = SMALL_FILES
     run = tightfit.build(job_of("llama"), tightfit.Plan(**fields))
-    path = save.save(run, folder, 1)
+    path = save(run, folder, 1)
     if alter is not None and dist.get_rank() == 0:
         content = bytearray((path / alter).read_bytes())
         content[-5] ^= 1
@@ -268,7 +268,7 @@ def filled_disk(folder: str, fields: dict[str, Any]) -> str:
     """A second checkpoint of which the last device cannot write its files."""
     tensor_files.FILE_BYTES = SMALL_FILES
     run = tightfit.build(job_of("llama"), tightfit.Plan(**fields))
-    save.save(run, folder, 1)
+    save(run, folder, 1)
 
     def full(*arguments: Any, **named: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -276,7 +276,7 @@ def filled_disk(folder: str, fields: dict[str, Any]) -> str:
     if dist.get_rank() == dist.get_world_size() - 1:
         tensor_files.save_file = full
     try:
-        save.save(run, folder, 2)
+        save(run, folder, 2)
     except TightfitError as error:
         return str(error)
     finally:
@@ -305,7 +305,7 @@ def wrote(folder: str, fields: dict[str, Any]) -> list[str]:
 
     tensor_files.save_file = noted
     try:
-        save.save(tightfit.build(job_of("llama"), tightfit.Plan(**fields)), folder, 1)
+        save(tightfit.build(job_of("llama"), tightfit.Plan(**fields)), folder, 1)
     finally:
         tensor_files.save_file = save_file
     return found
@@ -328,7 +328,7 @@ def refused_folder(folder: str, fields: dict[str, Any]) -> str:
     run = tightfit.build(job_of("llama"), tightfit.Plan(**fields))
     last = dist.get_rank() == dist.get_world_size() - 1
     try:
-        save.check_folder(run, Path(folder) / "elsewhere" if last else Path(folder))
+        check_folder(run, Path(folder) / "elsewhere" if last else Path(folder))
     except InputError as error:
         return str(error)
     return ""

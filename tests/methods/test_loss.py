@@ -476,7 +476,7 @@ def trained_on_some_labels(fields: dict[str, Any]) -> tuple[list[float], dict[st
     run = tightfit.build(job, tightfit.Plan(**fields))
     batch = next(run.data.steps(0, None))[0]
     labelled = to_device(batch, run).get(LABEL_COUNT_KEY)
-    left_out = 0 if labelled is None else labelled.of - labelled.count
+    left_out = 0 if labelled is None else labelled.total - labelled.count
     return [result.loss for result in tightfit.train(run)], cases.state_of(run), left_out
 
 

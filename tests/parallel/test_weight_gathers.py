@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import tightfit
 from tests.pool import together
 from tightfit.machine import Machine
+from tightfit.measure.flops import forward_flops
 from tightfit.methods import compile
 from tightfit.parallel import gradient_buckets, weight_gathers
 from tightfit.planner.estimate import Estimator
@@ -166,7 +167,8 @@ def test_what_something_else_reads_comes_when_the_forward_begins() -> None:
 
 
 def seen(fields: dict[str, Any], folder: str) -> list[Any]:
-    """After a step each: what an evaluation says, what a checkpoint has, what a forward of the model returns, its state_dict."""
+    """After a step each: the FLOPs of a forward, which are counted on fake tensors; what an evaluation says,
+    what a checkpoint has, what a forward of the model returns, its state_dict."""
     job = tightfit.Job(
         model={
             "architecture": "llama",
@@ -176,12 +178,14 @@ def seen(fields: dict[str, Any], folder: str) -> list[Any]:
             "num_attention_heads": 2,
         },
         data={"synthetic": "tokens", "sequence_length": 8, "held_out": 0.1, "samples": 64},
-        train=tightfit.Train(batch=4, steps=5, learning_rate=0.05, optimizer="sgd", evaluate_samples=4),
+        train=tightfit.Train(batch=4, steps=6, learning_rate=0.05, optimizer="sgd", evaluate_samples=4),
     )
     found: list[Any] = []
     with late():
         run = tightfit.build(job, tightfit.Plan(**fields))
         steps = tightfit.train(run, weights_at_yield=False)
+        next(steps)
+        found.append(forward_flops(run, run.data.example()))
         next(steps)
         found.append(tightfit.evaluate(run))
         next(steps)
@@ -240,7 +244,7 @@ def test_what_the_forward_hides_is_no_time_of_a_gpu_s_step() -> None:
     ]  # all but the first block, and what is in none
     at_start = max(sum(kept), gradient_buckets.BUCKET_BYTES) / found.ledger.gradient_bytes()
     assert updated.at_start == pytest.approx(at_start, rel=0.01)
-    waiting = replace(found.ledger, messages=(replace(updated, hides=False, at_start=0.0),))
+    waiting = replace(found.ledger, messages=(replace(updated, overlaps=False, at_start=0.0),))
     beside = replace(found.ledger, messages=(updated,))
     whole_s, shown_s = (estimator.cost_model.step_time(one).communication_s for one in (waiting, beside))
     assert updated.at_start * whole_s <= shown_s < whole_s

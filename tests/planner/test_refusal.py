@@ -36,7 +36,7 @@ def test_a_failed_dry_run_says_nothing_of_memory(monkeypatch: pytest.MonkeyPatch
             raise Untraceable("job: model", "fails on tensors without values", "run it")
         return dry_run(job, plan, *arguments)
 
-    monkeypatch.setattr(finalists, "rehearse", failing)
+    monkeypatch.setattr(finalists, "dry_run", failing)
     job = cases.job("llama").replace(train=tightfit.Train(batch=4, steps=100_000_000))
     chosen, *others = search(job, GPU)
     assert chosen.plan.compile == "none"
@@ -52,7 +52,7 @@ def test_where_no_dry_run_succeeds_the_estimate_stands_and_is_marked(
     def fail(*arguments: Any) -> Any:
         raise Untraceable("job: model", "fails on tensors without values", "run it")
 
-    monkeypatch.setattr(finalists, "rehearse", fail)
+    monkeypatch.setattr(finalists, "dry_run", fail)
     path = tmp_path / "job.yaml"
     path.write_text(cases.job("llama").to_yaml())
     explain_command(path, None, "a100-80gb", None, 3, False, None, [], True)
@@ -107,7 +107,7 @@ def test_a_plan_whose_estimate_is_little_too_large_gets_its_dry_run() -> None:
     start, _ = complete(small(), GPU, pins)
     one = estimator.include_allocator(estimator.estimate(start))
     dry = dry_run(small(), start, "cuda").total + one.peak.rows["runtime"] + one.peak.rows["allocator"]
-    confirmed = replace(one, rehearsed=dry)
+    confirmed = replace(one, dry_run_bytes=dry)
     assert dry < 0.999 * one.peak_bytes, "the estimate is as the dry run: nothing is shown"
     limit = (needed(one) + needed(confirmed)) / 2
     chosen, *_ = search(small(limit, plan=pins), GPU, {**pins, "update_in_backward": False})
@@ -131,7 +131,7 @@ def test_what_an_allocator_adds_tells_the_leanest_of_plans_that_are_nearly_as_le
             found if one.includes_allocator else replace(found, peak=replace(found.peak, total=found.peak.total + more))
         )
 
-    monkeypatch.setattr(estimator, "settle", settled)
+    monkeypatch.setattr(estimator, "include_allocator", settled)
     least = leanest(estimator, start, {"precision": "fp32"})
     assert least is not None
     assert least.plan.compile == "block"

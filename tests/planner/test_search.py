@@ -196,7 +196,7 @@ def test_compiling_is_looked_into_only_where_the_run_is_long_enough_for_it(
 def test_a_search_collects_seldom_and_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     before, within = gc.get_threshold(), []
     monkeypatch.setattr(
-        finalists, "rehearse", lambda *arguments: within.append(gc.get_threshold()) or dry_run(*arguments)
+        finalists, "dry_run", lambda *arguments: within.append(gc.get_threshold()) or dry_run(*arguments)
     )
     search(cases.job("llama"), GPU, {"compile": "none"})
     assert within == [searching.GC_THRESHOLDS]
@@ -216,7 +216,7 @@ def test_a_deep_model_is_rehearsed_whole_only_where_few_of_its_blocks_differ_fro
         return dry_run(job, *arguments)
 
     folded = Estimator.peak_with_blocks
-    monkeypatch.setattr(finalists, "rehearse", noted)
+    monkeypatch.setattr(finalists, "dry_run", noted)
     monkeypatch.setattr(Estimator, "peak_with_blocks", lambda *arguments: (1 + off) * folded(*arguments))
     best = search(job, GPU, {"compile": "none"})[0]
     assert depths == asked
@@ -356,7 +356,7 @@ def test_what_the_engine_refuses_is_passed_over_and_says_so(monkeypatch: pytest.
             raise InputError("plan: x", "this model is too odd", "another")
         return dry_run(job, plan, *arguments)
 
-    monkeypatch.setattr(finalists, "rehearse", refusing)
+    monkeypatch.setattr(finalists, "dry_run", refusing)
     chosen, *others = search(cases.job("llama"), GPU)
     assert chosen.plan != fastest
     assert {one.plan: one.rejected_because for one in others}[fastest] == "the engine refuses it: this model is too odd"
@@ -366,7 +366,7 @@ def test_where_the_engine_refuses_all_its_reason_is_given(monkeypatch: pytest.Mo
     def refuse(*arguments: Any) -> Any:
         raise InputError("plan: x", "this model is too odd", "another")
 
-    monkeypatch.setattr(finalists, "rehearse", refuse)
+    monkeypatch.setattr(finalists, "dry_run", refuse)
     with pytest.raises(InputError, match="too odd"):
         search(cases.job("llama"), GPU)
 
@@ -378,7 +378,7 @@ def test_a_plan_that_only_its_rehearsal_finds_too_large_says_what_it_needs(monke
         peak = dry_run(job, plan, *arguments)
         return replace(peak, total=peak.total + 90e9) if plan == fastest else peak
 
-    monkeypatch.setattr(finalists, "rehearse", larger)
+    monkeypatch.setattr(finalists, "dry_run", larger)
     chosen, *others = search(cases.job("llama"), GPU)
     assert chosen.plan != fastest
     reason = {one.plan: one.rejected_because for one in others}[fastest]

@@ -18,14 +18,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils._pytree import tree_leaves
 
 from tightfit.distributed.collectives import all_gather
@@ -89,6 +95,7 @@ class WeightGathers:
     ) -> None:
         self.sharding, self.group, self.in_place, self.device = rows, group, in_place, device
         self.overlaps = bool(blocks)
+        self._are_fake = any(map(is_fake, rows.shards))
         # True within a training forward, whose blocks wait for their own weights
         self.is_running = False
         owned = {block: [p for p in block.parameters() if p in rows.shards] for block in blocks}
@@ -148,8 +155,10 @@ class WeightGathers:
         """
 
         def computed(batch: Batch) -> Tensor:
-            # an evaluation, which may read weights in another order than training
-            if not torch.is_grad_enabled():
+            # an evaluation, which may read weights in another order than training; or a forward on fake
+            # tensors in the place of the weights, which reads none of them
+            other_weights = active_fake_mode() is not None and not self._are_fake
+            if not torch.is_grad_enabled() or other_weights:
                 self.wait()
                 return loss_sum(batch)
             self.wait(self._outside_blocks)
@@ -215,14 +224,17 @@ class WeightGathers:
     @torch.no_grad()
     def _end(self, bucket: _Bucket) -> None:
         """Wait for a bucket's gather and complete its parameters."""
-        for work in bucket.works:
-            work.wait()
-        bucket.works = []
-        if bucket.event is not None:
-            torch.cuda.current_stream(self.device).wait_event(bucket.event)
-        if bucket.buffer is not None:
-            self._unpack(bucket, bucket.buffer)
-            bucket.buffer = None
+        # outside of a FakeTensorMode that is active around a run with real weights, such as that of counting FLOPs:
+        # it would lose the copies
+        with nullcontext() if self._are_fake else _disable_current_modes():
+            for work in bucket.works:
+                work.wait()
+            bucket.works = []
+            if bucket.event is not None:
+                torch.cuda.current_stream(self.device).wait_event(bucket.event)
+            if bucket.buffer is not None:
+                self._unpack(bucket, bucket.buffer)
+                bucket.buffer = None
         # so that autograd rejects a backward through activations of the weights before the update
         torch.autograd.graph.increment_version(bucket.parameters)
 

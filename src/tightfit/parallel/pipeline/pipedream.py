@@ -65,7 +65,7 @@ class PipeDream(PipelineRank):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.behind = self.pp_size - 1 - self.rank
-        self.delay = self.pp_size - 1
+        self.loss_delay = self.pp_size - 1
         self.steps_in_flight: deque[_StepInFlight] = deque()
         self.versions: dict[int, dict[nn.Parameter, nn.Parameter]] = {}
         self.steps_begun = self.updates_done = 0
@@ -78,7 +78,7 @@ class PipeDream(PipelineRank):
         Returns NaN: the loss becomes known `loss_delay` steps later, see `losses`.
         """
         assert run.mesh is not None
-        version = max(self.steps_begun - self.delay, 0) if self.plan.vertical_sync else self.updates_done
+        version = max(self.steps_begun - self.loss_delay, 0) if self.plan.vertical_sync else self.updates_done
         step = _StepInFlight(self.steps_begun, len(micro_batches), run.optimizer.param_groups[0]["lr"], version)
         total: Tensor | None = None
         forwards = [
@@ -185,7 +185,7 @@ class PipeDream(PipelineRank):
         """
         needed = {step.version for step in self.steps_in_flight}
         if self.plan.vertical_sync:
-            needed |= set(range(max(self.steps_begun - self.delay, 0), self.updates_done + 1))
+            needed |= set(range(max(self.steps_begun - self.loss_delay, 0), self.updates_done + 1))
         for version in list(self.versions):
             if version not in needed:
                 del self.versions[version]
