@@ -24,11 +24,11 @@ import sys
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from tightfit.runtime.fake_compiler import stand_in
+from tightfit.runtime.fake_compiler import fake_backend
 
 with FakeTensorMode():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 2))
-    backend = stand_in()
+    backend = fake_backend()
     assert "torch._inductor.lowering" not in sys.modules, "which takes long to import"
     torch.compile(model, backend=backend)(torch.zeros(2, 3, 8, 8)).sum().backward()
     assert model[0].weight.grad is not None

@@ -58,7 +58,7 @@ class Watched:
             assert torch.equal(here, saved.kept)
             return here
 
-        monkeypatch.setattr(store, "begin", begins)
+        monkeypatch.setattr(store, "begin_fetch", begins)
         monkeypatch.setattr(offload_store._SaveOrder, "put", puts)
         monkeypatch.setattr(offload_store._SaveOrder, "fetch", fetches)
 
@@ -183,7 +183,7 @@ def test_forwards_that_wait_for_each_other_keep_to_their_own(store: Store, monke
         watched.append(value.data_ptr())
         return begin(value)
 
-    monkeypatch.setattr(store, "begin", begins)
+    monkeypatch.setattr(store, "begin_fetch", begins)
     losses[0].backward()
     assert len(set(watched)) == len(watched) == 3
     losses[1].backward()

@@ -788,7 +788,7 @@ def test_weights_that_lead_to_no_loss_have_no_gradient_on_any_stage(fields: dict
 def saved_stage(name: str, fields: dict[str, Any], folder: str) -> None:
     run = tightfit.build(job_of(MODELS[name]), tightfit.Plan(**fields))
     list(tightfit.train(run))
-    save.save(run, folder, STEPS)
+    save(run, folder, STEPS)
 
 
 @pytest.mark.parametrize("name", ["NormInStem", "ReplacesBuffer", "ReplacesBufferBehind"])

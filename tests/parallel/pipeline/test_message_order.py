@@ -227,7 +227,7 @@ def ragged_losses(fields: dict[str, Any], stops: bool) -> tuple[list[float], int
         if stops:
             patch.setattr(executor, "kind_of", lambda device: "cuda")
         return [
-            step.loss for step in tightfit.train(replace(run, maskless=("attention_mask",) if stops else ()))
+            step.loss for step in tightfit.train(replace(run, droppable_masks=("attention_mask",) if stops else ()))
         ], ahead
 
 
