@@ -64,6 +64,7 @@ GPU: dict[str, dict[str, Any]] = {
     "tests": {
         "arguments": [
             "-m", "gpu and not slow", "tests/contract", "tests/engine/checkpoint/test_checkpoint.py", "tests/measure",
+            "tests/methods/test_float8.py",
             *(f"tests/methods/test_{name}.py" for name in ("allocator", "context_parallel", "loader", "materialize", "offload")),
         ],
     },
