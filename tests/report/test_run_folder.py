@@ -331,7 +331,7 @@ class Followed:
         loss: Any = read
         return Step(number, loss, 0.1, None, 4, 60, 64, False, seconds=1.0)
 
-    def steps(self, run: Any, start: int, take: Any) -> Iterator[Step]:
+    def steps(self, run: Any, start: int, take: Any, weights_at_yield: bool) -> Iterator[Step]:
         for number in range(start, 6):
             self.done.append(f"begin {number}")
             yield self.step(number)
@@ -346,7 +346,7 @@ def test_figures_of_a_step_on_cuda_are_read_when_the_next_has_begun(
     monkeypatch.setattr(run_folder, "save", lambda run, folder, step: followed.done.append(f"save {step}"))
     monkeypatch.setattr(run_folder, "_check_weights", lambda run, out, done: None)
     monkeypatch.setattr(run_folder, "metrics_line", lambda result, observer: {"items_per_s": 1.0, "peak_bytes": 0})
-    observer = SimpleNamespace(take=None, see=lambda step: None, step_s=lambda step: 1.0)
+    observer = SimpleNamespace(take=None, add=lambda step: None, step_s=lambda step: 1.0)
     view = SimpleNamespace(show=lambda *figures: None, say=lambda line: None)
     settings = SimpleNamespace(checkpoint_every=3, evaluate_every=None)
     for device, expected in (
@@ -361,7 +361,7 @@ def test_figures_of_a_step_on_cuda_are_read_when_the_next_has_begun(
     ):
         followed.done.clear()
         run: Any = SimpleNamespace(
-            job=SimpleNamespace(train=settings), device=SimpleNamespace(type=device), stages=None, mesh=None
+            job=SimpleNamespace(train=settings), device=SimpleNamespace(type=device), executor=None, mesh=None
         )
         assert run_folder._train(run, 0, tmp_path, observer, view, None, None) is None  # type: ignore[arg-type]
         assert ", ".join(followed.done) == f"{expected}, save 6"

@@ -21,7 +21,7 @@ from torch.nn import functional
 import tightfit
 from tests.contract.cases import distance
 from tests.pool import together
-from tightfit.engine.checkpoint.save import save
+from tightfit.engine.checkpoint.save import newest, save
 from tightfit.engine.pipeline_check import compare_split, wants_check
 from tightfit.errors import InputError
 from tightfit.measure.verify import observe_settled
@@ -796,7 +796,7 @@ def test_a_checkpoint_has_the_statistics_of_the_stage_that_keeps_them(tmp_path: 
     """What lies outside of the blocks runs on every stage, and on all but one with values without meaning."""
     together(2, HERE + "saved_stage", name, {"pp": 2, "micro_batch": 2}, str(tmp_path))
     saved: dict[str, Tensor] = {}
-    for file in save.newest(tmp_path).glob("model*.safetensors"):
+    for file in newest(tmp_path).glob("model*.safetensors"):
         saved |= load_file(file)
     alone = tightfit.build(job_of(MODELS[name]), tightfit.Plan(micro_batch=2))
     list(tightfit.train(alone))
