@@ -41,10 +41,10 @@ def program(blocks: int) -> tuple[Segment, ...]:
     )
 
 
-def left(passages: tuple[Segment, ...]) -> dict[str, float]:
+def left(segments: tuple[Segment, ...]) -> dict[str, float]:
     rows = {"activations": 0.0, "temporaries": 0.0, "gradients": 0.0}
-    for passage in passages:
-        net = replay(passage.timeline, 1).at_end
+    for segment in segments:
+        net = replay(segment.timeline, 1).at_end
         rows = {row: size + net[row] for row, size in rows.items()}
     return rows
 

@@ -270,8 +270,8 @@ def test_memory_that_is_folded_is_that_of_a_dry_run(fields: dict[str, Any], larg
 
 
 def products(estimator: Estimator, plan: tightfit.Plan) -> list[str]:
-    passages = estimator.estimate(plan).ledger.training
-    return [one.dtype for passage in passages for one in passage.timeline.operations if one.name == "aten._scaled_mm"]
+    segments = estimator.estimate(plan).ledger.training
+    return [one.dtype for segment in segments for one in segment.timeline.operations if one.name == "aten._scaled_mm"]
 
 
 def test_the_products_of_blocks_are_traced_in_eight_bits(large: Estimator) -> None:

@@ -423,9 +423,9 @@ def test_a_prediction_has_logits_for_the_share_of_labels(device: str) -> None:
     profiler = Profiler(job, device)
     names = [
         operation.name
-        for passage in profiler.ledger(plan).training
-        if passage.phase == "forward"
-        for operation in passage.timeline.operations
+        for segment in profiler.ledger(plan).training
+        if segment.phase == "forward"
+        for operation in segment.timeline.operations
         for _ in range(round(operation.count.at(8)))
     ]
     assert names.count("compiled") == (chunks if device == "cuda" else 0)

@@ -40,8 +40,8 @@ def traced(causal: bool, blocked: bool = False) -> list[Operation]:
     """The two kernels of attention, forward and backward, of 2 samples with 3 heads."""
     with FakeTensorMode():
         model = Attention(causal, blocked)
-        passages = trace(model, model, {"states": torch.ones(2, 3, LENGTH, WIDTH)}, [])
-    found = [one for passage in passages for one in passage.timeline.operations]
+        segments = trace(model, model, {"states": torch.ones(2, 3, LENGTH, WIDTH)}, [])
+    found = [one for segment in segments for one in segment.timeline.operations]
     return [one for one in found if "attention" in KIND.get(one.name, "")]
 
 

@@ -139,7 +139,7 @@ def test_what_is_offloaded_is_no_longer_the_device_s(
     estimator = Estimator(job, machine)
     found, without = estimator.estimate(plan), estimator.estimate(plan.replace(offload=(), offload_to="host"))
     folded = found.peak.total - found.peak.rows["runtime"]
-    # what a forward saves leaves one by one, and is folded as leaving at the end of its passage: where little else is left,
+    # what a forward saves leaves one by one, and is folded as leaving at the end of its segment: where little else is left,
     # that shows
     bound = 0.08 if len(words) == 4 else 0.06
     assert folded == pytest.approx(dry_run(job, plan, device).total, rel=bound)

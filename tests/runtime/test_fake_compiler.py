@@ -100,8 +100,8 @@ def test_what_kernels_compute_takes_time_where_it_was_measured() -> None:
     slower = known.replace(rates={**known.rates, "compiled tanh/float32": {1: 1e9}})
     computed = sum(
         operation.bytes_accessed.at(4) * operation.count.at(4)
-        for passage in ledger.training
-        for operation in passage.timeline.operations
+        for segment in ledger.training
+        for operation in segment.timeline.operations
         if operation.name == "compiled tanh"
     )
     assert computed == 2 * 2 * 4 * (4 * 32 * 4 * 64)  # blocks, forward and backward, bytes, elements

@@ -186,10 +186,10 @@ class Ledger:
         whole, arrived = self.gradient_bytes(), 0.0
         for visit in self.micro_batch_runs():
             sends, done = visit.reduces, 0.0
-            for passage in visit.segments:
-                if passage.timeline not in known:
-                    known[passage.timeline] = replay(passage.timeline, self.micro_batch)
-                played = known[passage.timeline]
+            for segment in visit.segments:
+                if segment.timeline not in known:
+                    known[segment.timeline] = replay(segment.timeline, self.micro_batch)
+                played = known[segment.timeline]
                 reduced_rows: dict[str, float] = {"gradients": arrived}
                 then, made = played.completed_gradients
                 if sends and self.bucketed_reduction is not None:
@@ -199,20 +199,20 @@ class Ledger:
                         arrived, done * self.sharded_parameters.reduce_dtype_ratio / self.sharded_parameters.shards
                     )
                     reduced_rows = self._unsharded_rows(
-                        passage, parts, reducing=done > 0 or self.rank_program is not None
+                        segment, parts, reducing=done > 0 or self.rank_program is not None
                     )
-                yield passage.phase, passage.part, _sum(_sum(rows, played.at_peak), reduced_rows)
+                yield segment.phase, segment.part, _sum(_sum(rows, played.at_peak), reduced_rows)
                 rows = _sum(rows, played.at_end)
                 if sends and self.bucketed_reduction is not None and made:
                     if visit.later and not self.bucketed_reduction.always:  # the sums move to the buckets
                         rows = _sum(rows, {"gradients": -made})
                     done += made
                     last = {"temporaries": played.largest_gradient}
-                    yield passage.phase, passage.part, _sum(_sum(rows, self._bucket_rows(done, whole, arrived)), last)
-                if self.sharded_parameters is not None and passage.block is not None:  # leaves a shard
+                    yield segment.phase, segment.part, _sum(_sum(rows, self._bucket_rows(done, whole, arrived)), last)
+                if self.sharded_parameters is not None and segment.block is not None:  # leaves a shard
                     if made:
                         summed = self.sharded_parameters.reduced * (1 + 1 / self.sharded_parameters.shards)
-                        yield passage.phase, "reduce", _sum_all(rows, {"communication": summed, "gradients": parts})
+                        yield segment.phase, "reduce", _sum_all(rows, {"communication": summed, "gradients": parts})
                     done += made
                     rows = _sum(rows, {"gradients": -made})
             if sends and self.bucketed_reduction is not None:
@@ -257,7 +257,7 @@ class Ledger:
             found["communication"] += 2 * self.bucketed_reduction.bucket / self.bucketed_reduction.shards
         return {**found, "gradients": max(found["gradients"], arrived)}
 
-    def _unsharded_rows(self, passage: Segment, arrived: float, reducing: bool) -> dict[str, float]:
+    def _unsharded_rows(self, segment: Segment, arrived: float, reducing: bool) -> dict[str, float]:
         """Bytes by row beside a segment's own buffers under ZeRO-3.
 
         The unsharded parameters of its block; the next block's, which are prefetched in backward;
@@ -266,11 +266,11 @@ class Ledger:
         """
         assert self.sharded_parameters is not None
         there = 0.0
-        if passage.block is not None:
+        if segment.block is not None:
             there = self.sharded_parameters.block
-            if passage.phase == "backward" or self.sharded_parameters.ahead:
+            if segment.phase == "backward" or self.sharded_parameters.ahead:
                 there += self.sharded_parameters.prefetched
-            if passage.phase == "backward" and reducing:
+            if segment.phase == "backward" and reducing:
                 there += self.sharded_parameters.reduced
         return {"communication": there, "gradients": arrived}
 
@@ -283,8 +283,8 @@ class Ledger:
         """
         forward = sum(
             operation.flops.at(self.micro_batch) * operation.count.at(self.micro_batch)
-            for passage in self.inference()
-            for operation in passage.timeline.operations
+            for segment in self.inference()
+            for operation in segment.timeline.operations
         )
         devices = len(self.rank_program.schedule) if self.rank_program is not None else 1
         return 3 * forward * self.micro_batches / devices
@@ -315,10 +315,10 @@ class Ledger:
                 continue
             last, completes = place == self.micro_batches - 1, kind == WEIGHTS or not own.stage_programs[stage].weights
             later = place > 0 if own.continuous else (kind, stage) in seen
-            passages = (weights if kind == WEIGHTS else backward)[stage][int(later)]
+            segments = (weights if kind == WEIGHTS else backward)[stage][int(later)]
             sends = sent is not None and (sent.always or last) and completes
             updates = last and completes and own.continuous
-            yield MicroBatchRun((allocate, *passages, free), sends, later, ends=completes, updates=updates)
+            yield MicroBatchRun((allocate, *segments, free), sends, later, ends=completes, updates=updates)
             seen.add((kind, stage))
 
     def first_and_later(self, training: tuple[Segment, ...], micro_batches: int) -> list[tuple[Segment, ...]]:
@@ -349,9 +349,9 @@ class Ledger:
         rows["activations"] += self.batch_bytes * self.micro_batch * (1 + self.batches_ahead)
         if self.keeps_step:
             rows["temporaries"] += self._pool_bytes()
-        for passage in self.inference():
-            played = replay(passage.timeline, self.micro_batch)
-            yield "evaluation", passage.part, _sum(rows, played.at_peak)
+        for segment in self.inference():
+            played = replay(segment.timeline, self.micro_batch)
+            yield "evaluation", segment.part, _sum(rows, played.at_peak)
             rows = _sum(rows, played.at_end)
 
     def peak(self) -> PeakInstant:
@@ -394,9 +394,9 @@ class Ledger:
     def operations(self) -> Iterator[tuple[str, str, Operation, float]]:
         """(phase, part, operation, how often it runs) for a whole step; sizes at this
         micro-batch."""
-        for passage in self.training:
-            for operation in passage.timeline.operations:
-                yield passage.phase, passage.part, operation, operation.count.at(self.micro_batch) * self.micro_batches
+        for segment in self.training:
+            for operation in segment.timeline.operations:
+                yield segment.phase, segment.part, operation, operation.count.at(self.micro_batch) * self.micro_batches
         for operation in self.whole_step:
             yield "optimizer", "whole step", operation, operation.count.at(1)
         for update in self.updates.values():

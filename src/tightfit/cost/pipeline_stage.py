@@ -48,23 +48,23 @@ class Sections:
 
     def __init__(self, training: tuple[Segment, ...], blocks: int, deferred: bool) -> None:
         self.end = blocks
-        self.passages: dict[tuple[int, str], list[Segment]] = defaultdict(list)
+        self.segments: dict[tuple[int, str], list[Segment]] = defaultdict(list)
         split: dict[Timeline, tuple[Timeline, Timeline]] = {}
         late = {
             buffer.parameter
-            for timeline in {passage.timeline for passage in training if deferred and passage.phase == BACKWARD}
+            for timeline in {segment.timeline for segment in training if deferred and segment.phase == BACKWARD}
             for buffer in timeline.allocated
             if buffer.parameter and buffer.operands
         }
-        for section, passage in _in_sections(training, blocks):
-            timeline = passage.timeline
+        for section, segment in _in_sections(training, blocks):
+            timeline = segment.timeline
             if deferred:
                 if timeline not in split:
-                    split[timeline] = _split_weight_gradients(_recast_in_backward(timeline, passage.phase, late))
+                    split[timeline] = _split_weight_gradients(_recast_in_backward(timeline, segment.phase, late))
                 timeline, later = split[timeline]
                 if later.events:
-                    self.passages[section, WEIGHTS].append(replace(passage, timeline=later))
-            self.passages[section, passage.phase].append(replace(passage, timeline=timeline))
+                    self.segments[section, WEIGHTS].append(replace(segment, timeline=later))
+            self.segments[section, segment.phase].append(replace(segment, timeline=timeline))
         self.made: dict[Buffer, Counter[int]] = defaultdict(Counter)  # by section, how often
         self.phase: dict[Buffer, str] = {}  # in which a buffer is made
         self._freed_by_section: dict[int, set[Buffer]] = defaultdict(set)  # by section
@@ -74,9 +74,9 @@ class Sections:
     def _find_lifetimes(self) -> None:
         """Find where buffers are allocated and freed."""
         born: dict[Timeline, Counter[Buffer]] = {}
-        for (section, phase), passages in self.passages.items():
-            for passage in passages:
-                timeline = passage.timeline
+        for (section, phase), segments in self.segments.items():
+            for segment in segments:
+                timeline = segment.timeline
                 if timeline not in born:
                     born[timeline] = Counter(timeline.allocated)
                 for buffer, count in born[timeline].items():
@@ -104,8 +104,8 @@ class Sections:
     def saved(self, piece: range) -> frozenset[Buffer]:
         """What the forward of a stage saves for its backward."""
         first, last = piece.start or BEFORE, self.end + 1 if piece.stop == self.end else piece.stop
-        here = (passage for section in range(first, last) for passage in self.passages.get((section, FORWARD), ()))
-        return frozenset().union(*(passage.timeline.saved for passage in here))
+        here = (segment for section in range(first, last) for segment in self.segments.get((section, FORWARD), ()))
+        return frozenset().union(*(segment.timeline.saved for segment in here))
 
     def saves_output(self, piece: range, given: Buffer | None) -> bool:
         """Whether a stage's backward needs what its forward passes to the next block.
@@ -126,10 +126,10 @@ class Sections:
         whole: consider its backward too, not only its forward.
         """
         phases = (FORWARD, BACKWARD, WEIGHTS) if whole else (FORWARD,)
-        segments = [passage for phase in phases for passage in self.passages.get((section, phase), ())]
-        gone = frozenset().union(*(passage.timeline.freed for passage in segments))
-        for passage in segments:
-            for buffer in passage.timeline.allocated:
+        segments = [segment for phase in phases for segment in self.segments.get((section, phase), ())]
+        gone = frozenset().union(*(segment.timeline.freed for segment in segments))
+        for segment in segments:
+            for buffer in segment.timeline.allocated:
                 if buffer not in gone and buffer.row != "gradients":
                     yield buffer
 
@@ -138,15 +138,15 @@ def _in_sections(training: tuple[Segment, ...], blocks: int) -> Iterator[tuple[i
     """Each segment with the number of its section, in order."""
     here = {FORWARD: BEFORE, BACKWARD: blocks}
     last = blocks - 1
-    for passage in training:
-        if passage.block is not None:
-            here[passage.phase] = passage.block
-        elif passage.phase == FORWARD and here[FORWARD] == last:
+    for segment in training:
+        if segment.block is not None:
+            here[segment.phase] = segment.block
+        elif segment.phase == FORWARD and here[FORWARD] == last:
             here[FORWARD] = blocks
-        yield here[passage.phase], passage
+        yield here[segment.phase], segment
         # what follows a block's backward, up to the next one, is in the section of the block below
-        if passage.block is not None and passage.phase == BACKWARD:
-            here[BACKWARD] = passage.block - 1
+        if segment.block is not None and segment.phase == BACKWARD:
+            here[BACKWARD] = segment.block - 1
 
 
 @lru_cache(16)
@@ -217,19 +217,19 @@ class _StageBuilder:
                 self.early[min(self.sections.made[here[0]])] = [(here[0], -1), (own, 1), (own, 0)]
 
     def part(self) -> StageProgram:
-        inside = self.sections.passages
+        inside = self.sections.segments
         forward = [
-            (section, passage)
+            (section, segment)
             for section in sorted(self.run)
-            for passage in inside.get((section, FORWARD), ())
+            for segment in inside.get((section, FORWARD), ())
         ]  # fmt: skip
         backward, weights = (
-            [(section, passage) for section in reversed(self.here) for passage in inside.get((section, phase), ())]
+            [(section, segment) for section in reversed(self.here) for segment in inside.get((section, phase), ())]
             for phase in (BACKWARD, WEIGHTS)
         )
         self._count_unfreed()
         done, back, later = (
-            [self._without_foreign_frees(*one) for one in passages] for passages in (forward, backward, weights)
+            [self._without_foreign_frees(*one) for one in segments] for segments in (forward, backward, weights)
         )
         ends: dict[str, Events] = {FORWARD: [], BACKWARD: [], WEIGHTS: []}
         for buffer in self.alive.elements():
@@ -265,29 +265,29 @@ class _StageBuilder:
                 ):
                     self.alive[buffer] += 1
 
-    def _without_foreign_frees(self, section: int, passage: Segment) -> Segment:
+    def _without_foreign_frees(self, section: int, segment: Segment) -> Segment:
         """A segment without the frees of buffers that this stage never had."""
-        timeline = passage.timeline
+        timeline = segment.timeline
         sections = self.sections
         elsewhere = {buffer for buffer in timeline.freed if section not in sections.made.get(buffer, ())}
         inner = section - 1 in self.here and section + 1 in self.here
         if inner and all(sections.freed_by_next(buffer) for buffer in elsewhere):
-            return passage
+            return segment
         events: Events = []
         for buffer, sign in timeline.events:
             if buffer in self.becomes:
                 own = self.becomes[buffer]
                 if own is not None and sign > 0:
-                    events += [(buffer, 1)] if passage.phase == FORWARD else [(own, 1), (own, 0)]
+                    events += [(buffer, 1)] if segment.phase == FORWARD else [(own, 1), (own, 0)]
                 continue
             if sign < 0 and buffer in elsewhere and not self._is_freed_here(section, buffer):
                 if sections.freed_by_next(buffer):
-                    self.operand[sections.phase[buffer]] |= passage in sections.passages[section, WEIGHTS]
+                    self.operand[sections.phase[buffer]] |= segment in sections.segments[section, WEIGHTS]
                 continue
             events.append((buffer, sign))
-        if passage.phase == BACKWARD:
+        if segment.phase == BACKWARD:
             events += self.early.pop(section, [])
-        return replace(passage, timeline=replace(timeline, events=tuple(events)))
+        return replace(segment, timeline=replace(timeline, events=tuple(events)))
 
     def _is_freed_here(self, section: int, buffer: Buffer) -> bool:
         sections = self.sections

@@ -106,14 +106,14 @@ class _RecomputationEdit:
     ) -> None:
         self.training, self.selective, self.compiled = list(training), selective, compiled
         self.inference = {(p.block, p.call): p.timeline for p in inference if p.block is not None}
-        self.passing = {buffer for passage in inference[:-1] for buffer in passage.timeline.freed}
+        self.passing = {buffer for part in inference[:-1] for buffer in part.timeline.freed}
         self.forward: dict[Call, int] = {}
         self.backward: dict[Call, list[int]] = {}
-        for place, passage in enumerate(self.training):
-            if passage.block is not None and passage.phase == "forward":
-                self.forward[passage.block, passage.call] = place
-            elif passage.block is not None:
-                self.backward.setdefault((passage.block, passage.call), []).append(place)
+        for place, part in enumerate(self.training):
+            if part.block is not None and part.phase == "forward":
+                self.forward[part.block, part.call] = place
+            elif part.block is not None:
+                self.backward.setdefault((part.block, part.call), []).append(place)
         self.copies: dict[int, list[Buffer]] = {}
         self.calls: dict[int, list[Call]] = {}
         for call in self.forward:
@@ -121,11 +121,11 @@ class _RecomputationEdit:
                 self.calls.setdefault(call[0], []).append(call)
         blocks = {block for segment in segments for block in segment}
         self.kept: set[Buffer] = set()
-        for passage in self.training:
-            if passage.phase == "forward":
-                here, whole = passage.timeline, passage.block in blocks
+        for part in self.training:
+            if part.phase == "forward":
+                here, whole = part.timeline, part.block in blocks
                 self.kept.update(here.inputs if whole else here.saved.difference(here.allocated))
-        self.end = max(place for place, passage in enumerate(self.training) if passage.phase == "forward")
+        self.end = max(place for place, part in enumerate(self.training) if part.phase == "forward")
 
     def recompute(self, segment: tuple[Call, ...]) -> None:
         """Save only the first block's input; recompute all blocks before the last block's backward."""

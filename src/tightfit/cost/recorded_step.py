@@ -217,15 +217,15 @@ def edit_backward(
     """
     known: dict[Timeline, Timeline] = {}
 
-    def changed(passage: Segment) -> Segment:
-        if passage.phase != "backward" or not edits:
-            return passage
-        if passage.timeline not in known:
-            timeline = passage.timeline
+    def changed(segment: Segment) -> Segment:
+        if segment.phase != "backward" or not edits:
+            return segment
+        if segment.timeline not in known:
+            timeline = segment.timeline
             for edit in edits:
                 timeline = edit(timeline)
-            known[passage.timeline] = timeline
-        return replace(passage, timeline=known[passage.timeline])
+            known[segment.timeline] = timeline
+        return replace(segment, timeline=known[segment.timeline])
 
     return tuple(map(changed, recorded_step))
 

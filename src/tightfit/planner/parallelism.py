@@ -135,12 +135,12 @@ def balanced_split(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: 
         return {}
     seconds = [0.0] * (ledger.blocks + 2)  # before the blocks, of each block, after the blocks
     here = 0
-    for passage in ledger.training:
-        if passage.block is not None:
-            here = passage.block + 1
-        elif passage.phase == "forward" and here == ledger.blocks:
+    for segment in ledger.training:
+        if segment.block is not None:
+            here = segment.block + 1
+        elif segment.phase == "forward" and here == ledger.blocks:
             here = ledger.blocks + 1
-        elif passage.phase == "backward" and here == 1:
+        elif segment.phase == "backward" and here == 1:
             here = 0
-        seconds[here] += estimator.cost_model.segments_s([passage], 1)
+        seconds[here] += estimator.cost_model.segments_s([segment], 1)
     return {"split": split_balanced(seconds[1:-1], seconds[0], seconds[-1], stages)}

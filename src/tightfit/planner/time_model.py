@@ -156,10 +156,10 @@ class CostModel:
     def step_time(self, ledger: Ledger) -> Time:
         """Predict one optimizer step of `ledger` on one device, without a pipeline's bubble."""
         rows: dict[tuple[str, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-        for passage in ledger.training:
-            for kind, (seconds, count) in self._timeline_rows(passage.timeline, ledger.micro_batch).items():
-                before = rows[passage.phase, kind]
-                rows[passage.phase, kind] = (
+        for segment in ledger.training:
+            for kind, (seconds, count) in self._timeline_rows(segment.timeline, ledger.micro_batch).items():
+                before = rows[segment.phase, kind]
+                rows[segment.phase, kind] = (
                     before[0] + seconds * ledger.micro_batches,
                     before[1] + count * ledger.micro_batches,
                 )
@@ -233,8 +233,8 @@ class CostModel:
         """Seconds of these segments of one micro-batch with `samples` samples, launches
         included."""
         busy = started = 0.0
-        for passage in segments:
-            for seconds, count in self._timeline_rows(passage.timeline, samples).values():
+        for segment in segments:
+            for seconds, count in self._timeline_rows(segment.timeline, samples).values():
                 busy, started = busy + seconds, started + count * self.launch_s
         return max(busy, started) if self.machine.device == "cuda" else busy + started
 
@@ -303,13 +303,13 @@ class CostModel:
             }
         return found
 
-    def _linear_s(self, passages: Iterable[Segment], samples: int) -> float:
+    def _linear_s(self, segments: Iterable[Segment], samples: int) -> float:
         """Seconds of the products with weights in a forward. The weight gradients take as long
         again."""
         return sum(
             self.operation_s(operation, samples) * operation.count.at(samples)
-            for passage in passages
-            for operation in passage.timeline.operations
+            for segment in segments
+            for operation in segment.timeline.operations
             if KIND.get(operation.name) == PRODUCT
         )
 

@@ -143,7 +143,7 @@ def _beside(rows: dict[str, float], limit: float | None) -> str:
 
 def _layers_in_float8(one: Estimate) -> str:
     """How many layers multiply in 8 bits, of those that a device has."""
-    forward = [passage.timeline for passage in one.ledger.training if passage.phase == "forward"]
+    forward = [segment.timeline for segment in one.ledger.training if segment.phase == "forward"]
     count = sum(operation.name == "aten._scaled_mm" for timeline in forward for operation in timeline.operations)
     return f"; {count} linear layers multiply in float8" if count else ""
 

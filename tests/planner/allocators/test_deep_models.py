@@ -70,7 +70,7 @@ def test_a_pipeline_of_deep_pieces_is_played_with_fewer(monkeypatch: pytest.Monk
     seen: list[int] = []
 
     def played(one: Ledger) -> float:
-        seen.append(len({passage.block for passage in one.training if passage.block is not None}))
+        seen.append(len({segment.block for segment in one.training if segment.block is not None}))
         return expandable(one)
 
     # from 24, 32, 40 or 48 blocks it is 1.0, 1.3, -0.2 or 0.9 % off: segments of 20 MiB are filled now more, now less
@@ -83,11 +83,11 @@ def test_blocks_that_do_not_repeat_are_all_played(monkeypatch: pytest.MonkeyPatc
     known = estimator("qwen2", 24).estimate(tightfit.Plan()).ledger
     heads = [index for index, one in enumerate(known.training) if one.block is not None]
     odd = [heads[number] for number in (9, 14, 16)]  # of three blocks a forward that does something else
-    passages = tuple(
+    segments = tuple(
         one if place not in odd else deep_models.replace(one, timeline=one.timeline.then(one.timeline))
         for place, one in enumerate(known.training)
     )
-    ledger, seen = deep_models.replace(known, training=passages), []
+    ledger, seen = deep_models.replace(known, training=segments), []
 
     def played(one: Ledger) -> float:
         seen.append(one.blocks)

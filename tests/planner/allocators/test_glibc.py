@@ -91,7 +91,7 @@ def test_what_is_noted_of_a_passage_stays_in_the_way_until_its_backward_has_ende
 
 def test_of_blocks_that_are_not_saved_each_twelfth_leaves_a_note() -> None:
     """It comes in the second forward: five blocks are taken in the first, four in its backward. Outside of the model's blocks
-    it is a passage's twelfth."""
+    it is a segment's twelfth."""
     assert fetched_in_passages(GlibcHeap(keeps_memory=True, nodes=True), "temporaries") == [14, 0, 7, 0]
     most = {}
     for part in ("block", "after"):

@@ -137,7 +137,7 @@ def test_a_profile_of_another_trace_is_not_taken_for_this_one(folder: Path, monk
 
 @pytest.mark.parametrize("plan", [{}, {"recompute": "full"}, {"recompute": "selective", "micro_batch": 2}], ids=str)
 def test_a_profile_from_disk_gives_the_same_estimate(folder: Path, plan: dict[str, Any]) -> None:
-    """Buffers that passages share are shared in what is read too."""
+    """Buffers that segments share are shared in what is read too."""
     first, second = (profile(cases.job("llama"), tightfit.Plan()) for _ in range(2))
     machine = Machine.named("a100-80gb")
     one, two = (apply_costs(ledger, tightfit.Plan(**plan), machine) for ledger in (first, second))

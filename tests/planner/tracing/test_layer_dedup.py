@@ -45,7 +45,7 @@ def job(name: str) -> tightfit.Job:
     return known.replace(model={**known.model.content(), **DEEP[name]}, train=known.train.replace(clip=1.0))
 
 
-def told(passages: tuple[Segment, ...]) -> list[Any]:
+def told(segments: tuple[Segment, ...]) -> list[Any]:
     return [
         (
             (one.part, one.phase, one.block),
@@ -53,7 +53,7 @@ def told(passages: tuple[Segment, ...]) -> list[Any]:
             one.timeline.operations,
             one.timeline.recompute_end,
         )
-        for one in passages
+        for one in segments
     ]
 
 

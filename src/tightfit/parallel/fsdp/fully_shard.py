@@ -58,8 +58,8 @@ def low_precision_names(ledger: Ledger) -> set[str]:
     kept = {parameter.name: parameter.bytes for parameter in ledger.parameters}
     return {
         _wildcard_name(buffer.parameter)
-        for passage in ledger.training
-        for buffer in passage.timeline.allocated
+        for segment in ledger.training
+        for buffer in segment.timeline.allocated
         if buffer.row == "gradients" and buffer.size.fixed < kept.get(buffer.parameter, 0)
     }
 

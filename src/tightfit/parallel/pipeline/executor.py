@@ -174,16 +174,16 @@ class PipelineRank:
         plan: Plan,
         pieces: list[range],
         own: list[int],
-        passage: ForwardState,
+        forward_state: ForwardState,
         slots: list[tuple[nn.Module, str]],
         kept: dict[int, nn.Module],
         stubs: list[StubBlock],
         shared: frozenset[str],
         stale: frozenset[str] = frozenset(),
     ) -> None:
-        self.mesh, self.plan, self.stages, self.own_stages, self.forward_state = mesh, plan, pieces, own, passage
+        self.mesh, self.plan, self.stages, self.own_stages, self.forward_state = mesh, plan, pieces, own, forward_state
         self.slots, self.own_blocks, self.stubs, self.shared, self.stale_buffers = slots, kept, stubs, shared, stale
-        self.wrappers = {number: OwnBlock(number, passage, block) for number, block in kept.items()}
+        self.wrappers = {number: OwnBlock(number, forward_state, block) for number, block in kept.items()}
         self.rank, self.pp_size = mesh.rank("pp"), mesh.size("pp")
         self.device = mesh.device  # not a parameter's device: parameters may be offloaded
         self.last_stage = len(pieces) - 1

@@ -170,17 +170,17 @@ class OwnBlock(nn.Module):
     Attributes that it does not have are the block's.
     """
 
-    def __init__(self, number: int, passage: ForwardState, block: nn.Module) -> None:
+    def __init__(self, number: int, forward_state: ForwardState, block: nn.Module) -> None:
         super().__init__()
-        self.number, self.passage, self.block = number, passage, block
+        self.number, self.forward_state, self.block = number, forward_state, block
 
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(name) if name == "block" else getattr(self.block, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.passage.note_call(self.number)
-        if self.number and self.number == self.passage.stage.start:
-            self.passage.replace_inputs(self.number, (args, kwargs))
+        self.forward_state.note_call(self.number)
+        if self.number and self.number == self.forward_state.stage.start:
+            self.forward_state.replace_inputs(self.number, (args, kwargs))
         return self.block(*args, **kwargs)
 
 
@@ -198,13 +198,13 @@ class StubBlock(nn.Module):
     def __init__(
         self,
         number: int,
-        passage: ForwardState,
+        forward_state: ForwardState,
         block: nn.Module,
         given: Callable[[Tensor], Tensor] | None,
         hooks: Hooks,
     ) -> None:
         super().__init__()
-        self.number, self.passage, self.output_like = number, passage, given
+        self.number, self.forward_state, self.output_like = number, forward_state, given
         self.hooks = hooks
         self.__dict__["block"] = block  # not registered as a submodule
 
@@ -212,13 +212,13 @@ class StubBlock(nn.Module):
         return getattr(self.__dict__["block"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        passage, arguments = self.passage, (args, kwargs)
-        if self.number >= passage.stage.stop:
-            passage.end_stage()
-            raise StageEnd(passage.sent_tensors(self.number, arguments))
-        passage.note_call(self.number)
+        forward_state, arguments = self.forward_state, (args, kwargs)
+        if self.number >= forward_state.stage.stop:
+            forward_state.end_stage()
+            raise StageEnd(forward_state.sent_tensors(self.number, arguments))
+        forward_state.note_call(self.number)
         self.hooks.run_pre_hooks(self.block, args, kwargs)
-        returns = passage.block_outputs[self.number]
+        returns = forward_state.block_outputs[self.number]
         leaves = [self._stub_leaf(leaf, arguments, returns.in_place) for leaf in returns.leaves]
         output = tree_unflatten(leaves, returns.spec)
         self.hooks.run_post_hooks(self.block, args, kwargs, output)
@@ -234,13 +234,13 @@ class StubBlock(nn.Module):
             return stub_tensor(like.shape, like.dtype, like.device, in_place)
         if leaf.dtype is None:
             return leaf.constant
-        passage = self.passage
-        if passage.batch_shapes != passage.shapes:
+        forward_state = self.forward_state
+        if forward_state.batch_shapes != forward_state.shapes:
             raise InputError(
                 PP_FIELD,
                 f"block {self.number} returns a tensor whose shape depends on that of the samples, and samples differ in shape",
                 "use samples of one shape, or pp: 1",
             )
         device = next((one.device for one in (*arguments[0], *arguments[1].values()) if isinstance(one, Tensor)), None)
-        shape = () if leaf.sample_shape is None else (passage.samples, *leaf.sample_shape)
+        shape = () if leaf.sample_shape is None else (forward_state.samples, *leaf.sample_shape)
         return stub_tensor(shape, leaf.dtype, device or torch.device("cpu"), in_place)

@@ -80,7 +80,7 @@ def rank_ledger(
     too few blocks, or where a rank has nothing to train.
     """
     pieces = stage_ranges(plan, ledger.blocks)
-    called = [passage.block for passage in ledger.training if passage.phase == "forward" and passage.block is not None]
+    called = [segment.block for segment in ledger.training if segment.phase == "forward" and segment.block is not None]
     if called != sorted(set(called)):
         raise blocks_out_of_order()
     refuse_idle_ranks(plan, pieces, [parameter.places for parameter in ledger.parameters if parameter.trainable])
@@ -104,8 +104,8 @@ def rank_ledger(
         gradients = crossings[piece + 1].backward if piece + 1 in crossings else ()
         parts[piece] = stage_program(sections, pieces[piece], comes, _sum(gradients))
     said = {
-        name: _communicated_bytes(passages)
-        for name, passages in (("all", ledger.training), ("own", _segments_of(parts)))
+        name: _communicated_bytes(segments)
+        for name, segments in (("all", ledger.training), ("own", _segments_of(parts)))
     }
     share = said["own"] / said["all"] if said["all"] else 1.0  # of the tp communication volume
     shape = plan.schedule, plan.pp, plan.virtual_stages, ledger.micro_batches
@@ -156,15 +156,15 @@ def _sum(sizes: Iterable[BatchLinear]) -> BatchLinear:
 
 
 def _segments_of(parts: dict[int, StageProgram]) -> tuple[Segment, ...]:
-    return tuple(passage for one in parts.values() for passage in one.segments)
+    return tuple(segment for one in parts.values() for segment in one.segments)
 
 
-def _communicated_bytes(passages: Iterable[Segment]) -> float:
+def _communicated_bytes(segments: Iterable[Segment]) -> float:
     """Bytes that the recorded operations communicate, for one sample."""
     return sum(
         operation.bytes_accessed.at(1) * operation.count.at(1)
-        for passage in passages
-        for operation in passage.timeline.operations
+        for segment in segments
+        for operation in segment.timeline.operations
         if operation.name.startswith(("c10d.", "_c10d_functional."))  # the latter in compiled blocks
     )
 

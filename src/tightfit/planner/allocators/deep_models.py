@@ -60,7 +60,7 @@ def _segments_by_stage(ledger: Ledger) -> list[tuple[Segment, ...]]:
 
 
 def _block_numbers(program: Iterable[Segment]) -> list[int]:
-    return sorted({passage.block for passage in program if passage.block is not None})
+    return sorted({segment.block for segment in program if segment.block is not None})
 
 
 def _period(ledger: Ledger) -> int | None:
@@ -84,9 +84,9 @@ def _period(ledger: Ledger) -> int | None:
     rows: list[list[tuple[int, ...]]] = []
     for program in stages:
         kinds_by_block: dict[int, list[int]] = {number: [] for number in _block_numbers(program)}
-        for passage in program:
-            if passage.block is not None:
-                kinds_by_block[passage.block].append(kind(passage.timeline))
+        for segment in program:
+            if segment.block is not None:
+                kinds_by_block[segment.block].append(kind(segment.timeline))
         rows.append([tuple(one) for one in kinds_by_block.values()])
     for period in range(1, min(MAX_PERIOD, min(map(len, rows)) // (2 * MIN_PERIODS)) + 1):
         if all(_repeats(row, period) for row in rows):
@@ -117,10 +117,10 @@ def _without_blocks(ledger: Ledger, count: int) -> Ledger:
 
     def without_removed(program: tuple[Segment, ...]) -> tuple[Segment, ...]:
         found, here = [], None
-        for passage in program:
-            here = passage.block if passage.block is not None else here
+        for segment in program:
+            here = segment.block if segment.block is not None else here
             if here not in removed:
-                found.append(passage)
+                found.append(segment)
         return tuple(found)
 
     parameters = tuple(p for p in ledger.parameters if not p.places or any(place not in removed for place in p.places))

@@ -96,11 +96,11 @@ class GlibcHeap(Allocator):
         self._outside_block = 0  # allocations so far in the current segment outside of the model's blocks
         self._pending_nodes = 0  # nodes that the next freed blocks leave
 
-    def enter(self, passage: Segment | None) -> None:
+    def enter(self, segment: Segment | None) -> None:
         if self._phase == "backward":
             for note in self._nodes:
                 self._free_range(*note)
-        super().enter_segment(passage)
+        super().enter_segment(segment)
         self._pending_nodes = self._outside_block = 0
         if self._phase == "forward":
             self._nodes = []
@@ -213,8 +213,8 @@ def _mapped_bytes(ledger: Ledger, mapped_from: float) -> float:
     bytes."""
     sizes = (
         buffer.size.at(ledger.micro_batch)
-        for passage in ledger.training
-        for buffer, sign in passage.timeline.events
+        for segment in ledger.training
+        for buffer, sign in segment.timeline.events
         if sign > 0
     )
     return sum(size for size in sizes if size >= mapped_from)

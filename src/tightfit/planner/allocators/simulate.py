@@ -80,9 +80,9 @@ class Allocator(ABC):
     def release(self, block: Any) -> None:
         """Free a block that `allocate` returned."""
 
-    def enter_segment(self, passage: Segment | None) -> None:
+    def enter_segment(self, segment: Segment | None) -> None:
         """A segment begins; None: what follows is in no segment."""
-        self.segment = passage
+        self.segment = segment
 
     def allocate_for(self, owner: object, size: float) -> None:
         self._blocks[owner].append(self.allocate(int(size)))
@@ -122,11 +122,11 @@ def simulate(allocator: Allocator, ledger: Ledger, steps: int, zero_grad_late: b
         before, gradients = gradients, set()
         for visit in ledger.micro_batch_runs():
             allocator.allocate_for("batch", ledger.batch_bytes * ledger.micro_batch)
-            for passage in visit.segments:
-                allocator.enter_segment(passage)
-                if passage.phase == "backward":
+            for segment in visit.segments:
+                allocator.enter_segment(segment)
+                if segment.phase == "backward":
                     allocator.free_owners(before)
-                for buffer, sign in passage.timeline.events:
+                for buffer, sign in segment.timeline.events:
                     # equal blocks of a model share Buffer objects, so one block may free what
                     # another allocated: the owner is therefore a description of the buffer
                     size = buffer.size.at(ledger.micro_batch)

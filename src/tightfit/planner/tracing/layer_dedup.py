@@ -150,12 +150,12 @@ def with_depth(ledger: Ledger, count: int) -> Ledger:
     def renumbered(place: int) -> int:
         return place - len(removed) if place >= removed.stop else place
 
-    passages: list[Segment] = []
+    segments: list[Segment] = []
     here: int | None = None  # the last block so far: the segments after it are removed with it
-    for passage in ledger.training:
-        here = passage.block if passage.block is not None else here
+    for segment in ledger.training:
+        here = segment.block if segment.block is not None else here
         if here not in removed:
-            passages.append(replace(passage, block=None if passage.block is None else renumbered(passage.block)))
+            segments.append(replace(segment, block=None if segment.block is None else renumbered(segment.block)))
     parameters = [
         parameter
         if parameter.places == EVERYWHERE
@@ -166,7 +166,7 @@ def with_depth(ledger: Ledger, count: int) -> Ledger:
     names = {parameter.name for parameter in parameters}
     return replace(
         ledger,
-        training=tuple(passages),
+        training=tuple(segments),
         parameters=tuple(parameters),
         updates={name: update for name, update in ledger.updates.items() if name in names},
         blocks=count,

@@ -66,12 +66,12 @@ def to_content(programs: RecordedStep) -> dict[str, Any]:
             ],
         }
 
-    passages = [
+    segments = [
         [one.part, one.phase, number(timelines, one.timeline), one.block, one.call] for one in programs.segments
     ]
     return {
         "timelines": [timeline(one) for one in timelines],
-        "passages": passages,
+        "passages": segments,
         "buffers": [
             [
                 _pair(one.size),
@@ -145,7 +145,7 @@ def from_content(content: Any) -> RecordedStep:
                 ),
             )
         )
-    passages = tuple(
+    segments = tuple(
         Segment(
             _read_text(part),
             _one_of(phase, PHASES),
@@ -165,9 +165,9 @@ def from_content(content: Any) -> RecordedStep:
         )
         for name, shape, size, trainable, places in content["parameters"]
     )
-    if not passages:
+    if not segments:
         raise ValueError("a recorded step without segments")
-    return RecordedStep(passages, parameters, _read_count(content["blocks"]))
+    return RecordedStep(segments, parameters, _read_count(content["blocks"]))
 
 
 def _pair(value: BatchLinear) -> list[float]:

@@ -224,8 +224,8 @@ class Profiler:
     def _fit_two_traces(self, key: Any, traced: dict[int, RecordedStep], small: int, large: int) -> RecordedStep | None:
         if (key, small, large) not in self._fitted_steps:
             one, other = traced[small], traced[large]
-            passages = fit_batch_scaling(one.segments, other.segments, (small, large))
-            self._fitted_steps[key, small, large] = None if passages is None else replace(one, segments=passages)
+            segments = fit_batch_scaling(one.segments, other.segments, (small, large))
+            self._fitted_steps[key, small, large] = None if segments is None else replace(one, segments=segments)
         return self._fitted_steps[key, small, large]
 
     def _samples_per_chunk(self, plan: Plan) -> int:
@@ -277,7 +277,7 @@ class Profiler:
                     batch = self._sized(plan, samples)
                     if run.count_labels is not None and self.labelled is not None:
                         batch = {**batch, LABEL_COUNT_KEY: self.labelled}
-                    passages = trace(
+                    segments = trace(
                         run.model,
                         run.loss_sum,
                         batch,
@@ -292,7 +292,7 @@ class Profiler:
                 if self._repeated != EXECUTED and representatives(blocks):
                     raise _RepeatedBlockFailure(EXECUTED) from error
                 raise
-            return RecordedStep(passages, parameters, count)
+            return RecordedStep(segments, parameters, count)
 
     def _build_traced_run(self, plan: Plan) -> tuple[Run, LayerMap]:
         """Build the job's model and apply the methods with TRACED_FIELDS. Also returns the map to

@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__()
         self.parameters = parameters
-        self.passages: list[_OpenSegment] = []
+        self.segments: list[_OpenSegment] = []
         self.program: list[_OpenSegment] = []
         self._calls: Counter[tuple[str, int | None]] = Counter()  # by (part, block)
         self.phase = "forward"
@@ -171,21 +171,21 @@ class Recorder(TorchDispatchMode):
         first = torch.autograd._get_sequence_nr()
         opened = _OpenSegment(part, self.phase, block, self._calls[part, block], first, copy_of)
         self._calls[part, block] += 1
-        self.passages.append(opened)
+        self.segments.append(opened)
         self.program.append(opened)
 
     def note_inputs(self, arguments: Any) -> None:
         """Record the tensors that a block is called with, and the storages that this step
         allocated for them."""
-        passage = self.program[-1]
+        segment = self.program[-1]
         leaves = tree_flatten_with_path(arguments)[0]
         tensors = [(path_of(keys), leaf) for keys, leaf in leaves if isinstance(leaf, Tensor)]
         numbers = dict.fromkeys(id(storage) for _, tensor in tensors for storage in storages_of(tensor))
-        passage.inputs += [self._live[number][0] for number in numbers if number in self._live]
+        segment.inputs += [self._live[number][0] for number in numbers if number in self._live]
         for path, tensor in tensors:
             made = [self._live[id(one)][0] for one in storages_of(tensor) if id(one) in self._live]
             given = _BlockInput(str(path), tensor.numel() * tensor.element_size(), made[0] if made else None)
-            passage.given.append(given)
+            segment.given.append(given)
             if tensor.requires_grad and torch.is_grad_enabled():
                 tensor.register_hook(given.note_gradient)
 
@@ -197,22 +197,22 @@ class Recorder(TorchDispatchMode):
         self._made_in_forward.clear()
 
     def begin_backward(self) -> None:
-        self.phase, self._lowest = "backward", len(self.passages)
-        self._starts = [passage.first for passage in self.passages]
+        self.phase, self._lowest = "backward", len(self.segments)
+        self._starts = [segment.first for segment in self.segments]
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._record_gradient, name))
             for name, parameter in self.parameters.items()
             if parameter.requires_grad
         ]
-        self._enter_backward(len(self.passages) - 1)
+        self._enter_backward(len(self.segments) - 1)
 
     def end_backward(self) -> None:
         self._enter_backward(-1)
 
     def mark_saved(self, tensor: Tensor) -> Tensor:
-        passage = self.program[-1]
-        passage.needed = len(passage.events), len(passage.operations)
-        passage.kept.update(self._live[key][0] for key in map(id, storages_of(tensor)) if key in self._live)
+        segment = self.program[-1]
+        segment.needed = len(segment.events), len(segment.operations)
+        segment.kept.update(self._live[key][0] for key in map(id, storages_of(tensor)) if key in self._live)
         return tensor.detach()
 
     def deduplicate_loop(self, of: Sequence[int]) -> Iterator[int]:
@@ -227,18 +227,18 @@ class Recorder(TorchDispatchMode):
             yield from of
             return
         yield of[0]
-        passage = self.program[-1]
-        events, operations = len(passage.events), len(passage.operations)
+        segment = self.program[-1]
+        events, operations = len(segment.events), len(segment.operations)
         yield of[1]
-        came, done = passage.events[events:], passage.operations[operations:]
+        came, done = segment.events[events:], segment.operations[operations:]
         left: Counter[_Storage] = Counter()
         for seen, sign in came:
             left[seen] += sign
         if any(left.values()):
             yield from of[2:]
             return
-        passage.events += came * (len(of) - 3)
-        passage.operations += done * (len(of) - 3)
+        segment.events += came * (len(of) - 3)
+        segment.operations += done * (len(of) - 3)
         yield of[-1]
 
     def _record_gradient(self, name: str, parameter: Tensor) -> None:
@@ -254,13 +254,13 @@ class Recorder(TorchDispatchMode):
         """Backward has reached the forward segment at `position`. Skipped blocks above it come
         before."""
         for between in range(self._lowest - 1, position, -1):
-            passed = self.passages[between]
+            passed = self.segments[between]
             if passed.copy_of is not None:
                 again = _OpenSegment(passed.part, "backward", passed.block, passed.call, copy_of=passed.copy_of)
                 self.program.append(again)
         self._position, self._lowest = position, min(self._lowest, position)
         if position >= 0:
-            here = self.passages[position]
+            here = self.segments[position]
             self.program.append(_OpenSegment(here.part, "backward", here.block, here.call))
 
     def _find_segment(self) -> None:
@@ -286,7 +286,7 @@ class Recorder(TorchDispatchMode):
         return output
 
     def _record_outputs(self, func: Any, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        passage = self.program[-1]
+        segment = self.program[-1]
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         fresh = False
@@ -294,14 +294,14 @@ class Recorder(TorchDispatchMode):
             for storage in storages_of(tensor):
                 if id(storage) not in self._live and id(storage) not in self._existing:
                     fresh = True
-                    self._record_allocation(storage, name, passage)
+                    self._record_allocation(storage, name, segment)
                     if name in _GRADIENTS:
                         self._note_sources(self._live[id(storage)][0], inputs)
         if not fresh and func.is_view:
             return
         mutates = func._schema.is_mutable
         if fresh or mutates or name.startswith("c10d."):  # c10d mutates its arguments, and its schemas omit it
-            passage.operations.append(_operation(func, name, args, kwargs, inputs, output))
+            segment.operations.append(_operation(func, name, args, kwargs, inputs, output))
 
     def _note_sources(self, seen: _Storage, inputs: list[Tensor]) -> None:
         keys = dict.fromkeys(id(source) for one in inputs for source in storages_of(one))
@@ -310,10 +310,10 @@ class Recorder(TorchDispatchMode):
         elif seen.maker == _CAST:
             seen.parameter = next((self._weights[key] for key in keys if key in self._weights), "")
 
-    def _record_allocation(self, storage: torch.UntypedStorage, name: str, passage: _OpenSegment) -> None:
+    def _record_allocation(self, storage: torch.UntypedStorage, name: str, segment: _OpenSegment) -> None:
         key, seen = id(storage), _Storage(storage.nbytes(), name)
         self._live[key] = seen, weakref.ref(storage, partial(self._free, key))
-        passage.events.append((seen, 1))
+        segment.events.append((seen, 1))
         if self.phase == "forward":
             self._made_in_forward.append(key)
 
@@ -480,15 +480,15 @@ def _closed_segments(program: list[_OpenSegment]) -> tuple[Segment, ...]:
         if opened.block is not None and opened.copy_of is None:
             calls = whole[opened.part, opened.block, opened.phase]
             calls[opened.call] = calls[opened.call].then(timeline) if opened.call in calls else timeline
-    passages = []
+    segments = []
     for opened, timeline in closed:
         if opened.copy_of is not None:
             calls = whole[opened.part, opened.copy_of, opened.phase]
             timeline = calls.get(opened.call) or calls.get(max(calls, default=0), Timeline())
         if timeline.events or timeline.operations:
             block = opened.block if opened.part == "block" else None
-            passages.append(Segment(opened.part, opened.phase, timeline, block, opened.call))
-    return tuple(passages)
+            segments.append(Segment(opened.part, opened.phase, timeline, block, opened.call))
+    return tuple(segments)
 
 
 def _describe_gradient(seen: _Storage, parameter: str) -> None:
