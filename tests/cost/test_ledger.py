@@ -1,4 +1,4 @@
-"""Folded, rehearsed, measured: three figures for each plan, held together."""
+"""Estimated, dry-run, measured: three figures for each plan, held together."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ def profilers() -> dict[str, Profiler]:
     return {name: Profiler(cases.job(name), "cpu") for name in cases.NAMES}
 
 
-def folded(profilers: dict[str, Profiler], name: str, fields: dict[str, Any]) -> float:
+def estimated(profilers: dict[str, Profiler], name: str, fields: dict[str, Any]) -> float:
     return estimated_ledger(profilers[name], tightfit.Plan(**fields), MACHINE).peak().total
 
 
 @pytest.mark.parametrize(("name", "fields"), spread(cases.NAMES, PLANS, 5))
-def test_what_is_folded_is_what_a_rehearsal_sees(
+def test_what_is_estimated_is_what_a_dry_run_sees(
     name: str, fields: dict[str, Any], profilers: dict[str, Profiler]
 ) -> None:
     if name == "convolutions" and "recompute" in fields:
         with pytest.raises(InputError, match="no repeated blocks"):
             dry_run(cases.job(name), tightfit.Plan(**fields))
         return
-    rehearsed = dry_run(cases.job(name), tightfit.Plan(**fields))
-    assert folded(profilers, name, fields) == pytest.approx(rehearsed.total, rel=0.02)
+    dry = dry_run(cases.job(name), tightfit.Plan(**fields))
+    assert estimated(profilers, name, fields) == pytest.approx(dry.total, rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("name", "fields"),
     spread(cases.NAMES, [{}, {"precision": "bf16-mixed", "recompute": "full", "micro_batch": 4}], 2),
 )
-def test_what_is_rehearsed_is_what_runs(name: str, fields: dict[str, Any]) -> None:
+def test_what_is_dry_run_is_what_runs(name: str, fields: dict[str, Any]) -> None:
     if name == "convolutions" and "recompute" in fields:
         return
     plan = tightfit.Plan(**fields)
@@ -74,17 +74,19 @@ def test_what_is_rehearsed_is_what_runs(name: str, fields: dict[str, Any]) -> No
     assert dry_run(cases.job(name), plan).total == pytest.approx(measured.total, rel=0.02)
 
 
-def test_sqrt_recomputation_is_folded_as_it_runs(profilers: dict[str, Profiler]) -> None:
+def test_sqrt_recomputation_is_estimated_as_it_runs(profilers: dict[str, Profiler]) -> None:
     plan = tightfit.Plan(recompute="sqrt")
-    rehearsed = dry_run(cases.job("llama"), plan).total
-    assert folded(profilers, "llama", {"recompute": "sqrt"}) == pytest.approx(rehearsed, rel=0.02)
+    dry = dry_run(cases.job("llama"), plan).total
+    assert estimated(profilers, "llama", {"recompute": "sqrt"}) == pytest.approx(dry, rel=0.02)
 
 
 @pytest.mark.parametrize("micro_batch", part([2, 4, 8, 1], 2))
-def test_a_chunked_loss_is_folded_below_and_above_one_chunk(micro_batch: int, profilers: dict[str, Profiler]) -> None:
+def test_a_chunked_loss_is_estimated_below_and_above_one_chunk(
+    micro_batch: int, profilers: dict[str, Profiler]
+) -> None:
     fields = {"chunked_loss": 128, "micro_batch": micro_batch}  # a chunk is four sequences
-    rehearsed = dry_run(cases.job("llama"), tightfit.Plan(**fields)).total
-    assert folded(profilers, "llama", fields) == pytest.approx(rehearsed, rel=0.02)
+    dry = dry_run(cases.job("llama"), tightfit.Plan(**fields)).total
+    assert estimated(profilers, "llama", fields) == pytest.approx(dry, rel=0.02)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -111,13 +113,13 @@ def test_chunks_that_are_alike_are_traced_as_if_each_were(device: str, monkeypat
 
 
 @pytest.mark.parametrize("fields", [{}, {"precision": "bf16-mixed"}], ids=str)
-def test_compiled_blocks_are_folded_as_they_are_rehearsed(
+def test_compiled_blocks_are_estimated_as_they_are_dry_run(
     fields: dict[str, Any], profilers: dict[str, Profiler]
 ) -> None:
     compiled = {**fields, "compile": "block"}
-    rehearsed = dry_run(cases.job("llama"), tightfit.Plan(**compiled)).total
-    assert folded(profilers, "llama", compiled) == pytest.approx(rehearsed, rel=0.02)
-    assert rehearsed < folded(profilers, "llama", fields)  # fused operations leave fewer buffers
+    dry = dry_run(cases.job("llama"), tightfit.Plan(**compiled)).total
+    assert estimated(profilers, "llama", compiled) == pytest.approx(dry, rel=0.02)
+    assert dry < estimated(profilers, "llama", fields)  # fused operations leave fewer buffers
 
 
 def test_a_deep_model_costs_one_line_per_block() -> None:
@@ -130,8 +132,8 @@ def test_a_deep_model_costs_one_line_per_block() -> None:
     per_block = (large.peak().total - small.peak().total) / 10
     states = sum(p.bytes for p in large.parameters if ".layers.3." in p.name) * 3  # weights and two moments
     assert per_block > states
-    rehearsed = dry_run(deep.job, tightfit.Plan()).total
-    assert large.peak().total == pytest.approx(rehearsed, rel=0.005)
+    dry = dry_run(deep.job, tightfit.Plan()).total
+    assert large.peak().total == pytest.approx(dry, rel=0.005)
 
 
 def test_model_states_are_sixteen_bytes_a_parameter_in_mixed_precision(profilers: dict[str, Profiler]) -> None:

@@ -263,10 +263,12 @@ ALSO_PREDICTED: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     "fields", [*PREDICTED, *(pytest.param(fields, marks=pytest.mark.slow) for fields in ALSO_PREDICTED)], ids=str
 )
-def test_memory_that_is_folded_is_that_of_a_dry_run(fields: dict[str, Any], large: Estimator) -> None:
+def test_memory_that_is_estimated_is_that_of_a_dry_run(fields: dict[str, Any], large: Estimator) -> None:
     plan = tightfit.Plan(**{**TENSORWISE, **fields})
-    folded = large.estimate(plan).peak
-    assert folded.total - folded.rows["runtime"] == pytest.approx(dry_run(large.job, plan, "cuda").total, rel=0.01)
+    estimated = large.estimate(plan).peak
+    assert estimated.total - estimated.rows["runtime"] == pytest.approx(
+        dry_run(large.job, plan, "cuda").total, rel=0.01
+    )
 
 
 def products(estimator: Estimator, plan: tightfit.Plan) -> list[str]:

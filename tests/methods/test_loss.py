@@ -417,7 +417,7 @@ def test_a_batch_without_any_label_has_a_loss_of_zero_and_zero_gradients() -> No
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_prediction_has_logits_for_the_share_of_labels(device: str) -> None:
-    """Which is the data's mask_probability, in the ledger as in the rehearsal; and no tensor of the fused kernel."""
+    """Which is the data's mask_probability, in the ledger as in the dry run; and no tensor of the fused kernel."""
     job, plan = bert_job(), tightfit.Plan(chunked_loss=16)
     chunks = -(-round(8 * 32 * 0.15) // 16)
     profiler = Profiler(job, device)

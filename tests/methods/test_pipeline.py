@@ -1,4 +1,4 @@
-"""Pipelines: timetables against theory, PipeDream against a serial simulation of its delayed updates, what is refused."""
+"""Pipelines: schedules against theory, PipeDream against a serial simulation of its delayed updates, what is refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def seconds(action: Action) -> float:
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(2, 6), st.integers(1, 3), st.integers(1, 13))
-def test_a_timetable_does_everything_once_and_nobody_waits_for_ever(
+def test_a_schedule_does_everything_once_and_nobody_waits_for_ever(
     schedule: str, devices: int, chunks: int, micro_batches: int
 ) -> None:
     chunks = chunks + 1 if schedule == "interleaved" else 1

@@ -142,16 +142,16 @@ def profilers() -> dict[type[nn.Module], Profiler]:
 
 
 @pytest.mark.parametrize(("model", "fields"), spread(MODELS, PLANS, 2, lambda one: getattr(one, "__name__", str(one))))
-def test_what_is_folded_is_what_a_rehearsal_sees(
+def test_what_is_estimated_is_what_a_dry_run_sees(
     model: type[nn.Module], fields: dict[str, Any], profilers: dict[type[nn.Module], Profiler]
 ) -> None:
     plan = tightfit.Plan(**fields)
-    folded = estimated_ledger(profilers[model], plan, Machine.detect()).peak().total
-    assert folded == pytest.approx(dry_run(job(model), plan).total, rel=0.02)
+    estimated = estimated_ledger(profilers[model], plan, Machine.detect()).peak().total
+    assert estimated == pytest.approx(dry_run(job(model), plan).total, rel=0.02)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_is_rehearsed_is_what_runs(model: type[nn.Module]) -> None:
+def test_what_is_dry_run_is_what_runs(model: type[nn.Module]) -> None:
     plan = tightfit.Plan(recompute="full")
     run = build(job(model), plan)
     steps = run.data.steps(0, None)
@@ -165,8 +165,8 @@ def test_segments_of_a_model_that_goes_through_its_blocks_twice(
     model: type[nn.Module], profilers: dict[type[nn.Module], Profiler]
 ) -> None:
     plan = tightfit.Plan(recompute="sqrt")
-    folded = estimated_ledger(profilers[model], plan, Machine.detect()).peak().total
-    assert folded == pytest.approx(dry_run(job(model), plan).total, rel=0.02)
+    estimated = estimated_ledger(profilers[model], plan, Machine.detect()).peak().total
+    assert estimated == pytest.approx(dry_run(job(model), plan).total, rel=0.02)
 
 
 @pytest.mark.parametrize("model", [Twice, InTurn])

@@ -38,21 +38,23 @@ def ledgers() -> list[Ledger]:
 
 
 @pytest.fixture(scope="module")
-def folded() -> list[Ledger]:
+def estimated() -> list[Ledger]:
     return ledgers()
 
 
-def test_runs_that_go_as_predicted_change_nothing(folded: list[Ledger]) -> None:
-    refined = fit_efficiencies(L4, [TimedRun(ledger, CostModel(L4).step_time(ledger).step_s, L4) for ledger in folded])
+def test_runs_that_go_as_predicted_change_nothing(estimated: list[Ledger]) -> None:
+    refined = fit_efficiencies(
+        L4, [TimedRun(ledger, CostModel(L4).step_time(ledger).step_s, L4) for ledger in estimated]
+    )
     assert all(figure.value == pytest.approx(1.0) for figure in refined.efficiency.values())
 
 
-def test_a_machine_that_is_slower_than_its_figures_is_found_out(folded: list[Ledger]) -> None:
+def test_a_machine_that_is_slower_than_its_figures_is_found_out(estimated: list[Ledger]) -> None:
     true = L4.replace(
         efficiency={name: Figure(value=value, source="measured") for name, value in
                     (("compute", 0.8), ("memory", 0.6), ("launch", 1.0))}
     )  # fmt: skip
-    seen = [TimedRun(ledger, CostModel(true).step_time(ledger).step_s, L4) for ledger in folded]
+    seen = [TimedRun(ledger, CostModel(true).step_time(ledger).step_s, L4) for ledger in estimated]
     refined = fit_efficiencies(L4, seen)
     before, after = (
         max(abs(CostModel(machine).step_time(one.ledger).step_s / one.seconds - 1) for one in seen)
@@ -63,10 +65,10 @@ def test_a_machine_that_is_slower_than_its_figures_is_found_out(folded: list[Led
     assert refined.efficiency["memory"].value < 0.75
 
 
-def test_links_that_reach_half_of_their_figures_are_found_out(folded: list[Ledger]) -> None:
+def test_links_that_reach_half_of_their_figures_are_found_out(estimated: list[Ledger]) -> None:
     """Of runs of which some send much and others nothing; what hides behind work says nothing of links."""
     sends = Message("activations", bytes=2e9, bytes_per_s=2e10, overlaps=False, latency_s=1e-3)
-    seen_by = [replace(ledger, messages=(sends.times(share),)) for ledger in folded for share in (0.0, 0.3, 1.0)]
+    seen_by = [replace(ledger, messages=(sends.times(share),)) for ledger in estimated for share in (0.0, 0.3, 1.0)]
     true = L4.replace(efficiency={"link": Figure(value=0.5, source="measured")})
     refined = fit_efficiencies(
         L4, [TimedRun(ledger, CostModel(true).step_time(ledger).step_s, L4) for ledger in seen_by]
@@ -75,9 +77,9 @@ def test_links_that_reach_half_of_their_figures_are_found_out(folded: list[Ledge
     assert all(refined.efficiency[name].value == pytest.approx(1.0, rel=0.1) for name in ("compute", "memory"))
 
 
-def test_one_run_moves_the_numbers_only_so_far(folded: list[Ledger]) -> None:
-    seconds = CostModel(L4).step_time(folded[0]).step_s
-    refined = fit_efficiencies(L4, [TimedRun(folded[0], 100 * seconds, L4)])
+def test_one_run_moves_the_numbers_only_so_far(estimated: list[Ledger]) -> None:
+    seconds = CostModel(L4).step_time(estimated[0]).step_s
+    refined = fit_efficiencies(L4, [TimedRun(estimated[0], 100 * seconds, L4)])
     assert all(0.2 < figure.value < 5 for figure in refined.efficiency.values())
 
 

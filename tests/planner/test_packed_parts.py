@@ -31,9 +31,9 @@ def test_a_part_that_is_not_a_whole_number_of_blocks_stays_wide(states: Any, blo
     """Of the first matrix, of 51 or 85 blocks; of the second one the parts are packed."""
     plan = Plan(states=states, zero=zero, dp_shard=2)
     ledger = estimated_ledger(Profiler(job(width), "cpu"), plan, Machine.detect())
-    folded = ledger.row_bytes()["optimizer"]
+    estimated = ledger.row_bytes()["optimizer"]
     moments = {name: update.state_bytes for name, update in ledger.updates.items()}
     each = {"8-bit": 1.0, "4-bit": 0.5}[states] + 4 / block  # bytes of an element, with its share of a block's scale
     assert moments["1.weight"] == pytest.approx(2 * each * 136 * 128 / 2, rel=0.01)
     assert moments["0.weight"] == pytest.approx(2 * 4 * width * 136 / 2, rel=0.01)
-    assert folded == pytest.approx(dry_run(job(width), plan).rows["optimizer"], rel=0.01)
+    assert estimated == pytest.approx(dry_run(job(width), plan).rows["optimizer"], rel=0.01)

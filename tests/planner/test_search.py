@@ -204,7 +204,7 @@ def test_a_search_collects_seldom_and_leaves_the_collector_as_it_was(monkeypatch
 
 
 @pytest.mark.parametrize(("off", "asked"), [(0.0, [6]), (0.01, [6, 9])])
-def test_a_deep_model_is_rehearsed_whole_only_where_few_of_its_blocks_differ_from_what_is_folded(
+def test_a_deep_model_is_dry_run_whole_only_where_few_of_its_blocks_differ_from_what_is_estimated(
     off: float, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = cases.job("llama")
@@ -215,9 +215,9 @@ def test_a_deep_model_is_rehearsed_whole_only_where_few_of_its_blocks_differ_fro
         depths.append(model_config(job.model).num_hidden_layers)
         return dry_run(job, *arguments)
 
-    folded = Estimator.peak_with_blocks
+    estimated = Estimator.peak_with_blocks
     monkeypatch.setattr(finalists, "dry_run", noted)
-    monkeypatch.setattr(Estimator, "peak_with_blocks", lambda *arguments: (1 + off) * folded(*arguments))
+    monkeypatch.setattr(Estimator, "peak_with_blocks", lambda *arguments: (1 + off) * estimated(*arguments))
     best = search(job, GPU, {"compile": "none"})[0]
     assert depths == asked
     assert best.dry_run_bytes == pytest.approx(best.peak.total, rel=1e-3)
@@ -371,7 +371,7 @@ def test_where_the_engine_refuses_all_its_reason_is_given(monkeypatch: pytest.Mo
         search(cases.job("llama"), GPU)
 
 
-def test_a_plan_that_only_its_rehearsal_finds_too_large_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_only_its_dry_run_finds_too_large_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     fastest = search(cases.job("llama"), GPU)[0].plan
 
     def larger(job: tightfit.Job, plan: tightfit.Plan, *arguments: Any) -> Any:

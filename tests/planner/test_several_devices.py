@@ -1,4 +1,4 @@
-"""What several devices hold and send, folded: as rehearsed on the engine, and as the papers' formulas have it."""
+"""What several devices hold and send, estimated: held against dry runs of the engine and the papers' formulas."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ QUICK = {1, 4, 8, 13, 16, 21, 26, 31, 33, 35}
         for number, fields in enumerate(PLANS)
     ],
 )
-def test_what_a_device_holds_is_folded_as_it_is_rehearsed(estimator: Estimator, fields: dict[str, Any]) -> None:
+def test_what_a_device_holds_is_estimated_as_it_is_dry_run(estimator: Estimator, fields: dict[str, Any]) -> None:
     plan = tightfit.Plan(**fields, fused_optimizer=True)
     found = estimator.estimate(plan)
-    folded = found.peak.total - found.peak.rows["runtime"]
-    assert folded == pytest.approx(dry_run(JOB, plan, "cuda", found.ledger.device).total, rel=0.06)
+    estimated = found.peak.total - found.peak.rows["runtime"]
+    assert estimated == pytest.approx(dry_run(JOB, plan, "cuda", found.ledger.device).total, rel=0.06)
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
@@ -138,13 +138,13 @@ def test_what_is_offloaded_is_no_longer_the_device_s(
     plan = tightfit.Plan(**fields, offload=words, offload_to=where, fused_optimizer=True)
     estimator = Estimator(job, machine)
     found, without = estimator.estimate(plan), estimator.estimate(plan.replace(offload=(), offload_to="host"))
-    folded = found.peak.total - found.peak.rows["runtime"]
-    # what a forward saves leaves one by one, and is folded as leaving at the end of its segment: where little else is left,
+    estimated = found.peak.total - found.peak.rows["runtime"]
+    # what a forward saves leaves one by one, and is estimated as leaving at the end of its segment: where little else is left,
     # that shows
     bound = 0.08 if len(words) == 4 else 0.06
-    assert folded == pytest.approx(dry_run(job, plan, device).total, rel=bound)
+    assert estimated == pytest.approx(dry_run(job, plan, device).total, rel=bound)
     least = 1.0 if words == ("gradients",) else 0.8  # with one micro-batch they are all there at its end only
-    assert folded <= least * (without.peak.total - without.peak.rows["runtime"])
+    assert estimated <= least * (without.peak.total - without.peak.rows["runtime"])
     assert found.time.communication_s > without.time.communication_s
 
 

@@ -41,8 +41,8 @@ def test_a_strangers_model_is_explained_as_it_runs(name: str, fields: dict[str, 
     take_step(run, next(steps), 0)
     _, measured = sample_step(run, next(steps), 1)
     predicted = estimate(job(name), plan)
-    folded = predicted.peak.total - predicted.peak.rows["runtime"] - predicted.peak.rows["allocator"]
-    assert folded == pytest.approx(measured.total, rel=0.05)
+    estimated = predicted.peak.total - predicted.peak.rows["runtime"] - predicted.peak.rows["allocator"]
+    assert estimated == pytest.approx(measured.total, rel=0.05)
     assert dry_run(job(name), plan).total == pytest.approx(measured.total, rel=0.05)
     assert predicted.time.step_s > 0
 

@@ -200,17 +200,21 @@ def producer_of(action: Action) -> Action:
 def coming(
     schedule: str, devices: int, chunks: int, micro_batches: int, device: int, stops: bool
 ) -> tuple[Action | None, ...]:
-    """For each action of a device, in the order of `timetable`, the action after it whose message the device asks for before it
-    begins with this one: double buffering. None where that message
+    """For each action of a rank: the next action, if its message is requested before this one begins.
 
-    - does not exist: weights' part of a backward needs none, nor does what begins the row;
-    - belongs to PipeDream's next step: an update lies between, and its samples are not known yet;
-    - is one of `late`, where a device `stops`: a GPU does amid an action, until all that it was asked to receive is there, when
-      memory is freed or a kernel is loaded.
+    The requested message then travels while this action computes (double buffering). The entry is
+    None if the next action's message
 
-    On each line (from one device to the next, or back) messages are asked for in the order in which they are sent: NCCL and gloo
-    match the two by their order alone.
-    Source  overlapped p2p communication of Megatron-LM: Narayanan et al. 2021, arXiv:2104.04473.
+    - does not exist: a weights action receives nothing, nor does the first stage's forward or the
+      last stage's backward;
+    - belongs to pipedream's next step, whose samples are not known before the update;
+    - is `late`, on a device that `stops`. A GPU stops within an action to free memory or to load a
+      kernel, until everything that it requested has arrived.
+
+    Both ends of a link request and send messages in the same order, because NCCL and gloo match them
+    by order alone.
+
+    Source: overlapped p2p communication of Megatron-LM, Narayanan et al. 2021, arXiv:2104.04473.
     """
     last, waits = devices * chunks - 1, late(schedule, devices, chunks, micro_batches) if stops else frozenset()
     found: list[Action | None] = []
@@ -223,12 +227,13 @@ def coming(
 
 @cache
 def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozenset[Action]:
-    """The actions whose messages a device that may stop asks for when they begin, not before.
+    """The actions whose message a device that may stop requests only when they begin.
 
-    Where two devices ask ahead for what the other one makes meanwhile, and both stop, they wait for ever: in 1F1B one does a forward
-    for the other's next action, and that one a backward for its own. So all actions have a place in one order, and a device asks
-    ahead only for what is made before its own action in this order. Then nobody waits in a circle. PipeDream's devices are steps
-    apart, and wait for nothing that is made meanwhile.
+    Example: in the steady phase of 1F1B, rank 0 computes the forward that rank 1 needs next, and
+    rank 1 the backward that rank 0 needs next. If both request ahead and both stop, they wait for
+    each other for ever. So all actions of a step get a position in one order, and a device requests
+    ahead only what is produced before its own action in this order. Then no cycle of waits can form.
+    Pipedream's ranks are steps apart and never wait for what is produced meanwhile.
     """
     if schedule == "pipedream":
         return frozenset()
@@ -246,11 +251,12 @@ def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozen
 
 
 def _places(schedule: str, devices: int, chunks: int, micro_batches: int) -> dict[Action, int]:
-    """Each action's place in one order of all of a step's: as they run where all take as long. At one time forwards come first,
-    from the first device on, then backwards, from the last device on: the way of their messages.
+    """The position of each action in one order of all actions of a step.
 
-    As far as that can be, an action comes after the receiver has come to what its device sent before: a device that stops waits
-    for its sends, too.
+    The order is that of a run in which every action takes equally long. Of actions at the same time,
+    forwards come first, from the first stage on, then backwards, from the last stage on: the way
+    their messages travel. Where possible, an action comes after the receivers have reached what its
+    rank sent before, because a device that stops also waits for its sends.
     """
     table = make_schedule(schedule, devices, chunks, micro_batches)
     own = {action: place for actions in table for place, action in enumerate(actions)}
@@ -275,13 +281,16 @@ def _places(schedule: str, devices: int, chunks: int, micro_batches: int) -> dic
 
 
 def _along(action: Action) -> tuple[bool, int]:
-    """In the way of messages."""
+    """Sort key: the direction in which messages travel."""
     is_forward = action.kind == FORWARD
     return not is_forward, action.stage if is_forward else -action.stage
 
 
 def _in_order(table: Schedule) -> Iterator[Action]:
-    """All actions, each after those that it needs. Raises ValueError for a table in which devices wait for each other."""
+    """All actions, each after its dependencies.
+
+    Raises ValueError for a schedule in which ranks wait for each other (a deadlock).
+    """
     chunks = 1 + max(action.stage for actions in table for action in actions)
     done: set[Action] = set()
     places = [0] * len(table)
@@ -297,9 +306,11 @@ def _in_order(table: Schedule) -> Iterator[Action]:
 
 
 def sent(table: Schedule, device: int) -> tuple[tuple[Action, ...], ...]:
-    """For each action of a device, which messages that it sent lie in its memory beside what the action itself works with, each
-    by the action that takes it. A message stays until it is known to have arrived: until the device that takes it has sent one
-    back that it made later."""
+    """For each action of a rank: the sent messages that are in its memory beside the action's own input.
+
+    Each message is named by the action that consumes it. It stays in memory until it is known to have
+    arrived, which is when its receiver has sent back a message that it made later.
+    """
     devices, last = len(table), max(action.stage for actions in table for action in actions)
     places = {action: place for actions in table for place, action in enumerate(actions)}
     there: list[Action] = []
@@ -347,7 +358,7 @@ def simulate(
     """When each action runs: an action starts when its rank is free and its inputs have arrived.
 
     seconds   seconds of an action
-    between   seconds to send an action's output to the next stage. A transfer starts when the output is
+    transfer  seconds to send an action's output to the next stage. A transfer starts when the output is
               complete and its receiver has requested it: when the action before the receiving one began
     late      actions whose message is requested only when they could begin themselves
 

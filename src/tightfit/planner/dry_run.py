@@ -102,7 +102,7 @@ def _without_device_options(plan: Plan) -> Plan:
 
 
 DRY_RUN_MACHINE = Machine(
-    name="rehearsal",
+    name="dry run",
     device="cpu",  # fake tensors on another device need a torch that was built for it
     memory_bytes=Figure(value=1.0, source="system"),
     host_memory_bytes=Figure(value=1.0, source="system"),

@@ -1,4 +1,4 @@
-"""In which order a pipeline's devices ask for and send their messages: by the timetables, for every schedule; and as they run."""
+"""In which order a pipeline's devices ask for and send their messages: by the schedules, for every schedule; and as they run."""
 
 from __future__ import annotations
 

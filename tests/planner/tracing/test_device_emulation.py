@@ -65,7 +65,7 @@ def test_attention_with_dropout_is_fused_on_a_cuda_device() -> None:
     assert not any("flash_attention" in name for name in attention("cpu"))
 
 
-def test_what_is_folded_for_a_cuda_device_is_what_its_rehearsal_sees() -> None:
+def test_what_is_estimated_for_a_cuda_device_is_what_its_dry_run_sees() -> None:
     machine = Machine.named("a100-40gb")
     for name in ("gpt2", "bert", "vit"):
         for fields in (
@@ -74,9 +74,9 @@ def test_what_is_folded_for_a_cuda_device_is_what_its_rehearsal_sees() -> None:
             {"precision": "bf16-mixed", "fused_optimizer": True},
         ):
             plan = tightfit.Plan(**fields)
-            folded = estimated_ledger(Profiler(cases.job(name), "cuda"), plan, machine).peak().total
+            estimated = estimated_ledger(Profiler(cases.job(name), "cuda"), plan, machine).peak().total
             seen = dry_run(cases.job(name), plan, "cuda").total
-            assert abs(folded / seen - 1) < 0.02, (name, fields)
+            assert abs(estimated / seen - 1) < 0.02, (name, fields)
 
 
 def test_kernels_over_all_parameters_hold_a_copy_of_each() -> None:

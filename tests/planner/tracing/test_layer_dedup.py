@@ -128,7 +128,7 @@ def test_a_ledger_of_few_blocks_is_that_of_a_model_with_so_few(name: str, fields
     assert found == pytest.approx(dry_run(whole.replace(model=few), plan, "cuda").total, rel=0.01)
 
 
-def test_segments_of_a_deep_model_are_rehearsed() -> None:
+def test_segments_of_a_deep_model_are_dry_run() -> None:
     """Their blocks do not run by themselves, so none can be passed through."""
     whole, plan = job("llama").replace(train=job("llama").train.replace(clip=None)), tightfit.Plan(recompute="sqrt")
     found = Estimator(whole, Machine.named("a100-80gb")).estimate(plan).peak
