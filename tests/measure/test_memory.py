@@ -152,7 +152,6 @@ def test_the_allocator_agrees_with_the_storages(name: str, plan: dict[str, Any])
 def test_compiled_steps_are_seen_by_the_allocator(
     compile: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    torch._dynamo.reset()  # what other tests compiled counts against the limit of recompilations
     monkeypatch.setattr("tightfit.methods.compile.BACKEND", "aot_eager")
     plain, compiled = peak_of("vit"), peak_of("vit", compile=compile)
     assert compiled.total == pytest.approx(plain.total, rel=0.1)

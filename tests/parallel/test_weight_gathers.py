@@ -190,7 +190,9 @@ def seen(fields: dict[str, Any], folder: str) -> list[Any]:
         found.append(tightfit.evaluate(run))
         next(steps)
         path = tightfit.save(run, folder, 2)
-        found.append({key: value for file in sorted(path.glob("model*")) for key, value in load_file(file).items()})
+        found.append(
+            {key: value for file in sorted(path.glob("model*.safetensors")) for key, value in load_file(file).items()}
+        )
         next(steps)
         run.model.eval()
         with torch.no_grad():
