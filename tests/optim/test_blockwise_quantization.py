@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tightfit.measure.memory import silent_profiler
 from tightfit.optim.blockwise_quantization import BlockQuantizer, bits_of, quantization_map
 from tightfit.planner.tracing.live_storages import StorageTracker
 
@@ -80,8 +79,7 @@ def test_zeros_stay_zeros_where_signed_and_small_where_not(bits: int) -> None:
 
 def allocated(work: Callable[[], object]) -> int:
     """Peak bytes that the allocator gave out, those inside an operation too."""
-    watching = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-    with silent_profiler(), watching as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         work()
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results

@@ -120,7 +120,7 @@ def profiled(run: Run, micro_batches: list[Batch], take: Take[Result], beside: i
     total = _begins_with(run, micro_batches) + beside
     # without acc_events torch 2.11 warns about cycles, although there is only one
     watching = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-    with silent_profiler(), watching as profiler:
+    with _silent_profiler(), watching as profiler:
         result = take(replace(run, loss_sum=forward))
     results = profiler.profiler and profiler.profiler.kineto_results
     assert results is not None
@@ -149,7 +149,7 @@ def _phase_changes(events: list[Any], optimizer: str) -> list[tuple[int, str]]:
 
 
 @contextmanager
-def silent_profiler() -> Iterator[None]:
+def _silent_profiler() -> Iterator[None]:
     """Within, the profiler does not print lines when it starts and stops.
 
     The first profile of a process decides for all later ones.
