@@ -199,30 +199,51 @@ def producer_of(action: Action) -> Action:
 @cache
 def coming(
     schedule: str, devices: int, chunks: int, micro_batches: int, device: int, stops: bool
-) -> tuple[Action | None, ...]:
-    """For each action of a rank: the next action, if its message is requested before this one begins.
+) -> tuple[tuple[Action, ...], ...]:
+    """For each action of a rank: the later actions whose messages are requested before it begins.
 
-    The requested message then travels while this action computes (double buffering). The entry is
-    None if the next action's message
+    A requested message travels while this action computes (double buffering). Usually this is the
+    next action alone. There is no entry for it if its message
 
     - does not exist: a weights action receives nothing, nor does the first stage's forward or the
       last stage's backward;
     - belongs to pipedream's next step, whose samples are not known before the update;
     - is `late`, on a device that `stops`. A GPU stops within an action to free memory or to load a
-      kernel, until everything that it requested has arrived.
+      kernel, until everything that it requested and everything that it sent has arrived.
 
-    Both ends of a link request and send messages in the same order, because NCCL and gloo match them
-    by order alone.
+    Under pipedream, a device that stops requests all gradients of the step that is due before that
+    round's first forward. Otherwise rank 0 can stop in a forward until rank 1 takes what it sent,
+    while rank 1 stops in a backward until rank 0 takes a gradient.
+
+    Both ends of a link request and send messages in the same order, because NCCL and gloo match
+    them by order alone.
 
     Source: overlapped p2p communication of Megatron-LM, Narayanan et al. 2021, arXiv:2104.04473.
     """
     last, waits = devices * chunks - 1, late(schedule, devices, chunks, micro_batches) if stops else frozenset()
-    found: list[Action | None] = []
-    for here, after in pairwise(make_schedule(schedule, devices, chunks, micro_batches)[device]):
-        is_sent = after.kind != WEIGHTS and 0 <= producer_of(after).stage <= last
-        is_update = schedule == "pipedream" and here.kind == BACKWARD and (here.micro_batch + 1) % micro_batches == 0
-        found.append(after if is_sent and not is_update and after not in waits else None)
-    return (*found, None)
+    actions = make_schedule(schedule, devices, chunks, micro_batches)[device]
+    found: list[tuple[Action, ...]] = []
+    for place, here in enumerate(actions):
+        after = actions[place + 1 : place + 2]
+        if schedule == "pipedream":
+            is_last = (here.micro_batch + 1) % micro_batches == 0
+            if here.kind == BACKWARD and is_last:
+                after = ()
+            elif stops:
+                after = (*after, *_due_backwards(actions, place, micro_batches))
+        is_sent = [one.kind != WEIGHTS and 0 <= producer_of(one).stage <= last for one in after]
+        wanted = [one for one, is_so in zip(after, is_sent, strict=True) if is_so and one not in waits]
+        found.append(tuple(dict.fromkeys(wanted)))
+    return tuple(found)
+
+
+def _due_backwards(actions: tuple[Action, ...], place: int, micro_batches: int) -> tuple[Action, ...]:
+    """The backwards of pipedream's round at `place` that are not done: a round is a step's forwards,
+    then the backwards of the step that is due."""
+    here = actions[place]
+    end = place + micro_batches - here.micro_batch % micro_batches  # of this step's forwards or backwards
+    rest = actions[place + 1 : end] if here.kind == BACKWARD else actions[end : end + micro_batches]
+    return tuple(one for one in rest if one.kind == BACKWARD)
 
 
 @cache
@@ -233,7 +254,7 @@ def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozen
     rank 1 the backward that rank 0 needs next. If both request ahead and both stop, they wait for
     each other for ever. So all actions of a step get a position in one order, and a device requests
     ahead only what is produced before its own action in this order. Then no cycle of waits can form.
-    Pipedream's ranks are steps apart and never wait for what is produced meanwhile.
+    Pipedream's ranks are steps apart: what they request was produced in an earlier round.
     """
     if schedule == "pipedream":
         return frozenset()

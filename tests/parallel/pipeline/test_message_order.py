@@ -29,8 +29,9 @@ from tightfit.cost.pipeline_schedule import (
     simulate,
 )
 from tightfit.engine.step import take_step
-from tightfit.parallel.pipeline import executor
+from tightfit.parallel.pipeline import executor, pipedream
 from tightfit.parallel.pipeline.executor import PipelineRank
+from tightfit.parallel.pipeline.pipedream import PipeDream
 
 HERE = "tests.parallel.pipeline.test_message_order:"
 SCHEDULES = ("naive", "gpipe", "1f1b", "zero-bubble", "pipedream")
@@ -45,8 +46,8 @@ def program(schedule: str, devices: int, chunks: int, micro_batches: int, device
     actions = make_schedule(schedule, devices, chunks, micro_batches)[device]
     comes = coming(schedule, devices, chunks, micro_batches, device, stops)
     for action, after in zip(actions, comes, strict=True):
-        for one in (action, after):
-            if one is not None and one.kind != WEIGHTS and 0 <= producer_of(one).stage <= last and one not in asked:
+        for one in (action, *after):
+            if one.kind != WEIGHTS and 0 <= producer_of(one).stage <= last and one not in asked:
                 asked.add(one)
                 found.append(("ask", one))
         found.append(("work", action))
@@ -74,9 +75,8 @@ class Line:
 def play_through(schedule: str, devices: int, chunks: int, micro_batches: int, stops: bool) -> None:
     """All devices' steps at once; raises AssertionError where they wait for each other for ever.
 
-    stops  each device stops amid each action until all that it has posted is done: what it asked for ahead, and what it sent,
-           too (not of PipeDream, whose devices have sent several messages to each other before they ask for any). Else it waits
-           for the action's own message only.
+    stops  each device stops amid each action until all that it has posted is done: what it asked for, and what it sent. Else it
+           waits for the action's own message only.
     """
     programs = [program(schedule, devices, chunks, micro_batches, device, stops) for device in range(devices)]
     lines: dict[tuple[str, int, bool], Line] = defaultdict(Line)  # the mesh has a group for each kind, and around
@@ -94,7 +94,7 @@ def play_through(schedule: str, devices: int, chunks: int, micro_batches: int, s
                 else:
                     given = producer_of(action)
                     line = lines[action.kind, given.stage % devices, max(action.stage, given.stage) % devices == 0]
-                    if what == "ask" or (stops and schedule != "pipedream"):
+                    if what == "ask" or stops:
                         waiting[device].append((action, line, len(line.posted[what])))
                     line.post(what, action)
                 places[device] += 1
@@ -115,7 +115,7 @@ def test_what_is_asked_for_ahead() -> None:
     """By who does not stop, every next message. By who may, in 1F1B one direction; in GPipe both, which are apart."""
 
     def ahead(schedule: str, stops: bool, device: int) -> str:
-        return " ".join(str(one) for one in coming(schedule, 4, 1, 6, device, stops) if one is not None)
+        return " ".join(str(one) for after in coming(schedule, 4, 1, 6, device, stops) for one in after)
 
     assert ahead("1f1b", False, 1) == "F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5"
     assert ahead("1f1b", True, 1) == ahead("1f1b", True, 3) == "F1 F2 F3 F4 F5"
@@ -198,6 +198,35 @@ def test_what_runs_asks_and_sends_in_that_order(fields: dict[str, Any], stops: b
     """As in the tables that are played through: the next micro-batch is asked for before this one's forward begins."""
     for seen, wanted in together(fields["pp"], HERE + "recorded", fields, stops):
         assert seen == wanted
+
+
+def pipedream_steps(stops: bool) -> tuple[list[float], set[int]]:
+    """The losses of a PipeDream run, and how many gradients were posted when a forward began."""
+    job = cases.make_case("llama").job.replace(allow=[*cases.ALLOW, "asynchronous"])
+    run = tightfit.build(job, tightfit.Plan(pp=2, micro_batch=2, schedule="pipedream"))
+    rank, posted = run.executor, set()
+    assert isinstance(rank, PipeDream)
+    forward = rank.forward
+
+    def counting(run: Any, action: Action, *rest: Any) -> Any:
+        posted.add(sum(one.kind == BACKWARD for one in rank.posted_receives))
+        return forward(run, action, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank, "forward", counting)
+        if stops:
+            for module in (executor, pipedream):
+                patch.setattr(module, "kind_of", lambda device: "cuda")
+        return [step.loss for step in tightfit.train(run)], posted
+
+
+def test_pipedream_on_a_gpu_requests_a_steps_gradients_before_its_forwards() -> None:
+    plain, early = (together(2, HERE + "pipedream_steps", stops) for stops in (False, True))
+    assert [losses for losses, _ in plain] == [losses for losses, _ in early]
+    micro_batches = cases.make_case("llama").job.train.batch // 2
+    assert micro_batches > 2
+    assert early[0][1] == {0, micro_batches}  # 0: in the first round, which has no backward
+    assert max(plain[0][1]) <= 1
 
 
 def ragged_job() -> tightfit.Job:

@@ -238,9 +238,7 @@ class PipelineRank:
         next_actions = coming(schedule, self.pp_size, self.plan.virtual_stages, len(micro_batches), self.rank, stops)
         for place, (action, after) in enumerate(zip(actions, next_actions, strict=True)):
             self._free_completed_sends(run)
-            self._post_receives(
-                run, [(one, micro_batches[one.micro_batch]) for one in (action, after) if one is not None]
-            )
+            self._post_receives(run, [(one, micro_batches[one.micro_batch]) for one in (action, *after)])
             batch = micro_batches[action.micro_batch]
             last = action.micro_batch == len(micro_batches) - 1
             if action.kind == FORWARD:
@@ -539,17 +537,24 @@ class PipelineRank:
         specs = self.tensor_specs.pop((action.stage, "gradient", action.micro_batch))
         if not specs:
             return []
-        known = action.stage, "out"
-        if active_fake_mode() is not None:
-            self.has_gradient[known] = [True] * len(specs)
-        elif known not in self.has_gradient:
-            header = torch.zeros(len(specs), dtype=torch.int64, device=self.device)
-            self._receive_now(header, *self._link(action.stage, action.stage + 1, "backward"))
-            self.has_gradient[known] = [bool(word) for word in header.tolist()]
-        has_gradient = self.has_gradient[known]
+        has_gradient = self._outputs_with_gradient(action, len(specs))
         arriving = [spec for spec, is_so in zip(specs, has_gradient, strict=True) if is_so]
         arrived = iter(self._collect(action, arriving, action.stage + 1, "backward"))
         return [next(arrived) if is_so else None for is_so in has_gradient]
+
+    def _outputs_with_gradient(self, action: Action, count: int) -> list[bool]:
+        """For each of the `count` tensors that a stage sent forward, whether it gets a gradient.
+
+        The next stage says so once, before its first gradients; this waits for it then.
+        """
+        known = action.stage, "out"
+        if active_fake_mode() is not None:
+            self.has_gradient[known] = [True] * count
+        elif known not in self.has_gradient:
+            header = torch.zeros(count, dtype=torch.int64, device=self.device)
+            self._receive_now(header, *self._link(action.stage, action.stage + 1, "backward"))
+            self.has_gradient[known] = [bool(word) for word in header.tolist()]
+        return self.has_gradient[known]
 
     @torch.no_grad()
     def _all_reduce_shared(self, run: Run) -> None:

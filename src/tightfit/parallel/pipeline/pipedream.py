@@ -22,6 +22,7 @@ from tightfit.distributed.mesh import DATA
 from tightfit.models.objective import Batch
 from tightfit.parallel.pipeline.executor import PipelineRank, add_losses
 from tightfit.runtime.run import Run
+from tightfit.target_device import kind_of
 
 MAX_MICRO_BATCHES = 2**20  # more micro-batches than a step can have
 
@@ -84,7 +85,11 @@ class PipeDream(PipelineRank):
         forwards = [
             (Action(FORWARD, self.rank, self._unique_number(step, n)), batch) for n, batch in enumerate(micro_batches)
         ]
-        due = self._backwards(self.steps_in_flight[0])[:1] if 0 < self.behind <= len(self.steps_in_flight) else []
+        due = self._backwards(self.steps_in_flight[0]) if 0 < self.behind <= len(self.steps_in_flight) else []
+        if kind_of(run.device) == "cpu":
+            due = due[:1]
+        elif due:
+            self._request_gradients(run, due)
         with self._using_version(run, version):
             for number, (action, batch) in enumerate(forwards):
                 self._free_completed_sends(run)
@@ -163,6 +168,18 @@ class PipeDream(PipelineRank):
             group, device = self._link(self.rank, self.rank + 1, "backward")
             work = None if active_fake_mode() is not None else dist.irecv(loss, group=group, group_src=device)
             self.requested_losses[number] = work, loss
+
+    def _request_gradients(self, run: Run, due: list[tuple[Action, Batch]]) -> None:
+        """Post the receives of all gradients of the step that is due.
+
+        A GPU may stop within a forward until the next rank has taken what this rank sent. The next
+        rank may stop as well, until this rank takes a gradient. See `coming`.
+        """
+        self._request_loss(self.steps_in_flight[0].number)
+        action, _ = due[0]
+        if specs := self.tensor_specs[action.stage, "gradient", action.micro_batch]:
+            self._outputs_with_gradient(action, len(specs))
+        self._post_receives(run, due)
 
     def _forward_loss(self, run: Run, step: _StepInFlight) -> None:
         """Send a step's loss on from the last rank to the first, before the gradients."""

@@ -125,7 +125,7 @@ def rank_ledger(
             boundaries=crossings,
             bytes_per_s=bandwidth(plan, machine, ("pp",)),
             latency_s=latency(plan, machine, ("pp",), 1),
-            messages=tuple((there, () if one is None else (one,)) for there, one in zip(stays, ahead, strict=True)),
+            messages=tuple(zip(stays, ahead, strict=True)),
             versions=_weight_versions(plan, number),
             late=late(*shape) if stops else frozenset(),
             continuous=plan.schedule == "pipedream",
