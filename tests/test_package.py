@@ -22,13 +22,13 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_public_names_are_sorted_complete_and_there() -> None:
+def test_public_names_are_sorted_complete_and_importable() -> None:
     assert tightfit.__all__ == sorted(tightfit.__all__) == dir(tightfit)
     for name in tightfit.__all__:
         assert getattr(tightfit, name).__name__ == name
 
 
-def test_importing_the_package_and_its_nouns_imports_no_torch() -> None:
+def test_importing_job_plan_and_machine_imports_no_torch() -> None:
     """On a host that shows no GPU: of those that it shows torch is asked."""
     assert not {"torch", "transformers", "numpy"} & modules_after(
         "import tightfit; from tightfit.machines import gpus; gpus.shows_signs = lambda: False; "
@@ -41,7 +41,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert not {"torch", "transformers", "pydantic", "numpy", "yaml"} & modules_after(code)
 
 
-def test_the_plan_of_a_command_is_shown_before_torch_is_imported() -> None:
+def test_commands_show_their_plan_before_importing_torch() -> None:
     assert "torch" not in modules_after("import tightfit.report.commands")
 
 

@@ -222,7 +222,7 @@ def changed(change: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
-def test_mistake_ends_with_its_remedy(
+def test_a_mistake_exits_with_code_2_and_a_remedy(
     mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -242,6 +242,6 @@ def test_mistake_ends_with_its_remedy(
     assert not list(tmp_path.glob("runs/*/checkpoints/*"))
 
 
-def test_there_are_at_least_forty() -> None:
+def test_at_least_forty_mistakes_are_tested() -> None:
     assert len(MISTAKES) >= 40
     assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES)

@@ -49,7 +49,7 @@ def left(segments: tuple[Segment, ...]) -> dict[str, float]:
     return rows
 
 
-def test_what_a_stage_keeps_is_its_own_blocks_and_their_inputs() -> None:
+def test_a_stage_keeps_its_own_blocks_and_their_inputs() -> None:
     """Any cut, equally large or not: a copy of a weight for each block, and what each of them was called with."""
     blocks = 8
     for pieces in ([range(3), range(3, 8)], [range(2), range(2, 5), range(5, 7), range(7, 8)]):
@@ -68,7 +68,8 @@ def test_what_a_stage_keeps_is_its_own_blocks_and_their_inputs() -> None:
             }, piece
 
 
-def test_weights_of_linear_layers_are_made_later_from_what_is_left_for_them() -> None:
+def test_split_backward_keeps_operands_for_weight_gradients() -> None:
+    """A split backward computes the weight gradients of linear layers later, from operands it keeps until then."""
     operand, gradient = Buffer(SIZE, "activations", "norm"), Buffer(HIDDEN, "temporaries", "mm")
     weight = Buffer(SIZE, "gradients", "aten.mm", "blocks.0", operands=(operand, gradient))
     output, bias = Buffer(HIDDEN, "temporaries", "mm"), Buffer(BatchLinear(3.0), "gradients", "sum", "bias")

@@ -117,7 +117,7 @@ def plans() -> dict[str, dict[str, Any]]:
 PLANS = plans()
 
 
-def test_every_field_has_more_than_its_reference_value() -> None:
+def test_every_field_has_values_besides_the_reference() -> None:
     assert WITH.keys() <= Plan.model_fields.keys()
     for name, field in Plan.model_fields.items():
         assert any(Plan(**{name: value}) != Plan() for value in values_of(name)), name
@@ -201,7 +201,7 @@ def quick(parameter: Any) -> Any:
 
 @pytest.mark.filterwarnings("default::tightfit.errors.TightfitWarning")
 @pytest.mark.parametrize(("settings", "name"), [quick(one) for one in spread(list(SETTINGS), list(PLANS), 23)])
-def test_each_value_trains_as_the_reference_or_is_refused(
+def test_each_value_trains_like_the_reference_or_is_refused(
     settings: str, name: str, tmp_path: Path, of_reference: Path
 ) -> None:
     said, losses = trained(tmp_path, PLANS[name], settings)

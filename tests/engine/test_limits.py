@@ -55,7 +55,7 @@ def in_fresh_processes(count: int, fields: dict[str, Any], more: int | None) -> 
         pool.close()
 
 
-def test_what_does_not_fit_a_process_trains_divided_or_from_disk(tmp_path: Path) -> None:
+def test_too_large_models_train_sharded_or_offloaded(tmp_path: Path) -> None:
     (expected,) = in_fresh_processes(1, {}, None)
     (said,) = in_fresh_processes(1, {}, MORE)
     assert isinstance(said, str)

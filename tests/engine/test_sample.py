@@ -69,7 +69,7 @@ def size_of(fields: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in AXES])
-def test_all_processes_sample_the_text_of_one(name: str) -> None:
+def test_several_processes_sample_the_same_text_as_one(name: str) -> None:
     fields = AXES[name]
     texts = together(size_of(fields), "tests.engine.test_sample:sampled", fields)
     if name in ("pp", "pipedream", "parameter_server", "asynchronous server"):
@@ -81,7 +81,7 @@ def test_all_processes_sample_the_text_of_one(name: str) -> None:
         assert texts == [alone] * len(texts)
 
 
-def test_divided_parameters_of_16_bits_sample_too() -> None:
+def test_sharded_16_bit_parameters_generate_a_sample() -> None:
     texts = together(2, "tests.engine.test_sample:sampled", AXES["zero 3"], "bf16-mixed")
     assert texts[0] == texts[1]
     assert texts[0] is not None
@@ -89,7 +89,7 @@ def test_divided_parameters_of_16_bits_sample_too() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*AXES, *PAIRS])
-def test_the_command_ends_on_every_axis_and_pair_of_axes(name: str, tmp_path: Path) -> None:
+def test_the_command_ends_on_every_axis_and_pair(name: str, tmp_path: Path) -> None:
     """With evaluation, checkpoints and clipping on the way: trained, or refused with a remedy."""
     fields = {**AXES, **PAIRS}[name]
     job = tmp_path / "job.yaml"

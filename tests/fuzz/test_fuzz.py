@@ -12,5 +12,5 @@ COUNT = 400  # files, of all kinds
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("target", TARGETS)
-def test_drawn_files_are_taken_or_refused(target: str) -> None:
+def test_drawn_files_are_accepted_or_refused(target: str) -> None:
     assert fuzz(target, max(round(COUNT * TARGETS[target][2]), 4)) > 0

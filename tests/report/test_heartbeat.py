@@ -8,7 +8,7 @@ import threading
 from tightfit.report.heartbeat import never_silent
 
 
-def test_what_goes_on_is_said_again_and_again() -> None:
+def test_long_activities_are_reported_repeatedly() -> None:
     said: list[str] = []
     spoken = threading.Event()
 

@@ -9,7 +9,7 @@ from tightfit.parallel.tensor.sequence_parallel import local_shard
 from tightfit.planner.tracing.device_emulation import fake_process_group
 
 
-def test_a_part_of_one_sample_keeps_nothing_of_the_whole() -> None:
+def test_a_shard_of_one_sample_does_not_keep_the_whole() -> None:
     """Of one sample a part is contiguous as it is: a view would hold all of it, and have other strides than the next block's input."""
     with fake_process_group(2):
         assert dist.group.WORLD is not None

@@ -104,7 +104,7 @@ def broken(path: Path) -> list[bytes]:
     ]
 
 
-def test_what_is_no_profile_is_made_again_and_runs_nothing(
+def test_a_broken_profile_is_made_again_and_executes_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -124,7 +124,7 @@ def test_what_is_no_profile_is_made_again_and_runs_nothing(
     assert not Path("poisoned").exists()
 
 
-def test_a_profile_of_another_trace_is_not_taken_for_this_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_of_another_trace_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = profile(cases.job("gpt2"))
     (path,) = folder.glob("*.json")
     profile(cases.job("llama"))
@@ -148,7 +148,7 @@ def test_a_profile_from_disk_gives_the_same_estimate(folder: Path, plan: dict[st
 
 
 @pytest.mark.parametrize("device", [0, 1])
-def test_a_profile_from_disk_knows_what_gradients_are_made_from(folder: Path, device: int) -> None:
+def test_a_profile_from_disk_knows_the_operands_of_gradients(folder: Path, device: int) -> None:
     """Of a tied weight each of two devices makes its part, and linear layers' gradients are put off."""
     plan, machine = tightfit.Plan(pp=2, micro_batch=2, schedule="zero-bubble"), Machine.named("a100-80gb:2")
     ledgers = [replace(profile(cases.job("gpt2")), device=device) for _ in range(2)]
@@ -157,7 +157,7 @@ def test_a_profile_from_disk_knows_what_gradients_are_made_from(folder: Path, de
     assert one == two
 
 
-def test_only_the_user_can_enter_the_folder(folder: Path) -> None:
+def test_only_the_user_can_open_the_folder(folder: Path) -> None:
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     profile(cases.job("llama"))
@@ -200,7 +200,7 @@ def test_the_users_own_code_is_traced_each_time(folder: Path, monkeypatch: pytes
     assert not folder.exists()
 
 
-def test_a_disk_that_cannot_be_written_costs_time_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_disk_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert profile(cases.job("llama")).peak().total > 0

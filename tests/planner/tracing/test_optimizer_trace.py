@@ -25,7 +25,7 @@ GEMMA: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_stochastic_rounding_needs_what_rounding_to_nearest_does(optimizer: str) -> None:
+def test_stochastic_rounding_adds_only_its_noise(optimizer: str) -> None:
     """And the noise: one whole number for each weight of the parameter that is updated."""
     job = cases.job("llama", optimizer=optimizer)
     narrow = tightfit.Plan(precision="bf16-true", states="bf16")
@@ -37,7 +37,7 @@ def test_stochastic_rounding_needs_what_rounding_to_nearest_does(optimizer: str)
         assert update.transient_bytes >= updates[name].transient_bytes
 
 
-def test_a_buffer_of_one_number_is_not_divided() -> None:
+def test_a_scalar_buffer_is_not_sharded() -> None:
     job = cases.job("llama").replace(model=tightfit.Job(model=GEMMA, data=cases.TEXT, train={}).model)
     plan = tightfit.Plan(zero=3, dp_shard=2)
     found = {
