@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import runpy
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import tightfit
 
 ROOT = Path(__file__).parent.parent
+TEST_FILES = sorted((ROOT / "tests").rglob("test_*.py"))
 
 
 def modules_after(code: str) -> set[str]:
@@ -50,3 +52,18 @@ def test_imports_point_one_way() -> None:
     assert script["violations"]() == []
     packages = {script["package_of"](path) for path in script["SOURCE"].rglob("*.py")}
     assert packages <= set(script["RANK"]), "a package that the layers do not place"
+
+
+def test_test_names_are_unique_and_under_60_characters() -> None:
+    for path in TEST_FILES:
+        names = [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        names = [name for name in names if name.startswith("test_")]
+        assert len(set(names)) == len(names), path
+        assert [name for name in names if len(name) >= 60] == [], path
+
+
+def test_test_folders_mirror_the_package() -> None:
+    """Beside the folders of the package there are only the suites that test several of its parts together."""
+    folders = {path.parent.relative_to(ROOT / "tests") for path in TEST_FILES}
+    own = {folder for folder in folders if not (ROOT / "src" / "tightfit" / folder).is_dir()}
+    assert own <= {Path("benchmarks"), Path("contract"), Path("fuzz"), Path("zoo")}

@@ -71,7 +71,7 @@ def said() -> list[str]:
     return names.seen
 
 
-def test_gloo_sends_each_row_only_to_its_owner() -> None:
+def test_gloo_reduces_each_row_to_one_device_only() -> None:
     for seen in together(2, HERE + "said"):
         assert seen == ["reduce_", "reduce_", "broadcast_", "broadcast_"]
 

@@ -65,7 +65,7 @@ def test_a_socket_listens_on_one_address_or_on_all() -> None:
             assert listening.getsockname()[0] in found
 
 
-def test_a_multi_host_process_starts_no_processes() -> None:
+def test_processes_are_not_started_twice() -> None:
     """A command that starts processes takes no network interface."""
     check_start(2, 1, LaunchOptions())
     check_start(1, 2, LaunchOptions(interface="eth0"))

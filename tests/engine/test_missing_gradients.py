@@ -85,7 +85,7 @@ def test_several_devices_skip_parameters_without_gradient(fields: dict[str, Any]
 
 
 @pytest.mark.parametrize("fields", [DIVIDED[2], DIVIDED[6], DIVIDED[8]], ids=named)
-def test_several_devices_clip_without_missing_gradients(fields: dict[str, Any]) -> None:
+def test_several_devices_skip_missing_gradients_when_clipping(fields: dict[str, Any]) -> None:
     hold(fields, ("adamw", "sgd"), clip=0.05)
 
 

@@ -34,7 +34,7 @@ def test_every_size_is_measured_on_a_fast_device(monkeypatch: pytest.MonkeyPatch
     assert operation_rates._table(cases, torch.device("cpu")) == {1: 1e3, 10: 1e4, 100: 1e5}
 
 
-def test_a_case_too_large_for_the_gpu_takes_the_last_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_too_large_for_the_gpu_ends_the_rate_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operation_rates, "timed", lambda work, device, **named: 1e-3)
 
     def cases() -> Iterator[operation_rates.Case]:

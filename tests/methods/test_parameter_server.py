@@ -116,7 +116,7 @@ def numbers(fields: dict[str, Any], clip: float | None = None) -> dict[str, Tens
     return {name: value.detach().clone() for name, value in run.model.state_dict().items()}
 
 
-def test_complex_and_fp64_parameters_are_sent_exactly() -> None:
+def test_complex_and_fp64_parameters_are_sent_unconverted() -> None:
     expected = numbers({})
     for found in together(3, HERE + "numbers", {"parameter_server": "sync", "dp_replicate": 2}):
         for name, value in expected.items():

@@ -111,7 +111,7 @@ class Fails(nn.Module):
         return torch._scaled_mm(x, self.weight, one, one)
 
 
-def test_failures_on_fake_tensors_are_reported_once(logged: list[str]) -> None:
+def test_failures_on_fake_tensors_raise_and_log_nothing(logged: list[str]) -> None:
     data: list[Any] = [(torch.ones(16), 0) for _ in range(8)]
     job = tightfit.Job(model=Fails, data=data, train=tightfit.Train(batch=4, steps=1))
     with pytest.raises(Untraceable, match="fails on tensors without values"):

@@ -175,7 +175,7 @@ def test_narrow_states_train_like_fp32_states(name: str, width: str, within: flo
 
 
 @pytest.mark.parametrize("width", ["8-bit", "4-bit"])
-def test_tiny_second_moments_survive_quantization(width: str) -> None:
+def test_quantized_small_second_moments_give_no_huge_step(width: str) -> None:
     """A weight whose second moment is small beside a large one takes no huge step."""
     weight = nn.Parameter(torch.zeros(64, 256))
     optimizer = PerParameter(torch.optim.AdamW([weight], lr=0.01), width)

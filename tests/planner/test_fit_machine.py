@@ -77,7 +77,7 @@ def test_links_at_half_of_their_figures_are_detected(estimated: list[Ledger]) ->
     assert all(refined.efficiency[name].value == pytest.approx(1.0, rel=0.1) for name in ("compute", "memory"))
 
 
-def test_one_run_changes_the_numbers_only_partly(estimated: list[Ledger]) -> None:
+def test_one_slow_run_changes_efficiencies_within_bounds(estimated: list[Ledger]) -> None:
     seconds = CostModel(L4).step_time(estimated[0]).step_s
     refined = fit_efficiencies(L4, [TimedRun(estimated[0], 100 * seconds, L4)])
     assert all(0.2 < figure.value < 5 for figure in refined.efficiency.values())

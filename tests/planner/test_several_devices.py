@@ -298,7 +298,7 @@ def test_more_devices_than_samples_split_the_model() -> None:
         search(job, Machine.named("a100-80gb:8"), {"compile": "none", "dp_replicate": 8})
 
 
-def test_a_pinned_pipeline_is_split_by_the_blocks_costs() -> None:
+def test_a_pinned_pipeline_is_split_by_cost() -> None:
     wide = {**LLAMA, "vocab_size": 60000, "hidden_size": 2048, "max_position_embeddings": 1024}
     job = JOB.replace(model=wide, data={"synthetic": "tokens", "sequence_length": 1024})
     pins = {"compile": "none", "pp": 2, "precision": "fp32", "chunked_loss": None}

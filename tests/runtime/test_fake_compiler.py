@@ -70,7 +70,7 @@ class _Kernels(TorchDispatchMode):
     ],
     ids=str,
 )
-def test_functions_in_generated_kernels_are_listed(function: nn.Module, kind: str, times: int) -> None:
+def test_functions_in_generated_kernels_are_counted(function: nn.Module, kind: str, times: int) -> None:
     torch._dynamo.reset()
     with FakeTensorMode(), _Kernels() as kernels:
         model = nn.Sequential(nn.Linear(8, 8), function, nn.Linear(8, 8))
@@ -79,7 +79,7 @@ def test_functions_in_generated_kernels_are_listed(function: nn.Module, kind: st
     assert kernels.seen["compiled"] > 0
 
 
-def test_pooling_in_a_generated_kernel_is_listed() -> None:
+def test_pooling_in_a_generated_kernel_is_counted() -> None:
     torch._dynamo.reset()
     with FakeTensorMode(), _Kernels() as kernels:
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(16, 2))

@@ -232,7 +232,7 @@ def ragged_losses(fields: dict[str, Any], stops: bool) -> tuple[list[float], int
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_receives_wait_until_the_shape_is_known(stops: bool) -> None:
+def test_receives_of_other_shapes_start_once_they_are_known(stops: bool) -> None:
     """A GPU's loader leaves out a mask that hides nothing, so a micro-batch is known without it."""
     expected = [step.loss for step in tightfit.train(tightfit.build(ragged_job()))]
     fields = {"pp": 2, "micro_batch": 1}
