@@ -10,7 +10,6 @@ left alone in the same turn.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -20,8 +19,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
+from benchmarks import harness
+
 STEPS = 6
+CONTROL = "default"  # the setting to which speeds are compared
 RECOMPUTE = ("none", "full")
 
 
@@ -38,14 +41,23 @@ def settings() -> dict[str, tuple[str, dict[str, str]]]:
     }
 
 
-def run(name: str, recompute: str) -> dict[str, Any]:
+def run(recompute: str, name: str) -> dict[str, Any]:
     """The record of one training, in a process of its own."""
     allocator, added = settings()[name]
     plan = {"allocator": allocator, "recompute": recompute}
     sets = [f"--set=train.{what}" for what in (f"steps={STEPS}", "warmup=1")]
     sets += [f"--set=plan.{field}={value}" for field, value in plan.items()]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tightfit", "train", str(ROOT / "examples/demo.yaml"), "--out", folder, *sets]
+        command = [
+            sys.executable,
+            "-m",
+            "tightfit",
+            "train",
+            str(harness.ROOT / "examples/demo.yaml"),
+            "--out",
+            folder,
+            *sets,
+        ]
         environ = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
         subprocess.run(command, check=True, capture_output=True, env={**environ, **added})
         record: dict[str, Any] = json.loads((Path(folder) / "record.json").read_text())
@@ -59,49 +71,28 @@ def run(name: str, recompute: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    parser.add_argument("--turns", type=int, default=3)
-    arguments = parser.parse_args()
-    turns = []
-    for number in range(arguments.turns):
-        turns.append({})
-        for recompute in RECOMPUTE:
-            for name in settings():
-                print(
-                    f"\rturn {number + 1} of {arguments.turns}: recompute {recompute}, {name:30s}",
-                    end="",
-                    file=sys.stderr,
-                )
-                turns[-1][recompute, name] = run(name, recompute)
-    print(file=sys.stderr)
-    rows = []
-    for recompute in RECOMPUTE:
-        for name in settings():
-            seen = [turn[recompute, name] for turn in turns]
-            controls = [turn[recompute, "default"] for turn in turns]
-            rows.append(
-                {
-                    "recompute": recompute,
-                    "allocator": name,
-                    "speed": statistics.median(
-                        one["step_s"] / two["step_s"] for one, two in zip(controls, seen, strict=True)
-                    ),
-                    **{key: statistics.median(one[key] for one in seen) for key in seen[0]},
-                }
-            )
-            row = rows[-1]
-            error = row["predicted_process_bytes"] / row["process_bytes"] - 1
-            print(
-                f"recompute {recompute:5s} {name:27s} {row['speed']:5.2f} of the speed, process {row['process_bytes'] / 1e9:.2f} GB "
-                f"(predicted {error:+.1%}), tensors {row['tensor_bytes'] / 1e9:.2f} GB"
-            )
-    if arguments.out:
-        from tightfit.machine import Machine
-        from tightfit.record import code_version
-
-        what = {"code": code_version(), "machine": Machine.detect().name, "turns": len(turns), "rows": rows}
-        arguments.out.write_text(json.dumps(what, indent=1) + "\n")
+    arguments = harness.make_parser(__doc__, only="settings whose name contains this", rounds=3).parse_args()
+    cases = {
+        f"recompute {recompute}, {name}": (recompute, name)
+        for recompute in RECOMPUTE
+        for name in settings()
+        if name == CONTROL or arguments.only in name
+    }
+    rounds = harness.interleaved(arguments.rounds, list(cases), lambda text, _: run(*cases[text]))
+    rows, lines = [], []
+    for text, (recompute, name) in cases.items():
+        seen = [one[text] for one in rounds]
+        control = [one[f"recompute {recompute}, {CONTROL}"] for one in rounds]
+        speeds = harness.ratios((one["step_s"] for one in control), (one["step_s"] for one in seen))
+        row = {"recompute": recompute, "allocator": name, "speed": statistics.median(speeds)}
+        row |= harness.median_of_each(seen)
+        error = row["predicted_process_bytes"] / row["process_bytes"] - 1
+        sizes = [f"{row[key] / 1e9:.2f}" for key in ("process_bytes", "tensor_bytes")]
+        lines.append([recompute, name, harness.spread(speeds), *sizes, f"{error:+.1%}"])
+        rows.append(row)
+    columns = ("recompute", "allocator", "speed", "process GB", "tensors GB", "process predicted")
+    harness.print_table(columns, lines, left=2)
+    harness.write_record(arguments.out, {"turns": len(rounds), "rows": rows})
 
 
 if __name__ == "__main__":

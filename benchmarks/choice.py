@@ -17,19 +17,20 @@ is at the pace of the calibration; `pace` says which it was.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
+from benchmarks import harness
 
 ALLOW = ["bf16", "8-bit-states"]
 STEPS = 4
@@ -171,27 +172,25 @@ def data_bytes() -> int:
     raise AssertionError
 
 
-def child(what: dict[str, Any]) -> dict[str, Any] | None:
-    """The answer of a process of its own; None where it died for want of memory."""
+def alone(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any] | None:
+    """The answer of a process of its own, started as for `allocator: tuned`; None where it ran out of memory."""
     from tightfit.engine.launch import environment
     from tightfit.plan import Plan
 
     added = environment(Plan(allocator="tuned"), "cpu", os.environ)
-    command = [sys.executable, __file__, "--child", json.dumps(what)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **added}, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if lines:
-        return json.loads(lines[0].removeprefix("RESULT "))
-    if "memory" in done.stderr.lower() or "could not create a primitive" in done.stderr:  # as oneDNN says it
-        return None
-    raise SystemExit(f"{what}: {done.stderr[-2000:]}")
+    try:
+        return harness.in_fresh_process(function, *arguments, environment=added)
+    except harness.MeasurementFailed as failure:
+        if "memory" in failure.output.lower() or "could not create a primitive" in failure.output:  # as oneDNN says it
+            return None
+        raise
 
 
-def at_usual_pace(what: dict[str, Any], control: Callable[[], float]) -> dict[str, Any]:
-    """What a child says of its steps, their seconds brought to the pace of the calibration. control: what the fixed piece of
+def at_usual_pace(name: str, plan: dict[str, Any], control: Callable[[], float]) -> dict[str, Any]:
+    """What a plan's process measures, its seconds brought to the pace of the calibration. control: what the fixed piece of
     work takes now, in units of what it takes usually."""
     before = control()
-    seen = child(what)
+    seen = alone(run, name, plan, None)
     assert seen is not None
     pace = 2 / (before + control())
     return {**seen, "step_s": seen["step_s"] * pace, "pace": pace}
@@ -202,13 +201,13 @@ def compare(name: str, enforced: bool, measured: list[dict[str, Any]], control: 
     `at_usual_pace`."""
     from tightfit.planner.estimate import MARGIN
 
-    said = child({"choose": name})
+    said = alone(choose, name)
     assert said is not None
     rows = list(measured)
     for fields in plans(JOBS[name][2])[len(rows) :]:
-        print(f"\r{name}: {len(rows) + 1} plans", end="", file=sys.stderr, flush=True)
-        rows.append({"plan": fields, **at_usual_pace({"run": name, "plan": fields, "limit": None}, control)})
-    print(file=sys.stderr)
+        harness.show_progress(f"{name}: {len(rows) + 1} plans")
+        rows.append({"plan": fields, **at_usual_pace(name, fields, control)})
+    harness.show_progress("")
     chosen = next(row for row in rows if all(said["chosen"][key] == value for key, value in row["plan"].items()))
     below = [row for row in rows if row["process_bytes"] <= said["limit"]]
     fitting = [
@@ -224,7 +223,7 @@ def compare(name: str, enforced: bool, measured: list[dict[str, Any]], control: 
             if turn >= AGAIN and chosen["step_s"] <= DOUBT * min(row["step_s"] for row in near):
                 break
             for number, row in enumerate(near):
-                seen = at_usual_pace({"run": name, "plan": row["plan"], "limit": None}, control)
+                seen = at_usual_pace(name, row["plan"], control)
                 times[number].append(seen["step_s"])
                 row["step_s"], row["runs_s"] = statistics.median(times[number]), times[number]
     best = min([row for row in near if row in fitting] or [chosen], key=lambda row: row["step_s"])
@@ -241,11 +240,8 @@ def compare(name: str, enforced: bool, measured: list[dict[str, Any]], control: 
         "rows": rows,
     }
     if enforced:
-        found["lives_within_enforced_limit"] = (
-            child({"run": name, "plan": chosen["plan"], "limit": said["limit"]}) is not None
-        )
-        reference = {"allocator": "tuned"}
-        found["reference_dies_of_it"] = child({"run": name, "plan": reference, "limit": said["limit"]}) is None
+        found["lives_within_enforced_limit"] = alone(run, name, chosen["plan"], said["limit"]) is not None
+        found["reference_dies_of_it"] = alone(run, name, {"allocator": "tuned"}, said["limit"]) is None
     return found
 
 
@@ -263,19 +259,11 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the comparison as JSON; one that is there is gone on with")
-    parser.add_argument("--only", default="", help="jobs whose name begins so")
+    parser = harness.make_parser(__doc__, only="jobs whose name begins so; a comparison in --out is continued")
     parser.add_argument("--measured", type=Path, help="an earlier comparison whose runs are taken")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child:
-        what = json.loads(arguments.child)
-        answer = choose(what["choose"]) if "choose" in what else run(what["run"], what["plan"], what["limit"])
-        print("RESULT " + json.dumps(answer))
-        return
-    there = json.loads(arguments.out.read_text())["jobs"] if arguments.out and arguments.out.exists() else []
-    taken = json.loads(arguments.measured.read_text())["jobs"] if arguments.measured else []
+    there = harness.read_record(arguments.out).get("jobs", [])
+    taken = harness.read_record(arguments.measured).get("jobs", [])
     ran = {row["job"]: row["rows"] for row in taken}
     rows = list(there)  # an interrupted comparison goes on
     control = calibrated_control()
@@ -283,8 +271,7 @@ def main() -> None:
         if name.startswith(arguments.only) and name not in {row["job"] for row in there}:
             rows.append(compare(name, number < ENFORCED, ran.get(name, []), control))
             show(rows[-1])
-            if arguments.out:
-                write(arguments.out, rows)
+            harness.write_record(arguments.out, {"jobs": rows})
     print(
         f"worst {max(row['slower'] for row in rows):+.1%}, all within the limit: {all(row['within_limit'] for row in rows)}"
     )
@@ -293,21 +280,10 @@ def main() -> None:
 def calibrated_control() -> Callable[[], float]:
     import torch
 
-    from tightfit.machine import Machine
     from tightfit.measure.clock_drift import control_s
 
-    usual = Machine.detect().control_s
-    if usual is None:
-        raise SystemExit("this machine is not calibrated: run tightfit machine --calibrate")
-    return lambda: control_s(torch.device("cpu")) / usual.value
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    from tightfit.machine import Machine
-    from tightfit.record import code_version
-
-    what = {"code": code_version(), "machine": Machine.detect().name, "jobs": rows}
-    path.write_text(json.dumps(what, indent=1) + "\n")
+    usual_s = harness.usual_control_s()
+    return lambda: control_s(torch.device("cpu")) / usual_s
 
 
 if __name__ == "__main__":

@@ -12,10 +12,9 @@ with a limit that the leanest plan just keeps, which it may not refuse.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import random
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -31,9 +30,12 @@ from tightfit.planner.defaults import complete
 from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.search import search
-from tightfit.record import code_version
 from tightfit.report.commands import quiet_libraries
 from tightfit.units import format_bytes
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
+from benchmarks import harness
 
 PRESETS = (
     "bert-base", "bert-large", "vit-b-16", "vit-l-16", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt-1.3b", "t5-3b",
@@ -209,8 +211,7 @@ def checked(draw: Draw, listed: float) -> dict[str, Any]:
 
 def main() -> None:
     quiet_libraries()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60, help="after which no further draw is begun")
     parser.add_argument(
@@ -233,12 +234,9 @@ def main() -> None:
             flush=True,
         )
         wrong = sum(bool(one["wrong"]) for one in rows)
-        if arguments.out:
-            what = {
-                "code": code_version(), "seed": arguments.seed, "first": arguments.first, "draws": len(rows),
-                "of": len(everything), "wrong": wrong, "rows": rows,
-            }  # fmt: skip
-            arguments.out.write_text(json.dumps(what, indent=1) + "\n")
+        counts = {"draws": len(rows), "of": len(everything), "wrong": wrong}
+        found = {"seed": arguments.seed, "first": arguments.first, **counts, "rows": rows}
+        harness.write_record(arguments.out, found)
     if any(row["wrong"] for row in rows):
         raise SystemExit("search refused what fits")
 
