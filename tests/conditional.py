@@ -1,4 +1,5 @@
-"""Models of which a sample uses only some modules, and what plain PyTorch makes of them: the whole batch, one device, no plan."""
+"""Models of which each sample uses only some modules, and their training in plain PyTorch: whole
+batch, one device, no plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documents say exists, and the README's Python runs."""
+"""Everything that the documents name exists, and the README's Python runs."""
 
 from __future__ import annotations
 

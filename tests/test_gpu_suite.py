@@ -1,4 +1,4 @@
-"""The tests for a GPU are there, of every method for one device, whatever machine collects them."""
+"""The GPU tests cover every method for one device, whatever machine collects them."""
 
 from __future__ import annotations
 

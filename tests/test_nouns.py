@@ -1,4 +1,5 @@
-"""The nouns: frozen, validated, round trips, one-line reprs, schemas."""
+"""Job, Plan, Machine and Record: frozen, validated, saved and read back, with one-line reprs and
+schemas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The package as seen from outside: its names, what importing it costs, where its imports point."""
+"""The package seen from outside: its names, the cost of importing it, the direction of its imports;
+and the layout of its tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan changes in the numerics, and what a job's `allow` admits."""
+"""Which plans change the numerics, and which of them a job's `allow` admits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forty and more mistakes that people make: each ends with exit code 2 and a message that names the way out."""
+"""More than forty common mistakes: each ends with exit code 2 and a message that names the fix."""
 
 from __future__ import annotations
 

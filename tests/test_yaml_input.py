@@ -1,4 +1,4 @@
-"""Files of settings: what YAML holds beyond plain data of a bounded size is refused, with its place and a way out."""
+"""Settings files: YAML beyond plain data of a bounded size is refused, with its place and a fix."""
 
 from __future__ import annotations
 

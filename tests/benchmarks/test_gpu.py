@@ -1,4 +1,4 @@
-"""The benchmark of a GPU runs here in small, every part of it, and what it records is what the README's table is made of."""
+"""A small copy of every part of the GPU benchmark runs, and the README table comes from its record."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_each_part_records(record: dict[str, Any]) -> None:
     assert found["calibration"]["machine"]["matrix_flops_per_s"]
     llama = found["llama"]
     assert [one["model"] for one in llama["too_large"]] == [CPU["llama"]["family"][0][0]]
-    assert len(llama["step_s"]) == 2  # of five, three warm up and are looked into
+    assert len(llama["step_s"]) == 2  # of five: three warm up, and their memory is tracked
     assert 0.9 < llama["predicted_over_measured"]["allocated"] < 1.1
     assert len(found["ladder"]["rungs"]) == CPU["ladder"]["rungs"]
     for rung in found["ladder"]["rungs"]:

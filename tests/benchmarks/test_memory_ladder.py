@@ -1,4 +1,5 @@
-"""The ladder falls at each rung, and fake tensors take what real ones take."""
+"""Each rung of the memory ladder is lower than the one before, and fake tensors take what real ones
+take."""
 
 from __future__ import annotations
 

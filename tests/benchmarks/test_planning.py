@@ -1,4 +1,4 @@
-"""The benchmarks of the planner: what they compare is legal, and as broad as they say."""
+"""The planner's benchmarks compare legal plans and cover the models and methods that they claim."""
 
 from __future__ import annotations
 

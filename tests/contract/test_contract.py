@@ -1,9 +1,9 @@
-"""The contract: every method, and every pair that the rules admit, trains the same job as plain PyTorch.
+"""The contract: every method, and every pair that the rules admit, trains the same job as plain
+PyTorch.
 
-Methods are found in METHODS and their settings in each room's VARIANTS: a new room is held to this by being listed.
-
-The same tests run on a processor and, with the mark `gpu`, on a GPU, where plain PyTorch runs on the same GPU. What is compared
-is compared on the host.
+Methods are found in METHODS and their settings in each module's VARIANTS: a new module is tested as
+soon as it is listed. The same tests run on a processor and, with the mark `gpu`, on a GPU, where
+plain PyTorch runs on the same GPU. Results are compared on the host.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def test_pair_of_methods_matches_plain_pytorch(items: list[Variant], name: str) 
 
 
 def is_usual(variant: Variant) -> bool:
-    """Of several devices, or the first of its room: the others differ in degree."""
+    """The variants on several devices, and the first of each module: the others differ in degree."""
     return on_several([variant]) or variant in [one for one in variants() if one[0] == variant[0]][:1]
 
 

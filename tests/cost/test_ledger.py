@@ -1,4 +1,4 @@
-"""Estimated, dry-run, measured: three figures for each plan, held together."""
+"""Estimates, dry runs and measurements of the same plan agree."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_chunked_loss_is_estimated_below_and_above_one_chunk(
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_tracing_one_of_equal_chunks_equals_tracing_each(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch is of 8 chunks; on a processor each goes through the softmax in two pieces."""
+    """The batch has 8 chunks; on a processor the softmax takes each in two parts."""
     plan = tightfit.Plan(chunked_loss=128)
     job = cases.job("llama").replace(train=tightfit.Train(batch=32))
     short, peak = Profiler(job, device).ledger(plan), dry_run(job, plan, device)

@@ -1,4 +1,4 @@
-"""Buffers of a pipeline's device are told by what they are, not by how large they are."""
+"""The buffers of a pipeline stage are classified by their role, not by their size."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Cached folders are made once, survive interruption, and are made again when they were changed."""
+
 from __future__ import annotations
 
 import stat

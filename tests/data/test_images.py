@@ -1,4 +1,5 @@
-"""Images from folders, saved datasets and scikit-learn: sizes, classes, and damage told with its file."""
+"""Images from folders, saved datasets and scikit-learn: sizes, classes, and damage reported with
+its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long records, words and files: read and tokenized in pieces, which are the tokens of the whole."""
+"""Long records, words and files are read and tokenized in pieces, with the tokens of the whole."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The order of samples: permutations, epochs, held-out samples, and random draws."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -1,4 +1,5 @@
-"""What each task makes of tokens: shapes, rates, and that nothing but seed, sample and epoch decides."""
+"""The rows that each task makes of tokens: shapes and rates, decided by seed, sample and epoch
+alone."""
 
 from __future__ import annotations
 

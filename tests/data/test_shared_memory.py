@@ -1,4 +1,4 @@
-"""Datasets of many tensors, as workers are given them: one block of shared memory, however a process is started."""
+"""Datasets of many tensors reach workers in one block of shared memory, whatever the start method."""
 
 from __future__ import annotations
 

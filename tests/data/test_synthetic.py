@@ -1,3 +1,5 @@
+"""Synthetic samples follow a rule that a model can learn, and depend on the seed alone."""
+
 from __future__ import annotations
 
 import pickle

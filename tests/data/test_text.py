@@ -1,4 +1,4 @@
-"""Every source of text, read as documents, and what is damaged in it, told with its place."""
+"""Every source of text is read as documents, and damage in it is reported with its place."""
 
 from __future__ import annotations
 

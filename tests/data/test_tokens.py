@@ -1,4 +1,5 @@
-"""Tokenizers and token files: exact, cached, made anew when the text or the settings change."""
+"""Tokenizers and token files are exact and cached, and are made again when the text or the settings
+change."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def test_packed_rows_concatenate_to_the_text(folder: Path) -> None:
     whole = "".join(document + "<|endoftext|>" for document in DOCUMENTS)
     text = samples.tokenizer.decode(ids)
     assert whole.startswith(text)
-    assert len(samples.tokenizer.backend_tokenizer.encode(whole[len(text) :]).ids) < 16  # less than a piece is left out
+    assert len(samples.tokenizer.backend_tokenizer.encode(whole[len(text) :]).ids) < 16  # less than one row is left out
     assert {len(samples[index]["input_ids"]) for index in range(len(samples))} == {16}
     assert (samples.sample_items, samples.ragged, samples.damaged) == (16, False, 0)
 

@@ -1,4 +1,4 @@
-"""Datasets of the user's own: what they may be, how their samples become batches, and their randomness."""
+"""Users' own datasets: their types, how their samples become batches, and their randomness."""
 
 from __future__ import annotations
 

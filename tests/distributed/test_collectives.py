@@ -1,4 +1,4 @@
-"""Rows that are summed for each device, or come from it, are what torch's own reduce-scatter and all-gather make of them."""
+"""Collectives by row give the results of torch's own reduce-scatter and all-gather."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the processes of a training listen, by what their launcher says."""
+"""Where the processes of a training listen, given what their launcher sets."""
 
 from __future__ import annotations
 

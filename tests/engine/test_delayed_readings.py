@@ -1,4 +1,8 @@
-"""A step reads no number of its device: what it tells is read later, by whoever asks. And micro-batches come one ahead."""
+"""A step reads no number of its device: its figures are copied, and read when someone asks for
+them.
+
+Micro-batches are copied to the device one ahead.
+"""
 
 from __future__ import annotations
 
@@ -128,25 +132,25 @@ def test_positions_are_checked_only_if_the_batch_brings_them(monkeypatch: pytest
     """transformers looks for packed sequences in the batch's position ids, not in those that the model makes."""
     from transformers import masking_utils
 
-    looked: list[Tensor] = []
+    checked: list[Tensor] = []
     find = masking_utils.find_packed_sequence_indices
 
-    def look(position_ids: Tensor) -> Tensor | None:
-        looked.append(position_ids)
+    def noted(position_ids: Tensor) -> Tensor | None:
+        checked.append(position_ids)
         return find(position_ids)
 
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", look)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", noted)
     run = tightfit.build(tiny.job())
     run.model.eval()
     batch = run.data.example()
     packed = {**batch, "position_ids": torch.tensor([[*range(8), *range(8)]]).expand(len(batch["input_ids"]), -1)}
     unread = without_mask_checks(run.loss_sum, run.model)
     for one, times in ((batch, 0), (packed, 1)):
-        looked.clear()
+        checked.clear()
         found = unread(one)
-        assert len(looked) == times
+        assert len(checked) == times
         assert torch.equal(found, run.loss_sum(one))
-    assert masking_utils.find_packed_sequence_indices is look
+    assert masking_utils.find_packed_sequence_indices is noted
 
 
 class Own(torch.nn.Linear):
@@ -346,10 +350,10 @@ def test_the_first_micro_batch_uses_the_reserved_buffer() -> None:
     uploads = BatchPrefetcher(torch.device("cpu"))
     list(uploads.prefetch(batches(2, 2), placed))
     assert uploads._reserved is not None
-    (room,) = uploads._reserved.tensors
+    (reserved,) = uploads._reserved.tensors
     first, *_ = uploads.prefetch(batches(2, 1), placed)
-    assert first["input_ids"] is room
-    assert uploads._reserved.tensors[0] is not room
+    assert first["input_ids"] is reserved
+    assert uploads._reserved.tensors[0] is not reserved
 
 
 def test_prefetching_micro_batches_does_not_change_training() -> None:
@@ -443,7 +447,7 @@ def test_a_copy_waits_for_its_buffer_and_compute_for_the_copy(monkeypatch: pytes
             "work waits for copies 2",
             "work: work at 1",
             "work: update",
-            "copies waits for work 1",  # room that was there before the work at the last micro-batch: it is copied beside that
+            "copies waits for work 1",  # the buffer existed before the last micro-batch's work, so the copy overlaps with it
             "copies: batch 0",
             "copies waits for work 3",
             "copies: batch 1",

@@ -1,7 +1,8 @@
-"""Every value of every field of a plan, through `tightfit train`: trained like the reference plan, or refused with a remedy.
+"""Every value of every field of a plan, through `tightfit train`, trains like the reference plan or
+is refused with a remedy.
 
-The values are derived from Plan itself, so a field or value that is added is trained here too. Alone most fields do nothing, or
-are refused: WITH says with which others they do what they are for.
+The values are derived from Plan itself, so a new field or value is trained here too. Most fields do
+nothing alone or are refused alone: WITH gives the other fields with which they take effect.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A run that nobody holds any more leaves nothing in memory, so that a notebook or a service can build one after another."""
+"""A run without references leaves nothing in memory, so a notebook or a service can build one after
+another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Several hosts, as network namespaces of this one: each with its own address, and no way between them but a wire."""
+"""Several hosts, as network namespaces of this one: each has an address of its own, and a virtual
+link is their only connection."""
 
 from __future__ import annotations
 

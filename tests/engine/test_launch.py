@@ -1,4 +1,5 @@
-"""A training process starts with the environment that its plan wants, once, and only where it is the command itself."""
+"""A training process starts with the environment that its plan needs, once, and only if it is the
+command itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Models whose states do not fit the memory of a process train under that limit, and as they would without it.
+"""Models whose states exceed the memory of a process train under that limit, with the results of a
+run without it.
 
 The limit is the operating system's own (RLIMIT_DATA): beyond it an allocation fails.
 """

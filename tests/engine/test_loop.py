@@ -1,4 +1,4 @@
-"""The loop and the evaluation."""
+"""The training loop and the evaluation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A parameter without a gradient is left alone: no weight decay, no momentum, no state, no count of its steps.
+"""A parameter without a gradient is skipped: no weight decay, no momentum, no state, no count of
+its steps.
 
-So does plain PyTorch with zero_grad(set_to_none=True). What counts is the gradient of the whole batch: one that a single
-device or a single micro-batch makes is one.
+Plain PyTorch does the same with zero_grad(set_to_none=True). The gradient of the whole batch
+decides: if a single device or micro-batch computes one, the parameter is updated.
 """
 
 from __future__ import annotations

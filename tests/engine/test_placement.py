@@ -1,4 +1,5 @@
-"""No tensor of the host meets one of the device: steps of every method on a CUDA device without values, in a process of its own."""
+"""Steps of every method mix no tensors of host and device: on a CUDA device without values, in a
+process of its own."""
 
 from __future__ import annotations
 

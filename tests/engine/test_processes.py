@@ -1,4 +1,5 @@
-"""Processes of `tightfit train --nproc`: where they listen, and how they end when one is signalled, stopped, killed or refuses."""
+"""Processes of `tightfit train --nproc`: where they listen, and how they end after signals, stops,
+kills and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random generators: of each process its own, and of its own device."""
+"""Random generators: each process has its own, and that of its own device."""
 
 from __future__ import annotations
 

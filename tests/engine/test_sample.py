@@ -1,4 +1,5 @@
-"""The sample text at the end of a training is that of one process, on any number of them, and the command ends."""
+"""The sample text at the end of a training is the same on any number of processes, and the command
+ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What several processes train is what one trains: every optimizer, clipping, uneven shares, evaluation, checkpoints."""
+"""Several processes train like one: every optimizer, clipping, uneven shares, evaluation,
+checkpoints."""
 
 from __future__ import annotations
 

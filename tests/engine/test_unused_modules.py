@@ -1,4 +1,4 @@
-"""Parameters that only some devices use: experts without tokens, and layers that do nothing for a batch without their samples."""
+"""Parameters that only some devices use: experts without tokens, and layers that a batch skips."""
 
 from __future__ import annotations
 

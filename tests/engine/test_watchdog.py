@@ -1,4 +1,4 @@
-"""A process that watches others ends whatever is gone: the store that all share, or whoever reads what it says."""
+"""A watched process ends even if the shared store or the reader of its output is gone."""
 
 from __future__ import annotations
 

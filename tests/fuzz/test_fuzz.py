@@ -1,4 +1,5 @@
-"""A fixed part of the fuzzing: files of every kind are taken, or refused in three parts. `scripts/test --fuzz N --seed S` draws on."""
+"""A fixed part of the fuzzing: files of every kind are accepted, or refused in three parts.
+`scripts/test --fuzz N --seed S` draws more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which GPUs are found, what is said of those that are not used, and how fast an unknown one is taken to be."""
+"""Which GPUs are found, what is reported about unused ones, and the estimated speed of unknown
+ones."""
 
 from __future__ import annotations
 

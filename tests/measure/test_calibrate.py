@@ -1,4 +1,4 @@
-"""A glance at a machine: what it finds, and where it is kept."""
+"""Quick calibration of a machine: its results, and where they are stored."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def test_quick_calibration_finds_all_rates_and_is_stored(tmp_path: Path, monkeyp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     load = [99.0]
     monkeypatch.setattr(os, "getloadavg", lambda: (load[0], 0.0, 0.0))
-    look = functools.cache(lambda text: calibrate.glanced(text))
+    answer = functools.cache(lambda text: calibrate.glanced(text))
     monkeypatch.setattr(
-        calibrate.subprocess, "run", lambda command, input, **more: subprocess.CompletedProcess(command, 0, look(input))
+        calibrate.subprocess, "run", lambda command, input, **more: subprocess.CompletedProcess(command, 0, answer(input))
     )
     before = Machine.detect()
     assert calibrate.quick_calibrate(before).matrix_flops_per_s

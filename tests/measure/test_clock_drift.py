@@ -1,4 +1,4 @@
-"""A machine that changes its pace while it is measured is calibrated as if it had not."""
+"""A machine whose speed changes during calibration gets the rates of one whose speed does not."""
 
 from __future__ import annotations
 

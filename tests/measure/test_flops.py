@@ -1,4 +1,4 @@
-"""FLOPs counted from a run's own forward against the formulas of the literature."""
+"""FLOPs counted from a run's own forward agree with the formulas of the literature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two processes send each other is measured, or said not to be: nothing waits for ever."""
+"""Links between two processes are measured or reported as unmeasured, and nothing waits forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a run's real steps, by row, and that looking at it changes nothing."""
+"""The memory of a run's real steps, by row; observing it changes nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PLANS: list[dict[str, Any]] = [
 
 
 def second_step(job: tightfit.Job, **plan: Any) -> tuple[Run, Peak]:
-    """A run after its second step, in which the memory was looked at."""
+    """A run after its second step, whose memory was tracked."""
     run = tightfit.build(job, tightfit.Plan(**plan))
     batches = run.data.steps(0, None)
     take_step(run, next(batches), 0)
@@ -106,20 +106,20 @@ def test_buffers_count_as_the_model_s() -> None:
 @pytest.mark.parametrize("plan", [*PLANS, {"compile": "model"}], ids=str)
 def test_an_observed_step_is_bit_for_bit_the_same(plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tightfit.methods.compile.BACKEND", "aot_eager")
-    expected = trained(tightfit.Plan(**plan), look=False)
-    found = trained(tightfit.Plan(**plan), look=True)
+    expected = trained(tightfit.Plan(**plan), track=False)
+    found = trained(tightfit.Plan(**plan), track=True)
     assert [step.loss for step in found[1]] == [step.loss for step in expected[1]]
     for one, other in zip(found[0], expected[0], strict=True):
         assert torch.equal(one, other)
 
 
-def trained(plan: tightfit.Plan, look: bool) -> tuple[list[torch.Tensor], list[Step]]:
+def trained(plan: tightfit.Plan, track: bool) -> tuple[list[torch.Tensor], list[Step]]:
     """Weights and steps of three steps of a job with dropout; the second one sampled, and its FLOPs counted, or not."""
     torch.manual_seed(1)
     run = tightfit.build(tiny.job(), plan)
     steps = []
     for step, batches in zip(range(3), run.data.steps(0, None), strict=False):
-        if look and step == 1:
+        if track and step == 1:
             steps.append(sample_step(run, batches, step)[0])
             assert forward_flops(run, batches[0])
         else:
@@ -134,9 +134,9 @@ def test_the_allocator_agrees_with_the_storages(name: str, plan: dict[str, Any])
     batches = run.data.steps(0, None)
     take_step(run, next(batches), 0)
     peaks = []
-    for look in (track_peak, profiled):
+    for track in (track_peak, profiled):
         micro_batches = next(batches)
-        peaks.append(look(run, micro_batches, lambda watched, batch=micro_batches: take_step(watched, batch, 1))[1])
+        peaks.append(track(run, micro_batches, lambda watched, batch=micro_batches: take_step(watched, batch, 1))[1])
     seen, allocated = peaks
     assert allocated.total == pytest.approx(seen.total, rel=0, abs=64)
     assert allocated.phase == seen.phase

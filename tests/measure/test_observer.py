@@ -1,4 +1,4 @@
-"""The observer times the steps that it does not look into, and its record says what was seen."""
+"""The observer times the steps whose memory it does not track, and its record contains what it saw."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ def test_early_speed_is_that_of_the_latest_step() -> None:
 
 
 def test_compile_time_is_the_first_step_minus_a_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tightfit.methods import compile as room
+    from tightfit.methods import compile as compile_method
 
-    monkeypatch.setattr(room, "BACKEND", "eager")
+    monkeypatch.setattr(compile_method, "BACKEND", "eager")
     torch.compiler.reset()
     record = observed(tightfit.build(tiny.job(steps=5), tightfit.Plan(compile="block"))).record(machine())
     torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""Rates: what one calibration measures, and where it stops."""
+"""Rates of operations: the sizes that one calibration measures, and where it stops."""
 
 from __future__ import annotations
 

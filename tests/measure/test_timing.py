@@ -1,4 +1,4 @@
-"""Seconds of a piece of work: on a GPU those of its kernels, whatever the host takes to start them."""
+"""Timing of an operation: on a GPU the time of its kernels, without the host's launch time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verify passes for plans that train the same job, and only for them."""
+"""verify passes for plans that train the same job, and only for those."""
 
 from __future__ import annotations
 

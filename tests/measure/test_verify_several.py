@@ -1,4 +1,5 @@
-"""verify on several processes: the reference in the first of them, the plan in all, and the same answer everywhere."""
+"""verify on several processes: the reference runs in the first, the plan in all, and all give the
+same answer."""
 
 from __future__ import annotations
 

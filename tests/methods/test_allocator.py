@@ -1,4 +1,4 @@
-"""What is asked of the allocator, and that what the user's environment says of it wins."""
+"""The settings that a plan gives the allocator; the user's environment takes precedence."""
 
 from __future__ import annotations
 

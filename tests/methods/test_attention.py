@@ -1,4 +1,4 @@
-"""The blocked attention's operations do what they tell the compiler that they do."""
+"""The operations of blocked attention behave as they are declared to the compiler."""
 
 from __future__ import annotations
 

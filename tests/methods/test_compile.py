@@ -1,4 +1,4 @@
-"""Compiled once: no batch of another size, evaluation or length compiles anything again."""
+"""Compiled once: another batch size, an evaluation or another length compiles nothing again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests import tiny
 from tests.planner import cases
 from tightfit.errors import InputError
 from tightfit.machine import Machine
-from tightfit.methods import compile as room
+from tightfit.methods import compile as compile_method
 from tightfit.planner.estimate import Estimator
 from tightfit.rules import check
 
@@ -28,7 +28,7 @@ BLOCKS = tiny.MODEL["num_hidden_layers"]
 def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
     """Counts what is handed to the compiler, which differentiates it and leaves it to eager kernels."""
     counted = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(room, "BACKEND", counted)
+    monkeypatch.setattr(compile_method, "BACKEND", counted)
     torch.compiler.reset()
     yield counted
     torch.compiler.reset()
@@ -188,7 +188,7 @@ def small(model: Any) -> tightfit.Job:
 def test_a_model_that_the_compiler_fails_on_is_refused(
     when: str, regions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "BACKEND", FAILING[when])
+    monkeypatch.setattr(compile_method, "BACKEND", FAILING[when])
     torch.compiler.reset()
     with pytest.raises(
         InputError, match=rf"compile={regions}: torch.compile fails on this model .*view size(.|\n)*compile: none"
@@ -245,7 +245,7 @@ def test_the_compile_mode_is_passed_to_the_compiler(regions: str, monkeypatch: p
     monkeypatch.setattr(torch, "compile", compiled)
     for mode, wanted in (("default", None), ("max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs")):
         asked.clear()
-        room.apply(tightfit.build(job()), tightfit.Plan(compile=regions, compile_mode=mode))
+        compile_method.apply(tightfit.build(job()), tightfit.Plan(compile=regions, compile_mode=mode))
         assert asked == [wanted] * (BLOCKS if regions == "block" else 1)
 
 
@@ -255,7 +255,7 @@ def test_a_graphs_loss_is_copied_out_of_its_memory(monkeypatch: pytest.MonkeyPat
     place = torch.zeros(1)
     monkeypatch.setattr(torch, "compile", lambda *_, **options: lambda batch: place.copy_(batch["loss"]))
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(True))
-    run = room.apply(tightfit.build(job(batch=1)), tightfit.Plan(compile="model", compile_mode="reduce-overhead"))
+    run = compile_method.apply(tightfit.build(job(batch=1)), tightfit.Plan(compile="model", compile_mode="reduce-overhead"))
     losses = [run.loss_sum({"loss": torch.tensor([value])}) for value in (1.0, 2.0)]
     assert [float(loss) for loss in losses] == [1.0, 2.0]
     assert len(begun) == 2
@@ -264,7 +264,7 @@ def test_a_graphs_loss_is_copied_out_of_its_memory(monkeypatch: pytest.MonkeyPat
 def test_a_cuda_graph_has_one_shape() -> None:
     ragged = tightfit.build(job(ragged_samples()))
     with pytest.raises(InputError, match="fixed shapes"):
-        room.apply(ragged, tightfit.Plan(compile="model", compile_mode="reduce-overhead"))
+        compile_method.apply(ragged, tightfit.Plan(compile="model", compile_mode="reduce-overhead"))
 
 
 def test_cuda_graphs_keep_their_memory_between_steps() -> None:

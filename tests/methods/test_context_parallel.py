@@ -1,4 +1,5 @@
-"""Sequences divided among devices: the same training as whole ones, also where they are padded, uneven or of grouped heads."""
+"""Sequences sharded over devices train like whole ones, with padding, uneven lengths and grouped
+heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Compressed gradients: what PowerSGD leaves out of one step comes with later ones, and what has low rank is sent whole."""
+"""Compressed gradients: PowerSGD carries its error to later steps, and gradients of low rank are
+sent exactly."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Float8 products: as torchao trains a plain model, predicted as they run, and refused where nothing multiplies in 8 bits.
+"""Float8 products: trained like torchao on a plain model, predicted as they run, and refused on
+devices without 8-bit units.
 
-Here products are emulated: computed in fp32, of factors in 8 bits. On a GPU the contract tests train with the real ones.
+Here products are emulated: computed in fp32, from factors in 8 bits. On a GPU the contract tests
+train with real ones.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Every operation with a backward of its own against numerical differentiation, in fp64.
+"""Every operation with a backward of its own is checked against numerical differentiation, in fp64.
 
-Those that speak to other devices are checked as a function of what all of them hold, on two processes that go through it together.
+Operations that communicate are checked as a function of what all devices hold, on two processes
+that run it together.
 """
 
 from __future__ import annotations

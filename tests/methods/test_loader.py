@@ -1,4 +1,5 @@
-"""The loader: the same samples in the same order, however they are cut, prepared and interrupted."""
+"""The loader gives the same samples in the same order, however they are split, prepared and
+interrupted."""
 
 from __future__ import annotations
 
@@ -197,7 +198,7 @@ def test_a_worker_s_error_is_raised_in_the_training(workers: int) -> None:
     assert raised.value.fix == "mend its __getitem__"
 
 
-@pytest.mark.slow  # torch looks after its workers every five seconds
+@pytest.mark.slow  # torch checks its workers every five seconds
 def test_a_killed_worker_is_reported() -> None:
     with pytest.raises(TightfitError, match=r"killed(.|\n)*fix: use fewer loader_workers"):
         first(data_of(Killed(), VIT, {"loader_workers": 1}), 4)

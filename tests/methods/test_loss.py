@@ -1,4 +1,4 @@
-"""The chunked cross entropy, against torch's own on whole logits."""
+"""The chunked cross entropy, compared with torch's own on whole logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Both ways of creating a model give the same model; the device way holds it once, in the type it is kept in."""
+"""Both ways of creating a model give the same model; the device way holds it once, in its final
+type."""
 
 import copy
 import os
@@ -372,7 +373,7 @@ def test_both_ways_give_the_same_model_on_a_gpu(name, dtype):
 
 
 class Reads(nn.Module):
-    """Looks at a value while it is created."""
+    """Reads a value while it is created."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""METHODS is the one list: each plan field has one method, and a method that is only listed there is found everywhere."""
+"""METHODS is the only list: each plan field has one method, and a method that is listed there is
+found everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Splits of a batch: as many as it takes, the last one short, BatchNorm corrected; the advice on widths."""
+"""Splits of a batch: any number of micro-batches, a short last one, BatchNorm corrected; advice on
+widths."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def test_the_batch_is_split_into_micro_batches(micro_batch: int | None, pieces: 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5])
 def test_running_statistics_decay_as_with_one_batch(pieces: int) -> None:
-    """A step of `pieces` pieces of the same batch moves them as far as one step of the whole."""
+    """A step of `pieces` equal micro-batches moves them as far as one step of the whole batch."""
     whole, split = nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4))
     correct_batch_norm(split, pieces)
     batch = torch.randn(16, 4) + 3

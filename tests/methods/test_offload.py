@@ -1,4 +1,5 @@
-"""What lies outside the device's memory: brought over when it is needed, as by a GPU, and trained as if it had stayed."""
+"""Tensors outside the device's memory are copied when they are needed, as by a GPU, and train as if
+they had stayed."""
 
 from __future__ import annotations
 

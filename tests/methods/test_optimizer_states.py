@@ -1,3 +1,6 @@
+"""Optimizers with the plan's states, rounding and kernels give the reference weights where they
+should."""
+
 from dataclasses import dataclass
 from typing import Any, cast
 

@@ -1,4 +1,5 @@
-"""The asynchronous parameter server against a serial replay of what it did, in the order in which chance had it."""
+"""The asynchronous parameter server is compared with a serial replay of the updates in the order in
+which they came."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pipelines: schedules against theory, PipeDream against a serial simulation of its delayed updates, what is refused."""
+"""Pipelines: schedules against theory, PipeDream against a serial simulation of its delayed
+updates, and refusals."""
 
 from __future__ import annotations
 

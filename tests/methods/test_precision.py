@@ -1,4 +1,4 @@
-"""The loss scale's rules; which types arrive where."""
+"""The rules of the loss scale, and the types that layers and loss receive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is recomputed, what is kept, and that the second forward is the first one again."""
+"""Which blocks are recomputed, which activations are kept, and that the second forward equals the
+first."""
 
 from __future__ import annotations
 
@@ -164,7 +165,7 @@ def test_a_model_without_blocks_is_refused() -> None:
 
 
 class Alone(Net):
-    """Calls its first block by itself before all of them, as a model does that looks at its own targets."""
+    """Calls its first block by itself before all blocks, as a model does that computes its own targets."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():

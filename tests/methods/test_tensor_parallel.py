@@ -1,4 +1,4 @@
-"""Tensor parallelism beyond what the contract sees: dropout, what is sent, positions that do not divide, wrong tables."""
+"""Tensor parallelism beyond the contract: dropout, messages, indivisible positions, wrong tables."""
 
 from __future__ import annotations
 

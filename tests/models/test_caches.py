@@ -1,4 +1,4 @@
-"""Caches of models' code hold no tensors without values after a trace, and none with values in one."""
+"""Caches in models' code hold no fake tensors after a trace, and no real ones during one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models are made from specs and callables; what cannot be made is refused with the change that works."""
+"""Models are created from specs and callables; specs that cannot be created are refused with a fix."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What operations give on tensors without values where torch does not know it, and what is said of those that fail."""
+"""Operations on fake tensors that torch does not support, and the errors of those that fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is given as a model or a loss: torch's own losses train as in plain PyTorch; for what cannot, a sentence says what to give."""
+"""torch's own losses train as in plain PyTorch; for losses that cannot be trained, one sentence
+says what to give."""
 
 from __future__ import annotations
 

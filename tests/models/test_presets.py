@@ -1,4 +1,4 @@
-"""Each preset has the parameter count that was published with it."""
+"""Each preset has its published parameter count."""
 
 import pytest
 import torch

@@ -1,3 +1,5 @@
+"""States in 8 and 4 bits: maps, bytes, layout, and agreement with torchao."""
+
 import itertools
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Updates in batches give what updates of one parameter at a time do, with fewer kernels."""
+"""Batched updates give the results of updates of one parameter at a time, with fewer kernels."""
 
 from __future__ import annotations
 

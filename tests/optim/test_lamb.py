@@ -1,3 +1,5 @@
+"""LAMB follows the algorithm of its paper."""
+
 import math
 
 import pytest

@@ -1,3 +1,5 @@
+"""Lion follows the algorithm of its paper."""
+
 import pytest
 import torch
 from torch import Tensor

@@ -1,3 +1,5 @@
+"""Optimizers made from a job's settings: parameter groups, kernels, step lengths, refusals."""
+
 import io
 from typing import get_args
 

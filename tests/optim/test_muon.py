@@ -1,3 +1,5 @@
+"""Muon updates hidden matrices, and AdamW the rest, like torch's two optimizers side by side."""
+
 import torch
 from torch import nn
 

@@ -1,3 +1,6 @@
+"""The optimizer that updates one parameter at a time: bit-for-bit equality, narrow states,
+rounding, resuming."""
+
 import copy
 import gc
 import io

@@ -1,3 +1,5 @@
+"""Learning-rate schedules: warm-up, shapes, lengths."""
+
 import math
 
 import pytest

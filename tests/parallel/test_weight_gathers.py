@@ -1,4 +1,5 @@
-"""Updated weights of ZeRO's stages 1 and 2 come while the next forward runs, and nothing sees one that has not come."""
+"""ZeRO stages 1 and 2 gather updated weights during the next forward, and nothing reads a weight
+that has not arrived."""
 
 from __future__ import annotations
 

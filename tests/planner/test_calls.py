@@ -1,4 +1,5 @@
-"""Blocks that a model calls in its own way: more than once, with what another keeps, or for what they leave on themselves."""
+"""Blocks with unusual calls: several times, with another block's results, or for attributes that
+they set."""
 
 from __future__ import annotations
 

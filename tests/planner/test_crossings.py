@@ -1,4 +1,5 @@
-"""What a model sends from one stage of a pipeline to the next: predicted bytes, and those that are really sent."""
+"""Tensors that a model sends from one stage of a pipeline to the next: predicted bytes and sent
+bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine lacks to compile is known before anything is compiled, and said."""
+"""Whether a machine can compile is known before anything is compiled, and the reason is given."""
 
 from __future__ import annotations
 

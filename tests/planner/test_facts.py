@@ -1,4 +1,4 @@
-"""What the literature says of memory comes out of explain by itself."""
+"""explain reproduces memory facts of the literature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Efficiency numbers from runs: they explain what was measured, and no more than that."""
+"""Efficiencies fitted to runs explain what was measured, and nothing more."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_one_slow_run_changes_efficiencies_within_bounds(estimated: list[Ledger]
 
 
 def test_a_record_of_processes_is_fitted_to_their_machine_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes on one processor, each with half of its rates: a run as fast as that predicts changes nothing. What a
-    pipeline waits is not looked at."""
+    """Two processes on one processor have half of its rates each: a run that takes the predicted
+    time changes nothing. Waits of a pipeline are ignored."""
     monkeypatch.setattr(fake_inputs, "_seconds_per_sample", lambda job, source: 0.0)  # which is timed anew for each
     machine = Machine.detect().replace(process_bytes_per_s=Figure(value=1e9, source="measured"))
     job = tightfit.Job(

@@ -1,4 +1,4 @@
-"""What lies in the host's memory and on its disk, and what a step waits for its samples."""
+"""Memory on the host, bytes on its disk, and the time that a step waits for its samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What each device of a pipeline, of a ring or among replicas holds at its peak: predicted, and measured on processes."""
+"""The peak memory of each device of a pipeline, a ring or replicas: predicted, and measured on
+processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""States in 8 and 4 bits of parameters that devices divide: a part that is not a whole number of blocks stays in fp32."""
+"""States in 8 and 4 bits of sharded parameters: a shard that is not a whole number of blocks stays
+in fp32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A search refuses only where no plan fits, and says what would help; a dry run that fails is no refusal."""
+"""A search refuses only if no plan fits, and names remedies; a failed dry run is no refusal."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_a_refusal_is_printed_as_json_and_ends_with_3(
 
 
 def test_the_leanest_plan_accepts_a_micro_batch_of_the_share() -> None:
-    """Of 8 samples on 8 devices, a micro-batch of 1 is all of a share: no plan was looked at then."""
+    """With 8 samples on 8 devices a micro-batch of 1 is a device's whole share."""
     job = small(allow=["bf16", "8-bit-states", "stochastic-rounding"])
     machine = Machine.named("h100-sxm:8")
     estimator = Estimator(job, machine)

@@ -1,4 +1,5 @@
-"""The fastest plan that fits, why the others lost, and what is said where none does."""
+"""Search finds the fastest plan that fits, says why the others lost, and names remedies if none
+fits."""
 
 from __future__ import annotations
 
@@ -435,7 +436,7 @@ def test_nearest_rounding_is_used_only_if_asked_for(
     job, pins = cases.job("llama").replace(allow=["bf16", *allow]), {"precision": "bf16-true", **pins}
     if memory is None:
         seen = [one.plan for one in search(job, GPU, pins)]
-    else:  # where nothing fits, the leanest plan is looked for among others
+    else:  # where nothing fits, the search for the leanest plan tries others
         seen = [leanest(Estimator(job, GPU), tightfit.Plan(**pins), pins).plan]  # type: ignore[union-attr]
     assert {plan.rounding for plan in seen} == {rounding}
 

@@ -1,4 +1,5 @@
-"""What several devices hold and send, estimated: held against dry runs of the engine and the papers' formulas."""
+"""Estimated memory and messages of several devices, compared with dry runs and the papers'
+formulas."""
 
 from __future__ import annotations
 
@@ -177,7 +178,7 @@ def test_a_search_offloads_even_the_parameters_of_a_gpu() -> None:
 
 
 def test_tensor_parallel_messages_lengthen_pipeline_bubbles() -> None:
-    """What tp devices say to each other within a piece is a part of what the next device waits for."""
+    """The next stage waits for the messages of the tp devices within a stage, too."""
     plan = tightfit.Plan(tp=2, pp=2, micro_batch=1)
     estimator = Estimator(JOB, Machine.named("a100-80gb:4"))
     ledgers = {device: estimated_ledger(estimator.profiler, plan, estimator.machine, device) for device in range(2)}
@@ -310,7 +311,7 @@ def test_a_pinned_pipeline_is_split_by_cost() -> None:
 
 @pytest.mark.parametrize("fields", [{"dp_replicate": 8}, {"dp_replicate": 4, "pp": 2, "split": (3, 3)}])
 def test_plans_that_a_search_skips_are_not_better(estimator: Estimator, fields: dict[str, Any]) -> None:
-    """Bounds rule out most plans unseen: the best of those that are looked at is the best of all, whatever the limit."""
+    """Bounds rule out most plans: the best estimated plan is the best of all, whatever the limit."""
     start = tightfit.Plan(**fields)
     pins = {"precision": "fp32", **{name: fields[name] for name in fields if name != "dp_replicate"}}
     everything = [estimator.estimate(plan) for plans in candidates(estimator, start, pins) for plan in plans]
@@ -319,10 +320,10 @@ def test_plans_that_a_search_skips_are_not_better(estimator: Estimator, fields: 
         limit = peaks[int(share * (len(peaks) - 1))] * 1.1
         tight = copy.copy(estimator)
         tight.limit_bytes = limit
-        looked_at = estimate_candidates(tight, start, pins)
-        assert len(looked_at) < len(everything)
+        tried = estimate_candidates(tight, start, pins)
+        assert len(tried) < len(everything)
         best = min((replace(one, limit_bytes=limit) for one in everything), key=lambda one: (not one.fits, one.total_s))
-        assert min(one.total_s for one in looked_at if one.fits) <= 1.01 * best.total_s
+        assert min(one.total_s for one in tried if one.fits) <= 1.01 * best.total_s
 
 
 def test_latency_of_a_collective_counts_its_hops() -> None:
@@ -353,7 +354,7 @@ def test_latency_grows_with_the_number_of_calls(estimator: Estimator) -> None:
 
 @pytest.mark.parametrize("compiled", ["none", "block"])
 def test_a_stage_sends_its_share_of_tensor_parallel_messages(compiled: str) -> None:
-    """Of what tp devices say to each other in all blocks, those of half of the blocks say half, compiled or not."""
+    """The tp devices of half of the blocks send half of the messages, compiled or not."""
     estimator = Estimator(JOB, Machine.named("a100-80gb:8"))
     said = {
         pp: estimator.estimate(tightfit.Plan(tp=2, pp=pp, dp_replicate=8 // 2 // pp, compile=compiled, micro_batch=2))

@@ -1,4 +1,5 @@
-"""Models that nobody tuned for: explained without an edit, and right; or refused with a sentence that is true."""
+"""Models that nothing was tuned for are estimated correctly without an edit, or refused with a true
+reason."""
 
 from __future__ import annotations
 

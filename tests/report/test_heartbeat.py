@@ -1,4 +1,4 @@
-"""While a command plans or prepares data, it says what it does."""
+"""While a command plans or prepares data, it reports what it does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which errors say that memory ended."""
+"""Which errors mean that memory ran out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bar on a terminal and the lines elsewhere say the same."""
+"""The progress bar on a terminal and the lines elsewhere show the same figures."""
 
 from __future__ import annotations
 

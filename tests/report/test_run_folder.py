@@ -1,4 +1,4 @@
-"""What a training leaves in its folder, and how it ends when something goes wrong."""
+"""The files of a training in its folder, and how it ends when something goes wrong."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def test_a_signal_saves_unless_the_job_says_never(tmp_path: Path) -> None:
 
 @dataclass
 class Followed:
-    """Stands for a run on CUDA, and for all that looks at it: notes what is done, in order."""
+    """Replaces a run on CUDA and its observers: notes what happens, in order."""
 
     done: list[str]
 

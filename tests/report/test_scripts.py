@@ -1,4 +1,5 @@
-"""The scripts that start a training on several hosts: legal shell or YAML, with the very command in them."""
+"""The scripts that start a training on several hosts: valid shell or YAML, with the exact command
+in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiler's stand-in on tensors without values."""
+"""The replacement for the compiler on fake tensors."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_pooling_in_a_generated_kernel_is_counted() -> None:
     with FakeTensorMode(), _Kernels() as kernels:
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(16, 2))
         torch.compile(model, backend=fake_backend())(torch.zeros(2, 3, 8, 8)).sum().backward()
-    assert kernels.seen["compiled pooling"] == 4 * 9 * 2 * 4 * 2 * 2  # looks at nine of each
+    assert kernels.seen["compiled pooling"] == 4 * 9 * 2 * 4 * 2 * 2  # nine values for each output
 
 
 def test_kernel_functions_take_time_if_measured() -> None:

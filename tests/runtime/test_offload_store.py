@@ -1,4 +1,5 @@
-"""What a forward saves, in a store: it comes back ahead of its use, once for each use, and is given up with its graph."""
+"""Tensors saved by a forward in a store: fetched before their use, once per use, and released with
+their graph."""
 
 from __future__ import annotations
 
@@ -381,10 +382,10 @@ def test_at_most_three_updates_states_are_on_the_device(store: Store) -> None:
     optimizer = PerParameter(inner, state_store=store)
     held: list[int] = []
 
-    def look(*_: Any) -> None:
+    def note_states(*_: Any) -> None:
         held.append(len(store._prefetched) + len(store._pending_sends[0]) + 1)
 
-    inner.register_step_pre_hook(look)
+    inner.register_step_pre_hook(note_states)
     for _ in range(2):
         held.clear()
         for weight in weights:

@@ -1,4 +1,5 @@
-"""Kept processes that trials run in: they survive refusals, and are replaced after crashes and hangs."""
+"""Kept processes in which trials run: they survive refusals, and are replaced after crashes and
+hangs."""
 
 from __future__ import annotations
 

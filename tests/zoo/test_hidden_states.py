@@ -1,5 +1,7 @@
-"""Options of architectures' configurations by which the head reads what every block returns: methods that take this apart refuse them,
-in a prediction as in a training."""
+"""Architectures' options by which the head reads what every block returns.
+
+Methods that do not support this refuse them, in a prediction as in a training.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A fixed part of the zoo: every model with a plan on one process, and drawn trials on several. `scripts/test --zoo` draws on."""
+"""A fixed part of the zoo: every model with a plan on one process, and drawn trials on several.
+`scripts/test --zoo` draws more."""
 
 from __future__ import annotations
 

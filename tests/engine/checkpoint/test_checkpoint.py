@@ -1,4 +1,5 @@
-"""A resumed run is the undisturbed run: the same losses and weights, bit for bit, on one device in fp32."""
+"""A resumed run equals the uninterrupted run: the same losses and weights, bit for bit, on one
+device in fp32."""
 
 from __future__ import annotations
 

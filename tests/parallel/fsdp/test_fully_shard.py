@@ -1,4 +1,5 @@
-"""What cannot come and go with its block is refused, before anything is trained; a search passes such plans over."""
+"""Parameters that cannot be gathered with their block are refused before training; a search skips
+such plans."""
 
 from __future__ import annotations
 

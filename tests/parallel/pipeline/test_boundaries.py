@@ -1,5 +1,8 @@
-"""Stage boundaries: models that do more than pass a tensor from block to block. In a pipeline they train as plain PyTorch trains
-them, or are refused with the line that cannot be cut."""
+"""Stage boundaries: models that do more than pass a tensor from block to block.
+
+In a pipeline they train as in plain PyTorch, or are refused with the line at which they cannot be
+split.
+"""
 
 from __future__ import annotations
 
@@ -254,7 +257,7 @@ class Shrinks(Plain):
 
 
 class Routed(Plain):
-    """Blocks look at values: which samples go to which expert."""
+    """Blocks read values: which samples go to which expert."""
 
     class Experts(nn.Module):
         def __init__(self) -> None:
@@ -830,7 +833,7 @@ def test_all_devices_refuse_an_uncuttable_model_with_its_line(name: str) -> None
 
 
 class Owned(Plain):
-    """What no look at tensors shows: the model computes with a number that it reads off its parameters in Python."""
+    """The model computes with a number that it reads off its parameters in Python, which no tensor shows."""
 
     def forward(self, x: Tensor) -> Tensor:
         trained = sum(1 for _ in self.parameters())

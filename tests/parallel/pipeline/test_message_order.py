@@ -1,4 +1,5 @@
-"""In which order a pipeline's devices ask for and send their messages: by the schedules, for every schedule; and as they run."""
+"""The order in which a pipeline's devices receive and send messages: in every schedule, and in real
+runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Weights that a model uses several times in one forward: their gradients are sums, however late and in however many parts a plan
-makes them."""
+"""Weights that a model uses several times in one forward: their gradients are sums, whenever the
+parts are computed."""
 
 from __future__ import annotations
 

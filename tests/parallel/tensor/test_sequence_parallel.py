@@ -1,4 +1,4 @@
-"""Sequences that tensor-parallel devices divide, where a group is not needed to see it."""
+"""Sequences sharded over tensor-parallel devices, in tests that need no process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of torch's caching allocator, by hand."""
+"""The model of torch's caching allocator, against results worked out by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an allocator takes for very many blocks follows from what it takes for fewer."""
+"""The allocator's bytes for very many blocks follow from those for a few."""
 
 from __future__ import annotations
 

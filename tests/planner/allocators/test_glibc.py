@@ -1,4 +1,4 @@
-"""The model of glibc's heap, by hand."""
+"""The model of glibc's heap, against results worked out by hand."""
 
 from __future__ import annotations
 

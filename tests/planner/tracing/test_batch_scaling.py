@@ -1,4 +1,4 @@
-"""What is foreseen of updates in batches, as CUDA devices make them, is what a dry run finds."""
+"""The estimate of batched updates, as CUDA devices compute them, agrees with a dry run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles on disk: the same trace is not made twice, another one is, and a broken file is no trouble."""
+"""Profiles on disk: each trace is made once, and a broken file does no harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On fake tensors of a processor, what torch decides by device is decided as on the target."""
+"""On fake tensors of a processor, torch's choices by device are those of the target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A deep model of which all but a few blocks were taken out is traced as the whole one would be."""
+"""A deep model without most of its blocks is traced like the whole one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEEP: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def nothing_is_collected() -> Iterator[None]:
-    """What a compiler leaves in cycles goes when Python looks for them, at any moment of a trace."""
+    """A compiler leaves objects in cycles, which Python may collect at any moment of a trace."""
     gc.collect()
     gc.disable()
     yield

@@ -1,4 +1,5 @@
-"""The tracker against truths worked out by hand, on a model small enough to follow every storage."""
+"""The storage tracker against results worked out by hand, on a model small enough to follow every
+storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is foreseen of updates that draw numbers, and of single numbers that are no parameters."""
+"""The estimate of updates that draw random numbers, and of scalar buffers."""
 
 from __future__ import annotations
 
