@@ -38,7 +38,8 @@ def test_the_suite_for_a_gpu_is_large(collected: list[str]) -> None:
 
 
 def test_every_one_device_variant_is_tested_on_a_gpu(collected: list[str]) -> None:
-    """On each model, or compiled on one; with the settings that only a GPU has."""
+    """Each variant is tested on every model, or compiled on one, with the settings that only a GPU
+    has."""
     alone = [items for items in SINGLES if not on_several(items)]
     for items in [*alone, *ON_GPU_ONLY]:
         found = [one for one in collected if f"[{named(items)}-" in one and one.endswith("-cuda]")]
@@ -61,7 +62,7 @@ def test_checkpoints_memory_and_offloading_are_tested_on_a_gpu(file: str, collec
 
 
 def test_the_gpu_benchmark_runs_the_whole_gpu_suite(collected: list[str]) -> None:
-    """It names the files: others may need packages that are not there."""
+    """The benchmark names the test files: others may need packages that are not installed."""
     (_, marks, *paths) = GPU["tests"]["arguments"]
     assert marks == "gpu and not slow"
     files = {one.partition("::")[0] for one in collected}

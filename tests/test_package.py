@@ -32,7 +32,7 @@ def test_public_names_are_sorted_complete_and_importable() -> None:
 
 
 def test_importing_job_plan_and_machine_imports_no_torch() -> None:
-    """On a host that shows no GPU: of those that it shows torch is asked."""
+    """The host shows no GPU: for a GPU torch is imported to ask about it."""
     assert not {"torch", "transformers", "numpy"} & modules_after(
         "import tightfit; from tightfit.machines import gpus; gpus.shows_signs = lambda: False; "
         "tightfit.Job, tightfit.Plan, tightfit.Machine.detect(), tightfit.Record"

@@ -67,7 +67,8 @@ def test_the_remedy_only_adds_to_the_job_s_permissions(allow: list[str] | None, 
 
 
 def test_fused_sgd_is_refused_where_it_does_not_update() -> None:
-    """On a processor torch's fused SGD leaves weights in bf16 as they are: training stood still without a word."""
+    """On a processor torch's fused SGD does not change bf16 weights: the training would silently
+    stand still."""
     job = tightfit.Job(
         model=lambda: None, data=[0], train=tightfit.Train(optimizer="sgd", batch=1, steps=1), allow=["bf16"]
     )
@@ -82,7 +83,7 @@ def test_fused_sgd_is_refused_where_it_does_not_update() -> None:
 @pytest.mark.parametrize("compressed", ["bf16", "powersgd"])
 @pytest.mark.parametrize("offload", [("gradients",), ("gradients", "parameters")])
 def test_compressed_gradients_are_on_the_device_that_sends_them(device: str, compressed: Any, offload: Any) -> None:
-    """NCCL takes no tensors of the host, and whole replicas send all of their gradients: they offload none."""
+    """NCCL accepts no host tensors, and replicas send all of their gradients, so they offload none."""
     job = tiny.job().replace(allow=["compressed-gradients", "offload"])
     plan = tightfit.Plan(dp_replicate=2, compressed_gradients=compressed, offload=offload, offload_to="disk")
     with pytest.raises(InputError, match="use zero: 3 with both parameters and gradients in offload, or neither"):

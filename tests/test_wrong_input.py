@@ -58,7 +58,8 @@ def data():
 
 @dataclass(frozen=True)
 class Mistake:
-    """`change` edits the good job (a dotted path to a value; DROP removes it); `says` must all stand in the message."""
+    """`change` edits the valid job (a dotted path to a value; DROP removes it); the message must
+    contain all of `says`."""
 
     name: str
     change: dict[str, Any]

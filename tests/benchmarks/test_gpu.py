@@ -138,7 +138,8 @@ def test_parts_are_skipped_with_a_reason_when_time_is_spent(tmp_path: Path) -> N
 
 
 def test_running_some_parts_keeps_the_others_in_the_record(tmp_path: Path) -> None:
-    """Also those that there was no time for; unless the record is of another kind of device."""
+    """Parts that were skipped for lack of time are kept too, unless the record is of another
+    device."""
     path = tmp_path / "gpu.json"
     earlier = {"kernels": {"status": "done"}, "llama": {"status": "done"}, "machine": {"status": "done"}}
     command = [sys.executable, PROGRAM, "--cpu", "--budget", "1", "--only", "llama,6", "--out", str(tmp_path)]
@@ -200,7 +201,8 @@ def test_the_summary_keeps_test_failures() -> None:
 
 
 def test_kernels_of_a_gpu_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the operations that started them nor the ranges that span them; those of one name together."""
+    """Operations that launch kernels and ranges that span them are not counted; kernels of one name
+    are summed."""
     gpu_device, host = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
 
     def event(name: str, kind: Any, spent: float, marks: bool = False) -> Any:
@@ -250,7 +252,8 @@ def test_out_of_memory_is_distinguished_from_other_errors() -> None:
 
 
 def test_a_smaller_model_is_trained_after_out_of_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each attempt of a size, then the next size; what was tried is recorded, and another error is not taken for it."""
+    """Each attempt of a size runs, then the next size. Every attempt is recorded, and other errors
+    are raised."""
     family = [("large", {"preset": "llama-3-8b"}), ("small", {"preset": "llama-3.2-1b"})]
     sizes = {"family": family, "length": 16, "batch": 1, "planned_steps": 10, "attempts": [{}, {"micro_batch": 1}]}
     setup = gpu_parts.Setup("cpu", sizes, 10.0, tmp_path)

@@ -88,7 +88,8 @@ PAIRS = [list(pair) for pair in itertools.combinations(variants(), 2) if pair[0]
 
 @functools.cache
 def expected(name: str, micro_batch: int | None, replicas: int, device: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Of the whole batch at once, but for BatchNorm, whose statistics are those of what a forward sees."""
+    """The reference trains the whole batch at once, except with BatchNorm, whose statistics depend
+    on each forward's samples."""
     if name != "batchnorm":
         micro_batch, replicas = None, 1
     return cases.plain_training(cases.make_case(name), micro_batch, replicas=replicas, device=device)
@@ -164,7 +165,7 @@ def test_single_method_matches_plain_pytorch(name: str, items: list[Variant], de
 @pytest.mark.parametrize("name", cases.NAMES)
 @pytest.mark.parametrize("items", ON_GPU_ONLY, ids=named)
 def test_gpu_only_method_matches_plain_pytorch(name: str, items: list[Variant], device: str) -> None:
-    """On a processor the rules refuse them."""
+    """The rules refuse these variants on a processor."""
     (_, fields), *_ = items
     assert admitted(tightfit.Plan(**fields), cases.make_case(name), device) == (device == "cuda")
     hold(name, items, device=device)
@@ -242,7 +243,8 @@ TRIED = covering(QUICK, 4)
     [pytest.param(p, id=named(p), marks=[] if p in TRIED else pytest.mark.slow) for p in QUICK],
 )
 def test_pair_on_several_devices_matches_plain_pytorch(items: list[Variant]) -> None:
-    """A quarter of them, on one model; the slow suite tries all pairs on all. Pairs of axes are on all models in tests/engine."""
+    """A quarter of the pairs, on one model; the slow suite tries all pairs on all. Pairs of axes
+    are on all models in tests/engine."""
     hold("llama", items)
 
 
@@ -280,7 +282,7 @@ def test_all_pairs_with_data_workers_match_plain_pytorch(items: list[Variant]) -
 @pytest.mark.parametrize("name", cases.NAMES)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "fp16-mixed"])
 def test_low_precision_matches_plain_pytorch(name: str, precision: str, device: str) -> None:
-    """Held tightly against the loop that anyone would write for that precision in plain PyTorch."""
+    """The plain PyTorch loop for the same precision is the reference, with tight bounds."""
     case = cases.make_case(name)
     losses, weights = cases.training(case, tightfit.Plan(precision=precision), device=device)
     plain_losses, plain_weights = cases.plain_training(case, precision=precision, device=device)

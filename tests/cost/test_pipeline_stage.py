@@ -9,8 +9,9 @@ SIZE, HIDDEN = BatchLinear(100.0), BatchLinear(7.0)  # all but the hidden states
 
 
 def program(blocks: int) -> tuple[Segment, ...]:
-    """Of blocks of which those between the first two and the last were not recorded: they stand for the second. Each keeps a copy
-    of its weight; the head's part of a tied gradient waits for the embedding's."""
+    """A program whose blocks between the first two and the last were not recorded: the second
+    stands for them. Each keeps a copy of its weight. The head's part of a tied gradient waits for
+    the embedding's."""
     kinds = [0, *([1] * (blocks - 2)), 2]
     copies = [Buffer(SIZE, "activations", "cast") for _ in range(3)]
     outputs = [Buffer(HIDDEN, "temporaries", "add") for _ in range(3)]
@@ -50,7 +51,8 @@ def left(segments: tuple[Segment, ...]) -> dict[str, float]:
 
 
 def test_a_stage_keeps_its_own_blocks_and_their_inputs() -> None:
-    """Any cut, equally large or not: a copy of a weight for each block, and what each of them was called with."""
+    """Any split, even or not: a stage keeps a copy of a weight for each block, and each block's
+    input."""
     blocks = 8
     for pieces in ([range(3), range(3, 8)], [range(2), range(2, 5), range(5, 7), range(7, 8)]):
         sections = sections_of(program(blocks), blocks, False)

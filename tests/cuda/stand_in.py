@@ -38,7 +38,7 @@ def compile_library(folder: Path) -> Path | None:
 
 
 class _Stream:
-    """Stands for streams and events: there is nothing to wait for."""
+    """Replaces streams and events: there is nothing to wait for."""
 
     device = device_index = None
 
@@ -113,7 +113,7 @@ def _patch() -> None:
 
 
 class _Never:
-    """What no tensor is."""
+    """A class of which no tensor is an instance."""
 
 
 def _move_as_real_ones() -> None:

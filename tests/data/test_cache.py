@@ -72,7 +72,8 @@ def test_folders_of_interrupted_and_killed_runs_are_removed(tmp_path: Path) -> N
 
 
 def test_concurrent_callers_wait_and_read_the_first_result() -> None:
-    """Threads here: the lock is of the opened file, so it holds between them as it does between processes."""
+    """The test uses threads: the lock belongs to the opened file, so it works between threads as
+    between processes."""
     made: list[Path] = []
 
     def make_slowly(folder: Path) -> None:

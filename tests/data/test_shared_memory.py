@@ -55,7 +55,7 @@ def test_processes_of_every_start_method_receive_the_dataset(method: str) -> Non
 
 
 class Labelled(Tensor):
-    """A subclass, as torchvision has them."""
+    """A tensor subclass like those of torchvision."""
 
 
 def test_packed_samples_equal_the_originals() -> None:

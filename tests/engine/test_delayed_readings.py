@@ -79,7 +79,8 @@ def test_a_step_reads_no_number_of_the_device(precision: str, optimizer: str) ->
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lion", "lamb"])
 def test_an_fp16_step_without_a_fused_kernel_reads_nothing(optimizer: str) -> None:
-    """But for the first, which makes states. Whether the last one was left out is asked before the next, and lies on the host."""
+    """The first step is exempt, because it creates states. The host reads whether a step was
+    skipped only before the next step."""
     with emulate_device("cuda"):
         run = counted(tightfit.build(tiny.job(clip=0.5, optimizer=optimizer), tightfit.Plan(precision="fp16-mixed")))
         assert isinstance(run.loss_scale, LossScalerOnDevice)
@@ -154,7 +155,7 @@ def test_positions_are_checked_only_if_the_batch_brings_them(monkeypatch: pytest
 
 
 class Own(torch.nn.Linear):
-    """Nobody knows what it gives a model of transformers that it might hold."""
+    """Such a model computes positions that the host cannot know."""
 
 
 def test_positions_derived_from_tokens_are_checked() -> None:
@@ -188,7 +189,7 @@ SMALL_MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", SMALL_MODELS)
 def test_a_padding_mask_is_not_read_on_the_device(name: str, attention: str) -> None:
-    """By encoders, decoders and both, which make up to three masks of it; the outputs are the same."""
+    """Encoders, decoders and both make up to three masks of it; the outputs are the same."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
     both = name in ("t5", "bart")
@@ -224,7 +225,7 @@ def test_masks_that_hide_nothing_are_dropped_individually() -> None:
 
 
 def test_the_host_handles_the_first_fused_momentum_update() -> None:
-    """torch's kernel, told to change nothing, would leave it the momenta that the memory happened to hold."""
+    """torch's kernel, told to change nothing, would leave uninitialised momenta."""
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
     for momentum, plain in ((0.0, True), (0.9, False)):
@@ -395,7 +396,7 @@ def test_dummy_micro_batches_are_prefetched_too() -> None:
 
 
 class Line:
-    """Stands for a stream: notes what it is given. An event is the place in it."""
+    """Replaces a stream and notes its work. An event is a position in it."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log, self.given = name, log, 0
@@ -435,29 +436,26 @@ def test_a_copy_waits_for_its_buffer_and_compute_for_the_copy(monkeypatch: pytes
         for there in uploads.prefetch(batches(2, 2), place):
             own.give(f"work at {there['input_ids'][0, 0].item()}")
         own.give("update")
-    assert (
-        log
-        == [
-            "copies waits for work 0",
-            "copies: batch 0",
-            "copies waits for work 0",
-            "copies: batch 1",
-            "work waits for copies 1",
-            "work: work at 0",
-            "work waits for copies 2",
-            "work: work at 1",
-            "work: update",
-            "copies waits for work 1",  # the buffer existed before the last micro-batch's work, so the copy overlaps with it
-            "copies: batch 0",
-            "copies waits for work 3",
-            "copies: batch 1",
-            "work waits for copies 3",
-            "work: work at 0",
-            "work waits for copies 4",
-            "work: work at 1",
-            "work: update",
-        ]
-    )
+    assert log == [
+        "copies waits for work 0",
+        "copies: batch 0",
+        "copies waits for work 0",
+        "copies: batch 1",
+        "work waits for copies 1",
+        "work: work at 0",
+        "work waits for copies 2",
+        "work: work at 1",
+        "work: update",
+        "copies waits for work 1",  # the buffer existed before the last micro-batch's work, so the copy overlaps with it
+        "copies: batch 0",
+        "copies waits for work 3",
+        "copies: batch 1",
+        "work waits for copies 3",
+        "work: work at 0",
+        "work waits for copies 4",
+        "work: work at 1",
+        "work: update",
+    ]
 
 
 def test_a_step_that_ends_early_waits_for_pending_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,7 +505,7 @@ def test_the_step_clock_is_at_most_one_step_late(monkeypatch: pytest.MonkeyPatch
 
 
 class Copied:
-    """Stands for page-locked memory."""
+    """Replaces page-locked memory."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log

@@ -94,7 +94,7 @@ def listening(process: psutil.Process) -> set[str]:
 
 
 def test_a_local_run_listens_on_loopback_and_saves_on_sigterm(tmp_path: Path) -> None:
-    """Cut by tensor parallelism: no rank can generate the sample at the end alone."""
+    """With tensor parallelism no rank can generate the sample at the end alone."""
     text = {"text": "python-stdlib", "sequence_length": 16, "held_out": 0.01}
     job, plan = write(tmp_path, data=text), ("--nproc", "2", "--set", "plan.tp=2")
     with training(job, tmp_path / "out", *plan, "--set", ENDLESS) as run:

@@ -13,7 +13,7 @@ from tightfit.errors import InputError
 
 
 class Devices:
-    """Stands for CUDA devices, each with a generator's state."""
+    """Replaces CUDA devices, each with a generator's state."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, current: int) -> None:
         self.states = [torch.tensor([number], dtype=torch.uint8) for number in range(count)]
@@ -58,7 +58,7 @@ def test_a_run_without_a_device_saves_no_device_state() -> None:
 def test_a_process_uses_its_own_device(
     monkeypatch: pytest.MonkeyPatch, visible: int, number: int, expected: int
 ) -> None:
-    """One that is shown a single GPU takes that, whatever its number on its host."""
+    """A process that sees a single GPU uses it, whatever its number on the host."""
     Devices(monkeypatch, visible, 0)
     monkeypatch.setenv("LOCAL_RANK", str(number))
     assert local_device("cuda") == torch.device("cuda", expected)

@@ -44,7 +44,7 @@ QUICK = {"tp", "cp", "zero 3", "sequence_parallel", "pp", "parameter_server"}
 
 
 def content() -> dict[str, Any]:
-    """Of several samples for each device, all of a length that cp and tp divide."""
+    """Each device has several samples, of a length that cp and tp divide."""
     return {
         "model": {**tiny.MODEL, "attention_dropout": 0.0},
         "data": {"text": "python-stdlib", "sequence_length": 16, "held_out": 0.001},
@@ -91,7 +91,7 @@ def test_sharded_16_bit_parameters_generate_a_sample() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*AXES, *PAIRS])
 def test_the_command_ends_on_every_axis_and_pair(name: str, tmp_path: Path) -> None:
-    """With evaluation, checkpoints and clipping on the way: trained, or refused with a remedy."""
+    """Evaluation, checkpoints and clipping are on; each plan trains or is refused with a remedy."""
     fields = {**AXES, **PAIRS}[name]
     job = tmp_path / "job.yaml"
     job.write_text(yaml.safe_dump(content()))

@@ -371,7 +371,7 @@ def trained_between_evaluations(fields: dict[str, Any]) -> list[float]:
     "fields", [{"pp": 2, "schedule": "naive"}, {"pp": 2}, {"pp": 2, "schedule": "gpipe", "micro_batch": 4}], ids=named
 )
 def test_a_pipeline_continues_training_after_an_evaluation(fields: dict[str, Any]) -> None:
-    """Whose batch has the shapes of a micro-batch, and no backward."""
+    """The evaluation's batches have the shapes of micro-batches, and no backward follows."""
     alone = trained_between_evaluations({})
     assert together(2, HERE + "trained_between_evaluations", fields) == [pytest.approx(alone, rel=1e-5)] * 2
 
@@ -386,7 +386,7 @@ def test_a_pipeline_continues_training_after_an_evaluation(fields: dict[str, Any
     ),
 )
 def test_a_sharded_model_is_created_like_the_whole_one(fields: dict[str, Any], name: str) -> None:
-    """Row by row, with the values that one device draws."""
+    """Each shard has the rows that one device draws."""
     if name == "batchnorm" and "tp" in fields:
         pytest.skip("has no table")
     precision = {"precision": fields["precision"]} if "precision" in fields else {}
@@ -421,7 +421,8 @@ def gathered(precision: str) -> Counter[torch.dtype]:
 
 
 def test_mixed_precision_gathers_matrix_weights_in_16_bits() -> None:
-    """Of blocks, whose products are nearly all; norms, embedding and head stay in fp32."""
+    """Weights of the blocks' matrix products are gathered in 16 bits; norms, embedding and head
+    stay in fp32."""
     wide, mixed = together(2, HERE + "gathered", "fp32")[0], together(2, HERE + "gathered", "bf16-mixed")[0]
     assert set(wide) == {torch.float32}
     saved = wide[torch.float32] - mixed[torch.float32]

@@ -105,7 +105,8 @@ def refused(fields: dict[str, Any], model: Any, first: int | None = None) -> tup
 @pytest.mark.parametrize("fields", LAYERS, ids=named)
 @pytest.mark.parametrize("model", REFUSED)
 def test_layers_called_on_some_devices_only_are_refused_on_all(fields: dict[str, Any], model: Any) -> None:
-    """In the same step, before the update; none waits for ever, or trains with another layer's weights."""
+    """The refusal comes in the same step, before the update. No device waits forever or trains with
+    another layer's weights."""
     first, *others = together(tightfit.Plan(**fields).devices, HERE + "refused", fields, model)
     assert all(other == first for other in others)
     said, _, changed = first
@@ -117,7 +118,8 @@ def test_layers_called_on_some_devices_only_are_refused_on_all(fields: dict[str,
 
 @pytest.mark.parametrize("fields", LAYERS[:2], ids=named)
 def test_checksums_detect_another_order_of_layers(fields: dict[str, Any]) -> None:
-    """Its layers are of equal size, so nothing but the checksum says that each rank took the weights of another layer."""
+    """The layers are of equal size, so only the checksum shows that a rank gathered another layer's
+    weights."""
     first, *others = together(2, HERE + "refused", fields, conditional.OtherOrder, 0)
     assert all(other == first for other in others)
     said, _, changed = first
@@ -126,7 +128,8 @@ def test_checksums_detect_another_order_of_layers(fields: dict[str, Any]) -> Non
 
 
 def models(fields: dict[str, Any]) -> list[Any]:
-    """Those that a plan can train: layers that only some devices call stay whole in all but ZeRO's third stage."""
+    """The plans that can train it: layers that only some devices call stay whole in all but ZeRO's
+    third stage."""
     if "zero" in fields and "recompute" in fields:
         return [conditional.Conditional, conditional.SameForAll, *[conditional.Chosen] * (fields["zero"] == 2)]
     return [conditional.Conditional]

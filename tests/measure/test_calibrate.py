@@ -21,7 +21,9 @@ def test_quick_calibration_finds_all_rates_and_is_stored(tmp_path: Path, monkeyp
     monkeypatch.setattr(os, "getloadavg", lambda: (load[0], 0.0, 0.0))
     answer = functools.cache(lambda text: calibrate.glanced(text))
     monkeypatch.setattr(
-        calibrate.subprocess, "run", lambda command, input, **more: subprocess.CompletedProcess(command, 0, answer(input))
+        calibrate.subprocess,
+        "run",
+        lambda command, input, **more: subprocess.CompletedProcess(command, 0, answer(input)),
     )
     before = Machine.detect()
     assert calibrate.quick_calibrate(before).matrix_flops_per_s

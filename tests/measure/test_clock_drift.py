@@ -50,7 +50,8 @@ def test_the_control_repeats_its_work_and_allocates_nothing(monkeypatch: pytest.
 
 
 def test_rates_of_a_slow_moment_are_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp32 products are measured while the machine is twice as slow, and the links while it is twice as fast."""
+    """The machine is twice as slow while fp32 products are measured, and twice as fast while links
+    are."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = Changing([0.5, 1.0, 1.0, 1.0, 1.0, 2.0])
 

@@ -45,7 +45,8 @@ def test_a_model_without_attention_has_no_kernel() -> None:
 
 
 def test_torch_s_choice_for_the_first_call_is_reported() -> None:
-    """In the type that autocast gives it, and as in training: without gradients torch may choose another."""
+    """The inputs have autocast's type and need gradients: without gradients torch may choose
+    another kernel."""
     run = tightfit.build(tiny.job(steps=3))
     query = torch.randn(2, 8, 4, 16).transpose(1, 2)
     with AttentionCalls() as calls, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

@@ -255,7 +255,9 @@ def test_a_graphs_loss_is_copied_out_of_its_memory(monkeypatch: pytest.MonkeyPat
     place = torch.zeros(1)
     monkeypatch.setattr(torch, "compile", lambda *_, **options: lambda batch: place.copy_(batch["loss"]))
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(True))
-    run = compile_method.apply(tightfit.build(job(batch=1)), tightfit.Plan(compile="model", compile_mode="reduce-overhead"))
+    run = compile_method.apply(
+        tightfit.build(job(batch=1)), tightfit.Plan(compile="model", compile_mode="reduce-overhead")
+    )
     losses = [run.loss_sum({"loss": torch.tensor([value])}) for value in (1.0, 2.0)]
     assert [float(loss) for loss in losses] == [1.0, 2.0]
     assert len(begun) == 2

@@ -97,7 +97,7 @@ def trained(model: Any, fields: dict[str, Any], length: int = 16, **more: Any) -
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_recomputation_draws_the_same_dropout(recompute: str) -> None:
-    """With recomputation a step's losses and updates are those without."""
+    """With recomputation the losses and updates of a step equal those without it."""
     for sequences in (False, True):
         fields = {"tp": 2, "sequence_parallel": sequences}
         kept = together(2, HERE + "trained", DROPPING, fields)[0]
@@ -142,14 +142,14 @@ def refused_in_training(fields: dict[str, Any], length: int) -> str:
 
 
 def test_recomputing_in_a_pipeline_needs_divisible_positions() -> None:
-    """On every device, so that none waits for another."""
+    """Every device refuses, so none waits for another."""
     fields = {"tp": 2, "sequence_parallel": True, "pp": 2, "micro_batch": 2, "recompute": "full"}
     for said in together(4, HERE + "refused_in_training", fields, 13):
         assert "recompute: none" in said
 
 
 def test_padding_of_positions_is_finite_in_fp16() -> None:
-    """ViT's norms add 1e-12 to a variance: of positions of zeros the inverse would overflow."""
+    """ViT's norms add 1e-12 to the variance: for positions of zeros the inverse would overflow."""
     plan = tightfit.Plan(tp=2, sequence_parallel=True, precision="fp16-true", loss_scale=128.0)
     expected = cases.plain_training(cases.make_case("vit"))
     losses, weights = cases.training(cases.make_case("vit"), plan)
@@ -165,7 +165,7 @@ PRODUCTS = {f"*.{name}_proj": "colwise" for name in ("q", "k", "v", "gate", "up"
 @pytest.mark.parametrize("style", ["colwise", "colwise_gather_output", "whole"])
 @pytest.mark.parametrize("more", [{}, {"sequence_parallel": True}, {"chunked_loss": 8}])
 def test_a_table_may_shard_the_head(style: str, more: dict[str, Any]) -> None:
-    """By vocabulary, gathered, or whole on every device: the same training."""
+    """Sharded by vocabulary, gathered, or whole on every device: the training is the same."""
     model = {**cases.LLAMA, "tie_word_embeddings": False}
     expected = trained(model, {})
     model["tensor_parallel"] = {**PRODUCTS, "lm_head": style}

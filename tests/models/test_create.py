@@ -270,7 +270,8 @@ def test_running_out_of_memory_is_not_blamed_on_the_spec():
 
 @pytest.mark.parametrize("architecture", ["m2m_100", "blenderbot", "blenderbot-small"])
 def test_a_decoder_reads_labels_shifted_as_by_the_model(architecture: str) -> None:
-    """Of models that have no method for it: the loss is the one that they compute of labels themselves."""
+    """For models without a method of their own: the loss equals the one that the model computes
+    from labels."""
     config = {
         "d_model": 16,
         "encoder_ffn_dim": 16,

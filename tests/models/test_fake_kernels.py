@@ -64,7 +64,7 @@ def test_grouped_products_have_their_real_shapes(left: Any, right: Any, dtype: t
 
 
 def test_grouped_products_count_their_flops() -> None:
-    """All rows go through one expert each."""
+    """Each row goes through one expert."""
     assert grouped_mm_flops((ROWS, DEPTH), (GROUPS, DEPTH, COLUMNS), (GROUPS,)) == 2 * ROWS * DEPTH * COLUMNS
     assert grouped_mm_flops((DEPTH, ROWS), (ROWS, COLUMNS), (GROUPS,)) == 2 * ROWS * DEPTH * COLUMNS
     assert grouped_mm_sizes((ROWS, DEPTH), (GROUPS, DEPTH, COLUMNS), GROUPS) == (GROUPS, ROWS / GROUPS, COLUMNS, DEPTH)

@@ -93,7 +93,8 @@ def allocated(work: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_temporaries_are_fp32_values_and_codes(bits: int) -> None:
-    """8 bytes an element in either direction, and no int64 copy of the codes, which an index would make unseen."""
+    """Each direction takes 8 bytes per element, and no int64 copy of the codes, which indexing
+    would create."""
     state, blocks = torch.randn(256, 1024), BlockQuantizer(bits, CPU)
     packed = blocks.quantize("exp_avg", state)
     for work in (lambda: blocks.dequantize("exp_avg", packed, state), lambda: blocks.quantize("exp_avg", state)):

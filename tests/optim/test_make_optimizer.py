@@ -89,7 +89,7 @@ def test_fused_kernel_agrees_with_the_default_one(name: str, dtype: torch.dtype)
 
 
 def test_the_first_gradient_may_come_in_a_later_step() -> None:
-    """As where a layer is left out of some steps; torch's fused kernel of SGD would fail."""
+    """A layer may be skipped in the first steps; torch's fused SGD kernel would fail."""
     models = [make_model() for _ in range(2)]
     train = Train(optimizer="sgd", learning_rate=0.01)
     optimizers = [make_optimizer(model, train, fused=fused) for model, fused in zip(models, (False, True), strict=True)]

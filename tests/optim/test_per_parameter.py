@@ -168,7 +168,7 @@ def test_states_take_the_expected_bytes_between_updates(name: str) -> None:
 @pytest.mark.parametrize(("width", "within"), [("bf16", 0.002), ("8-bit", 0.003), ("4-bit", 0.03)])
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_narrow_states_train_like_fp32_states(name: str, width: str, within: float) -> None:
-    """Within a share of the loss they start from, after 30 steps."""
+    """After 30 steps the losses agree within a share of the initial loss."""
     start = backward(Model(), 0)
     exact, narrow = make(name), make(name, states=width)
     ends = [steps(model, optimizer, range(30)) for model, optimizer in (exact, narrow)]
@@ -513,7 +513,7 @@ def overflowing(name: str, batched: bool, way: dict[str, Any], by_the_device: bo
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("name", ALL)
 def test_an_overflow_unknown_to_the_host_changes_nothing(name: str, way: dict[str, Any]) -> None:
-    """Weights, states and counts are bit for bit those of an optimizer that was not called."""
+    """Weights, states and counts equal, bit for bit, those of an optimizer that was not called."""
     for batched in (False, True) if name in ELEMENTWISE[:3] else (False,):
         plain, told = (overflowing(name, batched, way, by_the_device) for by_the_device in (False, True))
         torch.testing.assert_close(told, plain, rtol=0.0, atol=0.0)

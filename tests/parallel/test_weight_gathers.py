@@ -154,7 +154,8 @@ def order(name: str, fields: dict[str, Any]) -> tuple[list[str], int]:
 
 
 def test_blocks_wait_for_their_own_weights_in_the_next_forward() -> None:
-    """Nothing has come when the step ends: the embedding comes when the next forward begins, a block's weights when it is called."""
+    """No weight has arrived when the step ends: the embedding arrives when the next forward begins,
+    and a block's weights when it is called."""
     for log, _ in together(2, HERE + "order", "net", PLANS["stage 1"]):
         assert log[0] == "step"
         places = [log.index(f"block {number}") for number in range(4)]
@@ -168,8 +169,8 @@ def test_weights_shared_outside_blocks_are_gathered_first() -> None:
 
 
 def seen(fields: dict[str, Any], folder: str) -> list[Any]:
-    """After a step each: the FLOPs of a forward, which are counted on fake tensors; what an evaluation says,
-    what a checkpoint has, what a forward of the model returns, its state_dict."""
+    """Each is read after a step: a forward's FLOPs on fake tensors, an evaluation, a checkpoint,
+    the model's output, its state_dict."""
     job = tightfit.Job(
         model={
             "architecture": "llama",
@@ -227,7 +228,8 @@ def test_a_user_s_loop_finds_all_weights_at_each_step() -> None:
 
 
 def test_gathers_hidden_by_the_forward_take_no_gpu_time() -> None:
-    """What the forward cannot begin without is; without blocks that wait for themselves, all of it."""
+    """Weights that the forward needs first do take time. Without blocks that wait for their own
+    weights, all of it does."""
     job = tightfit.Job(
         model={
             "architecture": "llama",

@@ -172,8 +172,8 @@ def test_segments_of_blocks_called_twice_are_estimated(
 
 @pytest.mark.parametrize("model", [Twice, InTurn])
 def test_blocks_called_twice_repeat_their_casts(model: type[nn.Module]) -> None:
-    """Autocast keeps its copy of a weight for a second call, which has none when it is computed again. With copies of its own each
-    call's gradient is widened before they are summed."""
+    """Autocast keeps its copy of a weight for a second call, but a recomputed call makes its own.
+    Then each call's gradient is widened before they are summed."""
 
     same = job(model)
 

@@ -66,7 +66,8 @@ def test_a_machine_slower_than_its_figures_is_detected(estimated: list[Ledger]) 
 
 
 def test_links_at_half_of_their_figures_are_detected(estimated: list[Ledger]) -> None:
-    """Of runs of which some send much and others nothing; what hides behind work says nothing of links."""
+    """Some runs send much and others nothing; messages that overlap with work say nothing about
+    links."""
     sends = Message("activations", bytes=2e9, bytes_per_s=2e10, overlaps=False, latency_s=1e-3)
     seen_by = [replace(ledger, messages=(sends.times(share),)) for ledger in estimated for share in (0.0, 0.3, 1.0)]
     true = L4.replace(efficiency={"link": Figure(value=0.5, source="measured")})

@@ -83,7 +83,7 @@ def test_workers_and_their_prefetched_batches_are_counted(estimator: Estimator) 
 
 
 def test_a_worker_takes_the_predicted_memory() -> None:
-    """What the system counts as the worker's alone, of a run with two of them."""
+    """The memory that the system counts as the worker's alone, in a run with two workers."""
     job = tightfit.Job(
         model=cases.job("llama").model,
         data={"synthetic": "tokens", "sequence_length": 16},
@@ -110,7 +110,7 @@ def test_offloaded_states_count_on_the_host_or_the_disk(estimator: Estimator) ->
 
 
 def test_states_are_copied_both_ways_during_the_update(estimator: Estimator) -> None:
-    """Only what outlasts the update is waited for; on a disk, and in a backward, all of it."""
+    """The step waits only for copies that outlast the update; on a disk and in a backward, for all."""
     ledger, clock = estimator.estimate(ADAM).ledger, CostModel(GPU)
     assert not ledger.messages
     update_s = clock.step_time(ledger).optimizer_s

@@ -29,7 +29,7 @@ def job(width: int) -> tightfit.Job:
 @pytest.mark.parametrize(("states", "block", "width"), [("8-bit", 256, 96), ("4-bit", 128, 80)])
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_shard_of_partial_quantization_blocks_stays_in_fp32(states: Any, block: int, width: int, zero: int) -> None:
-    """Of the first matrix, of 51 or 85 blocks; of the second one the parts are packed."""
+    """The first matrix has 51 or 85 blocks per shard; the shards of the second are packed."""
     plan = Plan(states=states, zero=zero, dp_shard=2)
     ledger = estimated_ledger(Profiler(job(width), "cpu"), plan, Machine.detect())
     estimated = ledger.row_bytes()["optimizer"]

@@ -29,7 +29,8 @@ GPU = Machine.named("a100-80gb")
 
 
 def test_a_failed_dry_run_does_not_count_as_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What compiles cannot be confirmed: the fastest of the others is taken, and what is said of the rest is why."""
+    """Plans that compile cannot be confirmed: the fastest of the others is chosen, and the rest
+    carry the reason."""
 
     def failing(job: tightfit.Job, plan: tightfit.Plan, *arguments: Any) -> Any:
         if plan.compile != "none":
@@ -90,7 +91,7 @@ def needed(one: Estimate) -> float:
     ],
 )
 def test_compiled_recomputation_estimate_agrees_with_dry_run(fields: dict[str, Any]) -> None:
-    """Every buffer that comes goes once: no row is ever below nothing."""
+    """Every allocated buffer is freed once: no row is ever negative."""
     estimator = Estimator(small(), GPU)
     one = estimator.estimate(tightfit.Plan(**fields))
     found = dry_run(small(), one.plan, "cuda")
@@ -118,7 +119,7 @@ def test_a_slightly_too_large_estimate_gets_a_dry_run() -> None:
 def test_allocator_overhead_decides_between_similar_lean_plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also of a run that is too short for compiling to pay, so that the plan it starts from is not compiled."""
+    """The run is too short for compiling to pay, so the search starts from a plan without it."""
     job = small(memory=1e6)
     estimator = Estimator(job, GPU)
     start, _ = complete(job, GPU, {"compile": "none"})
@@ -176,8 +177,8 @@ def test_a_refusal_is_checked_against_all_plans(allow: list[str]) -> None:
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_each_remedy_does_what_it_says(every: bool) -> None:
-    """A limit that bites at what is kept for backward: what is said to fit does, once the job allows it, and what is not does not.
-    A pinned field stays as it is until it is left open."""
+    """The limit is too small for the saved activations: remedies that are said to fit do fit once
+    the job allows them, and the others do not. A pinned field stays fixed until it is left open."""
     pins = {"compile": "none", "recompute": "none", "micro_batch": 4}
     estimator = Estimator(small(), GPU)
     start, _ = complete(small(), GPU, pins)

@@ -167,7 +167,7 @@ def test_the_waterfall_ends_at_the_plan(machine: Machine) -> None:
 
 
 def test_a_refusal_describes_the_leanest_plan() -> None:
-    """The weights alone are more than there is: what is said to be needed is what recomputation of everything needs."""
+    """The weights alone exceed the memory: the stated need is that of full recomputation."""
     job = cases.job("llama").replace(
         limits=tightfit.Limits(memory=int(Estimator(cases.job("llama"), GPU).runtime_bytes))
     )

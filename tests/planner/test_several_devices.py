@@ -189,7 +189,8 @@ def test_tensor_parallel_messages_lengthen_pipeline_bubbles() -> None:
 
 
 def test_a_server_s_link_carries_all_gradients_and_weights(estimator: Estimator) -> None:
-    """Twice as many workers, twice as many bytes, where a ring sends each device at most twice the gradients."""
+    """Twice as many workers send twice as many bytes, while in a ring each device sends at most
+    twice the gradients."""
     seconds = []
     for workers in (2, 4):
         plan = tightfit.Plan(parameter_server="sync", dp_replicate=workers, micro_batch=2)
@@ -214,7 +215,8 @@ def test_the_server_is_one_of_the_processes() -> None:
 
 
 def test_links_between_nodes_use_the_network() -> None:
-    """One link for replicas of which each node has one; those of all four devices where they divide states together."""
+    """Replicas with one device per node use one link; four devices that shard states together use
+    four."""
     machine = Machine.named("a100-80gb:4x2")
     estimator = Estimator(JOB, machine)
     inside = estimator.estimate(tightfit.Plan(dp_replicate=2, dp_shard=4, zero=3)).ledger.messages
@@ -249,7 +251,8 @@ def test_a_search_shards_models_too_large_for_replicas() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_sequence_parallel_takes_less_memory(estimator: Estimator, recompute: str) -> None:
-    """Norms, residual stream and inputs of products: all but what attention and MLP hold between their two products."""
+    """Norms, residual stream and inputs of matrix products are sharded: all but the tensors inside
+    attention and MLP."""
     plan = tightfit.Plan(tp=4, recompute=recompute, chunked_loss=512, fused_optimizer=True)
     held = [
         estimator.estimate(plan.replace(sequence_parallel=divided)).peak.rows["activations"]
@@ -259,7 +262,8 @@ def test_sequence_parallel_takes_less_memory(estimator: Estimator, recompute: st
 
 
 def test_sequence_parallel_sends_gathers_and_scatters(estimator: Estimator) -> None:
-    """Of a block's 2 regions: a gather and a scatter in forward and in backward, and a gather more there; a sum is both."""
+    """Each of a block's 2 regions sends a gather and a scatter in forward and in backward, and one
+    more gather in backward; a sum is both."""
     whole = 16 * 128 * 512 * 4  # samples, positions, width, bytes
     sent = {}
     for divided in (False, True):
@@ -274,7 +278,8 @@ def test_sequence_parallel_sends_gathers_and_scatters(estimator: Estimator) -> N
 
 
 def test_a_search_shards_sequences_too_long_for_a_device() -> None:
-    """One long sample for each pair of devices: nothing else makes a sample's activations smaller on a cut of the model's rows."""
+    """There is one long sample per pair of devices: nothing else makes a sample's activations
+    smaller."""
     job = JOB.replace(
         model={**LLAMA, "max_position_embeddings": 4096},
         data={"synthetic": "tokens", "sequence_length": 4096},
@@ -383,7 +388,8 @@ def test_gradient_buckets_are_larger_on_many_devices() -> None:
 
 @pytest.mark.slow
 def test_a_search_on_thousands_of_devices_tries_the_usual_plans() -> None:
-    """Those of Megatron and Llama 3: slices within a node, an interleaved pipeline across nodes, ZeRO 1 for its replicas."""
+    """The plans of Megatron and Llama 3: tensor parallelism within a node, an interleaved pipeline
+    across nodes, ZeRO 1 for replicas."""
     job = tightfit.Job(
         model={"preset": "llama-3-405b"},
         data={"synthetic": "tokens", "sequence_length": 8192},

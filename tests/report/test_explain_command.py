@@ -151,7 +151,8 @@ def test_a_resumed_run_keeps_its_plan(
 
 @pytest.mark.parametrize("name", ["torch._higher_order_ops.wrap", "torch.utils._pytree", "torchao", "torchao.kernel"])
 def test_notes_of_libraries_are_not_shown(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """torch warns of selective recomputation that is compiled, torchao of files that it cannot load."""
+    """torch warns about compiled selective recomputation, torchao about libraries that it cannot
+    load."""
     monkeypatch.setattr("warnings.showwarning", warnings.showwarning)
     quiet_libraries()
     assert not logging.getLogger(name).isEnabledFor(logging.WARNING)

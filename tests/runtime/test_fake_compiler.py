@@ -88,7 +88,8 @@ def test_pooling_in_a_generated_kernel_is_counted() -> None:
 
 
 def test_kernel_functions_take_time_if_measured() -> None:
-    """Beside the memory traffic, and without a launch of its own; on a device where it was not measured it is free."""
+    """The time adds to the memory traffic's, without a launch of its own; without a measured rate
+    it is zero."""
     job = tightfit.Job(
         model={"architecture": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128},
         data={"synthetic": "tokens", "sequence_length": 32},

@@ -36,7 +36,8 @@ CPU = torch.device("cpu")
 
 
 class Watched:
-    """What a store begins to fetch, and what is used, in order: numbers of what forward saved."""
+    """Notes the tensors that a store begins to fetch and those that are used, by their number in
+    the forward."""
 
     def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         self.saved: list[int] = []
@@ -119,7 +120,7 @@ def test_prefetching_stays_within_its_bound(store: Store, monkeypatch: pytest.Mo
 
 
 def test_a_retained_graph_can_be_used_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each tensor comes once for each use, and the store holds it until the graph is gone."""
+    """Each tensor is fetched once per use, and the store keeps it until the graph is freed."""
     watched = Watched(store, monkeypatch)
     start = operand()
     with store.offload_saved(set()):
@@ -170,7 +171,8 @@ def test_a_graph_without_backward_is_freed(store: Store) -> None:
 
 
 def test_overlapping_forwards_fetch_their_own_tensors(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As micro-batches of a pipeline do: backward of the first begins when the second has run forward."""
+    """Micro-batches of a pipeline overlap like this: the first backward begins after the second
+    forward."""
     starts, losses = [operand(), operand()], []
     for start in starts:
         with store.offload_saved(set()):
@@ -248,7 +250,7 @@ def test_dense_tensors_are_recognised(value: Tensor, dense: bool) -> None:
 
 
 class Streams:
-    """Stands for torch.cuda: notes what each stream is given."""
+    """Replaces torch.cuda and notes the work of each stream."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[str] = []
@@ -356,7 +358,8 @@ def test_gradients_are_accumulated_on_the_host(streams: Streams, on_a_gpu: Store
 
 
 def test_state_copies_overlap_with_other_updates(streams: Streams, on_a_gpu: Store) -> None:
-    """While a weight is updated the next one's momentum comes, and that of the one before leaves. No host waits."""
+    """While a weight is updated, the next one's momentum is fetched and the previous one's is
+    stored. The host never waits."""
     weights = [nn.Parameter(torch.ones(3)) for _ in range(3)]
     inner = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
     inner.register_step_post_hook(lambda *_: streams.seen.append("own updates"))
@@ -376,7 +379,8 @@ def test_state_copies_overlap_with_other_updates(streams: Streams, on_a_gpu: Sto
 
 
 def test_at_most_three_updates_states_are_on_the_device(store: Store) -> None:
-    """That of the update, of the one after it and of the one before; then none. As in a dry run, where nothing is waited for."""
+    """The states of the current, the next and the previous update are on the device, then none. A
+    dry run, which never waits, is the same."""
     weights = [nn.Parameter(torch.ones(ROWS, WIDTH)) for _ in range(5)]
     inner = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
     optimizer = PerParameter(inner, state_store=store)

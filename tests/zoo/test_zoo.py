@@ -65,7 +65,7 @@ def hold(trial: Trial, folder: Path) -> Found:
     ],
 )
 def test_one_process_trains_like_plain_pytorch(entry: Entry, column: str, tmp_path: Path) -> None:
-    """Each model with one of the methods of the table in the documentation, which says what comes of it."""
+    """Each model runs with one method of the table in the documentation, which states the outcome."""
     found = hold(Trial(entry.name, COLUMNS[column]), tmp_path)
     assert not found.failed, found.said + found.detail
     if entry.kind != "custom":
@@ -129,7 +129,7 @@ FOUND = [
     ("trial", "outcome"), [pytest.param(*one, id=f"{one[0].model}-{one[0].plan}-several") for one in FOUND]
 )
 def test_earlier_failures_do_not_return(trial: Trial, outcome: str, tmp_path: Path) -> None:
-    """Each of these was once different, or raised an error of torch's."""
+    """Each of these trials once gave other results or raised an error in torch."""
     found = hold(trial, tmp_path)
     assert found.outcome == outcome, found.said + found.detail
 
@@ -151,7 +151,7 @@ def test_draws_depend_only_on_the_seed() -> None:
 
 
 def test_a_difference_is_detected() -> None:
-    """In the losses, in the weights together, and in one small tensor that drowns among the others."""
+    """A difference is detected in the losses, in all weights together, and in one small tensor."""
     plain, trial = train_plainly("net", {}, None, 1, "fp32"), Trial("net")
     good = {name: value.clone() for name, value in plain.weights.items()}
     assert not compare(trial, plain.losses, False, good, {"fp32": plain})
@@ -163,7 +163,7 @@ def test_a_difference_is_detected() -> None:
 
 
 def test_failures_are_shrunk() -> None:
-    """To the fields without which a trial does not fail."""
+    """Only the fields remain without which the trial would not fail."""
 
     class Crew:
         def hold(self, trial: Trial) -> Found:

@@ -63,7 +63,7 @@ def test_resumed_run_equals_the_uninterrupted_run(
 
 @pytest.mark.gpu
 def test_random_generators_of_a_gpu_are_resumed() -> None:
-    """Also those that no training of the tests draws from: what is put back is what each of them gives next."""
+    """Generators that no training here uses are restored too: each gives the same next number."""
     before = random_states()
     drawn = [torch.rand(8, device=f"cuda:{number}") for number in range(torch.cuda.device_count())]
     torch.manual_seed(7)

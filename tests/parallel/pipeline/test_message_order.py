@@ -106,14 +106,16 @@ def play_through(schedule: str, devices: int, chunks: int, micro_batches: int, s
 
 @pytest.mark.parametrize(("schedule", "chunks"), KINDS)
 def test_both_ends_of_a_link_use_one_order_without_deadlock(schedule: str, chunks: int) -> None:
-    """A GPU may stop amid any action. Every schedule, on 2 to 8 devices, 1 to 16 micro-batches."""
+    """A GPU may block in any action. The test runs every schedule on 2 to 8 devices with 1 to 16
+    micro-batches."""
     for devices, micro_batches in itertools.product(range(2, 9), range(1, 17)):
         for stops in (False, True):
             play_through(schedule, devices, chunks, micro_batches, stops)
 
 
 def test_receives_ahead_depend_on_schedule_and_device() -> None:
-    """By who does not stop, every next message. By who may, in 1F1B one direction; in GPipe both, which are apart."""
+    """A device that never blocks receives every next message ahead. One that may block receives one
+    direction in 1F1B, and both in GPipe."""
 
     def ahead(schedule: str, stops: bool, device: int) -> str:
         return " ".join(str(one) for one in coming(schedule, 4, 1, 6, device, stops) if one is not None)
@@ -126,7 +128,7 @@ def test_receives_ahead_depend_on_schedule_and_device() -> None:
 
 
 def test_receiving_everything_ahead_deadlocks_blocking_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever thinks the order of `late` too careful: this is 1F1B without it."""
+    """1F1B without the restriction of `late`, to show why it is needed."""
     every = partial(coming, stops=False)
     monkeypatch.setitem(globals(), "coming", lambda *shape: every(*shape[:-1]))
     with pytest.raises(AssertionError, match="wait for each other"):
@@ -134,7 +136,7 @@ def test_receiving_everything_ahead_deadlocks_blocking_devices(monkeypatch: pyte
 
 
 def test_a_message_is_sent_during_the_action_before() -> None:
-    """Where it was asked for ahead; else when the action could begin."""
+    """Only if it is received ahead; otherwise it is sent when the action could begin."""
     table = make_schedule("gpipe", 2, 1, 3)
     second = Action(FORWARD, 1, 1)
     for late, wanted in ((frozenset[Action](), 3.0), (frozenset({second}), 4.0)):
@@ -196,7 +198,8 @@ def recorded(fields: dict[str, Any], stops: bool) -> tuple[list[Any], list[Any]]
     ],
 )
 def test_the_runtime_receives_and_sends_in_that_order(fields: dict[str, Any], stops: bool) -> None:
-    """As in the tables that are played through: the next micro-batch is asked for before this one's forward begins."""
+    """As in the simulated tables: the next micro-batch is received before this one's forward
+    begins."""
     for seen, wanted in together(fields["pp"], HERE + "recorded", fields, stops):
         assert seen == wanted
 
@@ -234,7 +237,7 @@ def ragged_losses(fields: dict[str, Any], stops: bool) -> tuple[list[float], int
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_receives_of_other_shapes_start_once_they_are_known(stops: bool) -> None:
-    """A GPU's loader leaves out a mask that hides nothing, so a micro-batch is known without it."""
+    """A GPU's loader drops a mask that hides nothing, so micro-batches may lack it."""
     expected = [step.loss for step in tightfit.train(tightfit.build(ragged_job()))]
     fields = {"pp": 2, "micro_batch": 1}
     for losses, ahead in together(2, HERE + "ragged_losses", fields, stops):

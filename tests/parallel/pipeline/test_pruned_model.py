@@ -111,7 +111,8 @@ def test_deferred_weight_gradients_are_summed(fields: dict[str, Any]) -> None:
 
 
 def test_a_gradient_completed_twice_in_one_backward_is_refused() -> None:
-    """What was taken first may have been sent: another backward within the backward adds to it, unseen."""
+    """The gradient that was completed first may have been sent, and a nested backward would add to
+    it unnoticed."""
     for found in together(2, HERE + "train", Reentrant, {"dp_replicate": 2}):
         assert isinstance(found, str)
         assert "use_reentrant=False" in found

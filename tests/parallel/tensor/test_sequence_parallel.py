@@ -10,7 +10,8 @@ from tightfit.planner.tracing.device_emulation import fake_process_group
 
 
 def test_a_shard_of_one_sample_does_not_keep_the_whole() -> None:
-    """Of one sample a part is contiguous as it is: a view would hold all of it, and have other strides than the next block's input."""
+    """A shard of one sample is already contiguous: a view would keep all of it, and have other
+    strides than the next block's input."""
     with fake_process_group(2):
         assert dist.group.WORLD is not None
         part = local_shard(torch.arange(32.0).view(1, 8, 4), dist.group.WORLD)

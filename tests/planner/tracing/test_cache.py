@@ -137,7 +137,7 @@ def test_a_profile_of_another_trace_is_not_used(folder: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("plan", [{}, {"recompute": "full"}, {"recompute": "selective", "micro_batch": 2}], ids=str)
 def test_a_profile_from_disk_gives_the_same_estimate(folder: Path, plan: dict[str, Any]) -> None:
-    """Buffers that segments share are shared in what is read too."""
+    """Buffers that segments share are shared in the profile that is read, too."""
     first, second = (profile(cases.job("llama"), tightfit.Plan()) for _ in range(2))
     machine = Machine.named("a100-80gb")
     one, two = (apply_costs(ledger, tightfit.Plan(**plan), machine) for ledger in (first, second))
@@ -149,7 +149,8 @@ def test_a_profile_from_disk_gives_the_same_estimate(folder: Path, plan: dict[st
 
 @pytest.mark.parametrize("device", [0, 1])
 def test_a_profile_from_disk_knows_the_operands_of_gradients(folder: Path, device: int) -> None:
-    """Of a tied weight each of two devices makes its part, and linear layers' gradients are put off."""
+    """Each of two devices computes its part of a tied weight's gradient, and gradients of linear
+    layers are deferred."""
     plan, machine = tightfit.Plan(pp=2, micro_batch=2, schedule="zero-bubble"), Machine.named("a100-80gb:2")
     ledgers = [replace(profile(cases.job("gpt2")), device=device) for _ in range(2)]
     assert ledgers[0].training is not ledgers[1].training
@@ -174,7 +175,8 @@ def test_a_folder_of_another_user_is_not_read(folder: Path, monkeypatch: pytest.
 
 
 def test_nothing_in_the_package_unpickles_files() -> None:
-    """Checkpoints are read with weights_only, arrays without pickles. What processes hand each other is no file."""
+    """Checkpoints are read with weights_only and arrays without pickles. Messages between processes
+    are no files."""
     root = Path(tightfit.__file__).parent
     found = []
     for path in root.rglob("*.py"):

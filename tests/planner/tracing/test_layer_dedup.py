@@ -96,7 +96,7 @@ def test_a_reduced_model_is_traced_like_the_whole_one(
 
 @pytest.mark.parametrize(("name", "made"), [("llama", [4]), ("vit", [4]), ("t5", [4, 5])])
 def test_only_the_blocks_needed_for_comparison_are_created(name: str, made: list[int]) -> None:
-    """T5's configuration has two numbers, so all of its blocks are created."""
+    """T5's configuration has two layer counts, so all of its blocks are created."""
     spec = job(name).model
     assert isinstance(spec, ModelSpec)
     asked: list[int] = []
@@ -129,7 +129,7 @@ def test_a_ledger_of_few_blocks_equals_a_shallow_model_s(name: str, fields: dict
 
 
 def test_recomputed_segments_of_a_deep_model_are_dry_run() -> None:
-    """Their blocks do not run by themselves, so none can be passed through."""
+    """Their blocks do not run alone, so no block can be skipped."""
     whole, plan = job("llama").replace(train=job("llama").train.replace(clip=None)), tightfit.Plan(recompute="sqrt")
     found = Estimator(whole, Machine.named("a100-80gb")).estimate(plan).peak
     assert dry_run(whole, plan, "cuda").total == pytest.approx(found.total - found.rows["runtime"], rel=2e-3)

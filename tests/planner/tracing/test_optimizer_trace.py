@@ -26,7 +26,7 @@ GEMMA: dict[str, Any] = {
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_stochastic_rounding_adds_only_its_noise(optimizer: str) -> None:
-    """And the noise: one whole number for each weight of the parameter that is updated."""
+    """The noise is one integer for each weight of the updated parameter."""
     job = cases.job("llama", optimizer=optimizer)
     narrow = tightfit.Plan(precision="bf16-true", states="bf16")
     updates = profile(job, narrow).updates
