@@ -174,7 +174,8 @@ print(peak.total)
 
 
 def test_the_profiler_prints_nothing() -> None:
-    """In a process of its own, because the first profile of a process decides what the later ones print."""
+    """The test runs in a process of its own, because the first profile of a process decides what
+    later ones print."""
     ran = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, check=True)
     assert int(ran.stdout) > 0
     assert "profiler" not in ran.stderr

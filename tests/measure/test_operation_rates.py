@@ -12,7 +12,7 @@ from tightfit.measure import operation_rates
 
 
 def test_measurements_that_would_take_too_long_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A type without instructions: 1 MFLOP/s, where the largest would take ten seconds."""
+    """A type without instructions runs at 1 MFLOP/s, so the largest case would take ten seconds."""
     amounts = {64: 1e4, 128: 1e5, 256: 2e5, 512: 1e6, 1024: 1e7}
     run: list[int] = []
 
@@ -64,7 +64,7 @@ def test_causal_attention_is_rated_by_its_computed_pairs(kind: str) -> None:
 
 
 def test_a_cpu_is_measured_at_the_small_sizes() -> None:
-    """And a GPU also at what models of billions of parameters multiply and move."""
+    """A GPU is also measured at the sizes of models with billions of parameters."""
     processor, gpu = torch.device("cpu"), torch.device("cuda")
     assert list(sizes("product", torch.float32, "cpu")) == [
         round((4 * size**3) ** (1 / 3)) for size in operation_rates.PRODUCT_SIZES

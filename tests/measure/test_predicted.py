@@ -85,7 +85,8 @@ def test_estimated_and_dry_run_peaks_agree_with_the_measured(fields: dict[str, A
 
 @on_each_device
 def test_a_record_names_the_device_that_ran(device: str) -> None:
-    """Its peak is that of the sampled step, a GPU's with what the allocator reserved; its steps took time."""
+    """The peak is that of the sampled step, on a GPU with the allocator's reserved bytes; its steps
+    took time."""
     run = tightfit.build(job_of(device), machine=devices.machine(device))
     observer = Observer(run, 0)
     for step in tightfit.train(run, take=observer.take):

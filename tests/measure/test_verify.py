@@ -64,7 +64,7 @@ def test_a_method_that_changes_the_job_fails(job: tightfit.Job, monkeypatch: pyt
 @pytest.mark.parametrize("name", cases.NAMES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "bf16-true", "fp16-mixed", "fp16-true"])
 def test_every_precision_passes_with_the_default_epsilon(name: str, precision: str) -> None:
-    """A learning rate of 1e-2 and no epsilon to speak of, which makes as much of rounding as anything does."""
+    """A learning rate of 1e-2 with a tiny epsilon amplifies rounding most."""
     job = cases.make_case(name, epsilon=1e-8).job
     result = tightfit.verify(job, tightfit.Plan(precision=precision, recompute="full"), steps=6)
     assert result.passed, result
@@ -101,7 +101,7 @@ def test_averaging_uneven_micro_batches_fails(name: str, precision: str, monkeyp
 
 
 def test_summing_instead_of_averaging_gradients_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adam's weights would hide that."""
+    """The gradients show it: Adam's weights would not."""
     honest = step.accumulate
 
     def summed(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -> Callable[[], Tensor]:

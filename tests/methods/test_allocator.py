@@ -67,7 +67,8 @@ def test_nothing_is_set_without_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
 def test_glibc_knows_the_tunables() -> None:
-    """In a process of its own: freed memory is used again, so a tensor made anew causes no page faults."""
+    """The test runs in a process of its own: elsewhere a new tensor reuses freed memory and causes
+    no page faults."""
     script = (
         "import resource, torch\n"
         "from tightfit.methods.allocator import keep_freed_memory\n"

@@ -13,7 +13,7 @@ from tightfit.methods import attention
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_gradient_strides_match_the_fake_kernel(batch: int) -> None:
-    """As transformers calls it: heads beside the width, seen as (batch, heads, length, width)."""
+    """The call is transformers': heads next to the width, viewed as (batch, heads, length, width)."""
     query, key, value, gradient = (torch.randn(batch, 80, 2, 4).transpose(1, 2) for _ in range(4))
     output, kept = attention.blocked_attention(query, key, value, None, True)
     torch.library.opcheck(attention.blocked_attention, (query, key, value, None, True), test_utils="test_faketensor")

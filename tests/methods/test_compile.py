@@ -35,7 +35,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBacke
 
 
 def ragged_samples() -> list[dict[str, torch.Tensor]]:
-    """Of 5 to 15 tokens."""
+    """Samples of 5 to 15 tokens."""
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(0, 300, (5 + index % 11,), generator=generator) for index in range(48)]
     return [{"input_ids": one, "labels": one.clone()} for one in tokens]
@@ -52,7 +52,8 @@ def job(data: Any = None, **train: Any) -> tightfit.Job:
 
 @pytest.mark.parametrize("regions", ["block", "model"])
 def test_short_micro_batches_and_evaluations_run_uncompiled(regions: str, counter: CompileCounterWithBackend) -> None:
-    """Of 4 samples 3 and 1 are in a micro-batch; only those of 3 are compiled, and the evaluation's are not."""
+    """Micro-batches have 3 and 1 of 4 samples. Those of 3 are compiled; those of 1 and evaluations
+    are not."""
     run = tightfit.build(job(steps=3), tightfit.Plan(compile=regions, micro_batch=3))
     counts = []
     for _ in tightfit.train(run):
@@ -250,7 +251,7 @@ def test_the_compile_mode_is_passed_to_the_compiler(regions: str, monkeypatch: p
 
 
 def test_a_graphs_loss_is_copied_out_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a graph's replay does, this compiled function writes each loss in the same place."""
+    """This compiled function writes each loss to the same memory, as a graph's replay does."""
     begun: list[bool] = []
     place = torch.zeros(1)
     monkeypatch.setattr(torch, "compile", lambda *_, **options: lambda batch: place.copy_(batch["loss"]))

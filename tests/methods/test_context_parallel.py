@@ -102,7 +102,8 @@ def test_a_causal_mask_gives_all_devices_equal_work(size: int) -> None:
 
 
 def test_the_ring_sends_keys_values_and_their_gradients() -> None:
-    """Keys and values: n-1 hand on in forward and in backward; their gradients, in fp32: n."""
+    """Keys and values are passed on n-1 times in forward and in backward, their gradients n times,
+    in fp32."""
     job = tightfit.Job(
         model=cases.LLAMA, data={"synthetic": "tokens", "sequence_length": 32}, train=tightfit.Train(batch=4, steps=9)
     )
@@ -155,7 +156,8 @@ def test_position_ids_in_the_data_are_refused() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_over_shards_equals_plain_attention(causal: bool, masked: bool, device: str) -> None:
-    """Output, sums and gradients of what one device does with another's keys; on a GPU by its own kernel."""
+    """Output, sums and gradients of one device's attention to another's keys; on a GPU with its own
+    kernel."""
     hold_a_part(causal, masked, device, 40)
 
 

@@ -66,7 +66,7 @@ def trained(compressed: str) -> list[float]:
 
 @pytest.mark.parametrize("compressed", ["bf16", "powersgd"])
 def test_compressed_training_learns_like_full_gradients(compressed: str) -> None:
-    """What is sent in bf16, or as 8 of 32 columns, comes to the same loss within a tenth."""
+    """Gradients sent in bf16, or as 8 of 32 columns, give the same loss within a tenth."""
     whole, found = together(2, HERE + "trained", "none")[0], together(2, HERE + "trained", compressed)[0]
     assert found[0] == pytest.approx(whole[0], rel=1e-6)
     assert found[-1] == pytest.approx(whole[-1], rel=0.1)

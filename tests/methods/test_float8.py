@@ -121,7 +121,8 @@ def test_recomputation_changes_nothing(recompute: str) -> None:
     ids=str,
 )
 def test_two_devices_train_like_one(fields: dict[str, Any], alone: dict[str, Any]) -> None:
-    """A scale is of what a device multiplies at once, so that one device is given as much at once, but for parts of a sequence."""
+    """One device multiplies as much at once as each of two, because a scale covers one product;
+    sequences are the exception."""
     found = together(2, "tests.methods.test_float8:trained", "llama", {**TENSORWISE, **fields})
     losses, weights = trained("llama", {**TENSORWISE, **alone})
     bound = BOUND["tensorwise"] if "cp" in fields else 3e-3
@@ -299,7 +300,7 @@ def test_float8_products_reach_the_published_rate() -> None:
 
 @pytest.mark.slow
 def test_rowwise_scales_take_longer(large: Estimator) -> None:
-    """Of a compiled block, whose kernels read a tensor before they scale it by its largest number."""
+    """The block is compiled: its kernels read a tensor before they scale it by its largest value."""
     plans: Any = [tightfit.Plan(**MIXED, compile="block", float8=recipe) for recipe in RECIPES]
     one, other = (large.estimate(plan).time for plan in plans)
     assert one.compute_s == pytest.approx(other.compute_s)
@@ -351,7 +352,7 @@ def test_search_rejects_float8_for_small_layers() -> None:
 def test_a_gpu_multiplies_in_eight_bits(
     recipe: str, compiled: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real products beside the emulated ones on the same device, which sum the same numbers in another order."""
+    """Real products are compared with emulated ones on the same device, which sum in another order."""
     devices.need_float8(recipe)
     called: list[Any] = []
     product = torch._scaled_mm

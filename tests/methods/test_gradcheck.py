@@ -319,7 +319,8 @@ def test_gradients_across_devices_agree_with_numerical_ones() -> None:
 
 
 def test_a_second_backward_raises() -> None:
-    """No gradient is left out silently: neither of the kept probabilities, nor of a backward's, nor a second one."""
+    """No gradient is dropped silently: not of kept probabilities, not of a backward, not of a
+    second backward."""
     query = random(1, 1, 4, 2)
     output, kept = attention.blocked_attention(query, query, query, None, False)
     assert not kept.requires_grad

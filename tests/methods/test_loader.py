@@ -285,7 +285,8 @@ TINY_BERT: dict[str, Any] = {
 def test_the_host_drops_masks_that_hide_nothing(
     fields: dict[str, Any], left_out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a CUDA device, which transformers would ask whether it does; the loss is the same."""
+    """On a CUDA device transformers would read whether the mask hides anything; the loss is the
+    same."""
     data = [
         {"input_ids": torch.arange(8) + n, "labels": torch.arange(8), "attention_mask": torch.ones(8).long()}
         for n in range(4)

@@ -102,7 +102,7 @@ def test_only_needed_gradients_are_computed(frozen: tuple[str, ...], products: i
 
 
 def test_an_evaluation_computes_no_gradient() -> None:
-    """One product in place of four, and not a byte for the gradients."""
+    """It computes one product instead of four, and allocates no gradients."""
     hidden, weight, bias, targets = inputs()
     with torch.no_grad(), Products() as counted:
         value = linear_cross_entropy(hidden, weight, bias, targets, TOKENS)
@@ -134,7 +134,7 @@ def test_backward_runs_once() -> None:
 
 
 def test_only_one_chunk_of_logits_is_alive_at_a_time() -> None:
-    """That, and its softmax in fp32."""
+    """Its softmax in fp32 is alive too."""
     tokens, width, vocabulary = 512, 8, 1000
     hidden, weight = torch.randn(tokens, width, requires_grad=True), torch.randn(vocabulary, width, requires_grad=True)
     targets = torch.randint(0, vocabulary, (tokens,))
@@ -186,7 +186,7 @@ BART: dict[str, Any] = {
 
 
 def test_bart_s_logit_bias_is_added() -> None:
-    """A buffer, which is zero in a new model and may not be in a pretrained one."""
+    """The bias is a buffer: zero in a new model, and perhaps not in a pretrained one."""
     samples = [{"input_ids": torch.arange(4, 12), "labels": torch.arange(10, 18) + n} for n in range(8)]
     job = tightfit.Job(model=BART, data=samples, train=tightfit.Train(batch=4, steps=1))
     losses = []
@@ -263,7 +263,8 @@ AS_ON_CUDA = LossKernels(1000, pads=True, accumulates_fp32=True, fused=loss_and_
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("counted", [True, False])
 def test_the_cuda_variant_computes_the_same(chunk: int, bias: bool, counted: bool) -> None:
-    """Rows of logits padded, rows without a label left out, and one function for softmax, loss and gradient."""
+    """It pads rows of logits, skips rows without a label, and uses one function for softmax, loss
+    and gradient."""
     results = []
     for pads in (None, True):
         hidden, weight, offset, targets = inputs(bias)
@@ -291,7 +292,8 @@ def test_unaligned_rows_of_logits_are_padded() -> None:
 
 
 def test_a_sum_of_products_in_fp32_is_not_rounded_to_16_bits() -> None:
-    """Against fp64: each chunk's product rounded to bf16 is off by 2^-9 of it, one that is added up in fp32 by 2^-24."""
+    """Compared with fp64, chunk products rounded to bf16 are off by 2^-9, and products summed in
+    fp32 by 2^-24."""
     generator = torch.Generator().manual_seed(1)
     chunks = [[torch.randn(64, 8, generator=generator).bfloat16() for _ in range(2)] for _ in range(4)]
     exact = sum(left.double().t() @ right.double() for left, right in chunks)
@@ -305,7 +307,7 @@ def test_a_sum_of_products_in_fp32_is_not_rounded_to_16_bits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_fused_kernel_equals_the_separate_operations(dtype: torch.dtype) -> None:
-    """Compiled for two numbers of rows with one graph, over rows that are padded."""
+    """One graph is compiled for two numbers of rows, over padded rows."""
     graphs = []
 
     def backend(module: Any, example: Any) -> Any:
@@ -419,7 +421,8 @@ def test_a_batch_without_labels_has_zero_loss_and_gradients() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_predictions_count_logits_for_the_share_of_labels(device: str) -> None:
-    """Which is the data's mask_probability, in the ledger as in the dry run; and no tensor of the fused kernel."""
+    """The share is the data's mask_probability, in the ledger as in the dry run; the fused kernel
+    adds no tensor."""
     job, plan = bert_job(), tightfit.Plan(chunked_loss=16)
     chunks = -(-round(8 * 32 * 0.15) // 16)
     profiler = Profiler(job, device)
@@ -454,7 +457,8 @@ def test_another_number_of_labels_compiles_nothing_again(compiled: str, monkeypa
 @pytest.mark.parametrize("chunk", [5, 1000])
 @pytest.mark.parametrize("count", [0, TOKENS])
 def test_the_gradient_of_fp32_weights_from_16_bit_products(chunk: int, count: int) -> None:
-    """As CUDA devices add it up: against fp64, on the same rounded factors, nearer than what adds rounded products."""
+    """The sum of CUDA devices is nearer to fp64, for the same rounded factors, than a sum of
+    rounded products."""
     hidden, weight, _, targets = inputs()
     narrow = hidden.detach().bfloat16()[:count]
     found = []

@@ -75,7 +75,7 @@ class _Toy(ModuleType):
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Listed in METHODS, wherever that was imported, and nowhere else."""
+    """A method that is listed in METHODS only, wherever that was imported."""
     added = _Toy("tightfit.methods.toy", _Toy.__doc__)
     fields = tuple(field for field in loader.FIELDS if field not in added.FIELDS)
     monkeypatch.setattr(loader, "FIELDS", fields)

@@ -96,7 +96,7 @@ def same_as_on_the_device(case: cases.Case, fields: dict[str, Any], words: tuple
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("words", [("gradients",), ALL], ids="+".join)
 def test_offloaded_tensors_are_saved_and_resumed(words: tuple[str, ...], tmp_path: Path) -> None:
-    """Also where it is no longer offloaded: a checkpoint says nothing of where things lie."""
+    """A run may resume without offloading: a checkpoint does not record where tensors were."""
     case = cases.make_case("llama")
     plan = tightfit.Plan(offload=words, offload_to="disk", states="8-bit")
     whole, _ = cases.training(case, plan)
@@ -191,7 +191,7 @@ def test_offloading_on_a_gpu_equals_training_without_it(
     ids=str,
 )
 def test_overlapped_state_copies_on_a_gpu_train_the_same(optimizer: str, fields: dict[str, Any]) -> None:
-    """Of updates that are made one by one, or in batches, in either case."""
+    """Updates run one by one or in batches, in either case."""
     case = cases.make_case("llama").replace(optimizer=optimizer)
     losses, weights = cases.training(case, tightfit.Plan(**fields, offload=("states",)), device="cuda")
     plain_losses, plain = cases.training(case, tightfit.Plan(**fields), device="cuda")
@@ -202,7 +202,8 @@ def test_overlapped_state_copies_on_a_gpu_train_the_same(optimizer: str, fields:
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_parameters_are_prefetched_during_the_block_before(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In forward and in backward; the copy that was begun is the one that is used, and it is forgotten then."""
+    """Both in forward and in backward the prefetched copy is the one that is used, and it is freed
+    then."""
     seen: list[str] = []
     begin, end = prefetch._Prefetch.begin, prefetch._Prefetch.end
 

@@ -98,7 +98,8 @@ def test_interleaving_divides_the_bubble_by_stages_per_device(chunks: int) -> No
 
 @pytest.mark.parametrize(("devices", "micro_batches"), [(2, 4), (4, 4), (4, 8), (4, 16)])
 def test_zero_bubble_waits_at_most_a_third_with_equal_memory(devices: int, micro_batches: int) -> None:
-    """ZB-H1: (p-1)(F + B - W) where a forward, a backward and weights take as long; as many micro-batches as 1F1B's most."""
+    """ZB-H1 waits (p-1)(F + B - W), with F, B and W of equal length, and holds as many
+    micro-batches as 1F1B."""
     table = make_schedule("zero-bubble", devices, 1, micro_batches)
     whole = max(slot.end for slot in simulate(table, lambda action: 1.0))
     assert whole - 3.0 * micro_batches <= devices - 1 + 2.0
@@ -291,7 +292,7 @@ def received() -> tuple[list[str], list[str]]:
 
 
 def test_inputs_of_an_action_are_received_during_the_one_before() -> None:
-    """Once its shape is known; each message is asked for once."""
+    """This starts once the shape is known; each message is received once."""
     for first, second in together(2, HERE + "received"):
         assert second == ["irecv"] * 8  # one of each micro-batch
         assert (
@@ -337,7 +338,8 @@ def losses_in_bf16(fields: dict[str, Any]) -> list[float]:
 
 
 def test_devices_sum_a_16_bit_loss_in_one_type() -> None:
-    """The last device has a loss in bf16 here, the others none: with another type there the processes ended in gloo's abort."""
+    """Only the last device has a loss, in bf16: with another type on the others the processes would
+    abort in gloo."""
     alone = losses_in_bf16({})
     for found in together(2, HERE + "losses_in_bf16", {"pp": 2}):
         assert found == pytest.approx(alone, rel=2e-2)

@@ -56,7 +56,8 @@ def collectives(fields: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]
 
 
 def test_each_region_of_a_block_sends_one_sum_each_way() -> None:
-    """However many products share an input: one sum after each region in forward, one before it in backward."""
+    """However many products share an input, there is one sum after each region in forward and one
+    before it in backward."""
     for forward, backward in together(2, HERE + "collectives", {"tp": 2}):
         assert forward == {"allreduce_": 2 * 4 + 3}  # with the embedding, and two for the loss
         assert backward == {"allreduce_": 2 * 4 + 1}  # with the head
