@@ -1,11 +1,12 @@
-"""What each setting of the allocator does to a training on a processor: speed, and bytes that the process takes.
+"""The allocator's settings on a processor: the speed of a training, and the bytes of its process.
 
     .venv/bin/python benchmarks/allocator.py --out records/allocator.json
 
-The demo's job runs through `tightfit train` with glibc left alone, told to keep memory, told so and to keep no caches of small
-blocks (`allocator: tuned`, as the command line starts it), and told to give all back at once (lean); keeping what forward
-computes, and recomputing it. Every setting runs once in each turn; medians of the turns are given, speed as a ratio to glibc
-left alone in the same turn.
+The demo's job runs through `tightfit train` with four settings of glibc: its defaults; memory is
+kept; memory is kept without caches of small blocks (`allocator: tuned`, as the command starts it);
+memory is returned at once (lean). Each runs with and without recomputation. Every setting runs once
+in each round. The results are medians over rounds; speed is a ratio to the defaults in the same
+round.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ RECOMPUTE = ("none", "full")
 
 
 def settings() -> dict[str, tuple[str, dict[str, str]]]:
-    """By name: the plan's allocator, and what the environment adds to it."""
+    """By name: the plan's allocator, and additional environment variables."""
     from tightfit.engine.launch import GLIBC_TUNABLES
 
     cached = ":".join(part for part in GLIBC_TUNABLES.split(":") if "tcache" not in part and "mxfast" not in part)
@@ -42,7 +43,7 @@ def settings() -> dict[str, tuple[str, dict[str, str]]]:
 
 
 def run(recompute: str, name: str) -> dict[str, Any]:
-    """The record of one training, in a process of its own."""
+    """The figures of one training, in a process of its own."""
     allocator, added = settings()[name]
     plan = {"allocator": allocator, "recompute": recompute}
     sets = [f"--set=train.{what}" for what in (f"steps={STEPS}", "warmup=1")]

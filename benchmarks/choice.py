@@ -1,18 +1,20 @@
-"""The plan that search chooses against the best of all: every legal plan of a list, really run, on jobs whose memory
-limits bite.
+"""The plan that search chooses, compared with every legal plan of a list, on jobs with tight memory limits.
 
     .venv/bin/python benchmarks/choice.py --out records/choice.json
 
-For each job search chooses among the plans of the list, within a limit on memory that the reference plan does not meet.
-Then each plan runs by itself, in a process of its own that has searched before, as `tightfit train` does. The chosen plan should
-be within 5 % of the fastest of those that fit, and stay within the limit itself. A plan fits if its process leaves as much of the
-limit as search leaves (3 %); the fastest of all that merely stayed below it is shown beside. On the jobs marked so, the limit is
-enforced for real (RLIMIT_DATA): the chosen plan has to live with it, and the reference plan has to die of it.
+For each job search chooses among the plans of the list, within a memory limit that the reference
+plan exceeds. Then each plan runs in a process of its own, which searches first, as `tightfit train`
+does. The chosen plan should stay within the limit and be at most 5 % slower than the fastest plan
+that fits. A plan fits if its process leaves the same share of the limit free as search does (3 %).
+The fastest plan that merely stayed below the limit is shown beside it. The first jobs also run with
+the limit enforced by the system (RLIMIT_DATA): the chosen plan has to complete, and the reference
+plan has to fail.
 
-The machine is shared: a fixed piece of work (`measure/clock_drift.py`) is timed before and after each process, and `step_s`
-is at the pace of the calibration; `pace` says which it was.
+The machine is shared. A fixed piece of work (`measure/clock_drift.py`) is timed before and after
+each process. `step_s` is at the pace of the calibration, and `pace` is the ratio of the two.
 
-`--measured FILE` takes what the plans took and how fast they were from an earlier comparison of this machine, and chooses anew.
+`--measured FILE` takes the plans' bytes and times from an earlier comparison on this machine, and
+chooses again.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str, float]] = {
 
 
 def plans(batch: int) -> list[dict[str, Any]]:
-    """The list: what trades memory for time on one device, in the type that it multiplies fastest."""
+    """The list: plans that trade memory for time on one device, in its fastest precision."""
     from tightfit.capabilities import has_fast_bf16
     from tightfit.machine import Machine
 
@@ -103,7 +105,7 @@ def job_of(name: str, limit: float | None = None) -> Any:
 
 
 def choose(name: str) -> dict[str, Any]:
-    """What search says: the limit, and the plans with what they are predicted to take."""
+    """The limit, the plan that search chooses, and the predictions for all plans."""
     from tightfit.machine import Machine
     from tightfit.plan import Plan
     from tightfit.planner.estimate import Estimator
@@ -127,8 +129,10 @@ def choose(name: str) -> dict[str, Any]:
 
 
 def run(name: str, fields: dict[str, Any], limit: float | None) -> dict[str, Any]:
-    """A few steps of one plan: bytes of its process and of its tensors at the peak, seconds of a step. limit: enforced, where
-    given."""
+    """A few steps of one plan: peak bytes of its process and its tensors, seconds of a step.
+
+    limit: bytes that the system allows the process, where given.
+    """
     from tightfit.engine.build import build
     from tightfit.engine.loop import train
     from tightfit.measure.observer import Observer
@@ -155,7 +159,7 @@ def run(name: str, fields: dict[str, Any], limit: float | None) -> dict[str, Any
 
 
 def warm_up(job: Any, plan: Any) -> None:
-    """Let libraries map what they map once, threads' stacks and modules among it, before the limit is set."""
+    """Let libraries map their memory, such as threads' stacks and modules, before the limit is set."""
     import torch
 
     from tightfit.planner.dry_run import dry_run
@@ -187,8 +191,10 @@ def alone(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str,
 
 
 def at_usual_pace(name: str, plan: dict[str, Any], control: Callable[[], float]) -> dict[str, Any]:
-    """What a plan's process measures, its seconds brought to the pace of the calibration. control: what the fixed piece of
-    work takes now, in units of what it takes usually."""
+    """The figures of a plan's process, its seconds at the pace of the calibration.
+
+    control: the current time of the fixed piece of work, as a multiple of its usual time.
+    """
     before = control()
     seen = alone(run, name, plan, None)
     assert seen is not None
@@ -197,8 +203,10 @@ def at_usual_pace(name: str, plan: dict[str, Any], control: Callable[[], float])
 
 
 def compare(name: str, enforced: bool, measured: list[dict[str, Any]], control: Callable[[], float]) -> dict[str, Any]:
-    """Search's choice on one job beside every plan of the list. measured: plans that have run already; control: as of
-    `at_usual_pace`."""
+    """Search's choice on one job, and every plan of the list.
+
+    measured: plans that have run already. control: as in `at_usual_pace`.
+    """
     from tightfit.planner.estimate import MARGIN
 
     said = alone(choose, name)

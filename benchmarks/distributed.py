@@ -70,8 +70,11 @@ def job_of(vocabulary: int | None = None) -> Any:
 
 
 class Counted:
-    """While it is on, the bytes that this device sends: of a ring of n, (n-1)/n of a gathered or scattered whole, and twice
-    that of a sum. A reduction to one device, or what one sends to all, is a row of such a whole."""
+    """Counts the bytes that this device sends, as a ring of n devices sends them.
+
+    A gather or scatter sends (n-1)/n of the whole, a sum twice that. A reduction to one device and a
+    broadcast are one row of such a whole.
+    """
 
     def __init__(self) -> None:
         self.sent: dict[str, float] = defaultdict(float)
@@ -123,7 +126,7 @@ def states_of(tensors: list[Any]) -> int:
 
 @dataclass
 class Contender:
-    """step: takes the next step; end: what was found of it, after the last."""
+    """step: takes the next step. end: returns its figures, after the last step."""
 
     step: Callable[[], None]
     end: Callable[[], dict[str, Any]]
@@ -248,11 +251,11 @@ def plain(kind: str) -> Contender:
 
     tracker = StorageTracker(model.parameters())
     tracker.assign(model.buffers(), "parameters")
-    return looked_at(step, tracker, optimizer.optim if kind == "zero 1" else optimizer)
+    return watched_contender(step, tracker, optimizer.optim if kind == "zero 1" else optimizer)
 
 
-def looked_at(step: Callable[[], None], tracker: Any, optimizer: Any) -> Contender:
-    """What PyTorch's own holds and sends, in the steps that warm it up."""
+def watched_contender(step: Callable[[], None], tracker: Any, optimizer: Any) -> Contender:
+    """A contender whose memory and messages are measured in its warm-up steps."""
     from tightfit.planner.tracing.live_storages import state_tensors
 
     step()
@@ -316,7 +319,7 @@ def plain_pipeline(model: Any, rank: int, world: int) -> Contender:
 
     tracker = StorageTracker(piece.parameters())
     tracker.assign(piece.buffers(), "parameters")
-    return looked_at(step, tracker, optimizer)
+    return watched_contender(step, tracker, optimizer)
 
 
 def deepspeed(stage: int) -> Contender:
@@ -367,7 +370,7 @@ def contender(what: dict[str, Any]) -> Contender:
 
 
 def answer(what: list[dict[str, Any]], number: int, turns: int) -> list[dict[str, Any]]:
-    """What contenders that take turns measure, each; who is first changes from turn to turn."""
+    """The figures of contenders that take turns; the order alternates from turn to turn."""
     those = [contender(one) for one in what]
     seconds: list[list[float]] = [[] for _ in those]
     for turn in range(turns):
@@ -382,20 +385,20 @@ def answers(what: list[list[dict[str, Any]]], number: int, turns: int) -> list[l
 
 
 def alone(processes: int, what: dict[str, Any], turns: int) -> dict[str, Any]:
-    """What one contender measures in processes that are started for it."""
+    """The figures of one contender, in processes that are started for it."""
     return children(processes, [[what]], turns=turns)[0][0]
 
 
 def children(
     processes: int, what: list[list[dict[str, Any]]], number: int = 0, turns: int = TURNS
 ) -> list[list[dict[str, Any]]]:
-    """What each group of `what` measures, one group after another in the same processes, started for them."""
+    """The figures of each group of contenders, one group after another in the same new processes."""
     one_thread = {"OMP_NUM_THREADS": "1"}
     return harness.in_fresh_process(answers, what, number, turns, environment=one_thread, processes=processes)
 
 
 def one_round(processes: int, number: int, kinds: list[str]) -> dict[str, dict[str, Any]]:
-    """kind -> contender -> what it measured. DeepSpeed changes torch: it takes its turns after all others were measured."""
+    """kind -> contender -> its figures. DeepSpeed changes torch, so it runs after all others."""
     pairs = [[{"ours": OURS[kind], "micro_batch": MICRO.get(kind)}, {"plain": kind}] for kind in kinds]
     found = {
         kind: dict(zip(("ours", "plain"), seen, strict=True))
@@ -410,7 +413,7 @@ def one_round(processes: int, number: int, kinds: list[str]) -> dict[str, dict[s
 
 
 def ratios(rounds: list[dict[str, Any]], mine: str, theirs: str) -> list[float]:
-    """Of each turn, how many times as long the others' steps took."""
+    """The time of the other's steps as a multiple of ours, turn by turn."""
     both = [one for one in rounds if theirs in one]
     return [ratio for one in both for ratio in harness.ratios(one[theirs]["turns_s"], one[mine]["turns_s"])]
 

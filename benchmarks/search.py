@@ -1,7 +1,8 @@
-"""How long a search takes when nothing was traced before: each in a process of its own, with an empty cache, once torch, its
-compiler and the model's code are imported.
+"""How long a search takes without earlier traces: each runs in a process of its own, with an empty cache.
 
-.venv/bin/python benchmarks/search.py --out records/search.json
+    .venv/bin/python benchmarks/search.py --out records/search.json
+
+The time begins when torch, its compiler and the model's code are imported.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SEARCHES: dict[str, tuple[str | None, str, int, int]] = {
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Seconds of one search in this process, those of importing torch, its compiler and the model's code before, and the plan."""
+    """Seconds of one search in this process, seconds of the imports before it, and the plan."""
     began = time.perf_counter()
     import torch._inductor.compile_fx  # noqa: F401
 
