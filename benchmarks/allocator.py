@@ -1,16 +1,16 @@
-"""What each setting of the allocator does to a training on a processor: speed, and bytes that the process takes.
+"""The allocator's settings on a processor: the speed of a training, and the bytes of its process.
 
     .venv/bin/python benchmarks/allocator.py --out records/allocator.json
 
-The demo's job runs through `tightfit train` with glibc left alone, told to keep memory, told so and to keep no caches of small
-blocks (`allocator: tuned`, as the command line starts it), and told to give all back at once (lean); keeping what forward
-computes, and recomputing it. Every setting runs once in each turn; medians of the turns are given, speed as a ratio to glibc
-left alone in the same turn.
+The demo's job runs through `tightfit train` with four settings of glibc: its defaults; memory is
+kept; memory is kept without caches of small blocks (`allocator: tuned`, as the command starts it);
+memory is returned at once (lean). Each runs with and without recomputation. Every setting runs once
+in each round. The results are medians over rounds; speed is a ratio to the defaults in the same
+round.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -20,13 +20,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
+from benchmarks import harness
+
 STEPS = 6
+CONTROL = "default"  # the setting to which speeds are compared
 RECOMPUTE = ("none", "full")
 
 
 def settings() -> dict[str, tuple[str, dict[str, str]]]:
-    """By name: the plan's allocator, and what the environment adds to it."""
+    """By name: the plan's allocator, and additional environment variables."""
     from tightfit.engine.launch import GLIBC_TUNABLES
 
     cached = ":".join(part for part in GLIBC_TUNABLES.split(":") if "tcache" not in part and "mxfast" not in part)
@@ -38,14 +42,23 @@ def settings() -> dict[str, tuple[str, dict[str, str]]]:
     }
 
 
-def run(name: str, recompute: str) -> dict[str, Any]:
-    """The record of one training, in a process of its own."""
+def run(recompute: str, name: str) -> dict[str, Any]:
+    """The figures of one training, in a process of its own."""
     allocator, added = settings()[name]
     plan = {"allocator": allocator, "recompute": recompute}
     sets = [f"--set=train.{what}" for what in (f"steps={STEPS}", "warmup=1")]
     sets += [f"--set=plan.{field}={value}" for field, value in plan.items()]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tightfit", "train", str(ROOT / "examples/demo.yaml"), "--out", folder, *sets]
+        command = [
+            sys.executable,
+            "-m",
+            "tightfit",
+            "train",
+            str(harness.ROOT / "examples/demo.yaml"),
+            "--out",
+            folder,
+            *sets,
+        ]
         environ = {key: value for key, value in os.environ.items() if key != "GLIBC_TUNABLES"}
         subprocess.run(command, check=True, capture_output=True, env={**environ, **added})
         record: dict[str, Any] = json.loads((Path(folder) / "record.json").read_text())
@@ -59,49 +72,28 @@ def run(name: str, recompute: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
-    parser.add_argument("--turns", type=int, default=3)
-    arguments = parser.parse_args()
-    turns = []
-    for number in range(arguments.turns):
-        turns.append({})
-        for recompute in RECOMPUTE:
-            for name in settings():
-                print(
-                    f"\rturn {number + 1} of {arguments.turns}: recompute {recompute}, {name:30s}",
-                    end="",
-                    file=sys.stderr,
-                )
-                turns[-1][recompute, name] = run(name, recompute)
-    print(file=sys.stderr)
-    rows = []
-    for recompute in RECOMPUTE:
-        for name in settings():
-            seen = [turn[recompute, name] for turn in turns]
-            controls = [turn[recompute, "default"] for turn in turns]
-            rows.append(
-                {
-                    "recompute": recompute,
-                    "allocator": name,
-                    "speed": statistics.median(
-                        one["step_s"] / two["step_s"] for one, two in zip(controls, seen, strict=True)
-                    ),
-                    **{key: statistics.median(one[key] for one in seen) for key in seen[0]},
-                }
-            )
-            row = rows[-1]
-            error = row["predicted_process_bytes"] / row["process_bytes"] - 1
-            print(
-                f"recompute {recompute:5s} {name:27s} {row['speed']:5.2f} of the speed, process {row['process_bytes'] / 1e9:.2f} GB "
-                f"(predicted {error:+.1%}), tensors {row['tensor_bytes'] / 1e9:.2f} GB"
-            )
-    if arguments.out:
-        from tightfit.machine import Machine
-        from tightfit.record import code_version
-
-        what = {"code": code_version(), "machine": Machine.detect().name, "turns": len(turns), "rows": rows}
-        arguments.out.write_text(json.dumps(what, indent=1) + "\n")
+    arguments = harness.make_parser(__doc__, only="settings whose name contains this", rounds=3).parse_args()
+    cases = {
+        f"recompute {recompute}, {name}": (recompute, name)
+        for recompute in RECOMPUTE
+        for name in settings()
+        if name == CONTROL or arguments.only in name
+    }
+    rounds = harness.interleaved(arguments.rounds, list(cases), lambda text, _: run(*cases[text]))
+    rows, lines = [], []
+    for text, (recompute, name) in cases.items():
+        seen = [one[text] for one in rounds]
+        control = [one[f"recompute {recompute}, {CONTROL}"] for one in rounds]
+        speeds = harness.ratios((one["step_s"] for one in control), (one["step_s"] for one in seen))
+        row = {"recompute": recompute, "allocator": name, "speed": statistics.median(speeds)}
+        row |= harness.median_of_each(seen)
+        error = row["predicted_process_bytes"] / row["process_bytes"] - 1
+        sizes = [f"{row[key] / 1e9:.2f}" for key in ("process_bytes", "tensor_bytes")]
+        lines.append([recompute, name, harness.spread(speeds), *sizes, f"{error:+.1%}"])
+        rows.append(row)
+    columns = ("recompute", "allocator", "speed", "process GB", "tensors GB", "process predicted")
+    harness.print_table(columns, lines, left=2)
+    harness.write_record(arguments.out, {"turns": len(rounds), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,35 +1,38 @@
-"""The plan that search chooses against the best of all: every legal plan of a list, really run, on jobs whose memory
-limits bite.
+"""The plan that search chooses, compared with every legal plan of a list, on jobs with tight memory limits.
 
     .venv/bin/python benchmarks/choice.py --out records/choice.json
 
-For each job search chooses among the plans of the list, within a limit on memory that the reference plan does not meet.
-Then each plan runs by itself, in a process of its own that has searched before, as `tightfit train` does. The chosen plan should
-be within 5 % of the fastest of those that fit, and stay within the limit itself. A plan fits if its process leaves as much of the
-limit as search leaves (3 %); the fastest of all that merely stayed below it is shown beside. On the jobs marked so, the limit is
-enforced for real (RLIMIT_DATA): the chosen plan has to live with it, and the reference plan has to die of it.
+For each job search chooses among the plans of the list, within a memory limit that the reference
+plan exceeds. Then each plan runs in a process of its own, which searches first, as `tightfit train`
+does. The chosen plan should stay within the limit and be at most 5 % slower than the fastest plan
+that fits. A plan fits if its process leaves the same share of the limit free as search does (3 %).
+The fastest plan that merely stayed below the limit is shown beside it. The first jobs also run with
+the limit enforced by the system (RLIMIT_DATA): the chosen plan has to complete, and the reference
+plan has to fail.
 
-The machine is shared: a fixed piece of work (`measure/clock_drift.py`) is timed before and after each process, and `step_s`
-is at the pace of the calibration; `pace` says which it was.
+The machine is shared. A fixed piece of work (`measure/clock_drift.py`) is timed before and after
+each process. `step_s` is at the pace of the calibration, and `pace` is the ratio of the two.
 
-`--measured FILE` takes what the plans took and how fast they were from an earlier comparison of this machine, and chooses anew.
+`--measured FILE` takes the plans' bytes and times from an earlier comparison on this machine, and
+chooses again.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
+from benchmarks import harness
 
 ALLOW = ["bf16", "8-bit-states"]
 STEPS = 4
@@ -80,7 +83,7 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str, float]] = {
 
 
 def plans(batch: int) -> list[dict[str, Any]]:
-    """The list: what trades memory for time on one device, in the type that it multiplies fastest."""
+    """The list: plans that trade memory for time on one device, in its fastest precision."""
     from tightfit.capabilities import has_fast_bf16
     from tightfit.machine import Machine
 
@@ -102,7 +105,7 @@ def job_of(name: str, limit: float | None = None) -> Any:
 
 
 def choose(name: str) -> dict[str, Any]:
-    """What search says: the limit, and the plans with what they are predicted to take."""
+    """The limit, the plan that search chooses, and the predictions for all plans."""
     from tightfit.machine import Machine
     from tightfit.plan import Plan
     from tightfit.planner.estimate import Estimator
@@ -126,8 +129,10 @@ def choose(name: str) -> dict[str, Any]:
 
 
 def run(name: str, fields: dict[str, Any], limit: float | None) -> dict[str, Any]:
-    """A few steps of one plan: bytes of its process and of its tensors at the peak, seconds of a step. limit: enforced, where
-    given."""
+    """A few steps of one plan: peak bytes of its process and its tensors, seconds of a step.
+
+    limit: bytes that the system allows the process, where given.
+    """
     from tightfit.engine.build import build
     from tightfit.engine.loop import train
     from tightfit.measure.observer import Observer
@@ -154,7 +159,7 @@ def run(name: str, fields: dict[str, Any], limit: float | None) -> dict[str, Any
 
 
 def warm_up(job: Any, plan: Any) -> None:
-    """Let libraries map what they map once, threads' stacks and modules among it, before the limit is set."""
+    """Let libraries map their memory, such as threads' stacks and modules, before the limit is set."""
     import torch
 
     from tightfit.planner.dry_run import dry_run
@@ -171,44 +176,46 @@ def data_bytes() -> int:
     raise AssertionError
 
 
-def child(what: dict[str, Any]) -> dict[str, Any] | None:
-    """The answer of a process of its own; None where it died for want of memory."""
+def alone(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any] | None:
+    """The answer of a process of its own, started as for `allocator: tuned`; None where it ran out of memory."""
     from tightfit.engine.launch import environment
     from tightfit.plan import Plan
 
     added = environment(Plan(allocator="tuned"), "cpu", os.environ)
-    command = [sys.executable, __file__, "--child", json.dumps(what)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **added}, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if lines:
-        return json.loads(lines[0].removeprefix("RESULT "))
-    if "memory" in done.stderr.lower() or "could not create a primitive" in done.stderr:  # as oneDNN says it
-        return None
-    raise SystemExit(f"{what}: {done.stderr[-2000:]}")
+    try:
+        return harness.in_fresh_process(function, *arguments, environment=added)
+    except harness.MeasurementFailed as failure:
+        if "memory" in failure.output.lower() or "could not create a primitive" in failure.output:  # as oneDNN says it
+            return None
+        raise
 
 
-def at_usual_pace(what: dict[str, Any], control: Callable[[], float]) -> dict[str, Any]:
-    """What a child says of its steps, their seconds brought to the pace of the calibration. control: what the fixed piece of
-    work takes now, in units of what it takes usually."""
+def at_usual_pace(name: str, plan: dict[str, Any], control: Callable[[], float]) -> dict[str, Any]:
+    """The figures of a plan's process, its seconds at the pace of the calibration.
+
+    control: the current time of the fixed piece of work, as a multiple of its usual time.
+    """
     before = control()
-    seen = child(what)
+    seen = alone(run, name, plan, None)
     assert seen is not None
     pace = 2 / (before + control())
     return {**seen, "step_s": seen["step_s"] * pace, "pace": pace}
 
 
 def compare(name: str, enforced: bool, measured: list[dict[str, Any]], control: Callable[[], float]) -> dict[str, Any]:
-    """Search's choice on one job beside every plan of the list. measured: plans that have run already; control: as of
-    `at_usual_pace`."""
+    """Search's choice on one job, and every plan of the list.
+
+    measured: plans that have run already. control: as in `at_usual_pace`.
+    """
     from tightfit.planner.estimate import MARGIN
 
-    said = child({"choose": name})
+    said = alone(choose, name)
     assert said is not None
     rows = list(measured)
     for fields in plans(JOBS[name][2])[len(rows) :]:
-        print(f"\r{name}: {len(rows) + 1} plans", end="", file=sys.stderr, flush=True)
-        rows.append({"plan": fields, **at_usual_pace({"run": name, "plan": fields, "limit": None}, control)})
-    print(file=sys.stderr)
+        harness.show_progress(f"{name}: {len(rows) + 1} plans")
+        rows.append({"plan": fields, **at_usual_pace(name, fields, control)})
+    harness.show_progress("")
     chosen = next(row for row in rows if all(said["chosen"][key] == value for key, value in row["plan"].items()))
     below = [row for row in rows if row["process_bytes"] <= said["limit"]]
     fitting = [
@@ -224,7 +231,7 @@ def compare(name: str, enforced: bool, measured: list[dict[str, Any]], control: 
             if turn >= AGAIN and chosen["step_s"] <= DOUBT * min(row["step_s"] for row in near):
                 break
             for number, row in enumerate(near):
-                seen = at_usual_pace({"run": name, "plan": row["plan"], "limit": None}, control)
+                seen = at_usual_pace(name, row["plan"], control)
                 times[number].append(seen["step_s"])
                 row["step_s"], row["runs_s"] = statistics.median(times[number]), times[number]
     best = min([row for row in near if row in fitting] or [chosen], key=lambda row: row["step_s"])
@@ -241,11 +248,8 @@ def compare(name: str, enforced: bool, measured: list[dict[str, Any]], control: 
         "rows": rows,
     }
     if enforced:
-        found["lives_within_enforced_limit"] = (
-            child({"run": name, "plan": chosen["plan"], "limit": said["limit"]}) is not None
-        )
-        reference = {"allocator": "tuned"}
-        found["reference_dies_of_it"] = child({"run": name, "plan": reference, "limit": said["limit"]}) is None
+        found["lives_within_enforced_limit"] = alone(run, name, chosen["plan"], said["limit"]) is not None
+        found["reference_dies_of_it"] = alone(run, name, {"allocator": "tuned"}, said["limit"]) is None
     return found
 
 
@@ -263,19 +267,11 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the comparison as JSON; one that is there is gone on with")
-    parser.add_argument("--only", default="", help="jobs whose name begins so")
+    parser = harness.make_parser(__doc__, only="jobs whose name begins so; a comparison in --out is continued")
     parser.add_argument("--measured", type=Path, help="an earlier comparison whose runs are taken")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child:
-        what = json.loads(arguments.child)
-        answer = choose(what["choose"]) if "choose" in what else run(what["run"], what["plan"], what["limit"])
-        print("RESULT " + json.dumps(answer))
-        return
-    there = json.loads(arguments.out.read_text())["jobs"] if arguments.out and arguments.out.exists() else []
-    taken = json.loads(arguments.measured.read_text())["jobs"] if arguments.measured else []
+    there = harness.read_record(arguments.out).get("jobs", [])
+    taken = harness.read_record(arguments.measured).get("jobs", [])
     ran = {row["job"]: row["rows"] for row in taken}
     rows = list(there)  # an interrupted comparison goes on
     control = calibrated_control()
@@ -283,8 +279,7 @@ def main() -> None:
         if name.startswith(arguments.only) and name not in {row["job"] for row in there}:
             rows.append(compare(name, number < ENFORCED, ran.get(name, []), control))
             show(rows[-1])
-            if arguments.out:
-                write(arguments.out, rows)
+            harness.write_record(arguments.out, {"jobs": rows})
     print(
         f"worst {max(row['slower'] for row in rows):+.1%}, all within the limit: {all(row['within_limit'] for row in rows)}"
     )
@@ -293,21 +288,10 @@ def main() -> None:
 def calibrated_control() -> Callable[[], float]:
     import torch
 
-    from tightfit.machine import Machine
     from tightfit.measure.clock_drift import control_s
 
-    usual = Machine.detect().control_s
-    if usual is None:
-        raise SystemExit("this machine is not calibrated: run tightfit machine --calibrate")
-    return lambda: control_s(torch.device("cpu")) / usual.value
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    from tightfit.machine import Machine
-    from tightfit.record import code_version
-
-    what = {"code": code_version(), "machine": Machine.detect().name, "jobs": rows}
-    path.write_text(json.dumps(what, indent=1) + "\n")
+    usual_s = harness.usual_control_s()
+    return lambda: control_s(torch.device("cpu")) / usual_s
 
 
 if __name__ == "__main__":

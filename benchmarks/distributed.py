@@ -14,12 +14,9 @@ the first device of a pipeline waits, beside theory, of a model whose pieces hav
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -27,6 +24,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
+from benchmarks import harness
 
 MODEL = {
     "architecture": "llama", "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6,
@@ -69,8 +70,11 @@ def job_of(vocabulary: int | None = None) -> Any:
 
 
 class Counted:
-    """While it is on, the bytes that this device sends: of a ring of n, (n-1)/n of a gathered or scattered whole, and twice
-    that of a sum. A reduction to one device, or what one sends to all, is a row of such a whole."""
+    """Counts the bytes that this device sends, as a ring of n devices sends them.
+
+    A gather or scatter sends (n-1)/n of the whole, a sum twice that. A reduction to one device and a
+    broadcast are one row of such a whole.
+    """
 
     def __init__(self) -> None:
         self.sent: dict[str, float] = defaultdict(float)
@@ -122,7 +126,7 @@ def states_of(tensors: list[Any]) -> int:
 
 @dataclass
 class Contender:
-    """step: takes the next step; end: what was found of it, after the last."""
+    """step: takes the next step. end: returns its figures, after the last step."""
 
     step: Callable[[], None]
     end: Callable[[], dict[str, Any]]
@@ -247,11 +251,11 @@ def plain(kind: str) -> Contender:
 
     tracker = StorageTracker(model.parameters())
     tracker.assign(model.buffers(), "parameters")
-    return looked_at(step, tracker, optimizer.optim if kind == "zero 1" else optimizer)
+    return watched_contender(step, tracker, optimizer.optim if kind == "zero 1" else optimizer)
 
 
-def looked_at(step: Callable[[], None], tracker: Any, optimizer: Any) -> Contender:
-    """What PyTorch's own holds and sends, in the steps that warm it up."""
+def watched_contender(step: Callable[[], None], tracker: Any, optimizer: Any) -> Contender:
+    """A contender whose memory and messages are measured in its warm-up steps."""
     from tightfit.planner.tracing.live_storages import state_tensors
 
     step()
@@ -315,7 +319,7 @@ def plain_pipeline(model: Any, rank: int, world: int) -> Contender:
 
     tracker = StorageTracker(piece.parameters())
     tracker.assign(piece.buffers(), "parameters")
-    return looked_at(step, tracker, optimizer)
+    return watched_contender(step, tracker, optimizer)
 
 
 def deepspeed(stage: int) -> Contender:
@@ -366,7 +370,7 @@ def contender(what: dict[str, Any]) -> Contender:
 
 
 def answer(what: list[dict[str, Any]], number: int, turns: int) -> list[dict[str, Any]]:
-    """What contenders that take turns measure, each; who is first changes from turn to turn."""
+    """The figures of contenders that take turns; the order alternates from turn to turn."""
     those = [contender(one) for one in what]
     seconds: list[list[float]] = [[] for _ in those]
     for turn in range(turns):
@@ -376,28 +380,25 @@ def answer(what: list[dict[str, Any]], number: int, turns: int) -> list[dict[str
     return [{**one.end(), "turns_s": turns} for one, turns in zip(those, seconds, strict=True)]
 
 
-def child(processes: int, what: dict[str, Any], turns: int) -> dict[str, Any]:
+def answers(what: list[list[dict[str, Any]]], number: int, turns: int) -> list[list[dict[str, Any]]]:
+    return [answer(group, number, turns) for group in what]
+
+
+def alone(processes: int, what: dict[str, Any], turns: int) -> dict[str, Any]:
+    """The figures of one contender, in processes that are started for it."""
     return children(processes, [[what]], turns=turns)[0][0]
 
 
 def children(
     processes: int, what: list[list[dict[str, Any]]], number: int = 0, turns: int = TURNS
 ) -> list[list[dict[str, Any]]]:
-    """What each group of `what` measures, one group after another in the same processes, started for them."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), __file__, "--child",
-        json.dumps(what), "--number", str(number), "--turns", str(turns),
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    answers = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if len(answers) < len(what):
-        raise SystemExit(f"{what}: {done.stderr[-3000:]}")
-    return [json.loads(answer) for answer in answers]
+    """The figures of each group of contenders, one group after another in the same new processes."""
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    return harness.in_fresh_process(answers, what, number, turns, environment=one_thread, processes=processes)
 
 
 def one_round(processes: int, number: int, kinds: list[str]) -> dict[str, dict[str, Any]]:
-    """kind -> contender -> what it measured. DeepSpeed changes torch: it takes its turns after all others were measured."""
+    """kind -> contender -> its figures. DeepSpeed changes torch, so it runs after all others."""
     pairs = [[{"ours": OURS[kind], "micro_batch": MICRO.get(kind)}, {"plain": kind}] for kind in kinds]
     found = {
         kind: dict(zip(("ours", "plain"), seen, strict=True))
@@ -412,13 +413,9 @@ def one_round(processes: int, number: int, kinds: list[str]) -> dict[str, dict[s
 
 
 def ratios(rounds: list[dict[str, Any]], mine: str, theirs: str) -> list[float]:
-    """Of each turn, how many times as long the others' steps took."""
-    return [
-        other / own
-        for one in rounds
-        if theirs in one
-        for own, other in zip(one[mine]["turns_s"], one[theirs]["turns_s"], strict=True)
-    ]
+    """The time of the other's steps as a multiple of ours, turn by turn."""
+    both = [one for one in rounds if theirs in one]
+    return [ratio for one in both for ratio in harness.ratios(one[theirs]["turns_s"], one[mine]["turns_s"])]
 
 
 def compare(kind: str, processes: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -443,6 +440,17 @@ def compare(kind: str, processes: int, rounds: list[dict[str, Any]]) -> dict[str
     }
 
 
+def show(row: dict[str, Any]) -> None:
+    sent = {name: size / row["parameter_bytes"] for name, size in row["sent_bytes"].items()}
+    speeds = (
+        f"{harness.spread(row['speed_ratios'])} x the speed, {row['peak_ratio']:.2f} x the peak of {row['beside']}; "
+    )
+    if row["deepspeed_speed_ratio"]:
+        speeds += f"{row['deepspeed_speed_ratio']:.2f} x the speed of DeepSpeed; "
+    shares = ", ".join(f"{name} {share:.2f}" for name, share in sent.items())
+    print(f"{row['processes']} {row['kind']:16s} {speeds}sends, in parameters: {shares}", flush=True)
+
+
 def PARAMETERS() -> int:
     hidden, inner, vocabulary = MODEL["hidden_size"], MODEL["intermediate_size"], MODEL["vocab_size"]
     block = 4 * hidden * hidden + 3 * hidden * inner + 2 * hidden  # type: ignore[operator]
@@ -450,73 +458,48 @@ def PARAMETERS() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--rounds", type=int, default=1)
+    parser = harness.make_parser(__doc__, rounds=1)
     parser.add_argument(
         "--only", choices=list(OURS), nargs="*", help="these pairs alone; what --out has of others stays"
     )
     parser.add_argument("--processes", type=int, nargs="*", default=[2, 4])
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--number", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--turns", type=int, default=TURNS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child:
-        for what in json.loads(arguments.child):
-            found = answer(what, arguments.number, arguments.turns)
-            if os.environ.get("RANK", "0") == "0":
-                print("RESULT " + json.dumps(found), flush=True)
-        return
-    there = arguments.only and arguments.out and arguments.out.exists()
-    known = json.loads(arguments.out.read_text()) if there else {"compared": [], "states": [], "bubbles": []}
-    rows, states, bubbles = known["compared"], known["states"], known["bubbles"]
+    known = harness.read_record(arguments.out) if arguments.only else {}
+    rows, states, bubbles = (known.get(name, []) for name in ("compared", "states", "bubbles"))
+    kinds = arguments.only or list(OURS)
 
     def write() -> None:
         """After each measurement, so that a run that is cut short leaves what it has."""
-        if arguments.out:
-            from tightfit.machine import Machine
-            from tightfit.record import code_version
-
-            what = {"code": code_version(), "machine": Machine.detect().name}
-            what |= {"compared": rows, "states": states, "bubbles": bubbles}
-            arguments.out.write_text(json.dumps(what, indent=1) + "\n")
+        harness.write_record(arguments.out, {"compared": rows, "states": states, "bubbles": bubbles})
 
     for processes in arguments.processes:
-        rounds = []
-        for number in range(arguments.rounds):
-            rounds.append(one_round(processes, number, arguments.only or list(OURS)))
-            print(f"round {number + 1} of {arguments.rounds} on {processes} processes", flush=True)
-        for kind in arguments.only or OURS:
-            row = compare(kind, processes, [one[kind] for one in rounds])
+        rounds = harness.interleaved(
+            arguments.rounds,
+            [processes],
+            lambda count, number: one_round(count, number, kinds),
+            lambda count, _: f"on {count} processes",
+        )
+        for kind in kinds:
+            row = compare(kind, processes, [one[processes][kind] for one in rounds])
             same = [place for place, one in enumerate(rows) if (one["kind"], one["processes"]) == (kind, processes)]
             if same:
                 rows[same[0]] = row
             else:
                 rows.append(row)
-            sent = {name: size / row["parameter_bytes"] for name, size in row["sent_bytes"].items()}
-            print(
-                f"{processes} {kind:16s} {row['speed_ratio']:.2f} x the speed, {row['peak_ratio']:.2f} x the peak of {row['beside']}; "
-                + (
-                    f"{row['deepspeed_speed_ratio']:.2f} x the speed of DeepSpeed; "
-                    if row["deepspeed_speed_ratio"]
-                    else ""
-                )
-                + f"sends, in parameters: {', '.join(f'{name} {share:.2f}' for name, share in sent.items())}",
-                flush=True,
-            )
+            show(row)
             write()
     if arguments.only:
         return
     for stage in (1, 2, 3):
         for processes in (1, 2, 4, 8):
             fields = {"dp_shard": 0, "zero": stage} if processes > 1 else {}
-            seen = child(processes, {"ours": fields, "micro_batch": 1}, turns=1)
+            seen = alone(processes, {"ours": fields, "micro_batch": 1}, turns=1)
             expected = STATES[stage](processes) * PARAMETERS()
             states.append({"stage": stage, "processes": processes, "bytes": seen["state_bytes"], "formula": expected})
             print(f"zero {stage} on {processes}: {seen['state_bytes'] / expected - 1:+.1%} of the formula", flush=True)
             write()
     for schedule, micro in BUBBLES:
-        seen = child(
+        seen = alone(
             2, {"ours": {"pp": 0, "schedule": schedule}, "micro_batch": micro, "vocabulary": 64}, turns=BUBBLE_TURNS
         )
         count = BATCH // micro

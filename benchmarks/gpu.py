@@ -37,6 +37,8 @@ if __name__ == "__main__":
 
 from benchmarks.gpu_sizes import CPU, GPU, LIMIT_S, ORDER  # noqa: E402
 
+from benchmarks import harness  # noqa: E402
+
 RECORD = ROOT / "records" / "gpu.json"
 LEAST_S = 12.0  # left of the budget, without which no part is begun
 KEPT_S = 8.0  # of the budget, for what the parent does at the end
@@ -233,7 +235,7 @@ def keep(
             earlier = others(path, content["device"]) if arguments.only else {}
             done = {name: part for name, part in parts.items() if part["status"] != "left out" or name not in earlier}
             merged = {name: {**earlier, **done}[name] for name in ORDER if name in earlier or name in done}
-            path.write_text(json.dumps({**content, "parts": merged}, indent=1) + "\n")
+            harness.write_json(path, {**content, "parts": merged})
     if (work / "tests.txt").exists():
         shutil.copy(work / "tests.txt", arguments.out / "tests.txt")
     logs = [*sorted(work.glob("*.log")), *sorted(work.glob("*.contender.txt"))]
@@ -259,23 +261,15 @@ def line_of(name: str, part: dict[str, Any]) -> str:
 
 
 def show(parts: dict[str, dict[str, Any]]) -> None:
-    """A table of all parts; plain lines where rich is not there."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print("\n".join(line_of(name, part) for name, part in parts.items()))
-        return
-    table = Table("", "part", "", "seconds", "found", box=None)
+    """A table of all parts, and what those that failed said at the end."""
+    rows = []
     for name, part in parts.items():
         seconds = f"{part['seconds']:.1f}" if "seconds" in part else ""
-        table.add_row(str(ORDER.index(name) + 1), name, part["status"], seconds, "\n".join(said_of(name, part)))
-    console = Console(width=150, highlight=False)
-    console.print(table)
+        rows.append([str(ORDER.index(name) + 1), name, part["status"], seconds, "\n".join(said_of(name, part))])
+    harness.print_table(("", "part", "", "seconds", "found"), rows, left=5)
     for name, part in parts.items():
         if part["status"] not in ("done", "left out") and part.get("said"):
-            console.print(f"--- {name}: {part['status']}", markup=False)
-            console.print(part["said"], markup=False)
+            print(f"--- {name}: {part['status']}\n{part['said']}")
 
 
 def said_of(name: str, part: dict[str, Any]) -> list[str]:

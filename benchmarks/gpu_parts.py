@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import tightfit
-from benchmarks import memory_ladder
+from benchmarks import harness, memory_ladder
 from tightfit.engine.build import build
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.machine import Machine
@@ -654,9 +654,7 @@ def run_parts(
 
         def save(result: dict[str, Any], path: Path = path, state: dict[str, Any] = state) -> None:
             state["result"] = result
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(finite(state), indent=1))
-            partial.replace(path)
+            harness.write_json(path, finite(state))
 
         began = time.perf_counter()
         save({})

@@ -12,9 +12,8 @@ quarter of an hour on two cores.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,7 +23,10 @@ import torch
 from torch import Tensor, nn
 
 import tightfit
-from tightfit.record import code_version
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
+from benchmarks import harness
 
 BASE, TIMES, EPOCHS = 4, 16, 48
 CHOOSING, SEEDS = (0, 1), tuple(range(2, 10))
@@ -106,9 +108,7 @@ def above(one: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    arguments = harness.make_parser(__doc__).parse_args()
     results: dict[str, dict[str, Any]] = {}
     pool = ProcessPoolExecutor(mp_context=get_context("spawn"))
     for name, settings in CONTENDERS.items():
@@ -120,9 +120,7 @@ def main() -> None:
             f"{more:+.4f} (standard error {error:.4f}) of the base batch's",
             flush=True,
         )
-    record = {"code": code_version(), "samples": EPOCHS * TRAINING, "seeds": list(SEEDS), "results": results}
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    harness.write_record(arguments.out, {"samples": EPOCHS * TRAINING, "seeds": list(SEEDS), "results": results})
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ micro-batches; with recompute the larger piece costs less than the gradients it 
 
 from __future__ import annotations
 
-import argparse
-import json
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +28,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tightfit
 from tightfit.engine.step import accumulate, update
 from tightfit.planner.tracing.live_storages import ROWS, Peak, track_peak
-from tightfit.record import code_version
 from tightfit.runtime.run import Run
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
+from benchmarks import harness
 
 ALLOW = ["bf16", "8-bit-states"]
 
@@ -111,21 +113,14 @@ def take_step(run: Run, size: int) -> None:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    numbers = ["GB", "GiB", "published", *ROWS]
-    table = Table("rung", *numbers, "phase", box=None)
-    for column in table.columns[1:-1]:
-        column.justify = "right"
+    lines = []
     for row in rows:
         published = "" if row["published_bytes"] is None else f"{row['published_bytes'] / 1e9:.2f}"
         peaks = [f"{row['peak_bytes'] / 1e9:.2f}", f"{row['peak_bytes'] / 2**30:.2f}", published]
         parts = [f"{row['rows'][name] / 1e9:.2f}" for name in ROWS]
-        table.add_row(row["name"], *peaks, *parts, row["phase"])
-    console = Console(width=150)
-    console.print(table)
-    console.print(f"GB at the peak, and its rows; {times_less(rows):.1f} times less from the first rung to the last")
+        lines.append([row["name"], *peaks, *parts, row["phase"]])
+    harness.print_table(["rung", "GB", "GiB", "published", *ROWS, "phase"], lines)
+    print(f"GB at the peak, and its rows; {times_less(rows):.1f} times less from the first rung to the last")
 
 
 def times_less(rows: list[dict[str, Any]]) -> float:
@@ -141,8 +136,7 @@ def show_both(real: list[dict[str, Any]], fake: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the rungs as JSON")
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--real", action="store_true", help="a small ViT, real tensors beside fake ones")
     arguments = parser.parse_args()
     if arguments.real:
@@ -150,9 +144,8 @@ def main() -> None:
         return
     rows = climb(LARGE, fake=True)
     show(rows)
-    if arguments.out:
-        what = {"code": code_version(), "model": LARGE, "bytes": "logical", "times_less": times_less(rows)}
-        arguments.out.write_text(json.dumps({**what, "rungs": rows}, indent=1) + "\n")
+    found = {"model": LARGE, "bytes": "logical", "times_less": times_less(rows), "rungs": rows}
+    harness.write_record(arguments.out, found)
 
 
 if __name__ == "__main__":

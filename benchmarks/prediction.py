@@ -4,28 +4,30 @@
     .venv/bin/python benchmarks/prediction.py --only llama     # the pairs of one model
     .venv/bin/python benchmarks/prediction.py --single --out records/prediction_single.json    # the pairs in fp32
 
-For each pair three figures of memory: folded (every method's cost over the profiled ledger), rehearsed (the assembled
-run on fake tensors) and measured (logical bytes of the live storages of a real step; of the allocator's events where
-the plan compiles); and of time, predicted at the rates that `tightfit machine --calibrate` measured, and the median of
-real steps. The machine is shared: a fixed piece of work (`measure/clock_drift.py`) is timed before and after each step, and
-`measured_s` is the median of the steps' ratios to it, at the pace of the calibration; `step_s` and `pace` keep both. Each
-pair runs in a process of its own; one whose time is off by more than 20 % runs twice more, and the median of the three
-stands (`runs_s` keeps all), for another tenant of the machine can slow a whole process. Nothing is fitted to the pairs.
+For each pair there are three figures of memory. `estimate_bytes`: every method's cost applied to the profiled ledger.
+`dry_run_bytes`: the assembled run on fake tensors. `measured_bytes`: the live storages of a real step, or the allocator's
+events where the plan compiles. Seconds are predicted at the rates that `tightfit machine --calibrate` measured.
+
+The machine is shared. A fixed piece of work (`measure/clock_drift.py`) is timed before and after each step. `measured_s` is
+the median ratio of a step to it, at the pace of the calibration; `step_s` and `pace` keep both. Each pair runs in a process
+of its own. Another tenant of the machine can slow a whole process, so a pair whose time is off by more than 20 % runs
+twice more, and the median of the three counts (`runs_s` keeps all). Nothing is fitted to the pairs.
 `--single` is for processors without instructions for bf16, on which a step in bf16 takes minutes.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import statistics
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
+from benchmarks import harness
 
 ALLOW = ["bf16", "bf16-states", "8-bit-states", "4-bit-states", "stochastic-rounding"]
 TEXT = {"synthetic": "tokens", "sequence_length": 128}
@@ -143,13 +145,11 @@ def measure(pair: dict[str, Any], steps: int) -> dict[str, Any]:
     plan, machine = tightfit.Plan(**pair["plan"]), tightfit.Machine.detect()
     estimator = Estimator(job, machine)
     estimate = estimator.estimate(plan)
-    rehearsed = dry_run(job, plan).total
+    dry_run_bytes = dry_run(job, plan).total
     settled = estimator.include_allocator(estimate)
     run = build(job, plan, machine)
     observer = Observer(run, 0)
-    usual = machine.control_s
-    if usual is None:
-        raise SystemExit("this machine is not calibrated: run tightfit machine --calibrate")
+    usual_s = harness.usual_control_s()
     controls = []
     for result in train(run, take=observer.take):
         observer.add(result)
@@ -160,15 +160,15 @@ def measure(pair: dict[str, Any], steps: int) -> dict[str, Any]:
     record = observer.record(machine)
     return {
         **pair,
-        "folded_bytes": round(estimate.peak.total - estimate.peak.rows["runtime"]),
-        "rehearsed_bytes": rehearsed,
+        "estimate_bytes": round(estimate.peak.total - estimate.peak.rows["runtime"]),
+        "dry_run_bytes": dry_run_bytes,
         "measured_bytes": record.peak_bytes.measured,
         "predicted_process_bytes": round(settled.peak_bytes),
         "process_bytes": record.peak_bytes.process,
         "predicted_s": estimate.time.step_s,
-        "measured_s": statistics.median(ratios) * usual.value,
+        "measured_s": statistics.median(ratios) * usual_s,
         "step_s": record.step_s,
-        "pace": [usual.value / control for control in around],
+        "pace": [usual_s / control for control in around],
     }
 
 
@@ -177,41 +177,34 @@ def show(rows: list[dict[str, Any]], memory: bool) -> dict[str, dict[str, float]
     errors: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         mistakes = {
-            "folded": row["folded_bytes"] / row["measured_bytes"] - 1,
-            "rehearsed": row["rehearsed_bytes"] / row["measured_bytes"] - 1,
+            "estimate": row["estimate_bytes"] / row["measured_bytes"] - 1,
+            "dry_run": row["dry_run_bytes"] / row["measured_bytes"] - 1,
         }
         if "process_bytes" in row:
             mistakes["process"] = row["predicted_process_bytes"] / row["process_bytes"] - 1
         if not memory:
             mistakes["time"] = time_error(row)
         for name, value in mistakes.items():
-            errors[name].append(abs(value))
+            errors[name].append(value)
         plan = ", ".join(f"{name}={value}" for name, value in row["plan"].items()) or "reference"
         said = "  ".join(f"{name} {value:+7.1%}" for name, value in mistakes.items())
         print(f"{row['model']:10s} {row['optimizer']:9s} {said}  {plan}")
-    summary = {name: {"median": statistics.median(values), "worst": max(values)} for name, values in errors.items()}
+    summary = {name: harness.error_summary(values) for name, values in errors.items()}
     if not memory:
-        paces = sorted(pace for row in rows for pace in row["pace"])
-        middle = statistics.median(paces)
-        print(f"pace       {paces[0]:.2f} to {paces[-1]:.2f} times that of the calibration, median {middle:.2f}")
+        paces = [pace for row in rows for pace in row["pace"]]
+        print(f"pace       {harness.spread(paces)} times that of the calibration")
     for name, both in summary.items():
         print(f"{name:10s} {len(errors[name])} pairs: median error {both['median']:.1%}, worst {both['worst']:.1%}")
     return summary
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the pairs as JSON; those that are there are not run again")
-    parser.add_argument("--only", help="the pairs of one model")
+    parser = harness.make_parser(__doc__, only="the pairs of one model; pairs that --out has are not run again")
     parser.add_argument("--single", action="store_true", help="the pairs that compute in fp32")
     parser.add_argument("--memory", action="store_true", help="memory alone, in fewer steps")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each pair")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child:
-        print("RESULT " + json.dumps(measure(json.loads(arguments.child), arguments.steps)))
-        return
-    there = json.loads(arguments.out.read_text())["pairs"] if arguments.out and arguments.out.exists() else []
+    there = harness.read_record(arguments.out).get("pairs", [])
     rows = []
     for pair in pairs():
         if arguments.only and pair["model"] != arguments.only:
@@ -223,13 +216,11 @@ def main() -> None:
         if not arguments.memory and "runs_s" not in row and abs(time_error(row)) > AGAIN:
             row = median_of([row, *(run_alone(pair, arguments.steps) for _ in range(2))])
         rows.append(row)
-        if arguments.out:
-            write(arguments.out, rows)
-        print(f"\r{len(rows)} pairs", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+        harness.write_record(arguments.out, {"summary": None, "pairs": rows})
+        harness.show_progress(f"{len(rows)} pairs")
+    harness.show_progress("")
     summary = show(rows, arguments.memory)
-    if arguments.out:
-        write(arguments.out, rows, summary)
+    harness.write_record(arguments.out, {"summary": summary, "pairs": rows})
 
 
 def time_error(row: dict[str, Any]) -> float:
@@ -248,20 +239,7 @@ def run_alone(pair: dict[str, Any], steps: int) -> dict[str, Any]:
     from tightfit.plan import Plan
 
     added = environment(Plan(allocator=pair["plan"].get("allocator", "default")), "cpu", os.environ)
-    command = [sys.executable, __file__, "--child", json.dumps(pair), "--steps", str(steps)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **added}, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        raise SystemExit(f"{pair}: {done.stderr[-2000:]}")
-    return json.loads(lines[0].removeprefix("RESULT "))
-
-
-def write(path: Path, rows: list[dict[str, Any]], summary: dict[str, Any] | None = None) -> None:
-    from tightfit.machine import Machine
-    from tightfit.record import code_version
-
-    what = {"code": code_version(), "machine": Machine.detect().name, "summary": summary, "pairs": rows}
-    path.write_text(json.dumps(what, indent=1) + "\n")
+    return harness.in_fresh_process(measure, pair, steps, environment=added)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ pipeline where it has any.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
+import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +26,11 @@ from tightfit.planner.allocators.cuda import reserved_bytes
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.fit_machine import TimedRun, fit_efficiencies
 from tightfit.planner.time_model import CostModel
-from tightfit.record import code_version
 from tightfit.units import parse_bytes
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
+from benchmarks import harness
 
 ALLOW = ["bf16", "fp16", "tf32", "8-bit-states", "4-bit-states", "bf16-states"]
 FILES = ("published.yaml", "published_devices.yaml")
@@ -164,17 +165,13 @@ def summed_up(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
             f"speed, calibrated, {of}": [row["calibrated_speed"] / row["published_speed"] for row in timed],
         }
         for name, ratios in errors.items():
-            away = [abs(ratio - 1) for ratio in ratios]
-            if away:
-                found[name] = {"rows": len(away), "median": statistics.median(away), "worst": max(away)}
+            if ratios:
+                found[name] = {"rows": len(ratios), **harness.error_summary(ratio - 1 for ratio in ratios)}
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="", help="rows whose id begins so")
-    arguments = parser.parse_args()
+    arguments = harness.make_parser(__doc__, only="rows whose id begins so").parse_args()
     runs = [run for name in FILES for run in yaml.safe_load((Path(__file__).parent / name).read_text())]
     rows = []
     for run in runs:
@@ -189,14 +186,8 @@ def main() -> None:
         )
     for name, efficiencies in shares.items():
         print(f"{name}: " + ", ".join(f"{kind} {share:.2f}" for kind, share in efficiencies.items()))
-    if arguments.out:
-        what = {
-            "code": code_version(),
-            "summary": summary,
-            "shares": shares,
-            "rows": [{name: value for name, value in row.items() if name not in LIVING} for row in rows],
-        }
-        arguments.out.write_text(json.dumps(what, indent=1) + "\n")
+    figures = [{name: value for name, value in row.items() if name not in LIVING} for row in rows]
+    harness.write_record(arguments.out, {"summary": summary, "shares": shares, "rows": figures})
 
 
 if __name__ == "__main__":

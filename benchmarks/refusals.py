@@ -1,21 +1,24 @@
-"""Refusals of a search against lists of all plans: where search says that nothing fits, no plan of the list does, and where one
-plan of the list just fits, search finds one.
+"""Refusals of a search, checked against lists of all plans.
+
+If search says that nothing fits, no plan of the list may fit. If one plan of the list just fits,
+search has to find one.
 
     .venv/bin/python benchmarks/refusals.py --minutes 60 --seed 0 --out records/refusals.json
 
-Draws are of 20 presets and 6 machines, with a batch, a length, permissions and pins; a seed gives their order. Of each, every legal
-plan is estimated that differs in precision, states, rounding, recomputation, micro-batch, update in backward, kernels and in how the
-devices share the work, the smallest bound first; those that cannot be leaner than one that is known are left out. The leanest gets
-its dry run. Then search is asked twice: with the machine's memory, which it may refuse only where the leanest plan does not fit; and
-with a limit that the leanest plan just keeps, which it may not refuse.
+A draw is one of 20 presets and 6 machines, with a batch, a length, permissions and pins; a seed gives
+the order. For each draw all legal plans are estimated, the smallest lower bound first. They differ in
+precision, states, rounding, recomputation, micro-batch, update in backward, kernels and in how the
+devices share the work. Plans that cannot be leaner than the leanest so far are skipped. The leanest
+plan gets a dry run. Then search runs twice: with the machine's memory, which it may refuse only if
+the leanest plan does not fit; and with a limit that the leanest plan just meets, which it may not
+refuse.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import random
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -31,9 +34,12 @@ from tightfit.planner.defaults import complete
 from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.search import search
-from tightfit.record import code_version
 from tightfit.report.commands import quiet_libraries
 from tightfit.units import format_bytes
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
+from benchmarks import harness
 
 PRESETS = (
     "bert-base", "bert-large", "vit-b-16", "vit-l-16", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt-1.3b", "t5-3b",
@@ -53,7 +59,7 @@ PINS: tuple[dict[str, Any], ...] = (
     {"compile": "none", "micro_batch": 1},
     {"recompute": "full"},
 )
-ROOM = 1.002  # of a limit, over what the leanest plan needs: what a process holds itself is read anew
+SLACK = 1.002  # of a limit over the leanest plan's need: the bytes of the process itself are read again
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ def draws(seed: int) -> list[Draw]:
 
 
 def plans_by_bound(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[tuple[float, list[Plan]]]:
-    """All plans, those together that the same bytes bound from below: of weights, states and gradients."""
+    """All plans, grouped by their lower bound: the bytes of weights, states and gradients."""
     job, machine = estimator.job, estimator.machine
     shared = {
         "precision": ("fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"),
@@ -133,7 +139,7 @@ def _with_kernels(plan: Plan, job: tightfit.Job, pins: dict[str, Any]) -> Iterat
 
 
 def leanest_of_all(estimator: Estimator, pins: dict[str, Any], until: float) -> tuple[Estimate | None, int, bool]:
-    """(the leanest plan by its estimate, confirmed by its dry run; how many were estimated; whether none was left out for time)."""
+    """(the leanest plan, confirmed by its dry run; how many were estimated; whether time sufficed for all)."""
     start, _ = complete(estimator.job, estimator.machine, pins)
     seen: list[Estimate] = []
     best, looked, whole = float("inf"), 0, True
@@ -163,7 +169,7 @@ def leanest_of_all(estimator: Estimator, pins: dict[str, Any], until: float) -> 
 
 
 def asked(draw: Draw, machine: Machine, estimator: Estimator, memory: float | None) -> tuple[str, str]:
-    """What search says of a draw with so much memory: fits, does not fit, or refused; and its plan or its words."""
+    """Search's answer for a draw with so much memory (fits, does not fit, refused, raised), and its plan or message."""
     job = draw.job(memory)
     try:
         chosen = search(job, machine, draw.pins, estimator.with_job(job, machine))[0]
@@ -177,7 +183,10 @@ def asked(draw: Draw, machine: Machine, estimator: Estimator, memory: float | No
 
 
 def checked(draw: Draw, listed: float) -> dict[str, Any]:
-    """What came of one draw; `wrong` says what search should not have said. listed: seconds for the list of plans, 0 for none."""
+    """The outcome of one draw; `wrong` is an answer that search should not have given.
+
+    listed: seconds for the list of plans; 0 for none.
+    """
     began, machine = time.monotonic(), Machine.named(draw.machine)
     estimator = Estimator(draw.job(), machine)
     said, words = asked(draw, machine, estimator, None)
@@ -191,7 +200,7 @@ def checked(draw: Draw, listed: float) -> dict[str, Any]:
     wrong = ""
     if said == "does not fit" and least.fits:
         wrong = f"search refused, and {least.plan} fits"
-    limit = ROOM * needed
+    limit = SLACK * needed
     tight, tight_words = asked(draw, machine, estimator, limit)
     if tight == "does not fit":
         wrong = wrong or f"search refused a limit of {format_bytes(limit)}, which {least.plan} keeps: {tight_words}"
@@ -209,8 +218,7 @@ def checked(draw: Draw, listed: float) -> dict[str, Any]:
 
 def main() -> None:
     quiet_libraries()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60, help="after which no further draw is begun")
     parser.add_argument(
@@ -233,12 +241,9 @@ def main() -> None:
             flush=True,
         )
         wrong = sum(bool(one["wrong"]) for one in rows)
-        if arguments.out:
-            what = {
-                "code": code_version(), "seed": arguments.seed, "first": arguments.first, "draws": len(rows),
-                "of": len(everything), "wrong": wrong, "rows": rows,
-            }  # fmt: skip
-            arguments.out.write_text(json.dumps(what, indent=1) + "\n")
+        counts = {"draws": len(rows), "of": len(everything), "wrong": wrong}
+        found = {"seed": arguments.seed, "first": arguments.first, **counts, "rows": rows}
+        harness.write_record(arguments.out, found)
     if any(row["wrong"] for row in rows):
         raise SystemExit("search refused what fits")
 

@@ -1,23 +1,23 @@
-"""How long a search takes when nothing was traced before: each in a process of its own, with an empty cache, once torch, its
-compiler and the model's code are imported.
+"""How long a search takes without earlier traces: each runs in a process of its own, with an empty cache.
 
-.venv/bin/python benchmarks/search.py --out records/search.json
+    .venv/bin/python benchmarks/search.py --out records/search.json
+
+The time begins when torch, its compiler and the model's code are imported.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
+from benchmarks import harness
+
 # name -> (preset, or the demo's job; machine; samples of a step; length)
 SEARCHES: dict[str, tuple[str | None, str, int, int]] = {
     "the demo's job on an RTX 4090": (None, "rtx-4090", 16, 256),
@@ -28,7 +28,7 @@ SEARCHES: dict[str, tuple[str | None, str, int, int]] = {
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Seconds of one search in this process, those of importing torch, its compiler and the model's code before, and the plan."""
+    """Seconds of one search in this process, seconds of the imports before it, and the plan."""
     began = time.perf_counter()
     import torch._inductor.compile_fx  # noqa: F401
 
@@ -39,7 +39,7 @@ def measure(name: str) -> dict[str, Any]:
 
     preset, machine, batch, length = SEARCHES[name]
     if preset is None:
-        job = tightfit.Job.load(ROOT / "examples" / "demo.yaml")
+        job = tightfit.Job.load(harness.ROOT / "examples" / "demo.yaml")
     else:
         data = {"synthetic": "tokens", "sequence_length": length}
         job = tightfit.Job(model={"preset": preset}, data=data, train=tightfit.Train(batch=batch, steps=1000))
@@ -59,31 +59,15 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        print("RESULT " + json.dumps(measure(arguments.child)))
-        return
+    arguments = harness.make_parser(__doc__, only="searches whose name contains this").parse_args()
     rows = []
     for name in SEARCHES:
+        if arguments.only not in name:
+            continue
         with tempfile.TemporaryDirectory() as cache:
-            command = [sys.executable, __file__, "--child", name]
-            done = subprocess.run(
-                command, capture_output=True, text=True, env={**os.environ, "XDG_CACHE_HOME": cache}, check=False
-            )
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        if not lines:
-            raise SystemExit(f"{name}: {done.stderr[-2000:]}")
-        rows.append(json.loads(lines[0].removeprefix("RESULT ")))
+            rows.append(harness.in_fresh_process(measure, name, environment={"XDG_CACHE_HOME": cache}))
         print(f"{name:30s} {rows[-1]['seconds']:5.1f} s, imports before it {rows[-1]['imports_s']:.1f} s", flush=True)
-    if arguments.out:
-        from tightfit.machine import Machine
-        from tightfit.record import code_version
-
-        what = {"code": code_version(), "machine": Machine.detect().name, "searches": rows}
-        arguments.out.write_text(json.dumps(what, indent=1) + "\n")
+    harness.write_record(arguments.out, {"searches": rows})
 
 
 if __name__ == "__main__":

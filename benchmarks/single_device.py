@@ -12,18 +12,19 @@ median step of all rounds, ratios are medians over rounds of the ratio within a 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-JOB = Path(__file__).parent.parent / "examples" / "demo.yaml"
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
+from benchmarks import harness
+
+JOB = harness.ROOT / "examples" / "demo.yaml"
 KEEP_MEMORY = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=1099511627776:"
     "glibc.malloc.mmap_threshold=1099511627776:glibc.malloc.top_pad=67108864"
@@ -112,21 +113,12 @@ CONTENDERS: dict[str, dict[str, Any]] = {
 }
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=16, help="timed steps of each contender in a round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="contenders whose name contains this")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
 # --- one contender, in a process of its own -------------------------------------------------------------------------
 
 
-def run_child(contender: dict[str, Any], steps: int) -> dict[str, Any]:
+def run_contender(name: str, steps: int) -> dict[str, Any]:
     """Train `steps` timed steps after three to warm up; step times, final loss and this process's largest RSS."""
+    contender = CONTENDERS[name]
     kind = {"plain": run_plain, "trainer": run_trainer, "tightfit": run_tightfit}[contender["kind"]]
     times, loss = kind(contender, steps + WARM_UP)
     return {"step_s": times[WARM_UP:], "loss": loss, "rss_bytes": peak_rss()}
@@ -298,12 +290,7 @@ def measure(name: str, steps: int) -> dict[str, Any]:
     added = contender.get("environment", {})
     if contender["kind"] == "tightfit":
         added = launch.environment(Plan(**contender["plan"]), "cpu", os.environ)
-    environment = {**os.environ, **added}
-    command = [sys.executable, __file__, "--child", name, "--steps", str(steps)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{name} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return harness.in_fresh_process(run_contender, name, steps, environment=added)
 
 
 def summarise(rounds: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -332,7 +319,7 @@ TOKENS = 16 * 256
 
 
 def _ratio(rates: list[float], control: list[float] | None) -> float | None:
-    return statistics.median(a / b for a, b in zip(rates, control, strict=True)) if control else None
+    return statistics.median(harness.ratios(rates, control)) if control else None
 
 
 def product_limit() -> dict[str, float]:
@@ -383,15 +370,12 @@ def product_limit() -> dict[str, float]:
     }
 
 
+LIMIT = "matrix products alone"
 FLOPS_PER_TOKEN = 6 * 13.77e6 + 12 * 6 * 384 * 256
 
 
-def print_table(rows: list[dict[str, Any]], limit: dict[str, float]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        "contender",
+def show(rows: list[dict[str, Any]], limit: dict[str, float]) -> None:
+    columns = (
         "tokens/s",
         "x Trainer",
         "x best other",
@@ -400,59 +384,50 @@ def print_table(rows: list[dict[str, Any]], limit: dict[str, float]) -> None:
         "of products",
         "of the head's",
         "of square rate",
-        box=None,
     )
+    lines = []
     for row in rows:
-        ratios = [f"{row[n]:.2f}" if row[n] else "" for n in ("to_trainer_default", "to_best_tuned_other")]
+        compared = [f"{row[n]:.2f}" if row[n] else "" for n in ("to_trainer_default", "to_best_tuned_other")]
         shares = [
             f"{row['tokens_per_s'] / limit['products_tokens_per_s']:.0%}",
             f"{row['tokens_per_s'] / limit['head_tokens_per_s']:.0%}",
             f"{row['tokens_per_s'] * FLOPS_PER_TOKEN / limit['square_flops_per_s']:.0%}",
         ]
-        table.add_row(
-            row["name"],
-            f"{row['tokens_per_s']:.0f}",
-            *ratios,
-            f"{row['rss_bytes'] / 1e9:.2f}",
-            f"{row['loss']:.3f}",
-            *shares,
-        )
-    console = Console(width=140)
-    console.print(table)
-    console.print(
+        figures = [f"{row['rss_bytes'] / 1e9:.2f}", f"{row['loss']:.3f}"]
+        lines.append([row["name"], f"{row['tokens_per_s']:.0f}", *compared, *figures, *shares])
+    harness.print_table(("contender", *columns), lines, width=160)
+    print(
         f"limits: {limit['products_tokens_per_s']:.0f} tokens/s from the step's own bf16 products, "
         f"{limit['head_tokens_per_s']:.0f} at the {limit['head_flops_per_s'] / 1e9:.0f} GFLOP/s of its output layer, "
         f"{limit['square_flops_per_s'] / 1e9:.0f} GFLOP/s for square ones of 2048"
     )
 
 
+def line_of(name: str, found: dict[str, Any]) -> str:
+    if name == LIMIT:
+        return ""
+    rate = TOKENS / statistics.median(found["step_s"])
+    return f"{name:45s} {rate:6.0f} tokens/s  {found['rss_bytes'] / 1e9:.2f} GB"
+
+
 def main() -> None:
-    arguments = parse_arguments()
-    if arguments.child:
-        print(json.dumps(run_child(CONTENDERS[arguments.child], arguments.steps)))
-        return
+    parser = harness.make_parser(__doc__, only="contenders whose name contains this", rounds=3)
+    parser.add_argument("--steps", type=int, default=16, help="timed steps of each contender in a round")
+    arguments = parser.parse_args()
     names = [name for name in CONTENDERS if arguments.only in name]
-    rounds, limits = [], []
-    for number in range(arguments.rounds):
-        limits.append(product_limit())
-        results = {}
-        for name in names:
-            results[name] = measure(name, arguments.steps)
-            rate = TOKENS / statistics.median(results[name]["step_s"])
-            print(
-                f"round {number + 1}/{arguments.rounds}  {name:45s} {rate:6.0f} tokens/s  {results[name]['rss_bytes'] / 1e9:.2f} GB",
-                flush=True,
-            )
-        rounds.append(results)
-    limit = {key: statistics.median(one[key] for one in limits) for key in limits[0]}
+
+    def measured(name: str, _: int) -> dict[str, Any]:
+        return product_limit() if name == LIMIT else measure(name, arguments.steps)
+
+    rounds = harness.interleaved(arguments.rounds, [LIMIT, *names], measured, line_of)
+    limit = harness.median_of_each([one.pop(LIMIT) for one in rounds])
     rows = summarise(rounds)
-    print_table(rows, limit)
+    show(rows, limit)
     if arguments.out:
         from tightfit.machine import Machine
-        from tightfit.record import code_version
 
-        content = {"machine": Machine.detect().content(), "code": code_version(), "limits": limit, "contenders": rows}
-        arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+        machine = Machine.detect().content()
+        harness.write_record(arguments.out, {"machine": machine, "limits": limit, "contenders": rows})
 
 
 if __name__ == "__main__":

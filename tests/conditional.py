@@ -1,4 +1,5 @@
-"""Models of which a sample uses only some modules, and what plain PyTorch makes of them: the whole batch, one device, no plan."""
+"""Models of which each sample uses only some modules, and their training in plain PyTorch: whole
+batch, one device, no plan."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ class Conditional(nn.Module):
 
 
 def samples() -> list[tuple[Tensor, int]]:
-    """Most name expert 0, few expert 1, one expert 2."""
+    """Most samples name expert 0, few name expert 1, one names expert 2."""
     generator = torch.Generator().manual_seed(7)
     found = []
     for number in range(SAMPLES):
@@ -135,7 +136,7 @@ class Chosen(Conditional):
 
 
 class OtherOrder(Chosen):
-    """Two blocks of equal size, in an order that the samples choose."""
+    """Calls two blocks of equal size in an order that the samples choose."""
 
     def layers(self, routes: set[int]) -> list[nn.Module]:
         first, second, third, fourth = self.blocks

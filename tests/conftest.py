@@ -1,9 +1,9 @@
-"""What all tests share: a cache of their own, a machine whose speed is always the same, and how they are dealt out to workers.
+"""What all tests share: a cache of their own, a machine of constant speed, and their distribution
+to workers.
 
-Those that start processes of their own run in one worker, which keeps the processes.
-
-A run is of tests for processors or of those with the mark `gpu`. The first see no GPU, nor do the processes that they start:
-what is chosen for a machine is then chosen for its processor, on every machine.
+Tests that start processes run in one worker, which keeps the processes. A run is either of tests
+for processors or of tests with the mark `gpu`. In the former neither the tests nor the processes
+that they start see a GPU, so on every machine plans are chosen for its processor.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _SEVERAL = re.compile(
 )
 
 
-GPU_MARK = "not gpu"  # in an expression of marks: none of those with the mark is asked for
+GPU_MARK = "not gpu"  # in an expression of marks: GPU tests are excluded
 _ONE_FIXTURE = re.compile(r"(benchmarks/test_gpu|test_gpu_suite)\.py")
-"""Files whose tests share what takes long to make: in one worker, which makes it once."""
+"""Files whose tests share a slow fixture: they run in one worker, which makes it once."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Refuse a run of both kinds where there is a GPU: what is made for this machine would be made for it in both."""
+    """Refuse a run of both kinds on a machine with a GPU: results for this machine are cached for one kind."""
     kinds = {item.get_closest_marker("gpu") is not None for item in session.items}
     if kinds == {True, False} and Machine.detect().device == "cuda":
         raise pytest.UsageError("tests for processors and for a GPU run apart: use -m gpu, or -m 'not gpu'")
@@ -52,8 +52,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def one_order_of_sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A test on a GPU is skipped where there is none; its kernels are those that add in the same order each time, with factors
-    in fp32; and it leaves no process group behind."""
+    """Skip a GPU test on a machine without a GPU; make its kernels deterministic; leave no process group behind."""
     if request.node.get_closest_marker("gpu") is None:
         yield
         return
@@ -73,7 +72,7 @@ def one_order_of_sums(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 
 def keep_machine() -> None:
-    """Plans are chosen by a machine's figures: here they depend neither on what it was measured to do nor on a glance at it."""
+    """Keep fixed figures of this machine, so that plans depend neither on its calibration nor on a quick one."""
     machine = Machine.detect()
     if machine.device == "cpu" and not machine.matrix_flops_per_s:
         types = {"fp32": "float32", **({"bf16": "bfloat16"} if has_fast_bf16(machine) else {})}

@@ -1,4 +1,4 @@
-"""The kinds of device that a test runs on: a parameter, of which that of a GPU carries the mark `gpu`."""
+"""The devices that a test runs on, as a parameter; that of a GPU carries the mark `gpu`."""
 
 from __future__ import annotations
 

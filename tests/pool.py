@@ -1,4 +1,5 @@
-"""Processes that train together, kept between tests: importing torch takes longer than most of what they run."""
+"""Processes that train together, kept between tests: importing torch takes longer than most of
+their work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documents say exists, and the README's Python runs."""
+"""Everything that the documents name exists, and the README's Python runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_readme_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         exec(compile(block, "README.md", "exec"), {})
 
 
-def test_readme_and_page_of_methods_are_written_from_the_methods() -> None:
+def test_readme_and_methods_page_are_generated_from_methods() -> None:
     from tightfit.report import method_docs
 
     readme = (ROOT / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""The tests for a GPU are there, of every method for one device, whatever machine collects them."""
+"""The GPU tests cover every method for one device, whatever machine collects them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def test_the_suite_for_a_gpu_is_large(collected: list[str]) -> None:
     assert len(collected) >= LEAST
 
 
-def test_every_variant_of_one_device_is_tried_on_a_gpu(collected: list[str]) -> None:
-    """On each model, or compiled on one; with the settings that only a GPU has."""
+def test_every_one_device_variant_is_tested_on_a_gpu(collected: list[str]) -> None:
+    """Each variant is tested on every model, or compiled on one, with the settings that only a GPU
+    has."""
     alone = [items for items in SINGLES if not on_several(items)]
     for items in [*alone, *ON_GPU_ONLY]:
         found = [one for one in collected if f"[{named(items)}-" in one and one.endswith("-cuda]")]
@@ -56,12 +57,12 @@ def test_every_method_of_one_device_has_a_variant(collected: list[str]) -> None:
 @pytest.mark.parametrize(
     "file", ["engine/checkpoint/test_checkpoint", "measure/test_predicted", "methods/test_offload"]
 )
-def test_what_goes_with_a_training_is_tried_on_a_gpu(file: str, collected: list[str]) -> None:
+def test_checkpoints_memory_and_offloading_are_tested_on_a_gpu(file: str, collected: list[str]) -> None:
     assert sum(one.startswith(f"tests/{file}.py") for one in collected) >= 10
 
 
-def test_the_benchmark_of_a_gpu_runs_all_of_it(collected: list[str]) -> None:
-    """It names the files: others may need packages that are not there."""
+def test_the_gpu_benchmark_runs_the_whole_gpu_suite(collected: list[str]) -> None:
+    """The benchmark names the test files: others may need packages that are not installed."""
     (_, marks, *paths) = GPU["tests"]["arguments"]
     assert marks == "gpu and not slow"
     files = {one.partition("::")[0] for one in collected}
@@ -69,7 +70,7 @@ def test_the_benchmark_of_a_gpu_runs_all_of_it(collected: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("marks", "device"), [([1, 1], "cuda"), ([0, 0], "cuda"), ([0, 1], "cpu"), ([0, 1], "cuda")])
-def test_both_kinds_do_not_run_together_where_there_is_a_gpu(
+def test_cpu_and_gpu_tests_refuse_to_run_together_on_a_gpu(
     marks: list[int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = tightfit.Machine.detect().replace(device=device)
@@ -85,7 +86,7 @@ def test_both_kinds_do_not_run_together_where_there_is_a_gpu(
         conftest.pytest_collection_finish(session)
 
 
-def test_a_suite_for_processors_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_suite_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for marks, hidden in (("gpu and not slow", None), ("gpu", None), ("not gpu", ""), ("not slow and not gpu", "")):
         config: Any = SimpleNamespace(option=SimpleNamespace(markexpr=marks))

@@ -1,4 +1,5 @@
-"""The nouns: frozen, validated, round trips, one-line reprs, schemas."""
+"""Job, Plan, Machine and Record: frozen, validated, saved and read back, with one-line reprs and
+schemas."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def test_round_trips_and_prints(noun: tightfit.Job) -> None:
         noun.plan = None  # type: ignore[misc]
 
 
-def test_python_objects_in_a_job_are_written_down_by_name() -> None:
+def test_python_objects_in_a_job_are_saved_by_name() -> None:
     job = tightfit.Job(model=make_model, data=[1, 2], train=tightfit.Train(steps=1))
     assert job.content()["model"] == {"python": f"{__name__}:make_model"}
     assert "make_model" in repr(job)
@@ -88,7 +89,7 @@ def test_pins_are_kept_and_the_rest_is_chosen_with_reasons() -> None:
     assert not none
 
 
-def test_fp32_stays_where_nothing_is_allowed() -> None:
+def test_fp32_is_used_if_nothing_else_is_allowed() -> None:
     plan, _ = complete(tiny.job().replace(allow=[]), tightfit.Machine.detect(), {})
     assert plan.precision == "fp32"
 
@@ -106,11 +107,11 @@ def test_every_rule_has_a_remedy_that_can_be_printed() -> None:
 @pytest.mark.parametrize(
     ("text", "count"), [("24GiB", 24 * 2**30), ("1.5 GB", 1_500_000_000), (7, 7), ("512mib", 2**29)]
 )
-def test_sizes(text: str | int, count: int) -> None:
+def test_sizes_are_parsed_to_bytes(text: str | int, count: int) -> None:
     assert units.parse_bytes(text) == count
 
 
-def test_sizes_that_are_none() -> None:
+def test_wrong_sizes_are_refused() -> None:
     with pytest.raises(InputError, match="24GiB"):
         units.parse_bytes("plenty")
 
@@ -125,5 +126,5 @@ def test_sizes_that_are_none() -> None:
         (units.format_seconds(0.002), "2 ms"),
     ],
 )
-def test_formats(value: str, text: str) -> None:
+def test_values_are_formatted_with_units(value: str, text: str) -> None:
     assert value == text

@@ -1,7 +1,9 @@
-"""The package as seen from outside: its names, what importing it costs, where its imports point."""
+"""The package seen from outside: its names, the cost of importing it, the direction of its imports;
+and the layout of its tests."""
 
 from __future__ import annotations
 
+import ast
 import runpy
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from pathlib import Path
 import tightfit
 
 ROOT = Path(__file__).parent.parent
+TEST_FILES = sorted((ROOT / "tests").rglob("test_*.py"))
 
 
 def modules_after(code: str) -> set[str]:
@@ -22,14 +25,14 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_public_names_are_sorted_complete_and_there() -> None:
+def test_public_names_are_sorted_complete_and_importable() -> None:
     assert tightfit.__all__ == sorted(tightfit.__all__) == dir(tightfit)
     for name in tightfit.__all__:
         assert getattr(tightfit, name).__name__ == name
 
 
-def test_importing_the_package_and_its_nouns_imports_no_torch() -> None:
-    """On a host that shows no GPU: of those that it shows torch is asked."""
+def test_importing_job_plan_and_machine_imports_no_torch() -> None:
+    """The host shows no GPU: for a GPU torch is imported to ask about it."""
     assert not {"torch", "transformers", "numpy"} & modules_after(
         "import tightfit; from tightfit.machines import gpus; gpus.shows_signs = lambda: False; "
         "tightfit.Job, tightfit.Plan, tightfit.Machine.detect(), tightfit.Record"
@@ -41,7 +44,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert not {"torch", "transformers", "pydantic", "numpy", "yaml"} & modules_after(code)
 
 
-def test_the_plan_of_a_command_is_shown_before_torch_is_imported() -> None:
+def test_commands_show_their_plan_before_importing_torch() -> None:
     assert "torch" not in modules_after("import tightfit.report.commands")
 
 
@@ -50,3 +53,18 @@ def test_imports_point_one_way() -> None:
     assert script["violations"]() == []
     packages = {script["package_of"](path) for path in script["SOURCE"].rglob("*.py")}
     assert packages <= set(script["RANK"]), "a package that the layers do not place"
+
+
+def test_test_names_are_unique_and_under_60_characters() -> None:
+    for path in TEST_FILES:
+        names = [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        names = [name for name in names if name.startswith("test_")]
+        assert len(set(names)) == len(names), path
+        assert [name for name in names if len(name) >= 60] == [], path
+
+
+def test_test_folders_mirror_the_package() -> None:
+    """Beside the folders of the package there are only the suites that test several of its parts together."""
+    folders = {path.parent.relative_to(ROOT / "tests") for path in TEST_FILES}
+    own = {folder for folder in folders if not (ROOT / "src" / "tightfit" / folder).is_dir()}
+    assert own <= {Path("benchmarks"), Path("contract"), Path("fuzz"), Path("zoo")}

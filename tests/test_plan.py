@@ -1,4 +1,4 @@
-"""What a plan changes in the numerics, and what a job's `allow` admits."""
+"""Which plans change the numerics, and which of them a job's `allow` admits."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tightfit.rules import check, needed_permissions
     ],
     ids=str,
 )
-def test_needed_permissions(plan: dict[str, Any], needed: list[str]) -> None:
+def test_needed_permissions_of_a_plan_are_listed(plan: dict[str, Any], needed: list[str]) -> None:
     assert needed_permissions(tightfit.Plan(**plan)) == set(needed)
 
 
-def test_every_precision_but_fp32_needs_a_permission_that_a_job_can_give() -> None:
+def test_every_precision_but_fp32_needs_the_job_s_permission() -> None:
     for precision in PRECISIONS:
         needed = needed_permissions(tightfit.Plan(precision=precision))
         assert needed <= set(get_args(Permission))
@@ -47,7 +47,7 @@ def test_a_16_bit_type_allows_tf32(allow: list[str] | None) -> None:
 
 
 @pytest.mark.parametrize("allow", [[], ["8-bit-states"], ["another-optimizer"]])
-def test_nothing_else_does(allow: list[str]) -> None:
+def test_other_permissions_do_not_allow_tf32(allow: list[str]) -> None:
     with pytest.raises(InputError, match="tf32"):
         check(tightfit.Plan(precision="tf32"), tiny.job().replace(allow=allow), "cuda")
 
@@ -61,13 +61,14 @@ def test_tf32_allows_no_16_bit_type(precision: str) -> None:
 @pytest.mark.parametrize(
     ("allow", "advice"), [(None, r"allow: \[8-bit-states, bf16\]"), ([], r"allow: \[8-bit-states\]")]
 )
-def test_the_remedy_adds_to_what_the_job_says_and_no_more(allow: list[str] | None, advice: str) -> None:
+def test_the_remedy_only_adds_to_the_job_s_permissions(allow: list[str] | None, advice: str) -> None:
     with pytest.raises(InputError, match=advice):
         check(tightfit.Plan(states="8-bit"), tiny.job().replace(allow=allow), "cpu")
 
 
-def test_fused_sgd_is_refused_where_it_updates_nothing() -> None:
-    """On a processor torch's fused SGD leaves weights in bf16 as they are: training stood still without a word."""
+def test_fused_sgd_is_refused_where_it_does_not_update() -> None:
+    """On a processor torch's fused SGD does not change bf16 weights: the training would silently
+    stand still."""
     job = tightfit.Job(
         model=lambda: None, data=[0], train=tightfit.Train(optimizer="sgd", batch=1, steps=1), allow=["bf16"]
     )
@@ -81,8 +82,8 @@ def test_fused_sgd_is_refused_where_it_updates_nothing() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("compressed", ["bf16", "powersgd"])
 @pytest.mark.parametrize("offload", [("gradients",), ("gradients", "parameters")])
-def test_compressed_gradients_lie_on_the_device_that_sends_them(device: str, compressed: Any, offload: Any) -> None:
-    """NCCL takes no tensors of the host, and whole replicas send all of their gradients: they offload none."""
+def test_compressed_gradients_are_on_the_device_that_sends_them(device: str, compressed: Any, offload: Any) -> None:
+    """NCCL accepts no host tensors, and replicas send all of their gradients, so they offload none."""
     job = tiny.job().replace(allow=["compressed-gradients", "offload"])
     plan = tightfit.Plan(dp_replicate=2, compressed_gradients=compressed, offload=offload, offload_to="disk")
     with pytest.raises(InputError, match="use zero: 3 with both parameters and gradients in offload, or neither"):

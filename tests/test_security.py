@@ -1,4 +1,4 @@
-"""What SECURITY.md promises of files from elsewhere."""
+"""What SECURITY.md promises about files from elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forty and more mistakes that people make: each ends with exit code 2 and a message that names the way out."""
+"""More than forty common mistakes: each ends with exit code 2 and a message that names the fix."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def data():
 
 @dataclass(frozen=True)
 class Mistake:
-    """`change` edits the good job (a dotted path to a value; DROP removes it); `says` must all stand in the message."""
+    """`change` edits the valid job (a dotted path to a value; DROP removes it); the message must
+    contain all of `says`."""
 
     name: str
     change: dict[str, Any]
@@ -222,7 +223,7 @@ def changed(change: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
-def test_mistake_ends_with_its_remedy(
+def test_a_mistake_exits_with_code_2_and_a_remedy(
     mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -242,6 +243,6 @@ def test_mistake_ends_with_its_remedy(
     assert not list(tmp_path.glob("runs/*/checkpoints/*"))
 
 
-def test_there_are_at_least_forty() -> None:
+def test_at_least_forty_mistakes_are_tested() -> None:
     assert len(MISTAKES) >= 40
     assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES)

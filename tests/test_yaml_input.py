@@ -1,4 +1,4 @@
-"""Files of settings: what YAML holds beyond plain data of a bounded size is refused, with its place and a way out."""
+"""Settings files: YAML beyond plain data of a bounded size is refused, with its place and a fix."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ WRONG: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("text", "says"), [one[1:] for one in WRONG], ids=[one[0] for one in WRONG])
-def test_what_no_job_can_be_is_refused(text: str, says: str, tmp_path: Path) -> None:
+def test_invalid_job_files_are_refused(text: str, says: str, tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(text)
     with pytest.raises(InputError, match=says):
         model_input(Job.load(path))
 
 
-def test_changes_on_the_command_line_are_held_to_the_same(tmp_path: Path) -> None:
+def test_command_line_changes_follow_the_same_rules(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(f"model: {{{LLAMA}}}\n{REST}")
     for change in ("train.seed=" + "9" * 400, "plan=" + "[" * 500, "train.batch=1:30", "a..b=1", "model.from=&a [*a]"):
@@ -92,12 +92,12 @@ def test_changes_on_the_command_line_are_held_to_the_same(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["9" * 400 + "GiB", 10**400, "1e400", -1, "9e18GiB", True])
-def test_sizes_that_no_memory_has(text: Any) -> None:
+def test_impossible_sizes_are_refused(text: Any) -> None:
     with pytest.raises(InputError, match="not a number of bytes"):
         parse_bytes(text)
 
 
-def test_numbers_and_texts_are_read_as_they_look() -> None:
+def test_numbers_and_texts_are_read_as_written() -> None:
     read = parse_yaml("[1:30, 010, 2024-01-01, 1e-4, 1_000, 0x1f, 0o17, .5, -1.5e3, yes, ~, 1.2.3]")
     assert read == ["1:30", "010", "2024-01-01", 1e-4, 1000, 31, 15, 0.5, -1500.0, True, None, "1.2.3"]
 
@@ -105,12 +105,12 @@ def test_numbers_and_texts_are_read_as_they_look() -> None:
 @pytest.mark.parametrize(
     "value", ["1:30", "010", "1e5", "0o17", "null", "yes", "2024-01-01", "é🙂", "a: b", 1e-5, 10**15, "1_0", ""]
 )
-def test_what_is_written_is_read_back_by_either_version_of_yaml(value: Any) -> None:
+def test_written_yaml_is_read_back_by_yaml_1_1_and_1_2(value: Any) -> None:
     assert parse_yaml(write_yaml({"a": [value]})) == {"a": [value]}
     assert yaml.safe_load(write_yaml({"a": [value]})) == {"a": [value]}
 
 
-def test_a_job_is_written_as_it_is_read_back(tmp_path: Path) -> None:
+def test_a_written_job_is_read_back_unchanged(tmp_path: Path) -> None:
     for model in (
         {"from": str(tmp_path), "config": {"vocab_size": 3}},
         {"architecture": "llama", "config": {"task": "x"}},
@@ -119,7 +119,7 @@ def test_a_job_is_written_as_it_is_read_back(tmp_path: Path) -> None:
         assert Job.parse(parse_yaml(job.to_yaml())) == job
 
 
-def test_paths_that_cannot_be() -> None:
+def test_impossible_paths_are_refused() -> None:
     from tightfit.data.text import Columns, open_text
 
     for path in ("~nobody-is-called-so/x", "a" * 5000):
@@ -128,7 +128,7 @@ def test_paths_that_cannot_be() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["detr", "musicgen", "informer", "florence2", "vision-encoder-decoder"])
-def test_configs_that_do_not_say_how_they_pad(architecture: str) -> None:
+def test_configs_without_a_padding_token_do_not_crash(architecture: str) -> None:
     job = Job.parse({"model": {"architecture": architecture}, "data": {"synthetic": "tokens"}})
     with suppress(InputError):
         assert model_config(job.model).model_type == architecture

@@ -1,4 +1,4 @@
-"""The benchmark of a GPU runs here in small, every part of it, and what it records is what the README's table is made of."""
+"""A small copy of every part of the GPU benchmark runs, and the README table comes from its record."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def record(ran: tuple[subprocess.CompletedProcess[str], Path]) -> dict[str, Any]
     return json.loads((out / "gpu.json").read_text())
 
 
-def test_every_part_is_done_and_at_most_8_files_are_left(
+def test_every_part_completes_and_leaves_at_most_8_files(
     record: dict[str, Any], ran: tuple[subprocess.CompletedProcess[str], Path]
 ) -> None:
     done, out = ran
@@ -60,7 +60,7 @@ def test_what_each_part_records(record: dict[str, Any]) -> None:
     assert found["calibration"]["machine"]["matrix_flops_per_s"]
     llama = found["llama"]
     assert [one["model"] for one in llama["too_large"]] == [CPU["llama"]["family"][0][0]]
-    assert len(llama["step_s"]) == 2  # of five, three warm up and are looked into
+    assert len(llama["step_s"]) == 2  # of five: three warm up, and their memory is tracked
     assert 0.9 < llama["predicted_over_measured"]["allocated"] < 1.1
     assert len(found["ladder"]["rungs"]) == CPU["ladder"]["rungs"]
     for rung in found["ladder"]["rungs"]:
@@ -83,7 +83,7 @@ def test_what_each_part_records(record: dict[str, Any]) -> None:
     assert len(found["kernels"]["tables"]) == 2
 
 
-def test_the_readme_s_table_is_made_of_the_record(record: dict[str, Any]) -> None:
+def test_the_readme_table_is_generated_from_the_record(record: dict[str, Any]) -> None:
     lines = gpu.readme(record).splitlines()
     assert len(lines) > 8
     assert {line.count("|") for line in lines} == {4}
@@ -91,14 +91,14 @@ def test_the_readme_s_table_is_made_of_the_record(record: dict[str, Any]) -> Non
     assert any("published 26.84 GB" in line for line in lines)
 
 
-def test_sizes_have_every_part_and_the_same_names() -> None:
+def test_both_size_tables_have_every_part_and_the_same_keys() -> None:
     assert set(CPU) == set(GPU) == set(LIMIT_S) == set(ORDER)
     for name in ORDER:
         optional = {"rungs"}  # fewer of them on a processor
         assert set(CPU[name]) - optional == set(GPU[name]) - optional, name
 
 
-def test_every_model_that_a_gpu_is_given_is_one_and_sizes_rise() -> None:
+def test_every_gpu_model_is_valid_and_sizes_increase() -> None:
     rivals = [one["model"] for one in GPU["rivals"]["models"].values()]
     for spec in [
         *(spec for _, spec in GPU["llama"]["family"]),
@@ -116,7 +116,7 @@ def test_every_model_that_a_gpu_is_given_is_one_and_sizes_rise() -> None:
     assert counts == sorted(counts)
 
 
-def test_variants_of_a_gpu_are_those_of_a_processor_and_more() -> None:
+def test_gpu_variants_include_all_cpu_variants() -> None:
     here, there = variants("cpu"), variants("cuda")
     assert there[: len(here)] == here
     assert {"offload": ("states", "gradients", "parameters")} in there[len(here) :]
@@ -129,7 +129,7 @@ def test_parts_are_chosen_by_number_and_name() -> None:
         gpu.chosen("12")
 
 
-def test_without_time_parts_are_left_out_and_it_says_so(tmp_path: Path) -> None:
+def test_parts_are_skipped_with_a_reason_when_time_is_spent(tmp_path: Path) -> None:
     command = [sys.executable, PROGRAM, "--cpu", "--budget", "1", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == gpu.OUT_OF_TIME, done.stderr
@@ -137,8 +137,9 @@ def test_without_time_parts_are_left_out_and_it_says_so(tmp_path: Path) -> None:
     assert {(part["status"], part["said"]) for part in parts.values()} == {("left out", "the budget is spent")}
 
 
-def test_some_of_the_parts_leave_the_others_of_a_record_as_they_are(tmp_path: Path) -> None:
-    """Also those that there was no time for; unless the record is of another kind of device."""
+def test_running_some_parts_keeps_the_others_in_the_record(tmp_path: Path) -> None:
+    """Parts that were skipped for lack of time are kept too, unless the record is of another
+    device."""
     path = tmp_path / "gpu.json"
     earlier = {"kernels": {"status": "done"}, "llama": {"status": "done"}, "machine": {"status": "done"}}
     command = [sys.executable, PROGRAM, "--cpu", "--budget", "1", "--only", "llama,6", "--out", str(tmp_path)]
@@ -154,7 +155,7 @@ def test_some_of_the_parts_leave_the_others_of_a_record_as_they_are(tmp_path: Pa
         assert list(parts) == list(expected)
 
 
-def test_a_part_that_runs_out_of_time_keeps_what_it_found(tmp_path: Path) -> None:
+def test_a_part_that_times_out_keeps_its_results_so_far(tmp_path: Path) -> None:
     (tmp_path / "llama.json").write_text(json.dumps({"status": "under way", "result": {"model": "x"}}))
     log = tmp_path / "llama.log"
     log.write_text("building\n")
@@ -165,7 +166,7 @@ def test_a_part_that_runs_out_of_time_keeps_what_it_found(tmp_path: Path) -> Non
     assert gpu.status_of({"llama": found}) == gpu.FAILED
 
 
-def test_wheels_are_unpacked_where_a_package_is_missing_or_older(tmp_path: Path) -> None:
+def test_wheels_replace_missing_and_older_packages(tmp_path: Path) -> None:
     def wheel(name: str, version: str) -> None:
         with zipfile.ZipFile(tmp_path / f"{name}-{version}-py3-none-any.whl", "w") as archive:
             archive.writestr(f"{name}/__init__.py", "")
@@ -182,7 +183,7 @@ def test_wheels_are_unpacked_where_a_package_is_missing_or_older(tmp_path: Path)
     assert not gpu.is_newer("2.9", "2.9.0+cu128")
 
 
-def test_failures_of_the_tests_are_kept() -> None:
+def test_the_summary_keeps_test_failures() -> None:
     text = (
         "tests/a.py::test_one[x y] PASSED [ 50%]\ntests/a.py::test_two FAILED [100%]\n\n"
         "=================================== FAILURES ===================================\n"
@@ -200,7 +201,8 @@ def test_failures_of_the_tests_are_kept() -> None:
 
 
 def test_kernels_of_a_gpu_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the operations that started them nor the ranges that span them; those of one name together."""
+    """Operations that launch kernels and ranges that span them are not counted; kernels of one name
+    are summed."""
     gpu_device, host = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
 
     def event(name: str, kind: Any, spent: float, marks: bool = False) -> Any:
@@ -239,7 +241,7 @@ def test_kernels_of_a_gpu_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert waited
 
 
-def test_memory_that_ends_is_told_from_other_errors() -> None:
+def test_out_of_memory_is_distinguished_from_other_errors() -> None:
     for error in (
         torch.OutOfMemoryError("CUDA out of memory"),
         MemoryError(),
@@ -249,8 +251,9 @@ def test_memory_that_ends_is_told_from_other_errors() -> None:
     assert not gpu_parts.is_out_of_memory(RuntimeError("shapes do not match"))
 
 
-def test_the_next_of_the_family_is_trained_where_memory_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each attempt of a size, then the next size; what was tried is recorded, and another error is not taken for it."""
+def test_a_smaller_model_is_trained_after_out_of_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each attempt of a size runs, then the next size. Every attempt is recorded, and other errors
+    are raised."""
     family = [("large", {"preset": "llama-3-8b"}), ("small", {"preset": "llama-3.2-1b"})]
     sizes = {"family": family, "length": 16, "batch": 1, "planned_steps": 10, "attempts": [{}, {"micro_batch": 1}]}
     setup = gpu_parts.Setup("cpu", sizes, 10.0, tmp_path)
@@ -272,5 +275,5 @@ def test_the_next_of_the_family_is_trained_where_memory_ends(monkeypatch: pytest
         gpu_parts.llama(setup, lambda content: None)
 
 
-def test_json_has_no_infinity() -> None:
+def test_json_contains_no_infinity_or_nan() -> None:
     assert finite({"a": [float("inf"), 1.0], "b": (float("nan"),)}) == {"a": [None, 1.0], "b": [None]}

@@ -1,4 +1,5 @@
-"""The ladder falls at each rung, and fake tensors take what real ones take."""
+"""Each rung of the memory ladder is lower than the one before, and fake tensors take what real ones
+take."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def falls(rows: list[dict[str, Any]]) -> bool:
     return all(higher > lower for higher, lower in pairwise(peaks))
 
 
-def test_fake_rungs_are_the_real_ones_and_each_is_lower(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fake_and_real_rungs_agree_and_each_is_lower(capsys: pytest.CaptureFixture[str]) -> None:
     real, fake = memory_ladder.climb(TINY, fake=False), memory_ladder.climb(TINY, fake=True)
     for one, other in zip(real, fake, strict=True):
         assert one["peak_bytes"] == pytest.approx(other["peak_bytes"], rel=0.01), one["name"]
@@ -40,7 +41,7 @@ def test_fake_rungs_are_the_real_ones_and_each_is_lower(capsys: pytest.CaptureFi
     assert all(shown.count(rung.name) == 2 for rung in memory_ladder.RUNGS)
 
 
-def test_the_record_is_of_these_rungs() -> None:
+def test_the_record_contains_these_rungs() -> None:
     record = json.loads(RECORD.read_text())
     rows = record["rungs"]
     assert [row["name"] for row in rows] == [rung.name for rung in memory_ladder.RUNGS]

@@ -1,4 +1,4 @@
-"""The benchmarks of the planner: what they compare is legal, and as broad as they say."""
+"""The planner's benchmarks compare legal plans and cover the models and methods that they claim."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tightfit.machine import Machine
 from tightfit.rules import check
 
 
-def test_predictions_are_held_against_every_method_on_six_kinds_of_models() -> None:
+def test_prediction_pairs_are_legal_and_cover_all_methods() -> None:
     pairs = prediction.pairs()
     assert len(pairs) >= 60
     assert {"llama", "gpt2", "bert", "vit", "t5", "batchnorm"} <= {pair["model"] for pair in pairs}
@@ -34,7 +34,7 @@ def test_predictions_are_held_against_every_method_on_six_kinds_of_models() -> N
         check(tightfit.Plan(**pair["plan"]), job, "cpu")
 
 
-def test_the_choice_is_among_legal_plans_and_the_limits_bite() -> None:
+def test_choice_compares_legal_plans_under_tight_limits() -> None:
     assert len(choice.JOBS) >= 10
     for name, (*_, batch, _, share) in choice.JOBS.items():
         assert 0 < share < 0.8  # of what the reference plan needs
@@ -43,7 +43,7 @@ def test_the_choice_is_among_legal_plans_and_the_limits_bite() -> None:
 
 
 @pytest.mark.parametrize("begins", ["vit-l-4x4", "vit-l-sgd", "bert-large-4x1", "llama-3b-recompute"])
-def test_published_runs_come_out(begins: str) -> None:
+def test_published_memory_is_reproduced(begins: str) -> None:
     runs = yaml.safe_load(Path(published.__file__).with_suffix(".yaml").read_text())
     assert len(runs) == len({run["id"] for run in runs}) >= 20
     (run,) = [run for run in runs if run["id"] == begins]
@@ -51,14 +51,14 @@ def test_published_runs_come_out(begins: str) -> None:
     assert abs(found["predicted_bytes"] / found["published_bytes"] - 1) < 0.1
 
 
-def test_what_torch_reserves_on_each_of_8_devices_comes_out() -> None:
+def test_memory_reserved_on_each_of_8_devices_is_reproduced() -> None:
     runs = yaml.safe_load((Path(published.__file__).parent / published.FILES[1]).read_text())
     (run,) = [run for run in runs if run["id"] == "titan-t1-fsdp8"]
     found = published.compare(run)
     assert abs(found["predicted_bytes"] / found["published_bytes"] - 1) < 0.1
 
 
-def test_published_runs_on_several_devices_are_legal_plans_of_their_machines() -> None:
+def test_published_multi_device_runs_are_legal_plans() -> None:
     runs = yaml.safe_load((Path(published.__file__).parent / published.FILES[1]).read_text())
     assert len(runs) == len({run["id"] for run in runs}) >= 50
     for run in runs:
@@ -74,7 +74,7 @@ def test_published_runs_on_several_devices_are_legal_plans_of_their_machines() -
 
 
 @pytest.mark.parametrize("begins", ["mpt-125m-a100_40gb", "mpt-350m-a100_40gb"])
-def test_published_speeds_on_several_devices_come_out(begins: str) -> None:
+def test_published_multi_device_speeds_are_reproduced(begins: str) -> None:
     runs = yaml.safe_load((Path(published.__file__).parent / published.FILES[1]).read_text())
     (run,) = [run for run in runs if run["id"].startswith(begins)]
     found = published.compare(run)

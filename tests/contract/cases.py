@@ -1,4 +1,4 @@
-"""The jobs that every method is held against, tiny, and plain PyTorch's own training of them."""
+"""The tiny jobs on which every method is tested, and their training in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ def state_of(run: Any) -> dict[str, Tensor]:
         if value.is_floating_point():
             cut = run.tp_shards.get(first.get(id(value), ""))
             found[name] = (cut.unshard(whole(value).detach()) if cut else whole(value)).detach().float().cpu().clone()
-    if run.executor is not None:  # each device of a pipeline has a piece
+    if run.executor is not None:  # each device of a pipeline has a stage
         right = {name: value for name, value in found.items() if name not in run.executor.stale_buffers}
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, right)

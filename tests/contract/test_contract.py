@@ -1,9 +1,9 @@
-"""The contract: every method, and every pair that the rules admit, trains the same job as plain PyTorch.
+"""The contract: every method, and every pair that the rules admit, trains the same job as plain
+PyTorch.
 
-Methods are found in METHODS and their settings in each room's VARIANTS: a new room is held to this by being listed.
-
-The same tests run on a processor and, with the mark `gpu`, on a GPU, where plain PyTorch runs on the same GPU. What is compared
-is compared on the host.
+Methods are found in METHODS and their settings in each module's VARIANTS: a new module is tested as
+soon as it is listed. The same tests run on a processor and, with the mark `gpu`, on a GPU, where
+plain PyTorch runs on the same GPU. Results are compared on the host.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BOUNDS = {"bf16-mixed": 5e-3, "bf16-true": 1e-2, "fp16-mixed": 1e-3, "fp16-true"
 activation; Adam turns relative errors of gradients into errors of steps that are 1 % of a weight."""
 RELU = {"bf16-mixed": 3e-2, "bf16-true": 3e-2, "fp16-mixed": 2e-2, "fp16-true": 2e-2}
 """The network with BatchNorm has ReLUs too: what rounding moves across zero changes whole gradients, in any 16 bits.
-`test_low_precision_is_plain_pytorch` holds it against PyTorch's own low precision without that slack."""
+`test_low_precision_matches_plain_pytorch` holds it against PyTorch's own low precision without that slack."""
 COMPILED_NORM = 2e-5
 """The compiler sums BatchNorm's statistics in another order, which three steps of a tiny batch magnify; plain torch.compile
 of the same network is as far from eager in fp32, and 2e-14 from it in fp64."""
@@ -88,7 +88,8 @@ PAIRS = [list(pair) for pair in itertools.combinations(variants(), 2) if pair[0]
 
 @functools.cache
 def expected(name: str, micro_batch: int | None, replicas: int, device: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Of the whole batch at once, but for BatchNorm, whose statistics are those of what a forward sees."""
+    """The reference trains the whole batch at once, except with BatchNorm, whose statistics depend
+    on each forward's samples."""
     if name != "batchnorm":
         micro_batch, replicas = None, 1
     return cases.plain_training(cases.make_case(name), micro_batch, replicas=replicas, device=device)
@@ -156,15 +157,15 @@ def test_reference_plan_is_plain_pytorch(name: str, device: str) -> None:
 @on_each_device
 @pytest.mark.parametrize("name", cases.NAMES)
 @pytest.mark.parametrize("items", [s for s in SINGLES if not is_compiled(s)], ids=named)
-def test_single(name: str, items: list[Variant], device: str) -> None:
+def test_single_method_matches_plain_pytorch(name: str, items: list[Variant], device: str) -> None:
     hold(name, items, device=device)
 
 
 @on_each_device
 @pytest.mark.parametrize("name", cases.NAMES)
 @pytest.mark.parametrize("items", ON_GPU_ONLY, ids=named)
-def test_single_of_a_gpu(name: str, items: list[Variant], device: str) -> None:
-    """On a processor the rules refuse them."""
+def test_gpu_only_method_matches_plain_pytorch(name: str, items: list[Variant], device: str) -> None:
+    """The rules refuse these variants on a processor."""
     (_, fields), *_ = items
     assert admitted(tightfit.Plan(**fields), cases.make_case(name), device) == (device == "cuda")
     hold(name, items, device=device)
@@ -179,13 +180,13 @@ def test_single_of_a_gpu(name: str, items: list[Variant], device: str) -> None:
         lambda one: one if isinstance(one, str) else named(one),
     ),
 )
-def test_pair(items: list[Variant], name: str) -> None:
+def test_pair_of_methods_matches_plain_pytorch(items: list[Variant], name: str) -> None:
     """Each pair on one of the models, another each time; the slow suite tries all pairs on all."""
     hold(name, items)
 
 
 def is_usual(variant: Variant) -> bool:
-    """Of several devices, or the first of its room: the others differ in degree."""
+    """The variants on several devices, and the first of each module: the others differ in degree."""
     return on_several([variant]) or variant in [one for one in variants() if one[0] == variant[0]][:1]
 
 
@@ -212,7 +213,7 @@ PAIRS_WITH_HOST = [
 
 
 @pytest.mark.parametrize(("items", "name", "device"), on_gpu_too(PAIRS_ON_GPU + PAIRS_WITH_HOST))
-def test_pair_on_a_gpu(items: list[Variant], name: str, device: str) -> None:
+def test_pair_of_methods_matches_plain_pytorch_on_a_gpu(items: list[Variant], name: str, device: str) -> None:
     """The usual setting of each two methods, on one of the models; and what is beside a GPU only."""
     hold(name, items, device=device)
 
@@ -241,8 +242,9 @@ TRIED = covering(QUICK, 4)
     "items",
     [pytest.param(p, id=named(p), marks=[] if p in TRIED else pytest.mark.slow) for p in QUICK],
 )
-def test_pair_on_several_devices(items: list[Variant]) -> None:
-    """A quarter of them, on one model; the slow suite tries all pairs on all. Pairs of axes are on all models in tests/engine."""
+def test_pair_on_several_devices_matches_plain_pytorch(items: list[Variant]) -> None:
+    """A quarter of the pairs, on one model; the slow suite tries all pairs on all. Pairs of axes
+    are on all models in tests/engine."""
     hold("llama", items)
 
 
@@ -254,7 +256,7 @@ def test_every_variant_is_in_a_pair_of_the_quick_suite() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", cases.NAMES)
 @pytest.mark.parametrize("items", SEVERAL, ids=named)
-def test_pair_on_several_devices_of_all(name: str, items: list[Variant]) -> None:
+def test_all_pairs_on_several_devices_match_plain_pytorch(name: str, items: list[Variant]) -> None:
     hold(name, items)
 
 
@@ -265,22 +267,22 @@ USUAL_WITH_WORKERS = [p for p in WITH_WORKERS if not on_several(p) and all(map(i
 
 
 @pytest.mark.parametrize("items", USUAL_WITH_WORKERS, ids=named)
-def test_pair_with_workers(items: list[Variant]) -> None:
+def test_pair_with_data_workers_matches_plain_pytorch(items: list[Variant]) -> None:
     """On one model: each of these starts processes, which takes seconds, and what they prepare is the same batches."""
     hold("batchnorm", items)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("items", [p for p in WITH_WORKERS if p not in USUAL_WITH_WORKERS], ids=named)
-def test_pair_with_workers_of_all(items: list[Variant]) -> None:
+def test_all_pairs_with_data_workers_match_plain_pytorch(items: list[Variant]) -> None:
     hold("batchnorm", items)
 
 
 @on_each_device
 @pytest.mark.parametrize("name", cases.NAMES)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "fp16-mixed"])
-def test_low_precision_is_plain_pytorch(name: str, precision: str, device: str) -> None:
-    """Held tightly against the loop that anyone would write for that precision in plain PyTorch."""
+def test_low_precision_matches_plain_pytorch(name: str, precision: str, device: str) -> None:
+    """The plain PyTorch loop for the same precision is the reference, with tight bounds."""
     case = cases.make_case(name)
     losses, weights = cases.training(case, tightfit.Plan(precision=precision), device=device)
     plain_losses, plain_weights = cases.plain_training(case, precision=precision, device=device)
@@ -322,13 +324,15 @@ def is_quick(name: str, items: list[Variant], device: str) -> bool:
         for name, items in COMPILED
     ],
 )
-def test_compiled(name: str, items: list[Variant], device: str, fresh_compiler: None) -> None:
+def test_compiled_method_matches_plain_pytorch(
+    name: str, items: list[Variant], device: str, fresh_compiler: None
+) -> None:
     """The slow suite compiles every model; the quick one the usual one and the one with buffers, on a GPU each in one way."""
     hold(name, items, device=device)
 
 
 @pytest.mark.parametrize("items", part([p for p in PAIRS if ("compile", {"compile": "block"}) in p], 2, named))
-def test_compiled_pair_composes(items: list[Variant], fresh_compiler: None) -> None:
+def test_compiled_pair_composes_on_one_model(items: list[Variant], fresh_compiler: None) -> None:
     """Block by block, as search does; traced and differentiated as compiled, but run by eager kernels, which is quick. The slow
     suite compiles whole models too, and generates code."""
     hold("llama", items, backend="aot_eager")
@@ -337,5 +341,5 @@ def test_compiled_pair_composes(items: list[Variant], fresh_compiler: None) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("name", cases.NAMES)
 @pytest.mark.parametrize("items", [p for p in PAIRS if is_compiled(p)], ids=named)
-def test_compiled_pair(name: str, items: list[Variant], fresh_compiler: None) -> None:
+def test_compiled_pair_matches_plain_pytorch(name: str, items: list[Variant], fresh_compiler: None) -> None:
     hold(name, items)

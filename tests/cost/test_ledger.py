@@ -1,4 +1,4 @@
-"""Estimated, dry-run, measured: three figures for each plan, held together."""
+"""Estimates, dry runs and measurements of the same plan agree."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ def estimated(profilers: dict[str, Profiler], name: str, fields: dict[str, Any])
 
 
 @pytest.mark.parametrize(("name", "fields"), spread(cases.NAMES, PLANS, 5))
-def test_what_is_estimated_is_what_a_dry_run_sees(
-    name: str, fields: dict[str, Any], profilers: dict[str, Profiler]
-) -> None:
+def test_estimate_agrees_with_the_dry_run(name: str, fields: dict[str, Any], profilers: dict[str, Profiler]) -> None:
     if name == "convolutions" and "recompute" in fields:
         with pytest.raises(InputError, match="no repeated blocks"):
             dry_run(cases.job(name), tightfit.Plan(**fields))
@@ -62,7 +60,7 @@ def test_what_is_estimated_is_what_a_dry_run_sees(
     ("name", "fields"),
     spread(cases.NAMES, [{}, {"precision": "bf16-mixed", "recompute": "full", "micro_batch": 4}], 2),
 )
-def test_what_is_dry_run_is_what_runs(name: str, fields: dict[str, Any]) -> None:
+def test_dry_run_agrees_with_the_real_run(name: str, fields: dict[str, Any]) -> None:
     if name == "convolutions" and "recompute" in fields:
         return
     plan = tightfit.Plan(**fields)
@@ -74,7 +72,7 @@ def test_what_is_dry_run_is_what_runs(name: str, fields: dict[str, Any]) -> None
     assert dry_run(cases.job(name), plan).total == pytest.approx(measured.total, rel=0.02)
 
 
-def test_sqrt_recomputation_is_estimated_as_it_runs(profilers: dict[str, Profiler]) -> None:
+def test_sqrt_recomputation_estimate_agrees_with_the_run(profilers: dict[str, Profiler]) -> None:
     plan = tightfit.Plan(recompute="sqrt")
     dry = dry_run(cases.job("llama"), plan).total
     assert estimated(profilers, "llama", {"recompute": "sqrt"}) == pytest.approx(dry, rel=0.02)
@@ -90,8 +88,8 @@ def test_a_chunked_loss_is_estimated_below_and_above_one_chunk(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_chunks_that_are_alike_are_traced_as_if_each_were(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch is of 8 chunks; on a processor each goes through the softmax in two pieces."""
+def test_tracing_one_of_equal_chunks_equals_tracing_each(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch has 8 chunks; on a processor the softmax takes each in two parts."""
     plan = tightfit.Plan(chunked_loss=128)
     job = cases.job("llama").replace(train=tightfit.Train(batch=32))
     short, peak = Profiler(job, device).ledger(plan), dry_run(job, plan, device)
@@ -113,7 +111,7 @@ def test_chunks_that_are_alike_are_traced_as_if_each_were(device: str, monkeypat
 
 
 @pytest.mark.parametrize("fields", [{}, {"precision": "bf16-mixed"}], ids=str)
-def test_compiled_blocks_are_estimated_as_they_are_dry_run(
+def test_compiled_blocks_estimate_agrees_with_the_dry_run(
     fields: dict[str, Any], profilers: dict[str, Profiler]
 ) -> None:
     compiled = {**fields, "compile": "block"}
@@ -136,7 +134,7 @@ def test_a_deep_model_costs_one_line_per_block() -> None:
     assert large.peak().total == pytest.approx(dry, rel=0.005)
 
 
-def test_model_states_are_sixteen_bytes_a_parameter_in_mixed_precision(profilers: dict[str, Profiler]) -> None:
+def test_mixed_precision_states_take_16_bytes_per_parameter(profilers: dict[str, Profiler]) -> None:
     ledger = estimated_ledger(profilers["llama"], tightfit.Plan(precision="bf16-mixed"), MACHINE)
     count = sum(parameter.count for parameter in ledger.parameters if parameter.trainable)
     rows = ledger.row_bytes()
@@ -144,7 +142,7 @@ def test_model_states_are_sixteen_bytes_a_parameter_in_mixed_precision(profilers
     assert states / count == pytest.approx(16, rel=0.01)  # 4 + 4 + 8: fp32 weights and gradients, two fp32 moments
 
 
-def test_the_weights_of_llama_2_7b() -> None:
+def test_llama_2_7b_has_the_published_weight_bytes() -> None:
     job = tightfit.Job(
         model={"preset": "llama-2-7b"},
         data={"synthetic": "tokens", "sequence_length": 128},
@@ -156,6 +154,6 @@ def test_the_weights_of_llama_2_7b() -> None:
     assert single.row_bytes()["parameters"] / 1e9 == pytest.approx(27.0, abs=0.2)
 
 
-def test_what_an_evaluation_takes_is_less_than_a_step(profilers: dict[str, Profiler]) -> None:
+def test_an_evaluation_takes_less_memory_than_a_step(profilers: dict[str, Profiler]) -> None:
     phases = estimated_ledger(profilers["gpt2"], tightfit.Plan(), MACHINE).peaks()
     assert phases["evaluation"] < phases["forward"] <= max(phases["forward"], phases["backward"])

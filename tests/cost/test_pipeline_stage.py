@@ -1,4 +1,4 @@
-"""Buffers of a pipeline's device are told by what they are, not by how large they are."""
+"""The buffers of a pipeline stage are classified by their role, not by their size."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ SIZE, HIDDEN = BatchLinear(100.0), BatchLinear(7.0)  # all but the hidden states
 
 
 def program(blocks: int) -> tuple[Segment, ...]:
-    """Of blocks of which those between the first two and the last were not recorded: they stand for the second. Each keeps a copy
-    of its weight; the head's part of a tied gradient waits for the embedding's."""
+    """A program whose blocks between the first two and the last were not recorded: the second
+    stands for them. Each keeps a copy of its weight. The head's part of a tied gradient waits for
+    the embedding's."""
     kinds = [0, *([1] * (blocks - 2)), 2]
     copies = [Buffer(SIZE, "activations", "cast") for _ in range(3)]
     outputs = [Buffer(HIDDEN, "temporaries", "add") for _ in range(3)]
@@ -49,8 +50,9 @@ def left(segments: tuple[Segment, ...]) -> dict[str, float]:
     return rows
 
 
-def test_what_a_stage_keeps_is_its_own_blocks_and_their_inputs() -> None:
-    """Any cut, equally large or not: a copy of a weight for each block, and what each of them was called with."""
+def test_a_stage_keeps_its_own_blocks_and_their_inputs() -> None:
+    """Any split, even or not: a stage keeps a copy of a weight for each block, and each block's
+    input."""
     blocks = 8
     for pieces in ([range(3), range(3, 8)], [range(2), range(2, 5), range(5, 7), range(7, 8)]):
         sections = sections_of(program(blocks), blocks, False)
@@ -68,7 +70,8 @@ def test_what_a_stage_keeps_is_its_own_blocks_and_their_inputs() -> None:
             }, piece
 
 
-def test_weights_of_linear_layers_are_made_later_from_what_is_left_for_them() -> None:
+def test_split_backward_keeps_operands_for_weight_gradients() -> None:
+    """A split backward computes the weight gradients of linear layers later, from operands it keeps until then."""
     operand, gradient = Buffer(SIZE, "activations", "norm"), Buffer(HIDDEN, "temporaries", "mm")
     weight = Buffer(SIZE, "gradients", "aten.mm", "blocks.0", operands=(operand, gradient))
     output, bias = Buffer(HIDDEN, "temporaries", "mm"), Buffer(BatchLinear(3.0), "gradients", "sum", "bias")

@@ -1,9 +1,12 @@
-"""A CUDA device without values: torch's fake tensors lie on it, in a process of a CPU build of torch.
+"""A CUDA device without values: torch's fake tensors are on it, in a process of a CPU build of
+torch.
 
-What mixes tensors of the host and of the device raises, as it would there. So does what torch.distributed is given that NCCL does
-not take. `python -m tests.cuda.stand_in LIBRARY` reads lines of JSON, each with a case's name, the fields of a plan, a rank of the
-processes that it is for, and a mistake to make. It builds each and takes steps. For each it prints a line of JSON: what was
-raised, or "".
+An operation that mixes tensors of the host and of the device raises, as it would on a real device.
+So does a call of torch.distributed with tensors that NCCL does not accept.
+
+`python -m tests.cuda.stand_in LIBRARY` reads lines of JSON. Each has a case's name, the fields of a
+plan, a rank of the processes that it is for, and a mistake to make. It builds each run and takes
+steps. For each it prints a line of JSON: the error that was raised, or "".
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ def compile_library(folder: Path) -> Path | None:
 
 
 class _Stream:
-    """Stands for streams and events: there is nothing to wait for."""
+    """Replaces streams and events: there is nothing to wait for."""
 
     device = device_index = None
 
@@ -110,7 +113,7 @@ def _patch() -> None:
 
 
 class _Never:
-    """What no tensor is."""
+    """A class of which no tensor is an instance."""
 
 
 def _move_as_real_ones() -> None:

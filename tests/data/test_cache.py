@@ -1,3 +1,5 @@
+"""Cached folders are made once, survive interruption, and are made again when they were changed."""
+
 from __future__ import annotations
 
 import stat
@@ -14,7 +16,7 @@ def write(folder: Path) -> None:
     (folder / "a").write_text("made")
 
 
-def test_made_once_for_each_identity() -> None:
+def test_a_folder_is_made_once_per_identity() -> None:
     made: list[Path] = []
 
     def make(folder: Path) -> None:
@@ -29,7 +31,7 @@ def test_made_once_for_each_identity() -> None:
     assert len(made) == 3
 
 
-def test_a_folder_that_is_not_as_it_was_made_is_made_again() -> None:
+def test_a_modified_folder_is_made_again() -> None:
     made: list[Path] = []
 
     def make(folder: Path) -> None:
@@ -53,7 +55,7 @@ def test_a_folder_that_is_not_as_it_was_made_is_made_again() -> None:
     assert stat.S_IMODE(first.parent.stat().st_mode) == 0o700
 
 
-def test_an_interrupted_run_leaves_nothing_and_a_killed_one_is_cleared(tmp_path: Path) -> None:
+def test_folders_of_interrupted_and_killed_runs_are_removed(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         write(folder)
         raise KeyboardInterrupt
@@ -69,8 +71,9 @@ def test_an_interrupted_run_leaves_nothing_and_a_killed_one_is_cleared(tmp_path:
     assert not partial.exists()
 
 
-def test_whoever_comes_at_the_same_time_waits_and_reads_what_the_first_made() -> None:
-    """Threads here: the lock is of the opened file, so it holds between them as it does between processes."""
+def test_concurrent_callers_wait_and_read_the_first_result() -> None:
+    """The test uses threads: the lock belongs to the opened file, so it works between threads as
+    between processes."""
     made: list[Path] = []
 
     def make_slowly(folder: Path) -> None:
@@ -85,7 +88,7 @@ def test_whoever_comes_at_the_same_time_waits_and_reads_what_the_first_made() ->
     assert len(made) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_an_input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_folder_is_an_input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(InputError, match="XDG_CACHE_HOME"):

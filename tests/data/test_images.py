@@ -1,4 +1,5 @@
-"""Images from folders, saved datasets and scikit-learn: sizes, classes, and damage told with its file."""
+"""Images from folders, saved datasets and scikit-learn: sizes, classes, and damage reported with
+its file."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def at(samples: Any, indices: list[int]) -> dict[str, torch.Tensor]:
     return samples.batch(np.array(indices), np.zeros(len(indices), dtype=np.int64))
 
 
-def test_a_folder_of_classes(folder: Path) -> None:
+def test_a_folder_of_class_folders_is_read(folder: Path) -> None:
     samples = images(folder, MODELS["images"] | {"num_channels": 3})
     batch = at(samples, [0, 5])
     assert len(samples) == 6
@@ -47,7 +48,7 @@ def test_a_folder_of_classes(folder: Path) -> None:
     assert at(images(folder), [0])["pixel_values"].shape == (1, 1, 8, 8)
 
 
-def test_large_photographs_come_out_as_if_decoded_whole(tmp_path: Path) -> None:
+def test_reduced_decoding_of_photographs_equals_full_decoding(tmp_path: Path) -> None:
     (tmp_path / "all" / "one").mkdir(parents=True)
     ramp = np.linspace(0, 255, 640, dtype=np.uint8)
     photo = np.stack(np.broadcast_arrays(ramp, np.full((480, 640), 90), ramp[::-1]), 2)
@@ -58,7 +59,7 @@ def test_large_photographs_come_out_as_if_decoded_whole(tmp_path: Path) -> None:
     assert torch.allclose(found, expected, atol=0.05)
 
 
-def test_digits_at_any_size() -> None:
+def test_digits_are_resized_to_any_size() -> None:
     samples = open_samples(make_job("images", {"images": "digits"}))
     batch = at(samples, [0, 1])
     assert len(samples) == 1797  # type: ignore[arg-type]
@@ -72,7 +73,7 @@ def test_digits_at_any_size() -> None:
     assert torch.allclose(large["pixel_values"].mean((2, 3)), means, atol=0.05)
 
 
-def test_broken_images_are_told_with_their_file_or_left_out(folder: Path) -> None:
+def test_broken_images_are_named_or_skipped(folder: Path) -> None:
     whole = (folder / "cats" / "1.png").read_bytes()
     (folder / "cats" / "1.png").write_bytes(whole[:-30])
     samples = images(folder)
@@ -91,7 +92,7 @@ def test_broken_images_are_told_with_their_file_or_left_out(folder: Path) -> Non
         images(folder, skip_damaged=True)
 
 
-def test_wrong_folders_sizes_and_labels(folder: Path, tmp_path: Path) -> None:
+def test_wrong_folders_sizes_and_labels_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such folder"):
         images(tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"a class without images(.|\n)*whose sub-folders hold the images"):
@@ -108,7 +109,7 @@ def test_wrong_folders_sizes_and_labels(folder: Path, tmp_path: Path) -> None:
         images(folder, MODELS["images"] | {"num_channels": 2})
 
 
-def test_saved_datasets_of_images(folder: Path, tmp_path: Path) -> None:
+def test_saved_datasets_of_images_are_read(folder: Path, tmp_path: Path) -> None:
     import datasets
 
     files = sorted(map(str, folder.rglob("*.png")))
@@ -131,7 +132,7 @@ def test_saved_datasets_of_images(folder: Path, tmp_path: Path) -> None:
         open_samples(make_job("images", {"dataset": str(tmp_path / "saved2")}))
 
 
-def test_damage_in_a_saved_dataset_is_told_with_its_row(tmp_path: Path, folder: Path) -> None:
+def test_damage_in_a_saved_dataset_is_reported_with_its_row(tmp_path: Path, folder: Path) -> None:
     import datasets
 
     good = (folder / "cats" / "0.png").read_bytes()

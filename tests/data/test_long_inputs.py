@@ -1,4 +1,4 @@
-"""Long records, words and files: read and tokenized in pieces, which are the tokens of the whole."""
+"""Long records, words and files are read and tokenized in pieces, with the tokens of the whole."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def kinds() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["gpt2", "roberta", "llama3", "bert", "t5", "llama2", "added"])
 @pytest.mark.parametrize("piece", [256, 1000])
-def test_pieces_have_the_tokens_of_the_whole(kinds: dict[str, Any], name: str, piece: int) -> None:
+def test_tokenizing_in_pieces_gives_the_tokens_of_the_whole(kinds: dict[str, Any], name: str, piece: int) -> None:
     backend = kinds[name]
 
     def encode(one: str) -> list[int]:
@@ -96,7 +96,7 @@ def test_pieces_have_the_tokens_of_the_whole(kinds: dict[str, Any], name: str, p
         assert [token for one in found for token in encode(one.text)] == encode(whole)
 
 
-def test_a_giant_word_is_cut_inside_and_nothing_is_lost() -> None:
+def test_a_giant_word_is_split_without_losing_text() -> None:
     whole = "a" * 1000 + " end"
     found = [
         one.text
@@ -155,7 +155,9 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("long", [4, 1 << 22])
-def test_broken_records_are_damage_however_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long: int) -> None:
+def test_broken_records_of_any_length_count_as_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long: int
+) -> None:
     monkeypatch.setattr(text, "LONG", long)
     file = tmp_path / "d.jsonl"
     for line in BROKEN:
@@ -189,7 +191,7 @@ def test_tokens_do_not_depend_on_how_a_record_is_read(tmp_path: Path, monkeypatc
     assert found[1][2] == [0, 1, 0, 1, 0]
 
 
-def test_the_template_stands_around_the_whole_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_template_encloses_the_whole_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     words = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b"])}
@@ -204,7 +206,7 @@ def test_the_template_stands_around_the_whole_document(tmp_path: Path, monkeypat
     assert made.offsets.tolist() == [0, 202, 205]
 
 
-def test_repeated_texts_of_a_small_parquet_file_are_read_one_by_one(tmp_path: Path) -> None:
+def test_repeated_texts_of_a_parquet_file_are_read_one_by_one(tmp_path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
 
@@ -235,7 +237,7 @@ def test_memory_does_not_grow_with_a_record(tmp_path: Path) -> None:
     assert most < 20 * long_records.PART
 
 
-def test_a_giant_word_is_no_word_to_learn(tmp_path: Path) -> None:
+def test_the_tokenizer_does_not_learn_giant_words(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(random.Random(0).choices("abcdef", k=300_000)))
     made = open_samples(make_job("causal-lm", {"text": str(tmp_path / "a.txt"), "sequence_length": 32}))
     ids = np.asarray(made.rows.tokens.ids)
@@ -243,7 +245,7 @@ def test_a_giant_word_is_no_word_to_learn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("probability", [0.01, 0.15, 0.5, 0.9, 0.99])
-def test_the_row_of_a_long_input_is_found_at_once(probability: float) -> None:
+def test_the_row_of_a_long_input_is_found_quickly(probability: float) -> None:
     from tightfit.data.sequences import corruption, row_length
 
     def becomes(length: int) -> int:

@@ -1,3 +1,5 @@
+"""The order of samples: permutations, epochs, held-out samples, and random draws."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -17,7 +19,8 @@ def test_permute_is_a_permutation(count: int, secret: int) -> None:
 
 @given(orders, st.integers(0, 3))
 @settings(max_examples=50, deadline=None)
-def test_each_epoch_has_every_training_sample_once_and_no_held_out_one(order: Order, epoch: int) -> None:
+def test_each_epoch_has_every_training_sample_exactly_once(order: Order, epoch: int) -> None:
+    """No held-out sample is among them."""
     indices, epochs = order.training_samples(epoch * order.training_count, (epoch + 1) * order.training_count)
     held_out = order.held_out(order.count)
     assert set(epochs) == {epoch}
@@ -27,7 +30,7 @@ def test_each_epoch_has_every_training_sample_once_and_no_held_out_one(order: Or
 
 @given(orders, st.integers(0, 2000), st.integers(1, 60), st.integers(1, 60))
 @settings(max_examples=50, deadline=None)
-def test_any_piece_of_the_stream_is_the_same_alone(order: Order, start: int, first: int, second: int) -> None:
+def test_any_slice_of_the_stream_is_the_same_by_itself(order: Order, start: int, first: int, second: int) -> None:
     whole, whole_epochs = order.training_samples(start, start + first + second)
     left, right = (
         order.training_samples(start, start + first),
@@ -44,7 +47,7 @@ def test_order_does_not_change_between_versions() -> None:
     assert hash_numbers(1, 2, 3) == 7702586659592502839
 
 
-def test_seeds_and_epochs_give_different_orders_with_the_same_split_for_all_epochs() -> None:
+def test_seeds_and_epochs_change_the_order_but_not_the_split() -> None:
     order = Order(100, 0.1, seed=1)
     first, second = order.training_samples(0, 90)[0], order.training_samples(90, 180)[0]
     assert not np.array_equal(first, second)
@@ -52,7 +55,7 @@ def test_seeds_and_epochs_give_different_orders_with_the_same_split_for_all_epoc
     assert set(Order(100, 0.1, seed=2).held_out(10)) != set(order.held_out(10))
 
 
-def test_permutations_are_fair() -> None:
+def test_permutations_are_uniform() -> None:
     """Each of 20 things comes to each of 20 places 200 times in 4,000 orders, give or take 5 deviations."""
     counts = np.zeros((20, 20))
     for secret in range(4000):
@@ -60,13 +63,13 @@ def test_permutations_are_fair() -> None:
     assert np.abs(counts - 200).max() < 5 * 200**0.5
 
 
-def test_one_sample_is_never_held_out() -> None:
+def test_a_single_sample_is_never_held_out() -> None:
     assert Order(1, 0.5, 0).training_count == 1
     assert Order(2, 0.001, 0).evaluation_count == 1
     assert Order(2, 0.0, 0).evaluation_count == 0
 
 
-def test_draws_are_uniform_and_do_not_depend_on_how_many_are_drawn() -> None:
+def test_draws_are_uniform_and_independent_of_their_number() -> None:
     rows = np.arange(1000)
     fractions = uniform(random_numbers(3, rows, 100))
     assert abs(fractions.mean() - 0.5) < 0.005

@@ -1,4 +1,5 @@
-"""What each task makes of tokens: shapes, rates, and that nothing but seed, sample and epoch decides."""
+"""The rows that each task makes of tokens: shapes and rates, decided by seed, sample and epoch
+alone."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def at(samples: Any, indices: list[int], epoch: int = 0) -> dict[str, torch.Tens
     return samples.batch(np.array(indices), np.full(len(indices), epoch))
 
 
-def test_masking_rates_are_berts(tmp_path: Path) -> None:
+def test_masking_rates_are_those_of_bert(tmp_path: Path) -> None:
     samples = text_samples(tmp_path, "masked-lm")
     every = list(range(len(samples)))
     batch = at(samples, every)
@@ -64,7 +65,7 @@ def test_masking_is_a_function_of_seed_sample_and_epoch(tmp_path: Path) -> None:
     assert (at(open_samples(job), [9])["input_ids"] != whole[1]).any()  # type: ignore[arg-type]
 
 
-def test_masking_of_a_padded_row_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
+def test_masking_of_a_padded_row_is_independent_of_other_rows(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_text("".join(json.dumps({"text": WORDS * count}) + "\n" for count in (1, 2)))
     samples: Any = open_samples(make_job("masked-lm", {"jsonl": str(file), "packing": "padded", "sequence_length": 64}))
@@ -76,7 +77,7 @@ def test_masking_of_a_padded_row_does_not_depend_on_its_neighbours(tmp_path: Pat
     assert beside["attention_mask"].tolist()[0] == [1] * length + [0] * (beside["input_ids"].shape[1] - length)
 
 
-def test_span_corruption_takes_out_what_the_labels_hold(tmp_path: Path) -> None:
+def test_span_corruption_moves_the_removed_tokens_to_the_labels(tmp_path: Path) -> None:
     samples = text_samples(tmp_path, "seq2seq-lm")
     batch = at(samples, list(range(50)))
     sentinels = set(samples.special.sentinels)
@@ -103,7 +104,7 @@ def test_span_corruption_takes_out_what_the_labels_hold(tmp_path: Path) -> None:
     assert (at(samples, [7], epoch=1)["labels"] != batch["labels"][7]).any()
 
 
-def test_padded_span_corruption_of_short_documents(tmp_path: Path) -> None:
+def test_span_corruption_pads_short_documents(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", "ab", WORDS)))
     data = {"jsonl": str(file), "packing": "padded", "sequence_length": 64}
@@ -126,7 +127,7 @@ def test_rows_are_as_long_as_their_corrupted_input_allows(length: int) -> None:
     assert inputs(row + 1) > length
 
 
-def test_pairs_of_texts(tmp_path: Path) -> None:
+def test_pairs_of_texts_become_sequence_pairs(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     rows = [("a question", "an answer"), ("why", WORDS * 9), ("x", "")]
     file.write_text("".join(json.dumps({"text": text, "answer": answer}) + "\n" for text, answer in rows))
@@ -144,7 +145,7 @@ def test_pairs_of_texts(tmp_path: Path) -> None:
         open_samples(make_job("causal-lm", spec))
 
 
-def test_texts_with_classes(tmp_path: Path) -> None:
+def test_texts_with_classes_become_labelled_rows(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
 
     def write(*labels: Any) -> Any:
@@ -168,7 +169,7 @@ def test_texts_with_classes(tmp_path: Path) -> None:
         open_samples(make_job("text", {"text": str(tmp_path / "a.txt"), "sequence_length": 32}))
 
 
-def test_a_tokenizer_with_a_template_opens_and_closes_each_document_with_it(tmp_path: Path) -> None:
+def test_a_tokenizer_template_encloses_each_document(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, processors
 
     samples = text_samples(tmp_path, "masked-lm")
@@ -189,7 +190,7 @@ def test_a_tokenizer_with_a_template_opens_and_closes_each_document_with_it(tmp_
 
 
 @pytest.mark.parametrize("name", ["causal-lm", "masked-lm", "seq2seq-lm", "text"])
-def test_models_take_the_batches(name: str) -> None:
+def test_models_accept_the_batches(name: str) -> None:
     """A transformers model of each task computes a finite loss of a synthetic batch."""
     from tightfit.models import model_factory, task_of
     from tightfit.models.objective import TASKS

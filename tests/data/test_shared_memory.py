@@ -1,4 +1,4 @@
-"""Datasets of many tensors, as workers are given them: one block of shared memory, however a process is started."""
+"""Datasets of many tensors reach workers in one block of shared memory, whatever the start method."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def losses(data: Any, **plan: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("count", [256, 20_000])
-def test_a_list_of_many_tensors_is_prepared_by_workers(count: int) -> None:
+def test_workers_prepare_a_list_of_many_tensors(count: int) -> None:
     data = pairs(count)
     assert losses(data, loader_workers=2) == losses(data)
 
@@ -44,7 +44,7 @@ def _answer(given: DatasetObject, queue: Any) -> None:
     "ignore:This process .* is multi-threaded:DeprecationWarning"
 )  # of fork, from Python 3.12 on
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_a_process_started_in_any_way_is_given_it(method: str) -> None:
+def test_processes_of_every_start_method_receive_the_dataset(method: str) -> None:
     context = multiprocessing.get_context(method)
     queue = context.SimpleQueue()
     process = context.Process(target=_answer, args=(DatasetObject(pairs(600)), queue))
@@ -55,10 +55,10 @@ def test_a_process_started_in_any_way_is_given_it(method: str) -> None:
 
 
 class Labelled(Tensor):
-    """A subclass, as torchvision has them."""
+    """A tensor subclass like those of torchvision."""
 
 
-def test_what_is_packed_is_what_was_given() -> None:
+def test_packed_samples_equal_the_originals() -> None:
     base = torch.arange(40).view(5, 8)
     kinds = [base.t(), base[2, 3:5], torch.tensor(3), torch.zeros(0, 3), torch.ones(2, dtype=torch.bfloat16)]
     kinds += [torch.tensor([1 + 2j]), nn.Parameter(torch.ones(3)).data.requires_grad_()]
@@ -83,7 +83,7 @@ def test_subclasses_of_tensors_are_packed_too() -> None:
     assert all(type(one) is Labelled and torch.equal(one, other) for one, other in zip(found, given, strict=True))
 
 
-def test_few_tensors_are_shared_as_they_are() -> None:
+def test_a_few_tensors_are_shared_unpacked() -> None:
     whole = torch.arange(6.0)
     _, storages, offsets = pack_dataset([whole, whole[2:]])
     assert offsets is None

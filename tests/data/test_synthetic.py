@@ -1,3 +1,5 @@
+"""Synthetic samples follow a rule that a model can learn, and depend on the seed alone."""
+
 from __future__ import annotations
 
 import pickle
@@ -20,7 +22,7 @@ def tokens(model: Any = "causal-lm", seed: int = 0, **spec: Any) -> Any:
     return open_samples(make_job(model, {"synthetic": "tokens", "sequence_length": 32, "samples": 50, **spec}, seed))
 
 
-def test_tokens_follow_a_rule_but_for_a_tenth() -> None:
+def test_nine_tenths_of_tokens_follow_a_rule() -> None:
     ids = at(tokens(), list(range(50)))["input_ids"]
     assert ids.shape == (50, 32)
     assert ids.min() >= 0
@@ -38,7 +40,7 @@ def test_samples_are_a_function_of_the_seed() -> None:
     assert not torch.equal(at(tokens(seed=1), [8])["input_ids"][0], first[1])
 
 
-def test_each_task_gets_what_it_takes() -> None:
+def test_each_task_gets_its_inputs() -> None:
     masked = at(tokens("masked-lm"), [0, 1])
     assert (masked["input_ids"] == 299).any()
     assert (masked["labels"] != -100).any()
@@ -47,7 +49,7 @@ def test_each_task_gets_what_it_takes() -> None:
     assert at(tokens("text"), list(range(50)))["labels"].unique().tolist() == [0, 1, 2]
 
 
-def test_images_of_a_class_are_alike() -> None:
+def test_images_of_one_class_are_similar() -> None:
     samples: Any = open_samples(make_job("images", {"synthetic": "images", "samples": 200}))
     batch = at(samples, list(range(200)))
     assert batch["pixel_values"].shape == (200, 1, 8, 8)
@@ -62,7 +64,7 @@ def test_images_of_a_class_are_alike() -> None:
     assert torch.equal(at(pickle.loads(pickle.dumps(samples)), [7])["pixel_values"][0], batch["pixel_values"][7])
 
 
-def test_what_the_model_does_not_say_has_to_be_said() -> None:
+def test_facts_missing_from_the_model_are_required() -> None:
     def make_model() -> torch.nn.Module:
         return torch.nn.Linear(1, 1)
 

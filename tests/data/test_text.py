@@ -1,4 +1,4 @@
-"""Every source of text, read as documents, and what is damaged in it, told with its place."""
+"""Every source of text is read as documents, and damage in it is reported with its place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def texts(**spec: Any) -> list[str]:
     return [document.text for document in read(**spec)[0]]
 
 
-def test_a_file_a_folder_a_glob_and_a_list(tmp_path: Path) -> None:
+def test_text_is_read_from_a_file_folder_glob_and_list(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / ".hidden").write_text("no")
     for name, words in (("a.txt", "one"), ("b/c.txt", "two"), ("d.md", "three")):
@@ -47,14 +47,14 @@ def test_large_files_come_in_blocks_that_make_up_the_file(tmp_path: Path, monkey
     assert len(documents) > 5
 
 
-def test_the_standard_library_is_a_text_of_some_megabytes() -> None:
+def test_the_standard_library_is_a_text_of_several_megabytes() -> None:
     files = stdlib_files()
     assert 5e6 < sum(file.stat().st_size for file in files) < 30e6
     assert not any({"test", "site-packages"} & set(file.parts) for file in files)
     assert files == sorted(files)
 
 
-def test_text_that_is_not_utf8_is_told_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_is_not_utf8_is_reported_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "_BLOCK_BYTES", 8)
     (tmp_path / "a.txt").write_bytes(b"one\nand two\nthree\r\xff\nfour\n")
     with pytest.raises(InputError, match=r"a\.txt:3.*UTF-8(.|\n)*skip_damaged"):
@@ -77,7 +77,7 @@ LINES = [
 ]
 
 
-def test_each_damaged_line_of_json_is_told_with_its_place_and_counted_when_skipped(tmp_path: Path) -> None:
+def test_damaged_json_lines_are_located_and_counted_if_skipped(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     for number, found in (
         (1, "JSON"),
@@ -96,14 +96,14 @@ def test_each_damaged_line_of_json_is_told_with_its_place_and_counted_when_skipp
     assert damaged == 5
 
 
-def test_fields_of_rows(tmp_path: Path) -> None:
+def test_the_text_field_of_rows_is_read(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_text(json.dumps({"q": "what", "a": "that", "kind": 2}) + "\n")
     documents, _ = read(Columns("q", "a", "kind"), jsonl=str(file))
     assert documents == [Document(f"{file}:1", "what", "that", 2)]
 
 
-def test_parquet(tmp_path: Path) -> None:
+def test_parquet_files_are_read(tmp_path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
 
@@ -122,7 +122,7 @@ def test_parquet(tmp_path: Path) -> None:
     assert read(skip=True, parquet=str(file)) == ([], 1)
 
 
-def test_parquet_that_is_named_as_plain_text(tmp_path: Path) -> None:
+def test_parquet_named_as_plain_text_is_refused(tmp_path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
 
@@ -131,7 +131,7 @@ def test_parquet_that_is_named_as_plain_text(tmp_path: Path) -> None:
         open_text(DataSpec(text=str(tmp_path / "rows.bin")), Columns("text"))
 
 
-def test_saved_datasets(tmp_path: Path) -> None:
+def test_saved_datasets_are_read(tmp_path: Path) -> None:
     import datasets
 
     rows = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]})
@@ -148,7 +148,7 @@ def test_saved_datasets(tmp_path: Path) -> None:
         read(dataset=str(tmp_path / "one"))
 
 
-def test_what_is_not_there_comes_back_with_what_is(tmp_path: Path) -> None:
+def test_missing_sources_are_refused_with_the_available_ones(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("a")
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"no such file(.|\n)*did you mean 'corpus.txt'"):

@@ -1,4 +1,5 @@
-"""Tokenizers and token files: exact, cached, made anew when the text or the settings change."""
+"""Tokenizers and token files are exact and cached, and are made again when the text or the settings
+change."""
 
 from __future__ import annotations
 
@@ -36,18 +37,18 @@ def made() -> list[str]:
     return sorted(path.name for path in (cache_folder() / "data").iterdir() if path.is_dir())
 
 
-def test_packed_pieces_are_the_text(folder: Path) -> None:
+def test_packed_rows_concatenate_to_the_text(folder: Path) -> None:
     samples = language(folder)
     ids = np.concatenate([samples[index]["input_ids"].numpy() for index in range(len(samples))])
     whole = "".join(document + "<|endoftext|>" for document in DOCUMENTS)
     text = samples.tokenizer.decode(ids)
     assert whole.startswith(text)
-    assert len(samples.tokenizer.backend_tokenizer.encode(whole[len(text) :]).ids) < 16  # less than a piece is left out
+    assert len(samples.tokenizer.backend_tokenizer.encode(whole[len(text) :]).ids) < 16  # less than one row is left out
     assert {len(samples[index]["input_ids"]) for index in range(len(samples))} == {16}
     assert (samples.sample_items, samples.ragged, samples.damaged) == (16, False, 0)
 
 
-def test_documents_in_blocks_and_batches_are_the_same_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_do_not_depend_on_blocks_and_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = language(folder, tokenizer=str(tokenizer_of(folder)))
     expected = whole.rows.tokens.ids.copy()
     shutil.rmtree(whole.rows.tokens.folder)
@@ -89,7 +90,7 @@ def test_padding_has_no_labels(folder: Path) -> None:
     assert samples.batch(np.array([3]), np.array([0]))["input_ids"].shape == (1, length)
 
 
-def test_the_cache_is_used_again_and_shared_by_lengths(folder: Path) -> None:
+def test_the_cache_is_reused_for_every_sequence_length(folder: Path) -> None:
     first = language(folder)
     names = made()
     assert len(names) == 2  # a tokenizer and its tokens
@@ -116,7 +117,7 @@ def test_the_trained_tokenizer_is_the_same_each_time(folder: Path) -> None:
     assert language(folder).tokenizer.backend_tokenizer.to_str() == first
 
 
-def test_a_tokenizer_of_the_users_own(folder: Path) -> None:
+def test_a_user_s_own_tokenizer_is_used(folder: Path) -> None:
     saved = tokenizer_of(folder)
     ids = language(folder)[0]["input_ids"]
     for place in (saved, saved / "tokenizer.json"):
@@ -127,7 +128,7 @@ def test_a_tokenizer_of_the_users_own(folder: Path) -> None:
     assert (language(folder, tokenizer=str(saved))[0]["input_ids"] == ids).all()
 
 
-def test_a_tokenizer_that_truncates_and_pads_does_neither_here(folder: Path) -> None:
+def test_truncation_and_padding_of_a_tokenizer_are_disabled(folder: Path) -> None:
     from tokenizers import Tokenizer
 
     saved = tokenizer_of(folder)
@@ -138,7 +139,7 @@ def test_a_tokenizer_that_truncates_and_pads_does_neither_here(folder: Path) -> 
     assert (language(folder, tokenizer=str(saved))[5]["input_ids"] == language(folder)[5]["input_ids"]).all()
 
 
-def test_wrong_tokenizers_and_vocabularies(folder: Path, tmp_path: Path) -> None:
+def test_wrong_tokenizers_and_vocabularies_are_refused(folder: Path, tmp_path: Path) -> None:
     saved = tokenizer_of(folder)
     (tmp_path / "not.json").write_text("{}")
     with pytest.raises(InputError, match="not a tokenizer"):
@@ -157,7 +158,7 @@ def test_wrong_tokenizers_and_vocabularies(folder: Path, tmp_path: Path) -> None
         language(folder, "seq2seq-lm", tokenizer=str(saved))
 
 
-def test_too_little_text(tmp_path: Path) -> None:
+def test_too_little_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("only a few words")
     with pytest.raises(InputError, match=r"not one sequence of 64(.|\n)*sequence_length: \d"):
         language(tmp_path / "a.txt", sequence_length=64)
@@ -169,7 +170,7 @@ def test_too_little_text(tmp_path: Path) -> None:
         language(tmp_path / "a.txt", sequence_length=65)
 
 
-def test_skipped_lines_are_counted_also_from_the_cache(tmp_path: Path) -> None:
+def test_skipped_lines_are_counted_when_read_from_the_cache(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_text('{"text": "%s"}\n{"text": \nnothing\n' % ("words " * 50))
     for _ in range(2):
@@ -182,7 +183,7 @@ def test_skipped_lines_are_counted_also_from_the_cache(tmp_path: Path) -> None:
         open_samples(make_job("causal-lm", {"jsonl": str(file), "skip_damaged": True}))
 
 
-def test_wide_vocabularies_need_wide_ids(tmp_path: Path) -> None:
+def test_large_vocabularies_use_wide_ids(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(66_000)} | {"</s>": 66_000}, "w0"))

@@ -1,4 +1,4 @@
-"""Datasets of the user's own: what they may be, how their samples become batches, and their randomness."""
+"""Users' own datasets: their types, how their samples become batches, and their randomness."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_kind_of_sample_becomes_a_batch() -> None:
     assert torch.equal(plain, x[[1, 0]])
 
 
-def test_a_huggingface_dataset_as_it_is() -> None:
+def test_a_huggingface_dataset_is_used_unchanged() -> None:
     import datasets
 
     rows = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5, 6]], "labels": [[1, 2, 3], [4, 5, 6]]})
@@ -76,7 +76,7 @@ class Streamed(IterableDataset[Any]):
         return iter([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}])
 
 
-def test_unshifted_labels_are_warned_of_where_no_task_says_what_they_are() -> None:
+def test_unshifted_labels_give_a_warning_without_a_task() -> None:
     rows = list(Streamed())
     model: Any = lambda: torch.nn.Embedding(4, 4)  # noqa: E731
     with pytest.warns(TightfitWarning, match=r"labels are taken as they are: (.|\n)*task: causal-lm} shifts them"):
@@ -89,7 +89,7 @@ def test_unshifted_labels_are_warned_of_where_no_task_says_what_they_are() -> No
     opened([{"input_ids": [1, 2, 3], "labels": 1}], model)
 
 
-def test_labels_that_are_missing_are_asked_for_as_the_task_takes_them() -> None:
+def test_the_error_for_missing_labels_names_the_task_s_form() -> None:
     rows = [{"input_ids": [1, 2, 3]}]
     with pytest.raises(InputError, match="a copy of input_ids: the task shifts it"):
         opened(rows, "causal-lm")
@@ -115,7 +115,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("data", "found"), WRONG, ids=[found for _, found in WRONG])
-def test_what_is_no_dataset_for_the_model_is_refused(data: Any, found: str) -> None:
+def test_data_that_the_model_cannot_use_is_refused(data: Any, found: str) -> None:
     with pytest.raises(InputError, match=found):
         at(opened(data), [0])
 
@@ -167,7 +167,8 @@ class Random(Dataset[Any]):
         return torch.tensor([random.random(), np.random.random(), float(torch.rand(()))]), index % 10
 
 
-def test_random_samples_are_a_function_of_seed_sample_and_epoch_and_disturb_nobody() -> None:
+def test_random_samples_depend_on_seed_sample_and_epoch_only() -> None:
+    """Drawing them leaves the global random state unchanged."""
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -193,7 +194,7 @@ def rows_of(stream: Any, consumed: int, sizes: list[int]) -> list[list[float]]:
     return [row for batch in stream.batches(itertools.pairwise(ends)) for row in batch[0].tolist()]
 
 
-def test_iterables_go_on_from_any_sample_as_if_undisturbed() -> None:
+def test_iterables_resume_from_any_sample() -> None:
     stream = opened(Counting())
     assert isinstance(stream, UserStream)
     whole = rows_of(stream, 0, [5, 5, 5])
@@ -206,7 +207,7 @@ def test_iterables_go_on_from_any_sample_as_if_undisturbed() -> None:
     assert random.getstate() == state[1]
 
 
-def test_iterables_that_give_nothing_or_fail() -> None:
+def test_empty_and_failing_iterables_are_refused() -> None:
     class Empty(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
             return iter(())
@@ -244,7 +245,7 @@ def columns():
 """
 
 
-def test_functions_by_name(tmp_path: Path) -> None:
+def test_a_dataset_function_is_found_by_name(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SOURCE)
     (tmp_path / "companion.py").write_text("SIZE = 6\n")
 

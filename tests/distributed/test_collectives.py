@@ -1,4 +1,4 @@
-"""Rows that are summed for each device, or come from it, are what torch's own reduce-scatter and all-gather make of them."""
+"""Collectives by row give the results of torch's own reduce-scatter and all-gather."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def exchanged(kind: str) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_rows_are_summed_and_gathered(dtype: torch.dtype, count: int) -> None:
+def test_rows_equal_reduce_scatter_and_all_gather(dtype: torch.dtype, count: int) -> None:
     found = together(count, HERE + "exchanged", str(dtype).removeprefix("torch."))
     whole = sum(rows for rows, *_ in found)
     for place, (_, begun, at_once, everyones) in enumerate(found):
@@ -71,7 +71,7 @@ def said() -> list[str]:
     return names.seen
 
 
-def test_gloo_sums_no_row_where_it_is_not_wanted() -> None:
+def test_gloo_reduces_each_row_to_one_device_only() -> None:
     for seen in together(2, HERE + "said"):
         assert seen == ["reduce_", "reduce_", "broadcast_", "broadcast_"]
 
@@ -86,7 +86,7 @@ def said_by_a_step() -> set[str]:
     return set(names.seen)
 
 
-def test_fully_shard_speaks_by_row_too() -> None:
+def test_fully_shard_uses_the_row_collectives() -> None:
     for seen in together(2, HERE + "said_by_a_step"):
         # Sums are of counts and losses; what is gathered is three numbers of each rank (agreed.py), no row of a weight.
         assert seen == {"reduce_", "broadcast_", "allreduce_", "allgather_"}

@@ -1,4 +1,4 @@
-"""Where the processes of a training listen, by what their launcher says."""
+"""Where the processes of a training listen, given what their launcher sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "addresses", lambda: KNOWN)
 
 
-def test_one_host_is_told_by_its_processes_or_by_a_loopback_address() -> None:
+def test_one_host_is_known_by_its_processes_or_loopback() -> None:
     assert on_one_host(ONE_HOST)
     assert not on_one_host(SEVERAL)
     assert on_one_host({})
@@ -30,7 +30,7 @@ def test_one_host_is_told_by_its_processes_or_by_a_loopback_address() -> None:
     )  # a pod of an operator
 
 
-def test_one_host_uses_loopback_several_what_they_are_told() -> None:
+def test_one_host_uses_loopback_and_several_the_given_interface() -> None:
     for environ, named, chosen in (
         (ONE_HOST, None, "lo"),
         (SEVERAL, None, None),
@@ -55,7 +55,7 @@ def test_one_host_uses_loopback_several_what_they_are_told() -> None:
         ({**SEVERAL, INTERFACES[0]: "ib0"}, "fd00::3", "fd00::3"),
     ],
 )
-def test_the_store_listens_where_the_others_know_it(environ: dict[str, str], host: str, address: str) -> None:
+def test_the_store_listens_at_the_known_address(environ: dict[str, str], host: str, address: str) -> None:
     assert rendezvous._listening_address(host, environ) == address
 
 
@@ -65,7 +65,8 @@ def test_a_socket_listens_on_one_address_or_on_all() -> None:
             assert listening.getsockname()[0] in found
 
 
-def test_a_command_that_starts_processes_takes_no_interface_and_one_of_several_starts_none() -> None:
+def test_processes_are_not_started_twice() -> None:
+    """A command that starts processes takes no network interface."""
     check_start(2, 1, LaunchOptions())
     check_start(1, 2, LaunchOptions(interface="eth0"))
     with pytest.raises(InputError, match="leave it out"):

@@ -1,4 +1,8 @@
-"""A step reads no number of its device: what it tells is read later, by whoever asks. And micro-batches come one ahead."""
+"""A step reads no number of its device: its figures are copied, and read when someone asks for
+them.
+
+Micro-batches are copied to the device one ahead.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +60,7 @@ def counted(run: Run) -> Run:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "fp16-mixed"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_step_reads_nothing(precision: str, optimizer: str) -> None:
+def test_a_step_reads_no_number_of_the_device(precision: str, optimizer: str) -> None:
     plan = tightfit.Plan(precision=precision, micro_batch=2, fused_optimizer=True)
     run = counted(tightfit.build(tiny.job(clip=0.5, optimizer=optimizer), plan))
     if run.loss_scale is not None:
@@ -74,8 +78,9 @@ def test_a_step_reads_nothing(precision: str, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lion", "lamb"])
-def test_a_step_in_fp16_reads_nothing_without_a_fused_kernel(optimizer: str) -> None:
-    """But for the first, which makes states. Whether the last one was left out is asked before the next, and lies on the host."""
+def test_an_fp16_step_without_a_fused_kernel_reads_nothing(optimizer: str) -> None:
+    """The first step is exempt, because it creates states. The host reads whether a step was
+    skipped only before the next step."""
     with emulate_device("cuda"):
         run = counted(tightfit.build(tiny.job(clip=0.5, optimizer=optimizer), tightfit.Plan(precision="fp16-mixed")))
         assert isinstance(run.loss_scale, LossScalerOnDevice)
@@ -90,7 +95,7 @@ def test_a_step_in_fp16_reads_nothing_without_a_fused_kernel(optimizer: str) -> 
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion"])
-def test_a_loss_scale_on_the_device_makes_the_same_training(optimizer: str) -> None:
+def test_a_loss_scale_on_the_device_trains_the_same(optimizer: str) -> None:
     plan = tightfit.Plan(precision="fp16-mixed", fused_optimizer=optimizer != "lion")
     found = []
     for on_device in (False, True):
@@ -112,7 +117,7 @@ def test_a_loss_scale_on_the_device_makes_the_same_training(optimizer: str) -> N
     torch.testing.assert_close(weights, its_weights, rtol=1e-6, atol=1e-7)
 
 
-def test_a_scale_on_the_device_goes_on_from_its_state() -> None:
+def test_a_loss_scale_on_the_device_resumes_from_its_state() -> None:
     scaler, other = (LossScalerOnDevice(8.0, True, torch.device("cpu"), patience=3) for _ in range(2))
     for finite in (False, True, True):
         scaler.update(torch.tensor(finite))
@@ -124,35 +129,36 @@ def test_a_scale_on_the_device_goes_on_from_its_state() -> None:
     assert other.state_dict() == scaler.state_dict() == {"value": 8.0, "skipped": 1, "finite_steps": 0}
 
 
-def test_positions_of_a_batch_are_looked_at_and_a_models_own_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_are_checked_only_if_the_batch_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers looks for packed sequences in the batch's position ids, not in those that the model makes."""
     from transformers import masking_utils
 
-    looked: list[Tensor] = []
+    checked: list[Tensor] = []
     find = masking_utils.find_packed_sequence_indices
 
-    def look(position_ids: Tensor) -> Tensor | None:
-        looked.append(position_ids)
+    def noted(position_ids: Tensor) -> Tensor | None:
+        checked.append(position_ids)
         return find(position_ids)
 
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", look)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", noted)
     run = tightfit.build(tiny.job())
     run.model.eval()
     batch = run.data.example()
     packed = {**batch, "position_ids": torch.tensor([[*range(8), *range(8)]]).expand(len(batch["input_ids"]), -1)}
     unread = without_mask_checks(run.loss_sum, run.model)
     for one, times in ((batch, 0), (packed, 1)):
-        looked.clear()
+        checked.clear()
         found = unread(one)
-        assert len(looked) == times
+        assert len(checked) == times
         assert torch.equal(found, run.loss_sum(one))
-    assert masking_utils.find_packed_sequence_indices is look
+    assert masking_utils.find_packed_sequence_indices is noted
 
 
 class Own(torch.nn.Linear):
-    """Nobody knows what it gives a model of transformers that it might hold."""
+    """Such a model computes positions that the host cannot know."""
 
 
-def test_a_model_that_numbers_positions_by_its_tokens_is_looked_at() -> None:
+def test_positions_derived_from_tokens_are_checked() -> None:
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
     from transformers.models.roberta.modeling_roberta import RobertaEmbeddings
 
@@ -182,8 +188,8 @@ SMALL_MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", SMALL_MODELS)
-def test_a_mask_that_hides_padding_is_not_looked_at_on_the_device(name: str, attention: str) -> None:
-    """By encoders, decoders and both, which make up to three masks of it; the outputs are the same."""
+def test_a_padding_mask_is_not_read_on_the_device(name: str, attention: str) -> None:
+    """Encoders, decoders and both make up to three masks of it; the outputs are the same."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
     both = name in ("t5", "bart")
@@ -208,7 +214,7 @@ def test_a_mask_that_hides_padding_is_not_looked_at_on_the_device(name: str, att
     assert asked > 0 or (attention == "eager" and name in ("gpt2", "llama"))
 
 
-def test_masks_that_hide_nothing_are_left_out_each_by_itself() -> None:
+def test_masks_that_hide_nothing_are_dropped_individually() -> None:
     run: Any = SimpleNamespace(droppable_masks=("attention_mask", "decoder_attention_mask"))
     full, padded = torch.ones(2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]])
     batch = {"input_ids": padded, "attention_mask": padded, "decoder_attention_mask": full}
@@ -218,8 +224,8 @@ def test_masks_that_hide_nothing_are_left_out_each_by_itself() -> None:
     assert without_full_masks(padded, run) is padded
 
 
-def test_the_first_update_of_fused_momentum_is_decided_on_the_host() -> None:
-    """torch's kernel, told to change nothing, would leave it the momenta that the memory happened to hold."""
+def test_the_host_handles_the_first_fused_momentum_update() -> None:
+    """torch's kernel, told to change nothing, would leave uninitialised momenta."""
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
     for momentum, plain in ((0.0, True), (0.9, False)):
@@ -231,7 +237,7 @@ def test_the_first_update_of_fused_momentum_is_decided_on_the_host() -> None:
     assert skips_on_found_inf(torch.optim.AdamW([weight], lr=0.1, fused=True))
 
 
-def test_figures_of_a_step_are_read_when_they_are_asked_for() -> None:
+def test_figures_of_a_step_are_read_on_access() -> None:
     asked: list[str] = []
 
     def late(name: str, value: Any) -> Any:
@@ -282,12 +288,12 @@ def test_numbers_are_read_once() -> None:
     assert read()["one"] == 2.5
 
 
-def test_on_a_processor_all_are_asked_in_the_same_step() -> None:
+def test_on_a_cpu_every_number_is_read_in_its_own_step() -> None:
     ask = make_stop_poll(tightfit.build(tiny.job()))
     assert [ask(number) for number in (0, 15, 0)] == [0, 15, 0]
 
 
-def test_items_that_the_device_counts_give_the_same_gradients() -> None:
+def test_items_counted_on_the_device_give_the_same_gradients() -> None:
     run = tightfit.build(tiny.job(), tightfit.Plan(micro_batch=3))
     (micro_batches, *_) = run.data.steps(0, 4)
     gradients = []
@@ -299,7 +305,7 @@ def test_items_that_the_device_counts_give_the_same_gradients() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))  # type: ignore[arg-type]
 
 
-def test_gradients_that_are_brought_to_the_device_are_clipped_there() -> None:
+def test_offloaded_gradients_are_clipped_on_the_device() -> None:
     weights = []
     content = tiny.content(clip=0.05, optimizer="sgd")
     model = {**content["model"], "attention_dropout": 0.0}
@@ -328,7 +334,7 @@ def placed(batch: Any, copy: Any) -> Any:
     return {name: copy(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
-def test_micro_batches_come_one_ahead_into_two_places() -> None:
+def test_micro_batches_are_prefetched_into_two_buffers() -> None:
     uploads = BatchPrefetcher(torch.device("cpu"))
     for sizes in ((2, 2, 1), (2, 2), (1, 2), (2,)):
         given = batches(*sizes)
@@ -341,17 +347,17 @@ def test_micro_batches_come_one_ahead_into_two_places() -> None:
         assert len(seen) == len(sizes)
 
 
-def test_the_first_micro_batch_of_a_step_goes_where_room_was_made() -> None:
+def test_the_first_micro_batch_uses_the_reserved_buffer() -> None:
     uploads = BatchPrefetcher(torch.device("cpu"))
     list(uploads.prefetch(batches(2, 2), placed))
     assert uploads._reserved is not None
-    (room,) = uploads._reserved.tensors
+    (reserved,) = uploads._reserved.tensors
     first, *_ = uploads.prefetch(batches(2, 1), placed)
-    assert first["input_ids"] is room
-    assert uploads._reserved.tensors[0] is not room
+    assert first["input_ids"] is reserved
+    assert uploads._reserved.tensors[0] is not reserved
 
 
-def test_a_training_is_the_same_with_micro_batches_one_ahead() -> None:
+def test_prefetching_micro_batches_does_not_change_training() -> None:
     job, plan = tiny.job(steps=None, epochs=2.0), tightfit.Plan(micro_batch=3)  # steps of two sizes, the last one short
     found = []
     for uploads in (None, BatchPrefetcher(torch.device("cpu"))):
@@ -371,7 +377,7 @@ class TwoDevices:
         return lambda: values * 2
 
 
-def test_counts_of_several_gpus_stay_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_reduced_counts_stay_on_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(Tensor, "to", lambda tensor, device, non_blocking: tensor)
     run: Any = SimpleNamespace(mesh=TwoDevices(), executor=None, device=SimpleNamespace(type="cuda"))
@@ -382,7 +388,7 @@ def test_counts_of_several_gpus_stay_on_them(monkeypatch: pytest.MonkeyPatch) ->
     assert [int(count) for count in counts] == [120, 8, 128]
 
 
-def test_fillers_come_too() -> None:
+def test_dummy_micro_batches_are_prefetched_too() -> None:
     run = replace(tightfit.build(tiny.job()), prefetcher=BatchPrefetcher(torch.device("cpu")))
     one, two = batches(2, 2)
     found = list(device_batches([one, DummyMicroBatch(two)], run))
@@ -390,7 +396,7 @@ def test_fillers_come_too() -> None:
 
 
 class Line:
-    """Stands for a stream: notes what it is given. An event is the place in it."""
+    """Replaces a stream and notes its work. An event is a position in it."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log, self.given = name, log, 0
@@ -411,7 +417,7 @@ class Mark:
         self.line, self.place = line, line.given
 
 
-def test_a_copy_waits_for_its_room_and_the_work_for_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_waits_for_its_buffer_and_compute_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     own, beside = Line("work", log), Line("copies", log)
     monkeypatch.setattr(torch.cuda, "Event", Mark)
@@ -430,32 +436,29 @@ def test_a_copy_waits_for_its_room_and_the_work_for_its_copy(monkeypatch: pytest
         for there in uploads.prefetch(batches(2, 2), place):
             own.give(f"work at {there['input_ids'][0, 0].item()}")
         own.give("update")
-    assert (
-        log
-        == [
-            "copies waits for work 0",
-            "copies: batch 0",
-            "copies waits for work 0",
-            "copies: batch 1",
-            "work waits for copies 1",
-            "work: work at 0",
-            "work waits for copies 2",
-            "work: work at 1",
-            "work: update",
-            "copies waits for work 1",  # room that was there before the work at the last micro-batch: it is copied beside that
-            "copies: batch 0",
-            "copies waits for work 3",
-            "copies: batch 1",
-            "work waits for copies 3",
-            "work: work at 0",
-            "work waits for copies 4",
-            "work: work at 1",
-            "work: update",
-        ]
-    )
+    assert log == [
+        "copies waits for work 0",
+        "copies: batch 0",
+        "copies waits for work 0",
+        "copies: batch 1",
+        "work waits for copies 1",
+        "work: work at 0",
+        "work waits for copies 2",
+        "work: work at 1",
+        "work: update",
+        "copies waits for work 1",  # the buffer existed before the last micro-batch's work, so the copy overlaps with it
+        "copies: batch 0",
+        "copies waits for work 3",
+        "copies: batch 1",
+        "work waits for copies 3",
+        "work: work at 0",
+        "work waits for copies 4",
+        "work: work at 1",
+        "work: update",
+    ]
 
 
-def test_a_step_that_ends_early_waits_for_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_ends_early_waits_for_pending_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     own, beside = Line("work", log), Line("copies", log)
     monkeypatch.setattr(torch.cuda, "Event", Mark)
@@ -471,7 +474,7 @@ def test_a_step_that_ends_early_waits_for_what_is_on_its_way(monkeypatch: pytest
     assert log[before:] == ["work waits for copies 0"]
 
 
-def test_a_clock_is_never_more_than_a_step_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_clock_is_at_most_one_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
 
     class Event:
@@ -502,7 +505,7 @@ def test_a_clock_is_never_more_than_a_step_behind(monkeypatch: pytest.MonkeyPatc
 
 
 class Copied:
-    """Stands for page-locked memory."""
+    """Replaces page-locked memory."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
@@ -523,7 +526,7 @@ class OnDevice(Tensor):
     is_cuda = True  # type: ignore[assignment]
 
 
-def test_what_lies_on_a_device_is_copied_at_once_and_waited_for_when_it_is_read(
+def test_device_values_are_copied_at_once_and_awaited_when_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log: list[str] = []

@@ -1,7 +1,8 @@
-"""Every value of every field of a plan, through `tightfit train`: trained like the reference plan, or refused with a remedy.
+"""Every value of every field of a plan, through `tightfit train`, trains like the reference plan or
+is refused with a remedy.
 
-The values are derived from Plan itself, so a field or value that is added is trained here too. Alone most fields do nothing, or
-are refused: WITH says with which others they do what they are for.
+The values are derived from Plan itself, so a new field or value is trained here too. Most fields do
+nothing alone or are refused alone: WITH gives the other fields with which they take effect.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def plans() -> dict[str, dict[str, Any]]:
 PLANS = plans()
 
 
-def test_every_field_has_more_than_its_reference_value() -> None:
+def test_every_field_has_values_besides_the_reference() -> None:
     assert WITH.keys() <= Plan.model_fields.keys()
     for name, field in Plan.model_fields.items():
         assert any(Plan(**{name: value}) != Plan() for value in values_of(name)), name
@@ -201,7 +202,7 @@ def quick(parameter: Any) -> Any:
 
 @pytest.mark.filterwarnings("default::tightfit.errors.TightfitWarning")
 @pytest.mark.parametrize(("settings", "name"), [quick(one) for one in spread(list(SETTINGS), list(PLANS), 23)])
-def test_each_value_trains_as_the_reference_or_is_refused(
+def test_each_value_trains_like_the_reference_or_is_refused(
     settings: str, name: str, tmp_path: Path, of_reference: Path
 ) -> None:
     said, losses = trained(tmp_path, PLANS[name], settings)

@@ -1,4 +1,5 @@
-"""A run that nobody holds any more leaves nothing in memory, so that a notebook or a service can build one after another."""
+"""A run without references leaves nothing in memory, so a notebook or a service can build one after
+another."""
 
 from __future__ import annotations
 
@@ -58,16 +59,16 @@ def threads() -> int:
 
 
 @pytest.mark.parametrize("fields", ALONE, ids=str)
-def test_a_run_that_is_let_go_is_gone(fields: dict[str, Any]) -> None:
+def test_a_released_run_is_freed(fields: dict[str, Any]) -> None:
     assert left(fields) == 0
 
 
 @pytest.mark.parametrize("fields", SEVERAL, ids=str)
-def test_a_run_of_several_that_is_let_go_is_gone(fields: dict[str, Any]) -> None:
+def test_a_released_run_on_several_devices_is_freed(fields: dict[str, Any]) -> None:
     assert together(2, HERE + "left", fields) == [0, 0]
 
 
-def test_nothing_holds_the_groups_of_a_run() -> None:
+def test_nothing_keeps_the_process_groups_of_a_run_alive() -> None:
     together(2, HERE + "left", SEVERAL[3])
     leave_groups()
     before = max(together(2, HERE + "threads"))

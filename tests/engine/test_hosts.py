@@ -1,4 +1,5 @@
-"""Several hosts, as network namespaces of this one: each with its own address, and no way between them but a wire."""
+"""Several hosts, as network namespaces of this one: each has an address of its own, and a virtual
+link is their only connection."""
 
 from __future__ import annotations
 
@@ -139,7 +140,8 @@ def test_torchrun_on_two_hosts_with_states_divided_within_each(
 
 
 def test_srun_on_two_hosts_with_a_pipeline_between_them(hosts: Hosts, tmp_path: Path, alone: list[float]) -> None:
-    """Each process knows what Slurm says, and no more; the blocks are cut between hosts, products within them."""
+    """The processes get only Slurm's variables. The pipeline is split between hosts, and tensor
+    parallelism stays within each."""
     train = arguments(tmp_path, "several", pp=2, tp=2, micro_batch=2)
     slurm = {"SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_JOB_ID": "77", "SLURM_NODELIST": hosts.addresses[0]}
     hosts.run(

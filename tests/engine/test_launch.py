@@ -1,4 +1,5 @@
-"""A training process starts with the environment that its plan wants, once, and only where it is the command itself."""
+"""A training process starts with the environment that its plan needs, once, and only if it is the
+command itself."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
 
 
 @linux
-def test_environment_of_each_device() -> None:
+def test_the_environment_depends_on_the_device() -> None:
     assert environment(TUNED, "cpu", {}) == {"GLIBC_TUNABLES": GLIBC_TUNABLES}
     assert environment(TUNED, "cuda", {}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert environment(Plan(), "cpu", {}) == environment(Plan(), "cuda", {}) == {}
@@ -27,11 +28,11 @@ def test_environment_of_each_device() -> None:
     ("device", "name"),
     [("cpu", "GLIBC_TUNABLES"), ("cuda", "PYTORCH_ALLOC_CONF"), ("cuda", "PYTORCH_CUDA_ALLOC_CONF")],
 )
-def test_what_the_user_has_set_stays(device: str, name: str) -> None:
+def test_variables_set_by_the_user_are_kept(device: str, name: str) -> None:
     assert environment(TUNED, device, {name: "mine"}) == {}
 
 
-def test_another_system_has_no_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_glibc_settings_are_skipped_on_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert environment(TUNED, "cpu", {}) == {}
 
@@ -57,7 +58,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], dict[
         ["python", "-m", "tightfit", "train", "job.yaml"],
     ],
 )
-def test_the_command_starts_again_with_its_own_arguments(
+def test_the_command_restarts_with_its_own_arguments(
     command: list[str], started: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "orig_argv", command)
@@ -73,7 +74,7 @@ def test_the_command_starts_again_with_its_own_arguments(
 
 
 @pytest.mark.parametrize("command", [["python", "my_training.py"], ["python", "-m", "pytest", "tightfit"], ["python"]])
-def test_a_program_that_merely_calls_tightfit_goes_on(
+def test_a_program_that_imports_tightfit_is_not_restarted(
     command: list[str], started: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "orig_argv", command)
@@ -81,13 +82,13 @@ def test_a_program_that_merely_calls_tightfit_goes_on(
     assert started == []
 
 
-def test_nothing_to_add_starts_nothing(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_is_not_restarted_without_changes(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "tightfit", "train", "job.yaml"])
     enter_environment(Plan(), "cpu")
     assert started == []
 
 
-def test_slurm_says_which_process_this_is() -> None:
+def test_the_rank_is_read_from_slurm() -> None:
     environ = {
         "SLURM_NTASKS": "8",
         "SLURM_PROCID": "5",
@@ -103,13 +104,13 @@ def test_slurm_says_which_process_this_is() -> None:
     assert environ["MASTER_PORT"] == "20007"
 
 
-def test_what_torchrun_says_stays() -> None:
+def test_variables_of_torchrun_are_kept() -> None:
     environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "SLURM_NTASKS": "8", "SLURM_PROCID": "5"}
     assert read_launcher(environ) == (2, 2)
     assert read_launcher({}) == (1, 1)
 
 
-def test_a_pod_of_one_process_is_a_host_of_its_own() -> None:
+def test_a_pod_of_one_process_counts_as_a_host() -> None:
     environ = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
     assert read_launcher(environ) == (1, 4)
     assert environ["LOCAL_RANK"] == "0"
@@ -120,11 +121,11 @@ def test_a_pod_of_one_process_is_a_host_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("hosts", "first"), [("one", "one"), ("a1,a2", "a1"), ("n[3,7-9],m", "n3"), ("rack[01-04]-x,b", "rack01-x")]
 )
-def test_first_host_of_a_list(hosts: str, first: str) -> None:
+def test_the_first_host_of_a_slurm_list_is_found(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
 
 
-def test_processes_are_started_with_the_command_and_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_get_the_command_and_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[list[str], dict[str, str]]] = []
 
     class Ended:

@@ -1,4 +1,5 @@
-"""Models whose states do not fit the memory of a process train under that limit, and as they would without it.
+"""Models whose states exceed the memory of a process train under that limit, with the results of a
+run without it.
 
 The limit is the operating system's own (RLIMIT_DATA): beyond it an allocation fails.
 """
@@ -55,7 +56,7 @@ def in_fresh_processes(count: int, fields: dict[str, Any], more: int | None) -> 
         pool.close()
 
 
-def test_what_does_not_fit_a_process_trains_divided_or_from_disk(tmp_path: Path) -> None:
+def test_too_large_models_train_sharded_or_offloaded(tmp_path: Path) -> None:
     (expected,) = in_fresh_processes(1, {}, None)
     (said,) = in_fresh_processes(1, {}, MORE)
     assert isinstance(said, str)

@@ -1,4 +1,4 @@
-"""The loop and the evaluation."""
+"""The training loop and the evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tightfit.engine.step import clip
 from tightfit.errors import InputError
 
 
-def test_steps_say_what_they_did() -> None:
+def test_steps_report_loss_norm_and_counts() -> None:
     run = tightfit.build(tiny.job(clip=0.5, schedule="linear"))
     steps = list(tightfit.train(run))
     assert [step.step for step in steps] == list(range(total_steps(run))) == list(range(8))
@@ -26,7 +26,7 @@ def test_steps_say_what_they_did() -> None:
     assert steps[-1].learning_rate == pytest.approx(1e-2 / 8)
 
 
-def test_labels_beyond_a_models_classes_are_named() -> None:
+def test_labels_outside_the_classes_are_refused_by_name() -> None:
     job = tightfit.Job(model=lambda: torch.nn.Linear(3, 5), data=[(torch.zeros(3), 7)] * 4)
     run = tightfit.build(job)
     with pytest.raises(InputError, match=r"labels that are none of the model's 5 classes \(Target 7(.|\n)*from 0 to 4"):
@@ -58,7 +58,9 @@ class Pair(torch.nn.Linear):
     ],
     ids=["a label for each position", "no classes", "a tuple"],
 )
-def test_an_output_that_fits_no_label_is_named(model: Callable[[], torch.nn.Module], label: object, said: str) -> None:
+def test_an_output_that_matches_no_label_is_refused(
+    model: Callable[[], torch.nn.Module], label: object, said: str
+) -> None:
     data = [(torch.zeros(3), torch.tensor(label))] * 4
     run = tightfit.build(tightfit.Job(model=model, data=data, train=tightfit.Train(batch=4, steps=1)))
     with pytest.raises(InputError, match=said + r"(.|\n)*job its own loss"):
@@ -75,7 +77,7 @@ class Alone:
         return value
 
 
-def test_complex_gradients_are_clipped_on_a_mesh_as_without_one() -> None:
+def test_complex_gradients_are_clipped_the_same_on_a_mesh() -> None:
     def model() -> torch.nn.Module:
         return torch.nn.ParameterDict({"wave": torch.randn(4, 4, dtype=torch.complex64), "bias": torch.randn(4)})
 
@@ -95,7 +97,7 @@ def test_learning_rate_scales_with_the_batch() -> None:
         assert run.learning_rate(0) == pytest.approx(1e-2 * factor)
 
 
-def test_evaluation_leaves_the_training_as_it_was() -> None:
+def test_evaluation_does_not_change_the_training() -> None:
     job = tiny.job()
     plain = [step.loss for step in tightfit.train(tightfit.build(job))]
     run, evaluated = tightfit.build(job), []
@@ -119,7 +121,7 @@ def test_fp16_skips_a_step_that_overflows() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
 
 
-def test_a_dynamic_scale_finds_its_level() -> None:
+def test_a_dynamic_loss_scale_settles() -> None:
     run = tightfit.build(tiny.job(), tightfit.Plan(precision="fp16-mixed"))
     assert run.loss_scale is not None
     run.loss_scale.value = 2.0**40

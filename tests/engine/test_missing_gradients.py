@@ -1,7 +1,8 @@
-"""A parameter without a gradient is left alone: no weight decay, no momentum, no state, no count of its steps.
+"""A parameter without a gradient is skipped: no weight decay, no momentum, no state, no count of
+its steps.
 
-So does plain PyTorch with zero_grad(set_to_none=True). What counts is the gradient of the whole batch: one that a single
-device or a single micro-batch makes is one.
+Plain PyTorch does the same with zero_grad(set_to_none=True). The gradient of the whole batch
+decides: if a single device or micro-batch computes one, the parameter is updated.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def hold(fields: dict[str, Any], optimizers: tuple[str, ...], clip: float | None
             assert len(losses) == len(wanted)
 
 
-def test_the_model_has_each_case() -> None:
+def test_the_model_covers_every_kind_of_missing_gradient() -> None:
     had = plain("adamw")[2].values()
     assert any(not any(there) for there in had)
     assert any(all(there) for there in had)
@@ -79,13 +80,13 @@ def test_the_model_has_each_case() -> None:
 
 
 @pytest.mark.parametrize("fields", DIVIDED, ids=named)
-def test_devices_leave_it_alone(fields: dict[str, Any]) -> None:
+def test_several_devices_skip_parameters_without_gradient(fields: dict[str, Any]) -> None:
     every = fields in (DIVIDED[3], DIVIDED[4])
     hold(fields, OPTIMIZERS if every else ("adamw", "lars"))
 
 
 @pytest.mark.parametrize("fields", [DIVIDED[2], DIVIDED[6], DIVIDED[8]], ids=named)
-def test_devices_leave_it_alone_and_clip(fields: dict[str, Any]) -> None:
+def test_several_devices_skip_missing_gradients_when_clipping(fields: dict[str, Any]) -> None:
     hold(fields, ("adamw", "sgd"), clip=0.05)
 
 
@@ -105,7 +106,7 @@ def left_alone(fields: dict[str, Any]) -> tuple[bool, list[str]]:
 
 @pytest.mark.parametrize("fields", [{"zero": 1, "dp_shard": 2}, {"zero": 3, "dp_shard": 2}, POWERSGD], ids=named)
 @pytest.mark.parametrize("states", ["bf16", "4-bit"])
-def test_narrow_states_and_compressed_gradients_leave_it_alone(fields: dict[str, Any], states: str) -> None:
+def test_narrow_states_and_compression_skip_missing_gradients(fields: dict[str, Any], states: str) -> None:
     used = {name for name, there in plain("adamw")[2].items() if any(there)}
     for unchanged, updated in together(2, HERE + "left_alone", {**fields, "states": states}):
         assert unchanged
@@ -113,6 +114,6 @@ def test_narrow_states_and_compressed_gradients_leave_it_alone(fields: dict[str,
 
 
 @pytest.mark.parametrize("fields", ALONE, ids=named)
-def test_one_device_leaves_it_alone(fields: dict[str, Any]) -> None:
+def test_one_device_skips_parameters_without_gradient(fields: dict[str, Any]) -> None:
     offloads = "offload" in fields
     hold(fields, tuple(name for name in OPTIMIZERS if not (offloads and name == "muon")))

@@ -1,4 +1,5 @@
-"""No tensor of the host meets one of the device: steps of every method on a CUDA device without values, in a process of its own."""
+"""Steps of every method mix no tensors of host and device: on a CUDA device without values, in a
+process of its own."""
 
 from __future__ import annotations
 
@@ -113,17 +114,17 @@ def named(value: Any) -> str:
 
 
 @pytest.mark.parametrize("fields", ALONE, ids=named)
-def test_one_device(device: Device, fields: dict[str, Any]) -> None:
+def test_one_device_mixes_no_host_and_device_tensors(device: Device, fields: dict[str, Any]) -> None:
     assert device.says("llama", fields) == ""
 
 
 @pytest.mark.parametrize(("fields", "rank"), SEVERAL, ids=named)
-def test_several_devices(device: Device, fields: dict[str, Any], rank: int) -> None:
+def test_several_devices_mix_no_host_and_device_tensors(device: Device, fields: dict[str, Any], rank: int) -> None:
     assert device.says("llama", fields, rank) == ""
 
 
 @pytest.mark.parametrize("name", ["bert", "vit", "batchnorm"])
-def test_other_models(device: Device, name: str) -> None:
+def test_other_models_mix_no_host_and_device_tensors(device: Device, name: str) -> None:
     assert device.says(name, {}) == ""
 
 
@@ -134,6 +135,6 @@ def test_other_models(device: Device, name: str) -> None:
         ("sum", {"dp_replicate": 2}, "NCCL"),
     ],
 )
-def test_misplaced_tensors_are_seen(device: Device, fault: str, fields: dict[str, Any], said: str) -> None:
+def test_misplaced_tensors_are_detected(device: Device, fault: str, fields: dict[str, Any], said: str) -> None:
     """A batch that stays on the host, and a sum of what lies there."""
     assert said in device.says("llama", fields, 0, fault).splitlines()[-1]

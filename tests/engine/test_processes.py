@@ -1,4 +1,5 @@
-"""Processes of `tightfit train --nproc`: where they listen, and how they end when one is signalled, stopped, killed or refuses."""
+"""Processes of `tightfit train --nproc`: where they listen, and how they end after signals, stops,
+kills and refusals."""
 
 from __future__ import annotations
 
@@ -92,8 +93,8 @@ def listening(process: psutil.Process) -> set[str]:
     return {one.laddr.ip for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
 
 
-def test_a_run_of_one_host_listens_on_loopback_saves_on_sigterm_and_is_finished_on_text(tmp_path: Path) -> None:
-    """Cut by tensor parallelism: no rank can generate the sample at the end alone."""
+def test_a_local_run_listens_on_loopback_and_saves_on_sigterm(tmp_path: Path) -> None:
+    """With tensor parallelism no rank can generate the sample at the end alone."""
     text = {"text": "python-stdlib", "sequence_length": 16, "held_out": 0.01}
     job, plan = write(tmp_path, data=text), ("--nproc", "2", "--set", "plan.tp=2")
     with training(job, tmp_path / "out", *plan, "--set", ENDLESS) as run:
@@ -116,7 +117,7 @@ def test_a_run_of_one_host_listens_on_loopback_saves_on_sigterm_and_is_finished_
     assert "sample\n  def " in again.shown
 
 
-def test_a_rank_that_is_stopped_is_named_and_the_others_end(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_named_and_the_others_end(tmp_path: Path) -> None:
     job, several = tiny.write(tmp_path, checkpoint_every=1), ("--nproc", "2", "--set", "plan.dp_replicate=2")
     with training(job, tmp_path / "out", *several, "--timeout", "0.05", "--set", ENDLESS) as run:
         run.wait_for_steps()
@@ -151,7 +152,7 @@ def data():
 """
 
 
-def test_what_one_rank_refuses_is_said_once(tmp_path: Path) -> None:
+def test_a_refusal_of_one_rank_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(REFUSING)
     parts = {"model": {"python": "own.py:Model"}, "data": {"python": "own.py:data"}}
     job = tmp_path / "job.yaml"
@@ -162,7 +163,7 @@ def test_what_one_rank_refuses_is_said_once(tmp_path: Path) -> None:
     assert said.splitlines() == ["tightfit: InputError: job: model: is refused by one", "  fix: use another"]
 
 
-def test_sigusr1_saves_and_a_requeue_code_says_so(tmp_path: Path) -> None:
+def test_sigusr1_saves_and_exits_with_the_requeue_code(tmp_path: Path) -> None:
     with training(tiny.write(tmp_path), tmp_path / "out", "--set", ENDLESS) as run:
         run.wait_for_steps()
         run.process.send_signal(signal.SIGUSR1)
@@ -231,7 +232,7 @@ def test_workers_of_torchrun_save_on_its_sigterm(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_wrong_job_is_said_once_by_processes_that_a_launcher_started(tmp_path: Path) -> None:
+def test_launched_processes_report_a_wrong_job_once(tmp_path: Path) -> None:
     job = tiny.write(tmp_path)
     job.write_text(job.read_text().replace("learning_rate", "learning_rat"))
     with socket.socket() as probe:
@@ -255,7 +256,7 @@ def test_a_wrong_job_is_said_once_by_processes_that_a_launcher_started(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed_leaves_one_message(rank: int, tmp_path: Path) -> None:
+def test_a_killed_rank_gives_one_message(rank: int, tmp_path: Path) -> None:
     several = ("--nproc", "2", "--set", "plan.zero=3", "--set", "plan.dp_shard=2")
     with training(tiny.write(tmp_path), tmp_path / "out", *several, "--set", ENDLESS) as run:
         run.wait_for_steps()
@@ -267,7 +268,8 @@ def test_a_rank_that_is_killed_leaves_one_message(rank: int, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_ranks_end_with_a_launcher_that_is_killed_though_nobody_reads_what_they_say(tmp_path: Path) -> None:
+def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    """Nobody reads their output then."""
     several = ("--nproc", "2", "--set", "plan.dp_replicate=2")
     with training(tiny.write(tmp_path), tmp_path / "out", *several, "--timeout", "0.05", "--set", ENDLESS) as run:
         run.wait_for_steps()

@@ -1,4 +1,4 @@
-"""Random generators: of each process its own, and of its own device."""
+"""Random generators: each process has its own, and that of its own device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tightfit.errors import InputError
 
 
 class Devices:
-    """Stands for CUDA devices, each with a generator's state."""
+    """Replaces CUDA devices, each with a generator's state."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, current: int) -> None:
         self.states = [torch.tensor([number], dtype=torch.uint8) for number in range(count)]
@@ -32,7 +32,7 @@ class Devices:
         self.states[self.current if device is None else device] = state
 
 
-def test_a_device_s_state_follows_the_process_to_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_state_moves_to_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     Devices(monkeypatch, 4, 3)
     saved = random_states()
     assert saved["cuda"] == ["03"]
@@ -43,7 +43,7 @@ def test_a_device_s_state_follows_the_process_to_another_device(monkeypatch: pyt
     assert [int(state) for state in devices.states] == [0, 8]
 
 
-def test_a_run_without_a_device_saves_and_takes_none() -> None:
+def test_a_run_without_a_device_saves_no_device_state() -> None:
     seed_all(3)
     saved = random_states()
     assert saved["cuda"] == []
@@ -55,10 +55,10 @@ def test_a_run_without_a_device_saves_and_takes_none() -> None:
 
 
 @pytest.mark.parametrize(("visible", "number", "expected"), [(4, 3, 3), (1, 0, 0), (1, 3, 0)])
-def test_a_process_takes_its_own_device(
+def test_a_process_uses_its_own_device(
     monkeypatch: pytest.MonkeyPatch, visible: int, number: int, expected: int
 ) -> None:
-    """One that is shown a single GPU takes that, whatever its number on its host."""
+    """A process that sees a single GPU uses it, whatever its number on the host."""
     Devices(monkeypatch, visible, 0)
     monkeypatch.setenv("LOCAL_RANK", str(number))
     assert local_device("cuda") == torch.device("cuda", expected)

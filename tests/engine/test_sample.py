@@ -1,4 +1,5 @@
-"""The sample text at the end of a training is that of one process, on any number of them, and the command ends."""
+"""The sample text at the end of a training is the same on any number of processes, and the command
+ends."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ QUICK = {"tp", "cp", "zero 3", "sequence_parallel", "pp", "parameter_server"}
 
 
 def content() -> dict[str, Any]:
-    """Of several samples for each device, all of a length that cp and tp divide."""
+    """Each device has several samples, of a length that cp and tp divide."""
     return {
         "model": {**tiny.MODEL, "attention_dropout": 0.0},
         "data": {"text": "python-stdlib", "sequence_length": 16, "held_out": 0.001},
@@ -69,7 +70,7 @@ def size_of(fields: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in AXES])
-def test_all_processes_sample_the_text_of_one(name: str) -> None:
+def test_several_processes_sample_the_same_text_as_one(name: str) -> None:
     fields = AXES[name]
     texts = together(size_of(fields), "tests.engine.test_sample:sampled", fields)
     if name in ("pp", "pipedream", "parameter_server", "asynchronous server"):
@@ -81,7 +82,7 @@ def test_all_processes_sample_the_text_of_one(name: str) -> None:
         assert texts == [alone] * len(texts)
 
 
-def test_divided_parameters_of_16_bits_sample_too() -> None:
+def test_sharded_16_bit_parameters_generate_a_sample() -> None:
     texts = together(2, "tests.engine.test_sample:sampled", AXES["zero 3"], "bf16-mixed")
     assert texts[0] == texts[1]
     assert texts[0] is not None
@@ -89,8 +90,8 @@ def test_divided_parameters_of_16_bits_sample_too() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*AXES, *PAIRS])
-def test_the_command_ends_on_every_axis_and_pair_of_axes(name: str, tmp_path: Path) -> None:
-    """With evaluation, checkpoints and clipping on the way: trained, or refused with a remedy."""
+def test_the_command_ends_on_every_axis_and_pair(name: str, tmp_path: Path) -> None:
+    """Evaluation, checkpoints and clipping are on; each plan trains or is refused with a remedy."""
     fields = {**AXES, **PAIRS}[name]
     job = tmp_path / "job.yaml"
     job.write_text(yaml.safe_dump(content()))

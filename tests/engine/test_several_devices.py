@@ -1,4 +1,5 @@
-"""What several processes train is what one trains: every optimizer, clipping, uneven shares, evaluation, checkpoints."""
+"""Several processes train like one: every optimizer, clipping, uneven shares, evaluation,
+checkpoints."""
 
 from __future__ import annotations
 
@@ -96,32 +97,32 @@ def hold(name: str, fields: dict[str, Any], bound: float = 1e-6, **settings: Any
 
 
 @pytest.mark.parametrize(("name", "fields"), spread(["gpt2", "bert", "vit"], [*PLANS, *HYBRID], 2, said))
-def test_a_divided_model_is_the_whole_one(fields: dict[str, Any], name: str) -> None:
+def test_a_sharded_model_trains_like_the_whole_one(fields: dict[str, Any], name: str) -> None:
     hold(name, fields)
 
 
 @pytest.mark.parametrize(("name", "fields"), spread(["gpt2", "t5", "bert", "vit"], SLICED, 3, said))
-def test_a_cut_model_is_the_whole_one(fields: dict[str, Any], name: str) -> None:
+def test_a_tensor_parallel_model_trains_like_the_whole_one(fields: dict[str, Any], name: str) -> None:
     hold(name, fields)
 
 
 @pytest.mark.parametrize(("name", "fields"), spread(["gpt2", "bert", "vit"], POSITIONS, 2, said))
-def test_divided_positions_are_whole_ones(fields: dict[str, Any], name: str) -> None:
+def test_sequence_parallel_positions_train_like_whole_ones(fields: dict[str, Any], name: str) -> None:
     hold(name, fields, clip=0.1)
 
 
 @pytest.mark.parametrize(("name", "fields"), spread(["llama", "gpt2", "bert", "vit"], PIPED, 3, said))
-def test_a_pipeline_is_the_whole_model(fields: dict[str, Any], name: str) -> None:
+def test_a_pipeline_trains_like_the_whole_model(fields: dict[str, Any], name: str) -> None:
     hold(name, fields)
 
 
 @pytest.mark.parametrize(("name", "fields"), spread(["llama", "gpt2", "bert"], [*RINGED, RINGED_CUBE], 4, said))
-def test_a_divided_sequence_is_the_whole_one(fields: dict[str, Any], name: str) -> None:
+def test_context_parallel_sequences_train_like_whole_ones(fields: dict[str, Any], name: str) -> None:
     hold(name, fields, clip=0.1 if name == "llama" else None)
 
 
 @pytest.mark.parametrize("name", part(["gpt2", "vit", "llama", "bert"], 2))
-def test_two_by_two_by_two(name: str) -> None:
+def test_pp_tp_and_zero_3_together_train_like_one_device(name: str) -> None:
     """Pipeline, tensor parallelism and ZeRO's third stage with recomputation, clipped: eight processes."""
     hold(name, CUBE, clip=0.1)
 
@@ -135,18 +136,18 @@ def test_two_by_two_by_two(name: str) -> None:
         said,
     ),
 )
-def test_every_optimizer_updates_its_part_as_the_whole(fields: dict[str, Any], optimizer: str) -> None:
+def test_every_optimizer_updates_its_shard_like_the_whole(fields: dict[str, Any], optimizer: str) -> None:
     """Muon multiplies in bf16, where a difference of 1e-7 may be a rounding: micro-batches on one device move it as far."""
     hold("llama", fields, 3e-3 if optimizer == "muon" else 1e-6, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("fields", part([*PLANS, *HYBRID, *SLICED, *PIPED], 2, named))
-def test_clipping_takes_the_norm_of_all(fields: dict[str, Any]) -> None:
+def test_clipping_uses_the_norm_over_all_devices(fields: dict[str, Any]) -> None:
     hold("gpt2" if "pp" in fields else "llama", fields, clip=0.1)
 
 
 @pytest.mark.parametrize("fields", part([*PLANS, *HYBRID, PIPED[0], PIPED[2], PIPED[5], RINGED[1]], 2, named))
-def test_shares_may_be_uneven_and_the_last_step_short(fields: dict[str, Any]) -> None:
+def test_uneven_shares_and_a_short_last_step_train_the_same(fields: dict[str, Any]) -> None:
     """40 samples in steps of 7: shares of 4 and 3, and a last step of 5; 41 would leave one device without any."""
     hold("llama", fields, batch=7, steps=None, epochs=1)
     hold("bert", fields, batch=13, steps=None, epochs=1)  # the last step has one sample
@@ -157,7 +158,7 @@ def counted(fields: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("fields", [PLANS[0], PLANS[3], SLICED[0], PIPED[0]], ids=named)
-def test_parameters_are_counted_of_the_whole_model(fields: dict[str, Any]) -> None:
+def test_parameters_are_counted_over_the_whole_model(fields: dict[str, Any]) -> None:
     assert together(2, HERE + "counted", fields) == [counted({})] * 2
 
 
@@ -199,9 +200,7 @@ OF_MATRICES = ((SLICED[4], "muon"), (PIPED[5], "lamb"))
         for optimizer in ("adamw", "lamb", "muon")
     ],
 )
-def test_a_checkpoint_is_gone_on_with_by_any_number_of_devices(
-    fields: dict[str, Any], optimizer: str, tmp_path: Path
-) -> None:
+def test_any_number_of_devices_resumes_a_checkpoint(fields: dict[str, Any], optimizer: str, tmp_path: Path) -> None:
     if optimizer != "adamw" and "states" in fields:
         pytest.skip("one optimizer is enough")
     states = {"states": fields["states"]} if "states" in fields else {}
@@ -250,7 +249,7 @@ def resumed_from_altered(folder: str, fields: dict[str, Any], alter: str | None)
 
 
 @pytest.mark.parametrize("fields", [PLANS[0], PLANS[3], PIPED[0]], ids=named)
-def test_all_devices_refuse_a_file_that_one_finds_altered(fields: dict[str, Any], tmp_path: Path) -> None:
+def test_all_devices_refuse_a_file_that_is_altered_for_one(fields: dict[str, Any], tmp_path: Path) -> None:
     where = HERE + "resumed_from_altered"
     found = together(2, where, str(tmp_path / "whole"), fields, None)
     assert [said for _, said in found] == ["", ""]
@@ -285,7 +284,8 @@ def filled_disk(folder: str, fields: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("fields", [PLANS[0], PLANS[3], PIPED[0]], ids=named)
-def test_where_one_device_cannot_write_none_has_and_what_is_there_stays(fields: dict[str, Any], tmp_path: Path) -> None:
+def test_no_checkpoint_is_left_if_one_device_cannot_write(fields: dict[str, Any], tmp_path: Path) -> None:
+    """The checkpoint before stays."""
     for said in together(2, HERE + "filled_disk", str(tmp_path), fields):
         assert "step 2" in said
         assert "No space left" in said
@@ -334,7 +334,7 @@ def refused_folder(folder: str, fields: dict[str, Any]) -> str:
     return ""
 
 
-def test_a_folder_that_a_stage_does_not_see_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_a_folder_that_a_stage_cannot_see_is_refused_early(tmp_path: Path) -> None:
     for said in together(2, HERE + "refused_folder", str(tmp_path), PIPED[0]):
         assert "a folder that all hosts share" in said
     assert together(2, HERE + "refused_folder", str(tmp_path), PLANS[3]) == [
@@ -354,7 +354,7 @@ HELD_OUT = tightfit.Job(
 
 
 @pytest.mark.parametrize("fields", [*PLANS, SLICED[0], PIPED[0], RINGED[0]], ids=named)
-def test_evaluation_is_that_of_one_device(fields: dict[str, Any]) -> None:
+def test_evaluation_equals_that_of_one_device(fields: dict[str, Any]) -> None:
     alone = evaluated({})
     assert together(2, HERE + "evaluated", fields) == pytest.approx([alone] * 2, rel=1e-6)
 
@@ -370,8 +370,8 @@ def trained_between_evaluations(fields: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize(
     "fields", [{"pp": 2, "schedule": "naive"}, {"pp": 2}, {"pp": 2, "schedule": "gpipe", "micro_batch": 4}], ids=named
 )
-def test_a_pipeline_trains_on_after_an_evaluation(fields: dict[str, Any]) -> None:
-    """Whose batch has the shapes of a micro-batch, and no backward."""
+def test_a_pipeline_continues_training_after_an_evaluation(fields: dict[str, Any]) -> None:
+    """The evaluation's batches have the shapes of micro-batches, and no backward follows."""
     alone = trained_between_evaluations({})
     assert together(2, HERE + "trained_between_evaluations", fields) == [pytest.approx(alone, rel=1e-5)] * 2
 
@@ -385,8 +385,8 @@ def test_a_pipeline_trains_on_after_an_evaluation(fields: dict[str, Any]) -> Non
         said,
     ),
 )
-def test_a_divided_model_is_created_as_the_whole_one(fields: dict[str, Any], name: str) -> None:
-    """Row by row, with the values that one device draws."""
+def test_a_sharded_model_is_created_like_the_whole_one(fields: dict[str, Any], name: str) -> None:
+    """Each shard has the rows that one device draws."""
     if name == "batchnorm" and "tp" in fields:
         pytest.skip("has no table")
     precision = {"precision": fields["precision"]} if "precision" in fields else {}
@@ -420,8 +420,9 @@ def gathered(precision: str) -> Counter[torch.dtype]:
     return seen.found
 
 
-def test_mixed_precision_gathers_products_weights_in_16_bits() -> None:
-    """Of blocks, whose products are nearly all; norms, embedding and head stay in fp32."""
+def test_mixed_precision_gathers_matrix_weights_in_16_bits() -> None:
+    """Weights of the blocks' matrix products are gathered in 16 bits; norms, embedding and head
+    stay in fp32."""
     wide, mixed = together(2, HERE + "gathered", "fp32")[0], together(2, HERE + "gathered", "bf16-mixed")[0]
     assert set(wide) == {torch.float32}
     saved = wide[torch.float32] - mixed[torch.float32]

@@ -1,4 +1,4 @@
-"""Parameters that only some devices use: experts without tokens, and layers that do nothing for a batch without their samples."""
+"""Parameters that only some devices use: experts without tokens, and layers that a batch skips."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def mixtral(fields: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("fields", [PLANS[1], {"zero": 2, "dp_shard": 2, "micro_batch": 1}], ids=named)
-def test_experts_without_tokens_on_some_devices(fields: dict[str, Any]) -> None:
+def test_experts_without_tokens_on_some_devices_train_the_same(fields: dict[str, Any]) -> None:
     losses, weights = mixtral({})
     for found, others in together(2, HERE + "mixtral", fields):
         assert found == pytest.approx(losses, rel=2e-6)
@@ -104,8 +104,9 @@ def refused(fields: dict[str, Any], model: Any, first: int | None = None) -> tup
 
 @pytest.mark.parametrize("fields", LAYERS, ids=named)
 @pytest.mark.parametrize("model", REFUSED)
-def test_layers_that_only_some_devices_call_are_refused_on_all_of_them(fields: dict[str, Any], model: Any) -> None:
-    """In the same step, before the update; none waits for ever, or trains with another layer's weights."""
+def test_layers_called_on_some_devices_only_are_refused_on_all(fields: dict[str, Any], model: Any) -> None:
+    """The refusal comes in the same step, before the update. No device waits forever or trains with
+    another layer's weights."""
     first, *others = together(tightfit.Plan(**fields).devices, HERE + "refused", fields, model)
     assert all(other == first for other in others)
     said, _, changed = first
@@ -116,8 +117,9 @@ def test_layers_that_only_some_devices_call_are_refused_on_all_of_them(fields: d
 
 
 @pytest.mark.parametrize("fields", LAYERS[:2], ids=named)
-def test_checksums_tell_of_layers_in_another_order_before_the_update(fields: dict[str, Any]) -> None:
-    """Its layers are of equal size, so nothing but the checksum says that each rank took the weights of another layer."""
+def test_checksums_detect_another_order_of_layers(fields: dict[str, Any]) -> None:
+    """The layers are of equal size, so only the checksum shows that a rank gathered another layer's
+    weights."""
     first, *others = together(2, HERE + "refused", fields, conditional.OtherOrder, 0)
     assert all(other == first for other in others)
     said, _, changed = first
@@ -126,7 +128,8 @@ def test_checksums_tell_of_layers_in_another_order_before_the_update(fields: dic
 
 
 def models(fields: dict[str, Any]) -> list[Any]:
-    """Those that a plan can train: layers that only some devices call stay whole in all but ZeRO's third stage."""
+    """The plans that can train it: layers that only some devices call stay whole in all but ZeRO's
+    third stage."""
     if "zero" in fields and "recompute" in fields:
         return [conditional.Conditional, conditional.SameForAll, *[conditional.Chosen] * (fields["zero"] == 2)]
     return [conditional.Conditional]

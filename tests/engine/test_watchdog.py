@@ -1,4 +1,4 @@
-"""A process that watches others ends whatever is gone: the store that all share, or whoever reads what it says."""
+"""A watched process ends even if the shared store or the reader of its output is gone."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_a_process_ends_though_nobody_reads_its_message(codes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_ends_even_if_nobody_reads_its_message(codes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=refuse, flush=refuse))
     with pytest.raises(Ended):
         watchdog.exit_now(1, "tightfit: the process that started this one is gone")
     assert codes == [1]
 
 
-def test_a_failure_waits_no_longer_than_seconds_for_a_store_that_is_gone() -> None:
+def test_a_failing_process_does_not_wait_for_a_lost_store() -> None:
     with recording_activity() as progress:
         watching = watchdog.Watch(Deserted(), 0, 2, progress)  # type: ignore[arg-type]
         assert watching.fail(1, wait_s=600.0) is None
 
 
-def test_a_process_whose_launcher_and_store_are_gone_ends(codes: list[int]) -> None:
+def test_a_process_ends_without_its_launcher_and_store(codes: list[int]) -> None:
     with recording_activity() as progress:
         watching = watchdog.Watch(Deserted(), 0, 2, progress, timeout_s=0.1)  # type: ignore[arg-type]
         watching.parent += 1

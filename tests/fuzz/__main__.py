@@ -1,4 +1,5 @@
-"""`scripts/test --fuzz N --seed S`: N drawn files, dealt out to the targets; what fails is shrunk and shown, and the next goes on."""
+"""`scripts/test --fuzz N --seed S`: N drawn files are dealt out to the targets; a failure is shrunk
+and shown, and the next file follows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs: a target on so many drawn files, each within a limit of processor time."""
+"""Runs: a target on a number of drawn files, each within a limit of processor time."""
 
 from __future__ import annotations
 

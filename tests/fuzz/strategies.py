@@ -1,4 +1,5 @@
-"""Strategies: values that a JSON schema allows, now and then one that it does not, and valid files with mistakes in them."""
+"""Strategies: values that a JSON schema allows, now and then one that it does not, and valid files
+with mistakes in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Targets: each draws a file and gives it to the package, which may take it, or refuse it in three parts."""
+"""Targets: each draws a file and gives it to the package, which accepts it or refuses it with a
+message in three parts."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ VALID = {
         "offload": ["states"],
     },
 }
-LARGEST = 2_000_000  # of a model that is looked into: vocabulary x width, width x depth, ...
+LARGEST = 2_000_000  # of a model that is built: vocabulary x width, width x depth, ...
 _numbers = itertools.count()
 
 

@@ -1,4 +1,5 @@
-"""A fixed part of the fuzzing: files of every kind are taken, or refused in three parts. `scripts/test --fuzz N --seed S` draws on."""
+"""A fixed part of the fuzzing: files of every kind are accepted, or refused in three parts.
+`scripts/test --fuzz N --seed S` draws more."""
 
 from __future__ import annotations
 
@@ -12,5 +13,5 @@ COUNT = 400  # files, of all kinds
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("target", TARGETS)
-def test_drawn_files_are_taken_or_refused(target: str) -> None:
+def test_drawn_files_are_accepted_or_refused(target: str) -> None:
     assert fuzz(target, max(round(COUNT * TARGETS[target][2]), 4)) > 0

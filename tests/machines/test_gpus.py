@@ -1,4 +1,5 @@
-"""Which GPUs are found, what is said of those that are not used, and how fast an unknown one is taken to be."""
+"""Which GPUs are found, what is reported about unused ones, and the estimated speed of unknown
+ones."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Host:
 
 
 @pytest.mark.parametrize("sign", ["nvidia0", "nvidia3", "dxg", "kfd"])
-def test_a_gpu_is_found_by_whatever_leads_to_it(host: Host, sign: str) -> None:
+def test_every_sign_of_a_gpu_finds_it(host: Host, sign: str) -> None:
     host([sign], properties("NVIDIA H100 80GB HBM3"))
     assert Machine.detect().device == "cuda"
 
@@ -73,7 +74,7 @@ def test_without_a_sign_of_a_gpu_torch_is_not_asked(host: Host, monkeypatch: pyt
     assert gpus.unused() == ""
 
 
-def test_a_gpu_of_the_table_has_its_rates_and_its_own_memory(host: Host) -> None:
+def test_a_known_gpu_has_table_rates_and_its_own_memory(host: Host) -> None:
     host(["nvidia0"], *[properties("NVIDIA H100 80GB HBM3")] * 2)
     known, table = Machine.detect(), Machine.named("h100-sxm")
     assert known.matrix_flops_per_s == table.matrix_flops_per_s
@@ -85,14 +86,14 @@ def test_a_gpu_of_the_table_has_its_rates_and_its_own_memory(host: Host) -> None
     assert not known.speed_caveat
 
 
-def test_of_gpus_that_differ_the_one_with_the_least_memory_counts(host: Host) -> None:
+def test_of_different_gpus_the_smallest_memory_counts(host: Host) -> None:
     host(["nvidia0"], properties("NVIDIA H100 80GB HBM3"), properties("NVIDIA L4", (8, 9), 22 * 2**30))
     found = Machine.detect()
     assert (found.name, found.devices_per_node, found.memory_bytes.value) == ("NVIDIA L4", 2, 22 * 2**30)
     assert found.memory_bytes.detail == "device memory, the least of NVIDIA H100 80GB HBM3, NVIDIA L4"
 
 
-def test_a_calibration_says_nothing_of_how_many_gpus_there_are_now_nor_of_peaks(host: Host) -> None:
+def test_a_calibration_keeps_gpu_count_and_peaks_current(host: Host) -> None:
     host(["nvidia0"], *[properties("NVIDIA H100 80GB HBM3")] * 8)
     rates = {"bf16": Figure(value=7e14, source="measured")}
     Machine.detect().replace(matrix_flops_per_s=rates, matrix_peak_flops_per_s={}).keep()
@@ -102,7 +103,7 @@ def test_a_calibration_says_nothing_of_how_many_gpus_there_are_now_nor_of_peaks(
     assert found.peak("bf16-mixed") == 989e12
 
 
-def test_an_unknown_gpu_is_estimated_and_is_said_to_be(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_gpu_is_estimated_and_reported_as_such(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = {"memory_clock_rate": 6_251_000, "memory_bus_width": 384}
     host(["nvidia0"], properties("NVIDIA A10G", (8, 6), multi_processor_count=80, clock_rate=1_710_000, **clocks))
     found = Machine.detect()
@@ -126,7 +127,7 @@ def test_a_gpu_of_an_unknown_architecture_is_a_guess(host: Host) -> None:
 
 
 @pytest.mark.parametrize("name", PEAKS)
-def test_processors_and_clock_give_the_peaks_of_the_table(name: str) -> None:
+def test_multiprocessors_and_clock_give_the_peaks_of_the_table(name: str) -> None:
     row, (processors, clock) = devices()[name], PEAKS[name]
     gpu = gpus.Gpu(row["called"][0], row["architecture"], 2**34, processors, clock)
     found = gpus.estimated_flops_per_s(gpu)
@@ -149,7 +150,7 @@ def test_every_device_of_the_table_is_of_a_known_architecture() -> None:
         ("13.0", {}, "the driver reports none"),
     ],
 )
-def test_a_gpu_that_is_not_used_is_spoken_of(
+def test_an_unused_gpu_is_reported(
     host: Host,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -167,6 +168,6 @@ def test_a_gpu_that_is_not_used_is_spoken_of(
     assert said in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_gpu_that_is_used_is_not_spoken_of(host: Host) -> None:
+def test_a_used_gpu_is_not_reported(host: Host) -> None:
     host(["nvidia0"], properties("NVIDIA L4", (8, 9)))
     assert gpus.unused() == ""

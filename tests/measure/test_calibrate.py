@@ -1,4 +1,4 @@
-"""A glance at a machine: what it finds, and where it is kept."""
+"""Quick calibration of a machine: its results, and where they are stored."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tightfit.machine import COMPILED_ARITHMETIC, Machine, calibration_path
 from tightfit.measure import calibrate
 
 
-def test_a_glance_finds_what_steps_are_predicted_from_and_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quick_calibration_finds_all_rates_and_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     load = [99.0]
     monkeypatch.setattr(os, "getloadavg", lambda: (load[0], 0.0, 0.0))
-    look = functools.cache(lambda text: calibrate.glanced(text))
+    answer = functools.cache(lambda text: calibrate.glanced(text))
     monkeypatch.setattr(
-        calibrate.subprocess, "run", lambda command, input, **more: subprocess.CompletedProcess(command, 0, look(input))
+        calibrate.subprocess,
+        "run",
+        lambda command, input, **more: subprocess.CompletedProcess(command, 0, answer(input)),
     )
     before = Machine.detect()
     assert calibrate.quick_calibrate(before).matrix_flops_per_s
@@ -41,7 +41,7 @@ def test_a_glance_finds_what_steps_are_predicted_from_and_is_kept(
         assert 0 < seen.achieved(kind, "float32", 2**20) < 1e13
 
 
-def test_a_glance_that_comes_to_nothing_leaves_a_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_quick_calibration_leaves_a_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibrate.sys, "executable", "/bin/false")
     machine = Machine.detect()
@@ -49,7 +49,7 @@ def test_a_glance_that_comes_to_nothing_leaves_a_guess(tmp_path: Path, monkeypat
     assert not calibration_path(machine.name).exists()
 
 
-def test_commands_glance_once_at_a_machine_that_was_never_measured(
+def test_commands_calibrate_an_unmeasured_machine_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

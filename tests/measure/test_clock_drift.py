@@ -1,4 +1,4 @@
-"""A machine that changes its pace while it is measured is calibrated as if it had not."""
+"""A machine whose speed changes during calibration gets the rates of one whose speed does not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Changing:
         return self.speed
 
 
-def test_a_stretch_is_between_two_controls_and_usual_is_their_median(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drift_is_measured_against_the_median_of_the_controls(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.1, 0.3, 0.2])
     monkeypatch.setattr(clock_drift, "control_s", lambda device: next(seconds))
     seen = clock_drift.ClockDrift(PROCESSOR)
@@ -38,7 +38,7 @@ def test_a_stretch_is_between_two_controls_and_usual_is_their_median(monkeypatch
     assert seen.usual_control_s == pytest.approx(0.2)
 
 
-def test_the_control_is_the_same_work_each_time_and_allocates_nothing_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_control_repeats_its_work_and_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     works: list[Callable[[], object]] = []
     monkeypatch.setattr(clock_drift, "timed", lambda work, device, **named: works.append(work) or 0.1)
     assert clock_drift.control_s(PROCESSOR) == 0.1
@@ -49,8 +49,9 @@ def test_the_control_is_the_same_work_each_time_and_allocates_nothing_in_it(monk
     assert max((event.self_cpu_memory_usage for event in profile.events()), default=0) < 2**16
 
 
-def test_rates_of_a_slow_moment_are_brought_to_the_usual_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp32 products are measured while the machine is twice as slow, and the links while it is twice as fast."""
+def test_rates_of_a_slow_moment_are_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is twice as slow while fp32 products are measured, and twice as fast while links
+    are."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     machine = Changing([0.5, 1.0, 1.0, 1.0, 1.0, 2.0])
 

@@ -1,4 +1,4 @@
-"""FLOPs counted from a run's own forward against the formulas of the literature."""
+"""FLOPs counted from a run's own forward agree with the formulas of the literature."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ def count(job: tightfit.Job, **plan: Any) -> int | None:
     return forward_flops(run, next(run.data.steps(0, None))[0])
 
 
-def test_llama_counts_every_matrix_and_every_pair() -> None:
+def test_llama_counts_every_matrix_and_every_attention_pair() -> None:
     matrices = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN * GROUPS // HEADS + 3 * HIDDEN * INNER)
     matrices += HIDDEN * VOCABULARY
     tokens = BATCH * LENGTH
     assert count(make_case("llama").job) == 2 * matrices * tokens + ATTENTION * tokens
 
 
-def test_three_forwards_are_6p_and_12lhs_a_token_with_tied_embeddings() -> None:
+def test_three_forwards_take_6p_plus_12lhs_flops_per_token() -> None:
+    """P counts tied embeddings once."""
     job = make_case("llama").job.replace(model={**LLAMA, "tie_word_embeddings": True})
     run = tightfit.build(job)
     parameters = sum(p.numel() for p in run.model.parameters() if p.dim() >= 2)  # but for the norms' vectors
@@ -70,7 +71,7 @@ def test_a_plan_does_not_change_the_count(name: str, plan: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 @pytest.mark.parametrize("plan", [{"chunked_loss": 5}, {"attention": "blocked"}], ids=str)
-def test_nor_does_a_plan_for_language_models(name: str, plan: dict[str, Any]) -> None:
+def test_a_plan_does_not_change_the_count_of_language_models(name: str, plan: dict[str, Any]) -> None:
     job = make_case(name).job
     assert count(job, **plan) == count(job)
 
@@ -83,7 +84,7 @@ def test_a_micro_batch_counts_for_its_samples() -> None:
 
 
 @pytest.mark.parametrize("model", [LLAMA, BERT], ids=lambda model: model["architecture"])
-def test_padding_counts_as_every_other_place(model: dict[str, Any]) -> None:
+def test_padding_counts_like_other_positions(model: dict[str, Any]) -> None:
     tokens = torch.arange(LENGTH)
     samples = [{"input_ids": tokens, "labels": tokens, "attention_mask": (tokens < 12).long()}] * BATCH
     job = tightfit.Job(model=model, data=samples, train=tightfit.Train(batch=BATCH, steps=1))
@@ -92,7 +93,7 @@ def test_padding_counts_as_every_other_place(model: dict[str, Any]) -> None:
     assert count(job) == count(unpadded)
 
 
-def test_counting_leaves_the_run_as_it_was() -> None:
+def test_counting_does_not_change_the_run() -> None:
     job = make_case("vit").job.replace(model={**VIT, "hidden_dropout_prob": 0.1})
     run = tightfit.build(job)
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
@@ -114,13 +115,13 @@ class Refusing(nn.Module):
         return self.layer(x) * (2.0 if x.sum().item() > 0 else 1.0)
 
 
-def test_a_model_that_asks_for_values_has_no_count() -> None:
+def test_a_model_that_reads_values_has_no_count() -> None:
     samples = [(torch.ones(4), 1)] * BATCH
     job = tightfit.Job(model=Refusing, data=samples, train=tightfit.Train(batch=BATCH, steps=1))
     assert count(job) is None
 
 
-def test_mfu_is_the_share_of_the_published_peak_and_not_of_the_achieved_rate() -> None:
+def test_mfu_uses_the_published_peak_not_the_achieved_rate() -> None:
     memory = Figure(value=1, source="system")
     rates = {kind: Figure(value=200.0, source="measured") for kind in ("bf16", "fp32")}
     peaks = {"bf16": Figure(value=400.0, source="published")}

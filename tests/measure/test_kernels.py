@@ -26,7 +26,9 @@ from tightfit.report.explain import slow_attention
     ],
     ids=str,
 )
-def test_kernel_of_a_run(plan: dict[str, Any], dropout: float, own: str | None, kernel: str) -> None:
+def test_the_attention_kernel_of_a_run_is_recorded(
+    plan: dict[str, Any], dropout: float, own: str | None, kernel: str
+) -> None:
     content = tiny.content(steps=3)
     job = tightfit.Job.parse({**content, "model": {**tiny.MODEL, "attention_dropout": dropout}})
     run = tightfit.build(job, tightfit.Plan(**plan))
@@ -35,15 +37,16 @@ def test_kernel_of_a_run(plan: dict[str, Any], dropout: float, own: str | None, 
     assert observed(run).record(machine()).attention == kernel
 
 
-def test_a_model_without_attention_has_none() -> None:
+def test_a_model_without_attention_has_no_kernel() -> None:
     with AttentionCalls() as calls:
         torch.ones(2).sum()
     run = tightfit.build(tiny.job(steps=3))
     assert calls.kernel(run) is None
 
 
-def test_the_choice_is_torchs_for_the_first_call() -> None:
-    """In the type that autocast gives it, and as in training: without gradients torch may choose another."""
+def test_torch_s_choice_for_the_first_call_is_reported() -> None:
+    """The inputs have autocast's type and need gradients: without gradients torch may choose
+    another kernel."""
     run = tightfit.build(tiny.job(steps=3))
     query = torch.randn(2, 8, 4, 16).transpose(1, 2)
     with AttentionCalls() as calls, torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -54,7 +57,7 @@ def test_the_choice_is_torchs_for_the_first_call() -> None:
     assert (dtype, options["is_causal"], tensors[0].shape) == (torch.bfloat16, True, (2, 4, 8, 16))
 
 
-def test_math_on_cuda_is_warned_of() -> None:
+def test_the_math_kernel_on_cuda_gives_a_warning() -> None:
     run = tightfit.build(tiny.job(steps=3))
     record = observed(run).record(machine())
     assert slow_attention(record) == ""

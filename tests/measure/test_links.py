@@ -1,4 +1,4 @@
-"""What two processes send each other is measured, or said not to be: nothing waits for ever."""
+"""Links between two processes are measured or reported as unmeasured, and nothing waits forever."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ def says_nothing(rank: int, folder: str, backend: str, sender: Any) -> None:
         (says_nothing, 60.0, "ended without an answer"),
     ],
 )
-def test_processes_that_come_to_no_end_are_given_up(sums: Callable[..., None], limit_s: float, said: str) -> None:
+def test_processes_that_hang_are_given_up(sums: Callable[..., None], limit_s: float, said: str) -> None:
     began = time.monotonic()
     with pytest.raises(TightfitError, match=said):
         calibrate._all_reduces_s("gloo", sums, limit_s)
     assert time.monotonic() - began < 300
 
 
-def test_what_the_first_process_answers_is_taken_though_the_other_has_ended() -> None:
+def test_the_first_process_s_answer_counts_if_the_other_ended() -> None:
     assert calibrate._all_reduces_s("gloo", answers) == {calibrate.LARGE: 0.5, calibrate.SMALL: 0.25}
 
 
-def test_two_processes_of_a_processor_are_timed() -> None:
+def test_two_cpu_processes_are_timed() -> None:
     found = calibrate._all_reduces_s()
     assert found.keys() == {calibrate.LARGE, calibrate.SMALL}
     assert 0 < found[calibrate.SMALL] < found[calibrate.LARGE]
 
 
-def test_figures_stay_where_nothing_could_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_kept_if_nothing_could_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> dict[int, float]:
         raise TightfitError("a process ended with code 7")
 
@@ -72,14 +72,14 @@ def test_figures_stay_where_nothing_could_be_measured(monkeypatch: pytest.Monkey
     assert calibrate._links(H100, found, 1.0) == {}
 
 
-def test_one_gpu_keeps_what_is_published_of_its_links(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_gpu_keeps_its_published_link_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(calibrate, "_all_reduces_s", lambda *_: pytest.fail("two processes were started"))
     assert calibrate._all_reduces_here_s(H100.replace(devices_per_node=1), said.append) is None
     assert "published figures" in said[0]
 
 
-def test_two_gpus_are_timed_by_nccl_and_keep_nccl_s_latencies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_gpus_are_timed_with_nccl_and_keep_its_latencies(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
     sums = {calibrate.LARGE: 1e-3, calibrate.SMALL: 4e-5}
     monkeypatch.setattr(calibrate, "_all_reduces_s", lambda *given: asked.append(given) or sums)
@@ -92,7 +92,7 @@ def test_two_gpus_are_timed_by_nccl_and_keep_nccl_s_latencies(monkeypatch: pytes
     assert calibrate._links(unknown, sums, 1.0)["process_latency_s"].value == pytest.approx(2e-5)
 
 
-def test_of_gpus_that_differ_the_one_that_the_machine_is_named_after_is_measured(
+def test_of_different_gpus_the_machine_s_own_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Properties:

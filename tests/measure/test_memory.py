@@ -1,4 +1,4 @@
-"""The memory of a run's real steps, by row, and that looking at it changes nothing."""
+"""The memory of a run's real steps, by row; observing it changes nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PLANS: list[dict[str, Any]] = [
 
 
 def second_step(job: tightfit.Job, **plan: Any) -> tuple[Run, Peak]:
-    """A run after its second step, in which the memory was looked at."""
+    """A run after its second step, whose memory was tracked."""
     run = tightfit.build(job, tightfit.Plan(**plan))
     batches = run.data.steps(0, None)
     take_step(run, next(batches), 0)
@@ -48,7 +48,7 @@ def peak_of(name: str = "llama", train: dict[str, Any] | None = None, **plan: An
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_rows_add_up_and_hold_the_model_states(plan: dict[str, Any]) -> None:
+def test_rows_add_up_and_contain_the_model_states(plan: dict[str, Any]) -> None:
     run, peak = second_step(make_case("llama").job, **plan)
     assert tuple(peak.rows) == ROWS
     assert min(peak.rows.values()) >= 0
@@ -64,13 +64,13 @@ def batch_of(run: Run) -> list[torch.Tensor]:
     return list(next(run.data.steps(0, None))[0].values())
 
 
-def test_adamw_has_two_moments_and_a_count() -> None:
+def test_adamw_has_two_moments_and_a_step_count() -> None:
     run, peak = second_step(make_case("llama").job)
     parameters = list(run.model.parameters())
     assert peak.rows["optimizer"] == sum(8 * p.numel() + 4 for p in parameters)
 
 
-def test_what_each_method_saves_is_seen_in_its_row() -> None:
+def test_the_saving_of_each_method_shows_in_its_row() -> None:
     plain = peak_of()
     recompute, micro = peak_of(recompute="full"), peak_of(micro_batch=2)
     assert recompute.rows["activations"] < 0.4 * plain.rows["activations"]
@@ -81,13 +81,13 @@ def test_what_each_method_saves_is_seen_in_its_row() -> None:
     assert peak_of(train={"optimizer": "sgd", "momentum": 0.0}).rows["optimizer"] == 0
 
 
-def test_gradients_of_all_weights_meet_the_second_micro_batch() -> None:
+def test_all_gradients_are_held_during_the_second_micro_batch() -> None:
     run, peak = second_step(make_case("llama").job, micro_batch=4)
     assert peak.phase in ("forward", "backward")
     assert peak.rows["gradients"] == tensor_bytes(run.model.parameters())
 
 
-def test_update_in_backward_never_has_all_gradients() -> None:
+def test_update_in_backward_never_holds_all_gradients() -> None:
     small = {"batch": 1}  # so that weights, not activations, decide the peak
     plain, updated = peak_of(train=small), peak_of(train=small, update_in_backward=True)
     assert plain.phase == "optimizer"
@@ -97,31 +97,29 @@ def test_update_in_backward_never_has_all_gradients() -> None:
     assert "optimizer" not in {phase for phase, total in updated.timeline if total > 0.99 * updated.total}
 
 
-def test_buffers_are_of_the_model() -> None:
+def test_buffers_count_as_the_model_s() -> None:
     run, peak = second_step(make_case("batchnorm").job)
     assert list(run.model.buffers())
     assert peak.rows["parameters"] == tensor_bytes(run.model.parameters()) + tensor_bytes(run.model.buffers())
 
 
 @pytest.mark.parametrize("plan", [*PLANS, {"compile": "model"}], ids=str)
-def test_a_step_that_was_looked_at_is_bit_for_bit_the_same(
-    plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_observed_step_is_bit_for_bit_the_same(plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tightfit.methods.compile.BACKEND", "aot_eager")
-    expected = trained(tightfit.Plan(**plan), look=False)
-    found = trained(tightfit.Plan(**plan), look=True)
+    expected = trained(tightfit.Plan(**plan), track=False)
+    found = trained(tightfit.Plan(**plan), track=True)
     assert [step.loss for step in found[1]] == [step.loss for step in expected[1]]
     for one, other in zip(found[0], expected[0], strict=True):
         assert torch.equal(one, other)
 
 
-def trained(plan: tightfit.Plan, look: bool) -> tuple[list[torch.Tensor], list[Step]]:
+def trained(plan: tightfit.Plan, track: bool) -> tuple[list[torch.Tensor], list[Step]]:
     """Weights and steps of three steps of a job with dropout; the second one sampled, and its FLOPs counted, or not."""
     torch.manual_seed(1)
     run = tightfit.build(tiny.job(), plan)
     steps = []
     for step, batches in zip(range(3), run.data.steps(0, None), strict=False):
-        if look and step == 1:
+        if track and step == 1:
             steps.append(sample_step(run, batches, step)[0])
             assert forward_flops(run, batches[0])
         else:
@@ -136,9 +134,9 @@ def test_the_allocator_agrees_with_the_storages(name: str, plan: dict[str, Any])
     batches = run.data.steps(0, None)
     take_step(run, next(batches), 0)
     peaks = []
-    for look in (track_peak, profiled):
+    for track in (track_peak, profiled):
         micro_batches = next(batches)
-        peaks.append(look(run, micro_batches, lambda watched, batch=micro_batches: take_step(watched, batch, 1))[1])
+        peaks.append(track(run, micro_batches, lambda watched, batch=micro_batches: take_step(watched, batch, 1))[1])
     seen, allocated = peaks
     assert allocated.total == pytest.approx(seen.total, rel=0, abs=64)
     assert allocated.phase == seen.phase
@@ -151,7 +149,7 @@ def test_the_allocator_agrees_with_the_storages(name: str, plan: dict[str, Any])
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks for one
 @pytest.mark.parametrize("compile", ["block", "model"])
-def test_compiled_steps_are_seen_by_the_allocator(compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_allocator_counts_compiled_steps(compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tightfit.methods.compile.BACKEND", "aot_eager")
     plain, compiled = peak_of("vit"), peak_of("vit", compile=compile)
     assert compiled.total == pytest.approx(plain.total, rel=0.1)
@@ -176,13 +174,14 @@ print(peak.total)
 
 
 def test_the_profiler_prints_nothing() -> None:
-    """In a process of its own, because the first profile of a process decides what the later ones print."""
+    """The test runs in a process of its own, because the first profile of a process decides what
+    later ones print."""
     ran = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, check=True)
     assert int(ran.stdout) > 0
     assert "profiler" not in ran.stderr
 
 
-def test_process_peak_is_that_of_the_largest_allocation() -> None:
+def test_process_peak_includes_the_largest_allocation() -> None:
     held = torch.ones(2**24)
     del held
     assert process_peak_bytes() > 2**26
@@ -190,7 +189,7 @@ def test_process_peak_is_that_of_the_largest_allocation() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile", ["none", "model"])
-def test_on_cuda_the_allocator_counts(compile: str) -> None:
+def test_on_cuda_the_allocator_s_count_is_used(compile: str) -> None:
     run, peak = second_step(make_case("llama").job, compile=compile)
     assert run.device.type == "cuda"
     assert sum(peak.rows.values()) == peak.total

@@ -1,4 +1,4 @@
-"""The observer times the steps that it does not look into, and its record says what was seen."""
+"""The observer times the steps whose memory it does not track, and its record contains what it saw."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def observed(run: Run, start: int = 0, seconds: float = 0.5) -> Observer:
     return observer
 
 
-def test_record_of_a_training() -> None:
+def test_the_record_of_a_training_is_complete() -> None:
     run = tightfit.build(tiny.job(steps=6))
     record = observed(run).record(machine())
     assert record.step_s == [0.5] * 3  # of six: the first, the second and the sampled one are not timed
@@ -72,12 +72,12 @@ def test_a_resumed_training_is_sampled_at_its_own_third_step(monkeypatch: pytest
     assert [step for step, _ in record.loss] == [4, 5, 6, 7, 8]
 
 
-def test_observation_leaves_the_training_as_it_was() -> None:
+def test_observation_does_not_change_the_training() -> None:
     plain = [step.loss for step in tightfit.train(tightfit.build(tiny.job(steps=5)))]
     assert [step.loss for step in observed(tightfit.build(tiny.job(steps=5))).steps] == plain
 
 
-def test_speed_before_anything_is_timed_is_the_latest_steps() -> None:
+def test_early_speed_is_that_of_the_latest_step() -> None:
     observer = Observer(tightfit.build(tiny.job(steps=5)), 0)
     for seconds, speed in ((2.0, 32.0), (1.0, 64.0), (4.0, 16.0), (0.5, 128.0), (0.25, 192.0)):
         step = Step(0, 1.0, 0.1, None, samples=4, items=60, processed=64, skipped=False, seconds=seconds)
@@ -86,17 +86,17 @@ def test_speed_before_anything_is_timed_is_the_latest_steps() -> None:
     assert observer.step_s(step) == 0.375  # the median of 0.5 and 0.25
 
 
-def test_what_compiling_took_is_the_first_step_beyond_a_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tightfit.methods import compile as room
+def test_compile_time_is_the_first_step_minus_a_usual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tightfit.methods import compile as compile_method
 
-    monkeypatch.setattr(room, "BACKEND", "eager")
+    monkeypatch.setattr(compile_method, "BACKEND", "eager")
     torch.compiler.reset()
     record = observed(tightfit.build(tiny.job(steps=5), tightfit.Plan(compile="block"))).record(machine())
     torch.compiler.reset()
     assert record.compile_s == 4 * 0.5 - 0.5
 
 
-def test_losses_that_are_no_numbers_and_skipped_steps_are_told() -> None:
+def test_nan_losses_and_skipped_steps_are_recorded() -> None:
     observer = Observer(tightfit.build(tiny.job(steps=5)), 0)
     for number, loss in enumerate((2.0, float("nan"), float("inf"))):
         observer.add(Step(number, loss, 0.1, None, 4, 60, 64, skipped=number > 0, seconds=1.0))

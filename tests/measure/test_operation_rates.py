@@ -1,4 +1,4 @@
-"""Rates: what one calibration measures, and where it stops."""
+"""Rates of operations: the sizes that one calibration measures, and where it stops."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tightfit.measure import operation_rates
 
 
-def test_what_would_outlast_patience_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A type without instructions: 1 MFLOP/s, where the largest would take ten seconds."""
+def test_measurements_that_would_take_too_long_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A type without instructions runs at 1 MFLOP/s, so the largest case would take ten seconds."""
     amounts = {64: 1e4, 128: 1e5, 256: 2e5, 512: 1e6, 1024: 1e7}
     run: list[int] = []
 
@@ -28,13 +28,13 @@ def test_what_would_outlast_patience_is_not_measured(monkeypatch: pytest.MonkeyP
     assert found == dict.fromkeys(run, pytest.approx(1e6))
 
 
-def test_every_size_is_measured_where_they_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_size_is_measured_on_a_fast_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operation_rates, "timed", lambda work, device, **named: 1e-3)
     cases = ((size, float(size), lambda: None) for size in (1, 10, 100))
     assert operation_rates._table(cases, torch.device("cpu")) == {1: 1e3, 10: 1e4, 100: 1e5}
 
 
-def test_a_gpu_without_room_for_a_case_goes_on_at_the_rate_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_too_large_for_the_gpu_ends_the_rate_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operation_rates, "timed", lambda work, device, **named: 1e-3)
 
     def cases() -> Iterator[operation_rates.Case]:
@@ -55,7 +55,7 @@ def sizes(kind: str, dtype: torch.dtype, device: str) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("kind", ["attention", "attention backward"])
-def test_causal_attention_is_measured_by_the_pairs_that_it_computes(kind: str) -> None:
+def test_causal_attention_is_rated_by_its_computed_pairs(kind: str) -> None:
     full, causal = sizes(kind, torch.float32, "cpu"), sizes(f"causal {kind}", torch.float32, "cpu")
     assert full.keys() == causal.keys()
     for (size, all_pairs), length in zip(full.items(), operation_rates.LENGTHS, strict=True):
@@ -63,8 +63,8 @@ def test_causal_attention_is_measured_by_the_pairs_that_it_computes(kind: str) -
         assert causal[size] / all_pairs == pytest.approx((length + 1) / (2 * length))
 
 
-def test_a_processor_is_measured_at_the_sizes_of_before() -> None:
-    """And a GPU also at what models of billions of parameters multiply and move."""
+def test_a_cpu_is_measured_at_the_small_sizes() -> None:
+    """A GPU is also measured at the sizes of models with billions of parameters."""
     processor, gpu = torch.device("cpu"), torch.device("cuda")
     assert list(sizes("product", torch.float32, "cpu")) == [
         round((4 * size**3) ** (1 / 3)) for size in operation_rates.PRODUCT_SIZES

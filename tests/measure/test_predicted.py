@@ -1,4 +1,4 @@
-"""What is predicted of a step's memory, by folding costs and by a dry run on fake tensors, is what a device holds at its peak."""
+"""The peak memory of a step, by estimate and by dry run, agrees with the measured peak of a device."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def measured(job: tightfit.Job, plan: tightfit.Plan, device: str) -> int:
         *(on_gpu(one) for one in PLANS + HOST),
     ],
 )
-def test_predicted_and_dry_run_peaks_are_the_measured_one(fields: dict[str, Any], device: str) -> None:
+def test_estimated_and_dry_run_peaks_agree_with_the_measured(fields: dict[str, Any], device: str) -> None:
     job, plan = job_of(device), tightfit.Plan(**fields)
     found = measured(job, plan, device)
     rows = tightfit.estimate(job, plan, devices.machine(device)).peak.rows
@@ -84,8 +84,9 @@ def test_predicted_and_dry_run_peaks_are_the_measured_one(fields: dict[str, Any]
 
 
 @on_each_device
-def test_a_record_is_of_the_device_that_ran(device: str) -> None:
-    """Its peak is that of the sampled step, a GPU's with what the allocator reserved; its steps took time."""
+def test_a_record_names_the_device_that_ran(device: str) -> None:
+    """The peak is that of the sampled step, on a GPU with the allocator's reserved bytes; its steps
+    took time."""
     run = tightfit.build(job_of(device), machine=devices.machine(device))
     observer = Observer(run, 0)
     for step in tightfit.train(run, take=observer.take):

@@ -1,4 +1,4 @@
-"""Seconds of a piece of work: on a GPU those of its kernels, whatever the host takes to start them."""
+"""Timing of an operation: on a GPU the time of its kernels, without the host's launch time."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Device:
     return seen
 
 
-def test_a_small_kernel_takes_its_own_time_and_not_its_launch_s(gpu: Device) -> None:
+def test_a_small_kernel_is_timed_without_its_launch(gpu: Device) -> None:
     assert timing.timed(gpu.work, GPU, least_s=0.01) == pytest.approx(4e-6)
     assert timing.timed_by_clock(gpu.work, GPU, least_s=0.01) == pytest.approx(24e-6)
 
 
-def test_many_small_calls_are_timed_at_once_and_of_long_ones_each(gpu: Device) -> None:
+def test_small_calls_are_timed_together_and_long_ones_singly(gpu: Device) -> None:
     timing.timed(gpu.work, GPU, least_s=0.0, least_runs=2)
     first, last = gpu.recorded[-2:]
     assert last - first == timing.MOST_CALLS
@@ -78,11 +78,11 @@ def test_many_small_calls_are_timed_at_once_and_of_long_ones_each(gpu: Device) -
 
 
 @pytest.mark.parametrize(("seconds", "calls"), [(1.0, 1), (1e-3, 3), (1e-4, 30), (1e-6, 100), (0.0, 100)])
-def test_calls_in_a_batch(seconds: float, calls: int) -> None:
+def test_the_number_of_calls_in_a_batch_depends_on_their_time(seconds: float, calls: int) -> None:
     assert timing.calls_in_a_batch(seconds) == calls
 
 
-def test_a_processor_is_timed_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_is_timed_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter(range(100))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(seconds)))
     assert timing.timed(lambda: None, torch.device("cpu"), least_s=3.0) == 1.0

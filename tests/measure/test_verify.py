@@ -1,4 +1,4 @@
-"""verify passes for plans that train the same job, and only for them."""
+"""verify passes for plans that train the same job, and only for those."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def job() -> tightfit.Job:
     ],
     ids=str,
 )
-def test_passes(job: tightfit.Job, plan: dict[str, Any]) -> None:
+def test_equivalent_plans_pass(job: tightfit.Job, plan: dict[str, Any]) -> None:
     result = tightfit.verify(job, tightfit.Plan(**plan))
     assert result.passed, result
     assert set(result.content()) == {"max_relative_error", "tolerance", "tolerances", "passed"}
@@ -50,7 +50,7 @@ def test_fp32_plans_agree_to_rounding(job: tightfit.Job) -> None:
     assert max(result.loss, result.gradients) < 1e-5
 
 
-def test_fails_where_a_method_changes_the_job(job: tightfit.Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_changes_the_job_fails(job: tightfit.Job, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = recompute.recomputed
 
     def sabotaged(forward: Any, modules: list[nn.Module], selective: bool = False) -> Any:
@@ -63,8 +63,8 @@ def test_fails_where_a_method_changes_the_job(job: tightfit.Job, monkeypatch: py
 
 @pytest.mark.parametrize("name", cases.NAMES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "bf16-true", "fp16-mixed", "fp16-true"])
-def test_every_precision_passes_with_the_optimizers_usual_epsilon(name: str, precision: str) -> None:
-    """A learning rate of 1e-2 and no epsilon to speak of, which makes as much of rounding as anything does."""
+def test_every_precision_passes_with_the_default_epsilon(name: str, precision: str) -> None:
+    """A learning rate of 1e-2 with a tiny epsilon amplifies rounding most."""
     job = cases.make_case(name, epsilon=1e-8).job
     result = tightfit.verify(job, tightfit.Plan(precision=precision, recompute="full"), steps=6)
     assert result.passed, result
@@ -72,7 +72,7 @@ def test_every_precision_passes_with_the_optimizers_usual_epsilon(name: str, pre
 
 @pytest.mark.parametrize("states", ["bf16", "8-bit", "4-bit"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
-def test_narrow_states_pass(states: str, precision: str) -> None:
+def test_narrow_optimizer_states_pass(states: str, precision: str) -> None:
     job = cases.make_case("llama", epsilon=1e-8).job
     result = tightfit.verify(job, tightfit.Plan(states=states, precision=precision), steps=6)
     assert result.passed, result
@@ -90,7 +90,7 @@ def by_micro_batches(run: Run, micro_batches: list[Batch], items: Callable[[], i
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_fails_where_micro_batches_are_averaged(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_averaging_uneven_micro_batches_fails(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = tightfit.Plan(precision=precision, micro_batch=1)
     job = cases.make_case(name).job
     assert tightfit.verify(job, plan).passed
@@ -100,8 +100,8 @@ def test_fails_where_micro_batches_are_averaged(name: str, precision: str, monke
     assert result.gradients > result.tolerances.gradients
 
 
-def test_fails_where_the_gradient_is_summed_and_not_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adam's weights would hide that."""
+def test_summing_instead_of_averaging_gradients_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients show it: Adam's weights would not."""
     honest = step.accumulate
 
     def summed(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -> Callable[[], Tensor]:
@@ -111,13 +111,13 @@ def test_fails_where_the_gradient_is_summed_and_not_averaged(monkeypatch: pytest
     assert not tightfit.verify(cases.make_case("llama").job, tightfit.Plan(precision="bf16-mixed")).passed
 
 
-def test_batch_norm_over_smaller_pieces_is_something_else() -> None:
+def test_batch_norm_over_micro_batches_fails() -> None:
     job = cases.make_case("batchnorm").job
     assert not tightfit.verify(job, tightfit.Plan(micro_batch=2)).passed
     assert tightfit.verify(job, tightfit.Plan(recompute="full")).passed
 
 
-def test_a_loss_scale_that_begins_too_high_finds_its_level_first() -> None:
+def test_a_loss_scale_that_starts_too_high_settles_first() -> None:
     """The mean of losses in the thousands, times 2^16, overflows in fp16; the skipped step is no difference in mathematics."""
 
     def make_model() -> nn.Module:
@@ -140,14 +140,14 @@ def test_a_loss_scale_that_begins_too_high_finds_its_level_first() -> None:
 
 
 @pytest.mark.parametrize("name", ["loss", "gradients", "weights"])
-def test_what_is_no_number_fails(name: str) -> None:
+def test_nan_fails(name: str) -> None:
     errors = {"loss": 0.0, "gradients": 0.0, "weights": 0.0}
     tolerances = Tolerances.of(tightfit.Plan(), 0.1)
     assert Verification(**errors, tolerances=tolerances).passed
     assert not Verification(**{**errors, name: math.nan}, tolerances=tolerances).passed
 
 
-def test_tolerances_follow_the_type_the_states_and_the_way() -> None:
+def test_tolerances_depend_on_precision_states_and_comparison() -> None:
     still, moved = (Tolerances.of(tightfit.Plan(), way) for way in (0.0, 1.0))
     assert still.gradients == still.weights == still.loss == 2.0**-12
     assert moved.gradients == still.gradients

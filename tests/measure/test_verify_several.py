@@ -1,4 +1,5 @@
-"""verify on several processes: the reference in the first of them, the plan in all, and the same answer everywhere."""
+"""verify on several processes: the reference runs in the first, the plan in all, and all give the
+same answer."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def verified(fields: dict[str, Any], factor: float = 1.0) -> tightfit.Verificati
     ],
     ids=str,
 )
-def test_passes(fields: dict[str, Any]) -> None:
+def test_equivalent_plans_pass_on_two_processes(fields: dict[str, Any]) -> None:
     one, other = together(2, HERE + "verified", fields)
     assert one == other
     assert one.passed, one
@@ -60,14 +61,14 @@ def test_passes(fields: dict[str, Any]) -> None:
         assert max(one.loss, one.gradients, one.weights) < 2e-6
 
 
-def test_fails_where_a_method_changes_the_job() -> None:
+def test_a_method_that_changes_the_job_fails_on_two_processes() -> None:
     one, other = together(2, HERE + "verified", {"dp_replicate": 2, "recompute": "full"}, 1.5)
     assert one == other
     assert not one.passed
     assert one.gradients > one.tolerances.gradients
 
 
-def test_late_updates_are_refused() -> None:
+def test_a_schedule_with_delayed_updates_is_refused() -> None:
     plan = {"pp": 2, "schedule": "pipedream", "micro_batch": 2}
     job_allows = together(2, HERE + "refused", plan)
     assert all("verify it with schedule: 1f1b" in said for said in job_allows)
@@ -80,7 +81,7 @@ def refused(fields: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_the_command_starts_processes(tmp_path: Path) -> None:
+def test_the_verify_command_starts_processes(tmp_path: Path) -> None:
     job = tiny.write(tmp_path, clip=0.5)
     command = [sys.executable, "-m", "tightfit", "verify", str(job), "--nproc", "2", "--json"]
     command += [

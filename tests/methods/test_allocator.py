@@ -1,4 +1,4 @@
-"""What is asked of the allocator, and that what the user's environment says of it wins."""
+"""The settings that a plan gives the allocator; the user's environment takes precedence."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def build(plan: tightfit.Plan) -> None:
     tightfit.build(tiny.job(), plan, tightfit.Machine.detect().replace(device="cpu"))
 
 
-def test_default_asks_for_nothing(asked: list[tuple[int, int]]) -> None:
+def test_default_sets_nothing(asked: list[tuple[int, int]]) -> None:
     build(tightfit.Plan())
     assert asked == []
 
 
-def test_tuned_maps_no_block_on_its_own_and_gives_none_back(asked: list[tuple[int, int]]) -> None:
+def test_tuned_keeps_memory_and_maps_no_single_blocks(asked: list[tuple[int, int]]) -> None:
     build(tightfit.Plan(allocator="tuned"))
     assert dict(asked) == {
         allocator.M_MMAP_MAX: 0,
@@ -49,13 +49,13 @@ def test_tuned_maps_no_block_on_its_own_and_gives_none_back(asked: list[tuple[in
     }
 
 
-def test_what_the_environment_says_wins(asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_s_environment_takes_precedence(asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.top_pad=0")
     build(tightfit.Plan(allocator="tuned"))
     assert asked == []
 
 
-def test_without_glibc_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_set_without_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(name)
 
@@ -66,8 +66,9 @@ def test_without_glibc_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
-def test_glibc_knows_the_names() -> None:
-    """In a process of its own: freed memory is used again, so a tensor made anew causes no page faults."""
+def test_glibc_knows_the_tunables() -> None:
+    """The test runs in a process of its own: elsewhere a new tensor reuses freed memory and causes
+    no page faults."""
     script = (
         "import resource, torch\n"
         "from tightfit.methods.allocator import keep_freed_memory\n"
@@ -94,7 +95,7 @@ def _run(script: str) -> int:
 
 
 @pytest.mark.gpu
-def test_expandable_segments_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_uses_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     tightfit.build(tiny.job(), tightfit.Plan(allocator="tuned"))

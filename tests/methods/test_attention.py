@@ -1,4 +1,4 @@
-"""The blocked attention's operations do what they tell the compiler that they do."""
+"""The operations of blocked attention behave as they are declared to the compiler."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tightfit.methods import attention
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_gradients_are_laid_out_as_the_compiler_is_told(batch: int) -> None:
-    """As transformers calls it: heads beside the width, seen as (batch, heads, length, width)."""
+def test_gradient_strides_match_the_fake_kernel(batch: int) -> None:
+    """The call is transformers': heads next to the width, viewed as (batch, heads, length, width)."""
     query, key, value, gradient = (torch.randn(batch, 80, 2, 4).transpose(1, 2) for _ in range(4))
     output, kept = attention.blocked_attention(query, key, value, None, True)
     torch.library.opcheck(attention.blocked_attention, (query, key, value, None, True), test_utils="test_faketensor")
@@ -36,7 +36,7 @@ SWIN: dict[str, Any] = {
 }
 
 
-def test_a_learned_bias_learns_as_with_the_fused_kernel() -> None:
+def test_a_learned_bias_gets_the_fused_kernel_s_gradient() -> None:
     """Swin's tables of relative positions, which are added to the scores, in shifted windows beside a mask."""
     torch.manual_seed(3)
     model = SwinForImageClassification(SwinConfig(**SWIN))

@@ -1,4 +1,4 @@
-"""Compiled once: no batch of another size, evaluation or length compiles anything again."""
+"""Compiled once: another batch size, an evaluation or another length compiles nothing again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests import tiny
 from tests.planner import cases
 from tightfit.errors import InputError
 from tightfit.machine import Machine
-from tightfit.methods import compile as room
+from tightfit.methods import compile as compile_method
 from tightfit.planner.estimate import Estimator
 from tightfit.rules import check
 
@@ -28,14 +28,14 @@ BLOCKS = tiny.MODEL["num_hidden_layers"]
 def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
     """Counts what is handed to the compiler, which differentiates it and leaves it to eager kernels."""
     counted = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(room, "BACKEND", counted)
+    monkeypatch.setattr(compile_method, "BACKEND", counted)
     torch.compiler.reset()
     yield counted
     torch.compiler.reset()
 
 
 def ragged_samples() -> list[dict[str, torch.Tensor]]:
-    """Of 5 to 15 tokens."""
+    """Samples of 5 to 15 tokens."""
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(0, 300, (5 + index % 11,), generator=generator) for index in range(48)]
     return [{"input_ids": one, "labels": one.clone()} for one in tokens]
@@ -51,8 +51,9 @@ def job(data: Any = None, **train: Any) -> tightfit.Job:
 
 
 @pytest.mark.parametrize("regions", ["block", "model"])
-def test_short_micro_batches_and_evaluations_run_as_written(regions: str, counter: CompileCounterWithBackend) -> None:
-    """Of 4 samples 3 and 1 are in a micro-batch; only those of 3 are compiled, and the evaluation's are not."""
+def test_short_micro_batches_and_evaluations_run_uncompiled(regions: str, counter: CompileCounterWithBackend) -> None:
+    """Micro-batches have 3 and 1 of 4 samples. Those of 3 are compiled; those of 1 and evaluations
+    are not."""
     run = tightfit.build(job(steps=3), tightfit.Plan(compile=regions, micro_batch=3))
     counts = []
     for _ in tightfit.train(run):
@@ -63,7 +64,7 @@ def test_short_micro_batches_and_evaluations_run_as_written(regions: str, counte
 
 
 @pytest.mark.parametrize("regions", ["block", "model"])
-def test_ragged_data_compile_once(regions: str, counter: CompileCounterWithBackend) -> None:
+def test_ragged_data_is_compiled_once(regions: str, counter: CompileCounterWithBackend) -> None:
     uneven = job(ragged_samples(), steps=6)
     run = tightfit.build(uneven, tightfit.Plan(compile=regions))
     assert run.data.ragged
@@ -82,7 +83,7 @@ def test_blocks_of_one_kind_share_one_graph(counter: CompileCounterWithBackend) 
 
 
 @pytest.mark.parametrize("regions", ["block", "model"])
-def test_ragged_losses_are_those_of_eager(regions: str, counter: CompileCounterWithBackend) -> None:
+def test_losses_of_ragged_data_equal_eager_losses(regions: str, counter: CompileCounterWithBackend) -> None:
     uneven = job(ragged_samples(), steps=3)
     assert losses(uneven, tightfit.Plan(compile=regions)) == pytest.approx(losses(uneven, tightfit.Plan()), rel=1e-5)
 
@@ -130,9 +131,7 @@ class Counted(nn.Module):
 
 
 @pytest.mark.parametrize("regions", ["block", "model"])
-def test_buffers_that_blocks_change_are_not_computed_again_by_the_compiler(
-    regions: str, counter: CompileCounterWithBackend
-) -> None:
+def test_the_compiler_does_not_recompute_buffer_updates(regions: str, counter: CompileCounterWithBackend) -> None:
     samples = [(torch.randn(8), index % 8) for index in range(8)]
     train = tightfit.Train(batch=4, steps=2, trackers=())
     plan = tightfit.Plan(compile=regions, recompute="full")
@@ -190,7 +189,7 @@ def small(model: Any) -> tightfit.Job:
 def test_a_model_that_the_compiler_fails_on_is_refused(
     when: str, regions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "BACKEND", FAILING[when])
+    monkeypatch.setattr(compile_method, "BACKEND", FAILING[when])
     torch.compiler.reset()
     with pytest.raises(
         InputError, match=rf"compile={regions}: torch.compile fails on this model .*view size(.|\n)*compile: none"
@@ -199,7 +198,7 @@ def test_a_model_that_the_compiler_fails_on_is_refused(
     torch.compiler.reset()
 
 
-def test_what_the_model_does_wrong_beside_compiled_blocks_is_its_own(counter: CompileCounterWithBackend) -> None:
+def test_a_model_s_own_error_is_raised_unchanged(counter: CompileCounterWithBackend) -> None:
     with pytest.raises(RuntimeError, match="must match the size") as raised:
         losses(small(Wrong), tightfit.Plan(compile="block"))
     assert not isinstance(raised.value, InputError)
@@ -226,7 +225,7 @@ def test_what_the_model_does_wrong_beside_compiled_blocks_is_its_own(counter: Co
     ],
     ids=str,
 )
-def test_where_a_mode_of_compiling_works(plan: dict[str, Any], device: str, fix: str) -> None:
+def test_compile_modes_are_refused_where_they_do_not_work(plan: dict[str, Any], device: str, fix: str) -> None:
     asked, allowing = tightfit.Plan(**plan), job().replace(allow=["offload"])
     if not fix:
         check(asked, allowing, device)
@@ -237,7 +236,7 @@ def test_where_a_mode_of_compiling_works(plan: dict[str, Any], device: str, fix:
 
 
 @pytest.mark.parametrize("regions", ["block", "model"])
-def test_the_compiler_is_asked_for_the_mode(regions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compile_mode_is_passed_to_the_compiler(regions: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def compiled(function: Any, **options: Any) -> Any:
@@ -247,29 +246,32 @@ def test_the_compiler_is_asked_for_the_mode(regions: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "compile", compiled)
     for mode, wanted in (("default", None), ("max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs")):
         asked.clear()
-        room.apply(tightfit.build(job()), tightfit.Plan(compile=regions, compile_mode=mode))
+        compile_method.apply(tightfit.build(job()), tightfit.Plan(compile=regions, compile_mode=mode))
         assert asked == [wanted] * (BLOCKS if regions == "block" else 1)
 
 
 def test_a_graphs_loss_is_copied_out_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a graph's replay does, this compiled function writes each loss in the same place."""
+    """This compiled function writes each loss to the same memory, as a graph's replay does."""
     begun: list[bool] = []
     place = torch.zeros(1)
     monkeypatch.setattr(torch, "compile", lambda *_, **options: lambda batch: place.copy_(batch["loss"]))
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(True))
-    run = room.apply(tightfit.build(job(batch=1)), tightfit.Plan(compile="model", compile_mode="reduce-overhead"))
+    run = compile_method.apply(
+        tightfit.build(job(batch=1)), tightfit.Plan(compile="model", compile_mode="reduce-overhead")
+    )
     losses = [run.loss_sum({"loss": torch.tensor([value])}) for value in (1.0, 2.0)]
     assert [float(loss) for loss in losses] == [1.0, 2.0]
     assert len(begun) == 2
 
 
-def test_a_graph_is_of_one_shape() -> None:
+def test_a_cuda_graph_has_one_shape() -> None:
     ragged = tightfit.build(job(ragged_samples()))
     with pytest.raises(InputError, match="fixed shapes"):
-        room.apply(ragged, tightfit.Plan(compile="model", compile_mode="reduce-overhead"))
+        compile_method.apply(ragged, tightfit.Plan(compile="model", compile_mode="reduce-overhead"))
 
 
-def test_graphs_keep_a_steps_memory_beside_the_update_and_evaluations() -> None:
+def test_cuda_graphs_keep_their_memory_between_steps() -> None:
+    """The memory of a step stays during updates and evaluations."""
     estimator = Estimator(cases.job("llama"), Machine.named("a100-80gb"))
     plain = tightfit.Plan(compile="model")
     without, kept = (estimator.estimate(plain.replace(compile_mode=mode)) for mode in ("default", "reduce-overhead"))

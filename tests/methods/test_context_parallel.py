@@ -1,4 +1,5 @@
-"""Sequences divided among devices: the same training as whole ones, also where they are padded, uneven or of grouped heads."""
+"""Sequences sharded over devices train like whole ones, with padding, uneven lengths and grouped
+heads."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def trained(
         (cases.GPT2, 14, "right", {"cp": 2, "pp": 2, "micro_batch": 2}),
     ],
 )
-def test_a_divided_sequence_is_the_whole_one(
+def test_a_sharded_sequence_trains_like_the_whole_one(
     model: dict[str, Any], length: int, padding: str, fields: dict[str, Any]
 ) -> None:
     losses, expected = trained(model, length, padding, {})
@@ -65,7 +66,7 @@ def test_a_divided_sequence_is_the_whole_one(
         assert cases.distance(weights, expected) < 1e-6
 
 
-def test_low_precision_is_as_near_to_fp32_as_on_one_device() -> None:
+def test_low_precision_is_as_accurate_as_on_one_device() -> None:
     _, expected = trained(cases.LLAMA, 16, "none", {})
     _, alone = trained(cases.LLAMA, 16, "none", {"precision": "bf16-mixed"})
     fields = {"cp": 2, "precision": "bf16-mixed"}
@@ -74,7 +75,7 @@ def test_low_precision_is_as_near_to_fp32_as_on_one_device() -> None:
 
 
 @pytest.mark.parametrize("pieces", [2, 3, 4])
-def test_pieces_are_all_of_a_sequence_and_labels_stand_where_they_are_predicted(pieces: int) -> None:
+def test_shards_cover_the_sequence_and_labels_are_shifted(pieces: int) -> None:
     tokens = torch.arange(2 * 25).view(2, 25)
     cuts = [
         sequence_chunks.shard_batch({"input_ids": tokens, "labels": tokens}, True, piece, pieces)
@@ -90,7 +91,7 @@ def test_pieces_are_all_of_a_sequence_and_labels_stand_where_they_are_predicted(
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_under_a_causal_mask_all_devices_have_as_much_to_do(size: int) -> None:
+def test_a_causal_mask_gives_all_devices_equal_work(size: int) -> None:
     work = []
     for rank in range(size):
         ring = ring_attention.Ring.__new__(ring_attention.Ring)
@@ -100,8 +101,9 @@ def test_under_a_causal_mask_all_devices_have_as_much_to_do(size: int) -> None:
     assert all(area == 64 * 32 for areas in work for area in areas)
 
 
-def test_what_goes_around_is_keys_and_values_and_their_gradients() -> None:
-    """Keys and values: n-1 hand on in forward and in backward; their gradients, in fp32: n."""
+def test_the_ring_sends_keys_values_and_their_gradients() -> None:
+    """Keys and values are passed on n-1 times in forward and in backward, their gradients n times,
+    in fp32."""
     job = tightfit.Job(
         model=cases.LLAMA, data={"synthetic": "tokens", "sequence_length": 32}, train=tightfit.Train(batch=4, steps=9)
     )
@@ -123,7 +125,7 @@ def test_what_goes_around_is_keys_and_values_and_their_gradients() -> None:
         ({**cases.LLAMA, "architecture": "mistral", "sliding_window": 8}, "window"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(model: dict[str, Any], words: str) -> None:
+def test_sequences_that_cannot_be_sharded_are_refused(model: dict[str, Any], words: str) -> None:
     for result in together(2, HERE + "refusal", model):
         assert words in result
 
@@ -137,14 +139,14 @@ def refusal(model: dict[str, Any]) -> str:
     return str(refused.value)
 
 
-def test_attention_that_is_more_than_attention_is_refused() -> None:
+def test_unsupported_attention_is_refused() -> None:
     heads = torch.zeros(1, 2, 4, 8)
     for fields in ({"softcap": 50.0}, {"s_aux": heads}, {"dropout": 0.1}):
         with pytest.raises(InputError, match=next(iter(fields))):
             ring_attention.attend(torch.nn.Identity(), heads, heads, heads, None, **fields)
 
 
-def test_positions_of_the_data_s_own_are_refused() -> None:
+def test_position_ids_in_the_data_are_refused() -> None:
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     with pytest.raises(InputError, match="position_ids of their own"):
         sequence_chunks.shard_batch({"input_ids": tokens, "labels": tokens, "position_ids": tokens}, True, 0, 2)
@@ -153,8 +155,9 @@ def test_positions_of_the_data_s_own_are_refused() -> None:
 @on_each_device
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_part_s_attention_is_plain_attention(causal: bool, masked: bool, device: str) -> None:
-    """Output, sums and gradients of what one device does with another's keys; on a GPU by its own kernel."""
+def test_attention_over_shards_equals_plain_attention(causal: bool, masked: bool, device: str) -> None:
+    """Output, sums and gradients of one device's attention to another's keys; on a GPU with its own
+    kernel."""
     hold_a_part(causal, masked, device, 40)
 
 
@@ -254,7 +257,7 @@ class KernelsOfCuda:
 @pytest.mark.parametrize("kernel", ["flash", "efficient", "plain"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_kernels_of_a_gpu_are_called_as_they_want(
+def test_cuda_kernels_get_valid_arguments(
     kernel: str, causal: bool, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """13 keys, of half as many heads as queries: with each kernel the attention of plain products."""

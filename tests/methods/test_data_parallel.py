@@ -1,4 +1,5 @@
-"""Compressed gradients: what PowerSGD leaves out of one step comes with later ones, and what has low rank is sent whole."""
+"""Compressed gradients: PowerSGD carries its error to later steps, and gradients of low rank are
+sent exactly."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def sent(low: bool) -> tuple[list[Tensor], list[Tensor], Tensor]:
     return given, got, reducer.errors[matrix]
 
 
-def test_what_is_left_out_waits() -> None:
+def test_the_compression_error_is_carried_to_later_steps() -> None:
     (mine, got, left), (others, same, waiting) = together(2, HERE + "sent", False)
     for one, other in zip(got, same, strict=True):
         assert torch.equal(one, other)
@@ -49,7 +50,7 @@ def test_what_is_left_out_waits() -> None:
     assert left.norm() > 0.1 * whole.norm()
 
 
-def test_what_has_low_rank_arrives_whole() -> None:
+def test_low_rank_gradients_are_sent_exactly() -> None:
     (mine, got, _), (others, _, _) = together(2, HERE + "sent", True)
     for one, other, sum_of_both in zip(mine, others, got, strict=True):
         assert torch.allclose(sum_of_both, one + other, atol=1e-4)
@@ -64,8 +65,8 @@ def trained(compressed: str) -> list[float]:
 
 
 @pytest.mark.parametrize("compressed", ["bf16", "powersgd"])
-def test_compressed_training_learns_as_whole_gradients_do(compressed: str) -> None:
-    """What is sent in bf16, or as 8 of 32 columns, comes to the same loss within a tenth."""
+def test_compressed_training_learns_like_full_gradients(compressed: str) -> None:
+    """Gradients sent in bf16, or as 8 of 32 columns, give the same loss within a tenth."""
     whole, found = together(2, HERE + "trained", "none")[0], together(2, HERE + "trained", compressed)[0]
     assert found[0] == pytest.approx(whole[0], rel=1e-6)
     assert found[-1] == pytest.approx(whole[-1], rel=0.1)

@@ -1,6 +1,8 @@
-"""Float8 products: as torchao trains a plain model, predicted as they run, and refused where nothing multiplies in 8 bits.
+"""Float8 products: trained like torchao on a plain model, predicted as they run, and refused on
+devices without 8-bit units.
 
-Here products are emulated: computed in fp32, of factors in 8 bits. On a GPU the contract tests train with the real ones.
+Here products are emulated: computed in fp32, from factors in 8 bits. On a GPU the contract tests
+train with real ones.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ def by_torchao(recipe: str, emulated: bool = True) -> Any:
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_it_trains_as_torchao_trains_a_plain_model(recipe: str, precision: str) -> None:
+def test_training_equals_torchao_on_a_plain_model(recipe: str, precision: str) -> None:
     case = cases.make_case("llama")
     losses, weights = cases.training(case, tightfit.Plan(precision=precision, float8=recipe))
     plain_losses, plain_weights = cases.plain_training(case, precision=precision, change=by_torchao(recipe))
@@ -87,7 +89,7 @@ def test_it_trains_as_torchao_trains_a_plain_model(recipe: str, precision: str) 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("name", ["llama", "bert", "vit"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_it_is_near_fp32_and_further_than_bf16(recipe: str, name: str) -> None:
+def test_float8_is_near_fp32_but_less_exact_than_bf16(recipe: str, name: str) -> None:
     case = cases.make_case(name)
     losses, weights = cases.training(case, tightfit.Plan(precision="bf16-mixed", float8=recipe))
     plain_losses, plain_weights = cases.plain_training(case)
@@ -118,8 +120,9 @@ def test_recomputation_changes_nothing(recompute: str) -> None:
     ],
     ids=str,
 )
-def test_two_devices_train_as_one(fields: dict[str, Any], alone: dict[str, Any]) -> None:
-    """A scale is of what a device multiplies at once, so that one device is given as much at once, but for parts of a sequence."""
+def test_two_devices_train_like_one(fields: dict[str, Any], alone: dict[str, Any]) -> None:
+    """One device multiplies as much at once as each of two, because a scale covers one product;
+    sequences are the exception."""
     found = together(2, "tests.methods.test_float8:trained", "llama", {**TENSORWISE, **fields})
     losses, weights = trained("llama", {**TENSORWISE, **alone})
     bound = BOUND["tensorwise"] if "cp" in fields else 3e-3
@@ -130,7 +133,7 @@ def test_two_devices_train_as_one(fields: dict[str, Any], alone: dict[str, Any])
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_verify_allows_what_eight_bits_round(recipe: str) -> None:
+def test_verify_allows_8_bit_rounding_errors(recipe: str) -> None:
     found = verify(cases.make_case("llama").job, tightfit.Plan(precision="bf16-mixed", float8=recipe))
     assert found.passed
     assert found.gradients > 2.0**-9
@@ -154,7 +157,8 @@ class Net(nn.Module):
         self.head = nn.Linear(32, 32)
 
 
-def test_plain_trained_layers_of_blocks_are_replaced_and_keep_their_parameters() -> None:
+def test_linear_layers_of_blocks_are_replaced() -> None:
+    """The new layers keep the parameters of the old ones."""
     net = Net()
     before = dict(net.named_parameters())
     assert float8.convert(net, "rowwise", net.blocks) == 3
@@ -176,7 +180,7 @@ def test_plain_trained_layers_of_blocks_are_replaced_and_keep_their_parameters()
         (TENSORWISE, "cuda", ""),
     ],
 )
-def test_what_cannot_be_is_refused_with_a_remedy(fields: dict[str, Any], device: str, said: str) -> None:
+def test_impossible_plans_are_refused_with_a_remedy(fields: dict[str, Any], device: str, said: str) -> None:
     job = cases.make_case("llama").job
     if not said:
         rules.check(tightfit.Plan(**fields), job, device)
@@ -186,7 +190,7 @@ def test_what_cannot_be_is_refused_with_a_remedy(fields: dict[str, Any], device:
     assert said in refused.value.fix
 
 
-def test_a_job_has_to_allow_it() -> None:
+def test_float8_needs_the_job_s_permission() -> None:
     assert needed_permissions(tightfit.Plan(**TENSORWISE)) == {"bf16", "float8"}
     job = cases.make_case("llama").job.replace(allow=["bf16"])
     with pytest.raises(InputError, match=r"allow: \[bf16, float8\]"):
@@ -214,7 +218,7 @@ def test_devices_without_units_are_refused(machine: str, recipe: str, fix: str) 
     assert fix in refused.value.fix
 
 
-def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(InputError) as refused:
         float8.convert(Net(), "tensorwise", [Block()])
@@ -222,12 +226,12 @@ def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("emulated")
-def test_a_model_without_such_layers_is_refused() -> None:
+def test_a_model_without_suitable_layers_is_refused() -> None:
     with pytest.raises(InputError, match=r"no plain nn\.Linear"):
         tightfit.build(cases.make_case("batchnorm").job, tightfit.Plan(**TENSORWISE))
 
 
-def test_a_plan_that_pins_it_alone_is_completed() -> None:
+def test_a_plan_that_pins_only_float8_is_completed() -> None:
     plan, _ = complete(cases.make_case("llama").job, Machine.named("h100-sxm"), {"float8": "rowwise"})
     assert (plan.float8, plan.precision, plan.allocator) == ("rowwise", "bf16-mixed", "tuned")
 
@@ -263,7 +267,7 @@ ALSO_PREDICTED: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     "fields", [*PREDICTED, *(pytest.param(fields, marks=pytest.mark.slow) for fields in ALSO_PREDICTED)], ids=str
 )
-def test_memory_that_is_estimated_is_that_of_a_dry_run(fields: dict[str, Any], large: Estimator) -> None:
+def test_estimated_memory_agrees_with_the_dry_run(fields: dict[str, Any], large: Estimator) -> None:
     plan = tightfit.Plan(**{**TENSORWISE, **fields})
     estimated = large.estimate(plan).peak
     assert estimated.total - estimated.rows["runtime"] == pytest.approx(
@@ -285,7 +289,7 @@ def test_the_products_of_blocks_are_traced_in_eight_bits(large: Estimator) -> No
     assert _layers_in_float8(large.estimate(plan)) == "; 14 linear layers multiply in float8"
 
 
-def test_they_are_as_fast_as_the_table_says() -> None:
+def test_float8_products_reach_the_published_rate() -> None:
     machine = Machine.named("h100-sxm")
     rate = machine.achieved("product", "float8", 4096)
     assert rate == pytest.approx(2 * machine.achieved("product", "bfloat16", 4096), rel=1e-2)
@@ -295,8 +299,8 @@ def test_they_are_as_fast_as_the_table_says() -> None:
 
 
 @pytest.mark.slow
-def test_a_scale_for_each_row_takes_longer(large: Estimator) -> None:
-    """Of a compiled block, whose kernels read a tensor before they scale it by its largest number."""
+def test_rowwise_scales_take_longer(large: Estimator) -> None:
+    """The block is compiled: its kernels read a tensor before they scale it by its largest value."""
     plans: Any = [tightfit.Plan(**MIXED, compile="block", float8=recipe) for recipe in RECIPES]
     one, other = (large.estimate(plan).time for plan in plans)
     assert one.compute_s == pytest.approx(other.compute_s)
@@ -306,20 +310,20 @@ def test_a_scale_for_each_row_takes_longer(large: Estimator) -> None:
 FEW: dict[str, Any] = {"micro_batch": 8, "recompute": "none", "update_in_backward": False}  # plans to choose from
 
 
-def test_large_layers_that_are_compiled_are_predicted_to_be_faster(large: Estimator) -> None:
+def test_large_compiled_layers_are_estimated_to_be_faster(large: Estimator) -> None:
     wide, narrow = (large.estimate(tightfit.Plan(**one, compile="block")).time for one in (MIXED, TENSORWISE))
     assert narrow.compute_s < 0.7 * wide.compute_s
     assert narrow.step_s < wide.step_s
 
 
 @pytest.mark.slow
-def test_search_takes_it_for_large_layers_that_are_compiled(large: Estimator) -> None:
+def test_search_chooses_float8_for_large_compiled_layers(large: Estimator) -> None:
     chosen = tightfit.search(large.job, large.machine, {**FEW, "compile": "block"}, large)[0]
     assert chosen.plan.float8 != "none"
     assert chosen.changes_math == ["bf16", "float8"]
 
 
-def test_search_tries_it_only_where_it_may(large: Estimator) -> None:
+def test_search_tries_float8_only_where_allowed(large: Estimator) -> None:
     plan, job, other = tightfit.Plan(**MIXED), large.job, Machine.named("a100-80gb")
     assert [one.float8 for one in _in_float8(large, plan, {})] == ["tensorwise", "rowwise"]
     assert _in_float8(large, plan, {"float8": "none"}) == []
@@ -330,13 +334,13 @@ def test_search_tries_it_only_where_it_may(large: Estimator) -> None:
     assert [one.float8 for one in _in_float8(large.with_job(job, Machine.named("l4")), plan, {})] == ["tensorwise"]
 
 
-def test_it_is_said_that_torchao_is_missing(large: Estimator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_advice_mentions_missing_torchao(large: Estimator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8, "is_installed", lambda: False)
     assert any("torchao" in line for line in large.estimate(tightfit.Plan(**MIXED)).advice)
     assert not any("torchao" in line for line in large.estimate(tightfit.Plan(**TENSORWISE)).advice)
 
 
-def test_search_leaves_it_where_layers_are_small() -> None:
+def test_search_rejects_float8_for_small_layers() -> None:
     chosen = tightfit.search(llama(64, 64), Machine.named("h100-sxm"), {**FEW, "compile": "none"})[0]
     assert chosen.plan.float8 == "none"
 
@@ -348,7 +352,7 @@ def test_search_leaves_it_where_layers_are_small() -> None:
 def test_a_gpu_multiplies_in_eight_bits(
     recipe: str, compiled: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real products beside the emulated ones on the same device, which sum the same numbers in another order."""
+    """Real products are compared with emulated ones on the same device, which sum in another order."""
     devices.need_float8(recipe)
     called: list[Any] = []
     product = torch._scaled_mm

@@ -1,6 +1,7 @@
-"""Every operation with a backward of its own against numerical differentiation, in fp64.
+"""Every operation with a backward of its own is checked against numerical differentiation, in fp64.
 
-Those that speak to other devices are checked as a function of what all of them hold, on two processes that go through it together.
+Operations that communicate are checked as a function of what all devices hold, on two processes
+that run it together.
 """
 
 from __future__ import annotations
@@ -309,16 +310,17 @@ def test_every_operation_has_a_check() -> None:
 
 
 @pytest.mark.parametrize("check", dict.fromkeys(ALONE.values()), ids=lambda check: check.__name__)
-def test_gradients_are_those_of_differentiation(check: Callable[[], None]) -> None:
+def test_gradients_agree_with_numerical_differentiation(check: Callable[[], None]) -> None:
     check()
 
 
-def test_gradients_over_devices_are_those_of_differentiation() -> None:
+def test_gradients_across_devices_agree_with_numerical_ones() -> None:
     assert together(2, HERE + "check_together") == [[], []]
 
 
-def test_what_runs_once_says_so() -> None:
-    """No gradient is left out silently: neither of the kept probabilities, nor of a backward's, nor a second one."""
+def test_a_second_backward_raises() -> None:
+    """No gradient is dropped silently: not of kept probabilities, not of a backward, not of a
+    second backward."""
     query = random(1, 1, 4, 2)
     output, kept = attention.blocked_attention(query, query, query, None, False)
     assert not kept.requires_grad

@@ -1,4 +1,5 @@
-"""The loader: the same samples in the same order, however they are cut, prepared and interrupted."""
+"""The loader gives the same samples in the same order, however they are split, prepared and
+interrupted."""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ def test_micro_batches_hold_the_same_samples_as_the_batch(case: str, micro_batch
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_workers_prepare_the_same_batches(case: str) -> None:
+def test_workers_give_the_same_batches(case: str) -> None:
     source, model = CASES[case]
     workers = {"loader_workers": 1 if case == "stream" else 2, "micro_batch": 3, "prefetch": 1}
     here = first(data_of(source, model, {"micro_batch": 3}), 5, consumed=10, until=46)
@@ -119,7 +120,7 @@ def test_workers_prepare_the_same_batches(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_resumed_run_goes_on_as_if_undisturbed(case: str) -> None:
+def test_a_resumed_run_continues_with_the_same_batches(case: str) -> None:
     source, model = CASES[case]
     undisturbed = first(data_of(source, model), 8)
     for done in (1, 3, 5):  # within and across epochs
@@ -139,7 +140,7 @@ def test_each_epoch_has_all_samples_and_the_last_step_is_short() -> None:
     assert [len(step[0][1]) for step in first(data, 100, consumed=40, until=42)] == [2]
 
 
-def test_held_out_samples_are_not_trained_on_and_the_same_each_time() -> None:
+def test_held_out_samples_are_fixed_and_never_trained_on() -> None:
     data = data_of({"images": "digits", "held_out": 0.1}, VIT, {"micro_batch": 3})
     held_out = list(data.held_out(10))
     assert data.samples == 1797 - 180
@@ -153,7 +154,7 @@ def test_held_out_samples_are_not_trained_on_and_the_same_each_time() -> None:
     assert len(rows) == len(trained) + len(kept) == 40
 
 
-def test_facts_come_from_the_source() -> None:
+def test_facts_about_the_data_come_from_its_source() -> None:
     data = data_of(TOKENS)
     assert (data.samples, data.sample_items, data.ragged, data.damaged, data.tokenizer) == (30, 8, False, 0, None)
     stream = data_of(Passes(), VIT)
@@ -161,7 +162,7 @@ def test_facts_come_from_the_source() -> None:
     assert list(stream.held_out(3)) == []
 
 
-def test_the_trainings_random_numbers_are_the_same_with_workers() -> None:
+def test_workers_do_not_change_the_training_s_random_numbers() -> None:
     def draw(workers: int) -> Tensor:
         torch.manual_seed(5)
         first(data_of(Augmented(), VIT, {"loader_workers": workers}), 2)
@@ -191,19 +192,19 @@ class Killed(Dataset[Any]):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_in_a_worker_is_the_same_error_here(workers: int) -> None:
+def test_a_worker_s_error_is_raised_in_the_training(workers: int) -> None:
     with pytest.raises(InputError, match="sample 20: the dataset raised OSError: lost") as raised:
         first(data_of(Damaged(), VIT, {"loader_workers": workers}), 4)
     assert raised.value.fix == "mend its __getitem__"
 
 
-@pytest.mark.slow  # torch looks after its workers every five seconds
-def test_a_killed_worker_says_so() -> None:
+@pytest.mark.slow  # torch checks its workers every five seconds
+def test_a_killed_worker_is_reported() -> None:
     with pytest.raises(TightfitError, match=r"killed(.|\n)*fix: use fewer loader_workers"):
         first(data_of(Killed(), VIT, {"loader_workers": 1}), 4)
 
 
-def test_what_cannot_be_done_is_refused_with_its_remedy() -> None:
+def test_impossible_plans_are_refused_with_a_remedy() -> None:
     class Local(Augmented):
         pass
 
@@ -236,7 +237,7 @@ def main(data, model):
 
 
 @pytest.mark.slow
-def test_a_script_needs_its_guard_only_where_it_defines_the_dataset(tmp_path: Path) -> None:
+def test_only_scripts_defining_the_dataset_need_a_main_guard(tmp_path: Path) -> None:
     def run(line: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / "script.py").write_text(SCRIPT + line)
         folder = Path(__file__).parents[2]
@@ -249,7 +250,7 @@ def test_a_script_needs_its_guard_only_where_it_defines_the_dataset(tmp_path: Pa
     assert "must start under if __name__ == '__main__'" in run(mine).stderr
 
 
-def test_text_through_workers_needs_no_tokenizer_there(tmp_path: Path) -> None:
+def test_workers_read_text_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some words to learn, and more of them. " * 200)
     source = {"text": str(tmp_path / "a.txt"), "sequence_length": 16, "held_out": 0}
     here, there = data_of(source), data_of(source, plan={"loader_workers": 1})
@@ -281,10 +282,11 @@ TINY_BERT: dict[str, Any] = {
     ("fields", "left_out"),
     [({}, True), ({"compile": "block"}, True), ({"compile": "model"}, False), ({"cp": 2}, False)],
 )
-def test_a_mask_that_hides_nothing_is_left_out_on_the_host(
+def test_the_host_drops_masks_that_hide_nothing(
     fields: dict[str, Any], left_out: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a CUDA device, which transformers would ask whether it does; the loss is the same."""
+    """On a CUDA device transformers would read whether the mask hides anything; the loss is the
+    same."""
     data = [
         {"input_ids": torch.arange(8) + n, "labels": torch.arange(8), "attention_mask": torch.ones(8).long()}
         for n in range(4)
@@ -303,5 +305,5 @@ def test_a_mask_that_hides_nothing_is_left_out_on_the_host(
     assert torch.equal(run.loss_sum(to_device(batch, run)), run.loss_sum(to_device(batch, on_cuda)))
 
 
-def test_a_model_of_the_users_own_keeps_its_mask() -> None:
+def test_a_user_s_own_model_keeps_its_mask() -> None:
     assert not loader._optional_masks(torch.nn.Linear(2, 2), Plan())

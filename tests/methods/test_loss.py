@@ -1,4 +1,4 @@
-"""The chunked cross entropy, against torch's own on whole logits."""
+"""The chunked cross entropy, compared with torch's own on whole logits."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def whole(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) 
 
 @pytest.mark.parametrize("chunk", [1, 5, TOKENS, 1000])
 @pytest.mark.parametrize("bias", [True, False])
-def test_loss_and_gradients_are_those_of_whole_logits(chunk: int, bias: bool) -> None:
+def test_loss_and_gradients_equal_those_of_whole_logits(chunk: int, bias: bool) -> None:
     results = []
     for function in (whole, lambda *arguments: linear_cross_entropy(*arguments, chunk)):
         hidden, weight, offset, targets = inputs(bias)
@@ -81,7 +81,7 @@ def test_extreme_logits_give_finite_losses_and_gradients() -> None:
 @pytest.mark.parametrize(
     ("frozen", "products"), [((), 4), (("weight", "bias"), 2), (("hidden",), 3), (("hidden", "weight", "bias"), 1)]
 )
-def test_only_gradients_that_something_needs_are_made(frozen: tuple[str, ...], products: int) -> None:
+def test_only_needed_gradients_are_computed(frozen: tuple[str, ...], products: int) -> None:
     tensors = dict(zip(("hidden", "weight", "bias"), inputs()[:3], strict=True))
     for name in frozen:
         tensors[name].requires_grad_(False)  # type: ignore[union-attr]
@@ -101,8 +101,8 @@ def test_only_gradients_that_something_needs_are_made(frozen: tuple[str, ...], p
                 torch.testing.assert_close(tensor.grad, value.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_an_evaluation_takes_no_gradient() -> None:
-    """One product in place of four, and not a byte for the gradients."""
+def test_an_evaluation_computes_no_gradient() -> None:
+    """It computes one product instead of four, and allocates no gradients."""
     hidden, weight, bias, targets = inputs()
     with torch.no_grad(), Products() as counted:
         value = linear_cross_entropy(hidden, weight, bias, targets, TOKENS)
@@ -115,7 +115,7 @@ def test_an_evaluation_takes_no_gradient() -> None:
     torch.testing.assert_close(value, whole(hidden, weight, bias, targets).detach())
 
 
-def test_the_evaluation_of_a_job_computes_one_product_of_the_head() -> None:
+def test_an_evaluation_computes_the_head_s_product_once() -> None:
     job = tiny.job()
     plain, chunked = tightfit.build(job), tightfit.build(job, tightfit.Plan(chunked_loss=8))
     counts = []
@@ -133,8 +133,8 @@ def test_backward_runs_once() -> None:
         loss.backward()
 
 
-def test_only_one_chunk_of_logits_lives_at_once() -> None:
-    """That, and its softmax in fp32."""
+def test_only_one_chunk_of_logits_is_alive_at_a_time() -> None:
+    """Its softmax in fp32 is alive too."""
     tokens, width, vocabulary = 512, 8, 1000
     hidden, weight = torch.randn(tokens, width, requires_grad=True), torch.randn(vocabulary, width, requires_grad=True)
     targets = torch.randint(0, vocabulary, (tokens,))
@@ -185,8 +185,8 @@ BART: dict[str, Any] = {
 }
 
 
-def test_what_bart_adds_to_its_logits_is_added() -> None:
-    """A buffer, which is zero in a new model and may not be in a pretrained one."""
+def test_bart_s_logit_bias_is_added() -> None:
+    """The bias is a buffer: zero in a new model, and perhaps not in a pretrained one."""
     samples = [{"input_ids": torch.arange(4, 12), "labels": torch.arange(10, 18) + n} for n in range(8)]
     job = tightfit.Job(model=BART, data=samples, train=tightfit.Train(batch=4, steps=1))
     losses = []
@@ -214,7 +214,7 @@ class Tempered(nn.Module):
 
 
 @pytest.mark.parametrize("compiled", ["none", "model"])
-def test_logits_that_are_changed_behind_the_head_are_refused(compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_changes_logits_after_the_head_is_refused(compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tightfit.methods.compile.BACKEND", "aot_eager")
     samples = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(8)]
     model = {"python": "tests.methods.test_loss:Tempered", "task": "causal-lm"}
@@ -241,11 +241,13 @@ def test_logits_that_are_changed_behind_the_head_are_refused(compiled: str, monk
         (10**9, "cpu", 8e9, 128),
     ],
 )
-def test_a_chunk_is_chosen_by_its_bytes(vocabulary: int | None, device: str, memory_bytes: float, tokens: int) -> None:
+def test_the_chunk_size_is_chosen_by_bytes(
+    vocabulary: int | None, device: str, memory_bytes: float, tokens: int
+) -> None:
     assert default_chunk(vocabulary, device, memory_bytes) == tokens
 
 
-def test_a_plan_gets_the_chunk_of_its_device_and_vocabulary() -> None:
+def test_the_chunk_size_depends_on_device_and_vocabulary() -> None:
     job = tiny.job().replace(model={**tiny.MODEL, "vocab_size": 50_257})
     for name, tokens in (("a100-80gb", 5248), ("v100-32gb", 5248)):
         for pins in ({}, {"chunked_loss": True}):
@@ -260,8 +262,9 @@ AS_ON_CUDA = LossKernels(1000, pads=True, accumulates_fp32=True, fused=loss_and_
 @pytest.mark.parametrize("chunk", [5, 1000])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("counted", [True, False])
-def test_what_cuda_devices_compute_is_the_same(chunk: int, bias: bool, counted: bool) -> None:
-    """Rows of logits padded, rows without a label left out, and one function for softmax, loss and gradient."""
+def test_the_cuda_variant_computes_the_same(chunk: int, bias: bool, counted: bool) -> None:
+    """It pads rows of logits, skips rows without a label, and uses one function for softmax, loss
+    and gradient."""
     results = []
     for pads in (None, True):
         hidden, weight, offset, targets = inputs(bias)
@@ -278,7 +281,7 @@ def test_what_cuda_devices_compute_is_the_same(chunk: int, bias: bool, counted: 
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_rows_of_logits_are_aligned_where_they_are_not() -> None:
+def test_unaligned_rows_of_logits_are_padded() -> None:
     rows, weight = torch.randn(3, 8), torch.randn(30, 8)
     padded = linear(rows, weight, None, pads=True)
     assert padded.shape == (3, 30)
@@ -289,7 +292,8 @@ def test_rows_of_logits_are_aligned_where_they_are_not() -> None:
 
 
 def test_a_sum_of_products_in_fp32_is_not_rounded_to_16_bits() -> None:
-    """Against fp64: each chunk's product rounded to bf16 is off by 2^-9 of it, one that is added up in fp32 by 2^-24."""
+    """Compared with fp64, chunk products rounded to bf16 are off by 2^-9, and products summed in
+    fp32 by 2^-24."""
     generator = torch.Generator().manual_seed(1)
     chunks = [[torch.randn(64, 8, generator=generator).bfloat16() for _ in range(2)] for _ in range(4)]
     exact = sum(left.double().t() @ right.double() for left, right in chunks)
@@ -302,8 +306,8 @@ def test_a_sum_of_products_in_fp32_is_not_rounded_to_16_bits() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fused_kernel_computes_what_the_operations_do(dtype: torch.dtype) -> None:
-    """Compiled for two numbers of rows with one graph, over rows that are padded."""
+def test_the_fused_kernel_equals_the_separate_operations(dtype: torch.dtype) -> None:
+    """One graph is compiled for two numbers of rows, over padded rows."""
     graphs = []
 
     def backend(module: Any, example: Any) -> Any:
@@ -330,7 +334,7 @@ def test_the_fused_kernel_computes_what_the_operations_do(dtype: torch.dtype) ->
     torch.compiler.reset()
 
 
-def test_extreme_logits_give_the_fused_kernel_finite_losses_and_gradients() -> None:
+def test_the_fused_kernel_is_finite_on_extreme_logits() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0], [-3e38, 3e38, 0.0]])
     assert float(loss_and_gradient(logits, torch.tensor([0, 1]))) == 0.0
     assert logits.isfinite().all()
@@ -349,7 +353,7 @@ def test_extreme_logits_give_the_fused_kernel_finite_losses_and_gradients() -> N
         (LabelCount(3, 20), 1, 150),
     ],
 )
-def test_rows_are_left_out_where_a_tenth_of_them_do_not_count(
+def test_unlabelled_rows_are_skipped_above_a_tenth(
     labelled: LabelCount | None, multiple: int, taken: int | None
 ) -> None:
     assert computed_rows(labelled, 1000, multiple) == taken
@@ -387,7 +391,7 @@ class Rows(TorchDispatchMode):
         return output
 
 
-def test_a_masked_language_model_computes_logits_where_labels_stand() -> None:
+def test_masked_language_models_compute_only_labelled_logits() -> None:
     runs = [tightfit.build(bert_job(), plan) for plan in (tightfit.Plan(), tightfit.Plan(chunked_loss=16))]
     batch = next(runs[0].data.steps(0, None))[0]
     counted = int((batch["labels"] != IGNORED).sum())
@@ -403,7 +407,7 @@ def test_a_masked_language_model_computes_logits_where_labels_stand() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_batch_without_any_label_has_a_loss_of_zero_and_zero_gradients() -> None:
+def test_a_batch_without_labels_has_zero_loss_and_gradients() -> None:
     hidden, weight, bias, targets = inputs()
     targets.fill_(IGNORED)
     loss = linear_cross_entropy(hidden, weight, bias, targets, 5, labelled=LabelCount(0, TOKENS))
@@ -416,8 +420,9 @@ def test_a_batch_without_any_label_has_a_loss_of_zero_and_zero_gradients() -> No
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_prediction_has_logits_for_the_share_of_labels(device: str) -> None:
-    """Which is the data's mask_probability, in the ledger as in the dry run; and no tensor of the fused kernel."""
+def test_predictions_count_logits_for_the_share_of_labels(device: str) -> None:
+    """The share is the data's mask_probability, in the ledger as in the dry run; the fused kernel
+    adds no tensor."""
     job, plan = bert_job(), tightfit.Plan(chunked_loss=16)
     chunks = -(-round(8 * 32 * 0.15) // 16)
     profiler = Profiler(job, device)
@@ -435,7 +440,7 @@ def test_a_prediction_has_logits_for_the_share_of_labels(device: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", ["block", "model"])
-def test_nothing_is_compiled_again_for_another_number_of_labels(compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_labels_compiles_nothing_again(compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tightfit.methods.compile.BACKEND", "aot_eager")
     run = tightfit.build(bert_job(), tightfit.Plan(chunked_loss=16, compile=compiled))
     plain = tightfit.build(bert_job(), tightfit.Plan())
@@ -452,7 +457,8 @@ def test_nothing_is_compiled_again_for_another_number_of_labels(compiled: str, m
 @pytest.mark.parametrize("chunk", [5, 1000])
 @pytest.mark.parametrize("count", [0, TOKENS])
 def test_the_gradient_of_fp32_weights_from_16_bit_products(chunk: int, count: int) -> None:
-    """As CUDA devices add it up: against fp64, on the same rounded factors, nearer than what adds rounded products."""
+    """The sum of CUDA devices is nearer to fp64, for the same rounded factors, than a sum of
+    rounded products."""
     hidden, weight, _, targets = inputs()
     narrow = hidden.detach().bfloat16()[:count]
     found = []
@@ -483,7 +489,7 @@ def trained_on_some_labels(fields: dict[str, Any]) -> tuple[list[float], dict[st
 @pytest.mark.parametrize(
     "fields", [{"tp": 2}, {"pp": 2, "micro_batch": 4}, {"dp_shard": 2, "zero": 3}, {"cp": 2}], ids=str
 )
-def test_rows_are_left_out_on_several_devices(fields: dict[str, Any]) -> None:
+def test_unlabelled_rows_are_skipped_on_several_devices(fields: dict[str, Any]) -> None:
     losses, weights, left_out = trained_on_some_labels({})
     assert left_out == 0
     for found, others, fewer in together(

@@ -1,4 +1,5 @@
-"""Both ways of creating a model give the same model; the device way holds it once, in the type it is kept in."""
+"""Both ways of creating a model give the same model; the device way holds it once, in its final
+type."""
 
 import copy
 import os
@@ -123,7 +124,8 @@ def test_both_ways_give_the_same_model(name, dtype):
 
 
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"initialised", "parametrized"}))  # these read what they wrote
-def test_one_parameter_at_a_time_is_enough_for_initialisers_that_only_write(monkeypatch, name):
+def test_models_can_be_initialised_one_parameter_at_a_time(monkeypatch, name):
+    """Their initialisers write parameters and read none."""
     monkeypatch.setattr(materialize, "SLACK_BYTES", 0)
     assert_same_model(name, torch.bfloat16)
 
@@ -147,7 +149,7 @@ def test_values_are_the_fp32_ones_rounded_once():
     assert not torch.equal(usual["flat.weight"], usual["flat.weight"].bfloat16())
 
 
-def test_what_is_written_through_a_view_later_is_not_lost(monkeypatch):
+def test_later_writes_through_a_view_are_kept(monkeypatch):
     monkeypatch.setattr(materialize, "SLACK_BYTES", 0)
 
     def make() -> nn.Module:
@@ -163,7 +165,7 @@ def test_what_is_written_through_a_view_later_is_not_lost(monkeypatch):
     assert torch.equal(device["0.weight"], host["0.weight"])
 
 
-def test_torch_is_left_as_it_was():
+def test_torch_is_unchanged_afterwards():
     before = nn.Parameter.__deepcopy__, len(nn.modules.module._global_parameter_registration_hooks)
     with pytest.raises(InputError):
         create_on_device(lambda: nn.Linear(-1, 2), CPU, torch.bfloat16)
@@ -171,7 +173,7 @@ def test_torch_is_left_as_it_was():
 
 
 @pytest.mark.parametrize("create", [create_on_host, create_on_device])
-def test_what_16_bits_would_lose_stays_in_fp32(create):
+def test_buffers_that_need_fp32_stay_in_fp32(create):
     kept, _ = created(create, Initialised, torch.bfloat16)
     assert kept["rotary_inv_freq"].dtype == torch.float32
     assert kept["steps"].dtype == torch.int64
@@ -199,7 +201,7 @@ class Precise(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("create", [create_on_host, create_on_device])
-def test_what_is_kept_in_64_bits_stays_so(create, dtype):
+def test_fp64_parameters_stay_in_fp64(create, dtype):
     kept, _ = created(create, Precise, dtype)
     assert kept["wide.weight"].dtype == kept["wide.bias"].dtype == torch.float64
     assert kept["narrow.weight"].dtype == dtype
@@ -217,7 +219,7 @@ def test_models_with_running_statistics_train_in_16_bits(dtype):
     assert model.eval()(torch.randn(2, 3, 8, 8, dtype=dtype)).dtype == dtype
 
 
-def test_running_statistics_of_small_pieces_arrive_in_16_bits():
+def test_running_statistics_keep_small_updates_in_16_bits():
     norm = create_on_device(lambda: nn.BatchNorm1d(1, momentum=1 - 0.9 ** (1 / 16)), CPU, torch.bfloat16)
     for _ in range(1000):  # in bf16 the mean would stop at 0.75, where an update is less than half a unit of rounding
         norm(torch.tensor([[0.5], [1.5]], dtype=torch.bfloat16))
@@ -283,7 +285,7 @@ def test_the_device_way_never_holds_the_fp32_model(model):
     assert peak_bytes(create_on_device, model) < 0.5 * full + 2 * materialize.SLACK_BYTES + 2 * 256 * 512 * 4
 
 
-def test_a_pretrained_folder_is_never_held_in_fp32(tmp_path, monkeypatch):
+def test_a_pretrained_folder_is_never_in_memory_in_fp32(tmp_path, monkeypatch):
     spec = ModelSpec(architecture="llama", config=WIDE)
     create_on_host(spec, CPU, torch.float32).save_pretrained(tmp_path)
     folder = ModelSpec.parse({"from": str(tmp_path)})
@@ -295,7 +297,7 @@ def test_a_pretrained_folder_is_never_held_in_fp32(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
-def test_both_ways_read_a_folder_alike_and_draw_the_same_for_what_it_lacks(tmp_path, stored, dtype):
+def test_both_ways_load_a_folder_and_fill_gaps_the_same(tmp_path, stored, dtype):
     spec = ModelSpec(architecture="bert", task="causal-lm", config={**SMALL, "tie_word_embeddings": False})
     create_on_host(spec, CPU, torch.float32).to(stored).bert.save_pretrained(tmp_path)
     folder = ModelSpec.parse({"from": str(tmp_path), "task": "masked-lm"})
@@ -313,7 +315,7 @@ def test_a_model_is_created_on_the_meta_device(name):
     assert torch.bfloat16 in {parameter.dtype for parameter in model.parameters()}
 
 
-def test_a_model_is_created_of_fake_tensors_with_its_ties():
+def test_a_model_of_fake_tensors_keeps_its_tied_weights():
     with FakeTensorMode():
         model = create_on_device(MODELS["gpt2 tied"], CPU, torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -371,7 +373,7 @@ def test_both_ways_give_the_same_model_on_a_gpu(name, dtype):
 
 
 class Reads(nn.Module):
-    """Looks at a value while it is created."""
+    """Reads a value while it is created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -379,7 +381,7 @@ class Reads(nn.Module):
         self.scale = float(self.layers[0].weight.detach().norm())
 
 
-def test_a_model_that_a_device_of_a_pipeline_cannot_create_in_part_says_so():
+def test_a_model_that_a_stage_cannot_create_is_refused():
     job = Job(model=Reads, data=[(torch.zeros(4), 0)] * 4, train=Train(batch=2, steps=1))
     run = SimpleNamespace(job=job, mesh=SimpleNamespace(rank=lambda axis: 0))
     with pytest.raises(InputError, match="materialize: host"):

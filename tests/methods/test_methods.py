@@ -1,4 +1,5 @@
-"""METHODS is the one list: each plan field has one method, and a method that is only listed there is found everywhere."""
+"""METHODS is the only list: each plan field has one method, and a method that is listed there is
+found everywhere."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ class _Toy(ModuleType):
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Listed in METHODS, wherever that was imported, and nowhere else."""
+    """A method that is listed in METHODS only, wherever that was imported."""
     added = _Toy("tightfit.methods.toy", _Toy.__doc__)
     fields = tuple(field for field in loader.FIELDS if field not in added.FIELDS)
     monkeypatch.setattr(loader, "FIELDS", fields)

@@ -1,4 +1,5 @@
-"""Splits of a batch: as many as it takes, the last one short, BatchNorm corrected; the advice on widths."""
+"""Splits of a batch: any number of micro-batches, a short last one, BatchNorm corrected; advice on
+widths."""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ from tightfit.planner.estimate import Estimator
 @pytest.mark.parametrize(
     ("micro_batch", "pieces"), [(None, [8]), (8, [8]), (4, [4, 4]), (3, [3, 3, 2]), (1, [1] * 8), (7, [7, 1])]
 )
-def test_the_batch_in_pieces(micro_batch: int | None, pieces: list[int]) -> None:
+def test_the_batch_is_split_into_micro_batches(micro_batch: int | None, pieces: list[int]) -> None:
     run = tightfit.build(tiny.job(batch=8), tightfit.Plan(micro_batch=micro_batch))
     micro_batches = next(iter(run.data.steps(0, None)))
     assert [sample_count(batch) for batch in micro_batches] == pieces
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5])
-def test_running_statistics_forget_as_fast_as_with_one_batch(pieces: int) -> None:
-    """A step of `pieces` pieces of the same batch moves them as far as one step of the whole."""
+def test_running_statistics_decay_as_with_one_batch(pieces: int) -> None:
+    """A step of `pieces` equal micro-batches moves them as far as one step of the whole batch."""
     whole, split = nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4))
     correct_batch_norm(split, pieces)
     batch = torch.randn(16, 4) + 3
@@ -46,7 +47,7 @@ def test_a_cumulative_average_needs_no_correction() -> None:
     assert norm.momentum is None
 
 
-def test_build_corrects_by_the_number_of_pieces() -> None:
+def test_momentum_is_corrected_by_the_number_of_micro_batches() -> None:
     job = tightfit.Job(
         model=lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
         data=[(torch.randn(4), index % 2) for index in range(10)],
@@ -104,7 +105,7 @@ def routed(architecture: str, capacity: int = 4) -> tightfit.Job:
 
 
 @pytest.mark.parametrize(("capacity", "is_limit"), [(4, True), (24, False)])
-def test_dividing_the_batch_of_experts_that_drop_tokens_is_warned_of(capacity: int, is_limit: bool) -> None:
+def test_splitting_a_batch_warns_if_experts_drop_tokens(capacity: int, is_limit: bool) -> None:
     """NLLB-MoE counts the tokens of a whole forward. Warnings are errors here."""
     job = routed("nllb-moe", capacity)
     with pytest.warns(TightfitWarning, match="micro-batch, here 2 of 4"):
@@ -114,5 +115,5 @@ def test_dividing_the_batch_of_experts_that_drop_tokens_is_warned_of(capacity: i
     assert (found != pytest.approx(expected, rel=2e-6)) == is_limit
 
 
-def test_experts_that_count_the_tokens_of_each_sequence_are_not() -> None:
+def test_experts_that_count_per_sequence_give_no_warning() -> None:
     tightfit.build(routed("switch_transformers"), tightfit.Plan(micro_batch=2))

@@ -1,4 +1,5 @@
-"""What lies outside the device's memory: brought over when it is needed, as by a GPU, and trained as if it had stayed."""
+"""Tensors outside the device's memory are copied when they are needed, as by a GPU, and train as if
+they had stayed."""
 
 from __future__ import annotations
 
@@ -42,9 +43,7 @@ def apart() -> Iterator[None]:
     "words", [("gradients",), ("states", "gradients"), ("gradients", "parameters"), EVERYTHING], ids="+".join
 )
 @pytest.mark.parametrize("fields", [{}, {"micro_batch": 2}], ids=str)
-def test_a_device_apart_trains_as_if_all_were_its_own(
-    name: str, words: tuple[str, ...], fields: dict[str, Any]
-) -> None:
+def test_offloaded_training_equals_plain_pytorch(name: str, words: tuple[str, ...], fields: dict[str, Any]) -> None:
     case = cases.make_case(name)
     plan = tightfit.Plan(offload=words, offload_to="disk", **fields)
     losses, weights = cases.training(case, plan)
@@ -56,7 +55,7 @@ def test_a_device_apart_trains_as_if_all_were_its_own(
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("optimizer", ["lamb", "lars", "lion", "adafactor", "sgd"])
 @pytest.mark.parametrize("words", [("gradients",), ALL], ids="+".join)
-def test_every_optimizer_updates_what_it_is_brought(optimizer: str, words: tuple[str, ...]) -> None:
+def test_every_optimizer_updates_offloaded_states(optimizer: str, words: tuple[str, ...]) -> None:
     same_as_on_the_device(cases.make_case("llama").replace(optimizer=optimizer), {}, words)
 
 
@@ -79,7 +78,7 @@ def test_every_optimizer_updates_what_it_is_brought(optimizer: str, words: tuple
     ids=str,
 )
 @pytest.mark.parametrize("words", [("gradients",), EVERYTHING], ids="+".join)
-def test_every_other_method_goes_with_it(fields: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_every_other_method_works_with_offloading(fields: dict[str, Any], words: tuple[str, ...]) -> None:
     same_as_on_the_device(cases.make_case("llama").replace(clip=0.5), fields, words)
 
 
@@ -96,8 +95,8 @@ def same_as_on_the_device(case: cases.Case, fields: dict[str, Any], words: tuple
 
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("words", [("gradients",), ALL], ids="+".join)
-def test_what_is_offloaded_is_saved_and_goes_on(words: tuple[str, ...], tmp_path: Path) -> None:
-    """Also where it is no longer offloaded: a checkpoint says nothing of where things lie."""
+def test_offloaded_tensors_are_saved_and_resumed(words: tuple[str, ...], tmp_path: Path) -> None:
+    """A run may resume without offloading: a checkpoint does not record where tensors were."""
     case = cases.make_case("llama")
     plan = tightfit.Plan(offload=words, offload_to="disk", states="8-bit")
     whole, _ = cases.training(case, plan)
@@ -115,13 +114,14 @@ def test_what_is_offloaded_is_saved_and_goes_on(words: tuple[str, ...], tmp_path
 
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("words", [("gradients",), ALL], ids="+".join)
-def test_a_plan_that_offloads_is_verified_like_any_other(words: tuple[str, ...]) -> None:
+def test_an_offloading_plan_is_verified(words: tuple[str, ...]) -> None:
     plan = tightfit.Plan(offload=words, offload_to="disk", micro_batch=2)
     assert tightfit.verify(cases.make_case("llama").job, plan).passed
 
 
 @pytest.mark.usefixtures("apart")
-def test_what_a_device_holds_between_steps_is_no_parameter_and_no_gradient() -> None:
+def test_the_device_keeps_no_parameters_between_steps() -> None:
+    """It keeps no gradients either."""
     run = tightfit.build(cases.make_case("llama").job, tightfit.Plan(offload=ALL, offload_to="disk"))
     take_step(run, next(run.data.steps(0, None)), 0)
     assert run.store is not None
@@ -158,7 +158,7 @@ def in_a_process(fields: dict[str, Any], name: str, apart_from_it: bool) -> tupl
     ],
     ids=str,
 )
-def test_what_cannot_work_says_what_would(fields: dict[str, Any], device: str, remedy: str) -> None:
+def test_impossible_plans_are_refused_with_a_remedy(fields: dict[str, Any], device: str, remedy: str) -> None:
     with pytest.raises(InputError, match=remedy):
         check(tightfit.Plan(**fields), cases.make_case("llama").job, device)
 
@@ -167,7 +167,9 @@ def test_what_cannot_work_says_what_would(fields: dict[str, Any], device: str, r
 @pytest.mark.parametrize("where", ["host", "disk"])
 @pytest.mark.parametrize("words", [("states",), ("gradients",), ("states", "gradients"), ALL, EVERYTHING], ids="+".join)
 @pytest.mark.parametrize("fields", [{}, {"micro_batch": 2, "precision": "bf16-mixed"}], ids=str)
-def test_on_a_gpu(words: tuple[str, ...], where: str, fields: dict[str, Any]) -> None:
+def test_offloading_on_a_gpu_equals_training_without_it(
+    words: tuple[str, ...], where: str, fields: dict[str, Any]
+) -> None:
     case = cases.make_case("llama")
     losses, weights = cases.training(case, tightfit.Plan(**fields, offload=words, offload_to=where), device="cuda")
     plain_losses, plain = cases.training(case, tightfit.Plan(**fields), device="cuda")
@@ -188,10 +190,8 @@ def test_on_a_gpu(words: tuple[str, ...], where: str, fields: dict[str, Any]) ->
     ],
     ids=str,
 )
-def test_on_a_gpu_states_that_come_and_leave_beside_updates_are_those_that_stay(
-    optimizer: str, fields: dict[str, Any]
-) -> None:
-    """Of updates that are made one by one, or in batches, in either case."""
+def test_overlapped_state_copies_on_a_gpu_train_the_same(optimizer: str, fields: dict[str, Any]) -> None:
+    """Updates run one by one or in batches, in either case."""
     case = cases.make_case("llama").replace(optimizer=optimizer)
     losses, weights = cases.training(case, tightfit.Plan(**fields, offload=("states",)), device="cuda")
     plain_losses, plain = cases.training(case, tightfit.Plan(**fields), device="cuda")
@@ -201,10 +201,9 @@ def test_on_a_gpu_states_that_come_and_leave_beside_updates_are_those_that_stay(
 
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_block_s_parameters_come_while_the_one_before_is_at_work(
-    recompute: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In forward and in backward; the copy that was begun is the one that is used, and it is forgotten then."""
+def test_parameters_are_prefetched_during_the_block_before(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both in forward and in backward the prefetched copy is the one that is used, and it is freed
+    then."""
     seen: list[str] = []
     begin, end = prefetch._Prefetch.begin, prefetch._Prefetch.end
 

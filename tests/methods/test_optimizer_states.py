@@ -1,3 +1,6 @@
+"""Optimizers with the plan's states, rounding and kernels give the reference weights where they
+should."""
+
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -50,7 +53,7 @@ def three_steps(run: Run) -> list[torch.Tensor]:
     return [parameter.detach().float() for parameter in run.model.parameters()]
 
 
-def test_reference_plan_takes_the_plain_optimizer() -> None:
+def test_the_reference_plan_uses_the_plain_optimizer() -> None:
     assert optimizer_states.enabled(Plan())
     run = optimizer_states.apply(make_run(Train(steps=10)), Plan())
     assert type(run.optimizer) is torch.optim.AdamW
@@ -61,7 +64,7 @@ def test_reference_plan_takes_the_plain_optimizer() -> None:
     "fields",
     [{"fused_optimizer": True}, {"update_in_backward": True}, {"update_in_backward": True, "fused_optimizer": True}],
 )
-def test_methods_that_keep_the_mathematics_give_the_reference_weights(fields: dict[str, bool]) -> None:
+def test_exact_methods_give_the_reference_weights(fields: dict[str, bool]) -> None:
     train = Train(steps=10, schedule="cosine", warmup=2, learning_rate=0.01, weight_decay=0.1)
     expected = three_steps(optimizer_states.apply(make_run(train), Plan()))
     found = three_steps(optimizer_states.apply(make_run(train), Plan(**fields)))
@@ -77,7 +80,7 @@ def test_update_in_backward_leaves_no_gradient() -> None:
 
 
 @pytest.mark.parametrize(("states", "nbytes"), [("bf16", 4), ("8-bit", 2 + 8 / 256), ("4-bit", 1 + 8 / 128)])
-def test_states_are_as_wide_as_the_plan_says(states: str, nbytes: float) -> None:
+def test_states_have_the_plan_s_width(states: str, nbytes: float) -> None:
     run = optimizer_states.apply(make_run(Train(steps=10)), Plan(states=states))
     three_steps(run)
     parts = [state[name] for state in run.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")][:2]
@@ -86,7 +89,7 @@ def test_states_are_as_wide_as_the_plan_says(states: str, nbytes: float) -> None
 
 
 @pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
-def test_rounding_reaches_the_weights(rounding: str) -> None:
+def test_the_plan_s_rounding_is_applied_to_the_weights(rounding: str) -> None:
     train = Train(steps=10, learning_rate=1e-6)
     run = optimizer_states.apply(make_run(train, dtype=torch.bfloat16), Plan(precision="bf16-true", rounding=rounding))
     assert isinstance(run.optimizer, PerParameter)
@@ -99,7 +102,7 @@ def test_rounding_reaches_the_weights(rounding: str) -> None:
     }
 
 
-def test_seed_is_the_jobs() -> None:
+def test_the_noise_uses_the_job_s_seed() -> None:
     plan = Plan(precision="bf16-true", rounding="stochastic")
     ends = [
         three_steps(optimizer_states.apply(make_run(Train(steps=10, seed=seed), dtype=torch.bfloat16), plan))[0]
@@ -109,13 +112,13 @@ def test_seed_is_the_jobs() -> None:
     assert not torch.equal(ends[0], ends[2])
 
 
-def test_schedule_ends_where_the_epochs_do() -> None:
+def test_the_schedule_ends_with_the_last_epoch() -> None:
     train = Train(epochs=2, batch=10, schedule="linear", learning_rate=1.0)
     rate = optimizer_states.apply(make_run(train, samples=100), Plan()).learning_rate
     assert [rate(step) for step in (0, 10, 20)] == [1.0, 0.5, 0.0]
 
 
-def test_endless_data_needs_steps_unless_the_schedule_is_constant() -> None:
+def test_endless_data_needs_steps_or_a_constant_schedule() -> None:
     constant = optimizer_states.apply(make_run(Train(learning_rate=0.5), samples=None), Plan())
     assert constant.learning_rate(10**6) == 0.5
     with pytest.raises(InputError, match=r"train\.steps"):
@@ -132,7 +135,7 @@ def test_endless_data_needs_steps_unless_the_schedule_is_constant() -> None:
     ],
     ids=lambda one: one if isinstance(one, str) else "+".join(one),
 )
-def test_complex_parameters_are_refused_what_is_of_real_ones(fields: dict[str, Any], optimizer: str, fix: str) -> None:
+def test_real_only_options_are_refused_for_complex_parameters(fields: dict[str, Any], optimizer: str, fix: str) -> None:
     model = nn.ParameterDict({"wave": torch.randn(4, 4, dtype=torch.complex64), "bias": torch.zeros(4)})
     with pytest.raises(InputError, match=r"complex parameters \(wave\)") as raised:
         optimizer_states.optimizer_of(model, Train(optimizer=optimizer), Plan(**fields))
@@ -152,7 +155,7 @@ def test_complex_parameters_are_refused_what_is_of_real_ones(fields: dict[str, A
     ],
     ids=str,
 )
-def test_a_gpu_updates_in_batches_where_elements_are_all_alike(
+def test_a_gpu_batches_elementwise_updates(
     fields: dict[str, Any], optimizer: str, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = Train(steps=10, optimizer=optimizer, learning_rate=1e-3, weight_decay=0.1)

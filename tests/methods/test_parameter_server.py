@@ -1,4 +1,5 @@
-"""The asynchronous parameter server against a serial replay of what it did, in the order in which chance had it."""
+"""The asynchronous parameter server is compared with a serial replay of the updates in the order in
+which they came."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ def evaluated(fields: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_evaluation_is_that_of_one_process(kind: str) -> None:
+def test_evaluation_equals_that_of_one_process(kind: str) -> None:
     alone = evaluated({})
     found = together(3, HERE + "evaluated", {"parameter_server": kind, "dp_replicate": 2})
     assert found == pytest.approx([alone] * 3, rel=1e-6)
@@ -116,7 +117,7 @@ def numbers(fields: dict[str, Any], clip: float | None = None) -> dict[str, Tens
     return {name: value.detach().clone() for name, value in run.model.state_dict().items()}
 
 
-def test_complex_parameters_and_wide_ones_arrive_whole() -> None:
+def test_complex_and_fp64_parameters_are_sent_unconverted() -> None:
     expected = numbers({})
     for found in together(3, HERE + "numbers", {"parameter_server": "sync", "dp_replicate": 2}):
         for name, value in expected.items():
@@ -140,6 +141,6 @@ def refused(fields: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_zero_3_says_that_what_it_gathers_together_has_one_type() -> None:
+def test_zero_3_refuses_mixed_types_in_one_gather() -> None:
     for said in together(2, HERE + "refused", {"zero": 3, "dp_shard": 2}):
         assert "Numbers has parameters of its own that are not" in said

@@ -1,4 +1,5 @@
-"""Pipelines: schedules against theory, PipeDream against a serial simulation of its delayed updates, what is refused."""
+"""Pipelines: schedules against theory, PipeDream against a serial simulation of its delayed
+updates, and refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def seconds(action: Action) -> float:
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(2, 6), st.integers(1, 3), st.integers(1, 13))
-def test_a_schedule_does_everything_once_and_nobody_waits_for_ever(
+def test_schedules_run_each_action_once_without_deadlock(
     schedule: str, devices: int, chunks: int, micro_batches: int
 ) -> None:
     chunks = chunks + 1 if schedule == "interleaved" else 1
@@ -66,7 +67,7 @@ def test_a_schedule_does_everything_once_and_nobody_waits_for_ever(
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("micro_batches", [4, 8, 32])
-def test_bubbles_and_activations_are_the_papers(devices: int, micro_batches: int) -> None:
+def test_bubbles_and_activations_match_the_papers(devices: int, micro_batches: int) -> None:
     """GPipe and 1F1B wait (p-1)/(m+p-1) of a step; naive (p-1)/p. GPipe holds m micro-batches, 1F1B p - s, naive one."""
     busy = 3.0 * micro_batches
     expected = {
@@ -86,7 +87,7 @@ def test_bubbles_and_activations_are_the_papers(devices: int, micro_batches: int
 
 
 @pytest.mark.parametrize("chunks", [2, 4])
-def test_interleaving_divides_the_bubble_by_the_pieces_of_a_device(chunks: int) -> None:
+def test_interleaving_divides_the_bubble_by_stages_per_device(chunks: int) -> None:
     devices, micro_batches = 4, 8
     slots = simulate(
         make_schedule("interleaved", devices, chunks, micro_batches), lambda action: seconds(action) / chunks
@@ -96,15 +97,16 @@ def test_interleaving_divides_the_bubble_by_the_pieces_of_a_device(chunks: int) 
 
 
 @pytest.mark.parametrize(("devices", "micro_batches"), [(2, 4), (4, 4), (4, 8), (4, 16)])
-def test_zero_bubble_waits_a_third_at_most_and_holds_no_more(devices: int, micro_batches: int) -> None:
-    """ZB-H1: (p-1)(F + B - W) where a forward, a backward and weights take as long; as many micro-batches as 1F1B's most."""
+def test_zero_bubble_waits_at_most_a_third_with_equal_memory(devices: int, micro_batches: int) -> None:
+    """ZB-H1 waits (p-1)(F + B - W), with F, B and W of equal length, and holds as many
+    micro-batches as 1F1B."""
     table = make_schedule("zero-bubble", devices, 1, micro_batches)
     whole = max(slot.end for slot in simulate(table, lambda action: 1.0))
     assert whole - 3.0 * micro_batches <= devices - 1 + 2.0
     assert max(in_flight(actions) for actions in table) <= devices
 
 
-def test_blocks_are_split_so_that_the_slowest_piece_is_fast() -> None:
+def test_the_split_minimises_the_slowest_stage() -> None:
     assert split_evenly(10, 4) == (2, 3, 3, 2)
     assert split_balanced([1.0] * 8, 0.3, 1.5, 4) == (2, 2, 3, 1)
     for blocks in ([1.0, 5.0, 1.0, 1.0, 1.0], [3.0, 1.0, 2.0, 2.0, 4.0, 1.0]):
@@ -120,7 +122,7 @@ def test_blocks_are_split_so_that_the_slowest_piece_is_fast() -> None:
         assert cost == pytest.approx(min(every))
 
 
-def test_where_parameters_are_used() -> None:
+def test_the_stages_that_use_each_parameter_are_found() -> None:
     def places(name: str) -> dict[str, tuple[int, ...]]:
         model = tightfit.build(cases.make_case(name).job).model
         return parameter_uses(model, find_blocks(model))
@@ -193,7 +195,7 @@ def simulated(
         ("llama", {"pp": 2, "tp": 2}, {}),
     ],
 )
-def test_pipedream_is_its_serial_simulation(
+def test_pipedream_equals_its_serial_simulation(
     name: str, fields: dict[str, Any], train: dict[str, Any], vertical_sync: bool
 ) -> None:
     expected_losses, expected = simulated(name, fields["pp"], vertical_sync, train)
@@ -257,7 +259,7 @@ def idle() -> str:
     return ""
 
 
-def test_blocks_that_are_called_twice_are_refused_before_anyone_waits() -> None:
+def test_blocks_called_twice_are_refused_before_any_message() -> None:
     for error in together(2, HERE + "twice"):
         assert "does not call its blocks in a row, each once" in error
     with pytest.raises(InputError, match="each once"):
@@ -289,8 +291,8 @@ def received() -> tuple[list[str], list[str]]:
     return found[0], found[1]
 
 
-def test_what_an_action_begins_with_is_asked_for_while_the_one_before_is_at_work() -> None:
-    """Once its shape is known; each message is asked for once."""
+def test_inputs_of_an_action_are_received_during_the_one_before() -> None:
+    """This starts once the shape is known; each message is received once."""
     for first, second in together(2, HERE + "received"):
         assert second == ["irecv"] * 8  # one of each micro-batch
         assert (
@@ -309,7 +311,7 @@ def test_what_an_action_begins_with_is_asked_for_while_the_one_before_is_at_work
         ("llama", {"pp": 2, "schedule": "zero-bubble", "zero": 2, "dp_shard": 2}, "use schedule: 1f1b"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(name: str, fields: dict[str, Any], said: str) -> None:
+def test_models_that_cannot_be_split_are_refused(name: str, fields: dict[str, Any], said: str) -> None:
     for error in together(tightfit.Plan(**fields).devices, HERE + "refused", name, fields):
         assert said in error
 
@@ -335,8 +337,9 @@ def losses_in_bf16(fields: dict[str, Any]) -> list[float]:
     return [step.loss for step in tightfit.train(run)]
 
 
-def test_devices_sum_a_loss_of_16_bits_in_one_type() -> None:
-    """The last device has a loss in bf16 here, the others none: with another type there the processes ended in gloo's abort."""
+def test_devices_sum_a_16_bit_loss_in_one_type() -> None:
+    """Only the last device has a loss, in bf16: with another type on the others the processes would
+    abort in gloo."""
     alone = losses_in_bf16({})
     for found in together(2, HERE + "losses_in_bf16", {"pp": 2}):
         assert found == pytest.approx(alone, rel=2e-2)

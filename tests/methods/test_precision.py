@@ -1,4 +1,4 @@
-"""The loss scale's rules; which types arrive where."""
+"""The rules of the loss scale, and the types that layers and loss receive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def optimizer_with(*gradients: float) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("gradients", "finite"), [((8.0, 16.0), True), ((8.0, float("inf")), False), ((float("nan"),), False), ((), True)]
 )
-def test_unscale_divides_and_tells_what_overflowed(gradients: tuple[float, ...], finite: bool) -> None:
+def test_unscale_divides_and_reports_overflow(gradients: tuple[float, ...], finite: bool) -> None:
     optimizer = optimizer_with(*gradients)
     assert LossScaler(4.0, dynamic=True).unscale(optimizer.param_groups[0]["params"]) is finite
     found = [p.grad for p in optimizer.param_groups[0]["params"] if p.grad is not None]
@@ -32,14 +32,14 @@ def test_unscale_divides_and_tells_what_overflowed(gradients: tuple[float, ...],
         assert [float(gradient[0]) for gradient in found] == [gradient / 4 for gradient in gradients]
 
 
-def test_unscale_takes_fp16_gradients() -> None:
+def test_unscale_accepts_fp16_gradients() -> None:
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.float16))
     parameter.grad = torch.full((3,), 6e4, dtype=torch.float16)
     assert LossScaler(2.0**10, dynamic=True).unscale([parameter])
     assert float(parameter.grad[0]) == pytest.approx(6e4 / 2**10, rel=1e-3)
 
 
-def test_a_dynamic_scale_doubles_after_patience_and_halves_at_once() -> None:
+def test_a_dynamic_scale_doubles_slowly_and_halves_at_once() -> None:
     scaler, values = LossScaler(8.0, dynamic=True, patience=3), []
     for finite in (True, True, True, True, True, False, True, True, True):
         scaler.update(finite)
@@ -48,7 +48,7 @@ def test_a_dynamic_scale_doubles_after_patience_and_halves_at_once() -> None:
     assert scaler.skipped == 1
 
 
-def test_a_scale_never_falls_below_one_and_a_fixed_one_never_moves() -> None:
+def test_scales_stay_at_least_one_and_fixed_ones_constant() -> None:
     falling, fixed = LossScaler(2.0, dynamic=True), LossScaler(2.0, dynamic=False, patience=1)
     for _ in range(3):
         falling.update(False)
@@ -58,7 +58,7 @@ def test_a_scale_never_falls_below_one_and_a_fixed_one_never_moves() -> None:
     assert falling.skipped == fixed.skipped == 3
 
 
-def test_a_scale_goes_on_from_its_state() -> None:
+def test_a_loss_scale_resumes_from_its_state() -> None:
     scaler, other = LossScaler(8.0, dynamic=True, patience=3), LossScaler(1.0, dynamic=True, patience=3)
     for finite in (False, True, True):
         scaler.update(finite)
@@ -114,7 +114,7 @@ F32, F16, B16, I64 = torch.float32, torch.float16, torch.bfloat16, torch.int64
         ("fp16-true", [F16, I64, F16, F16]),
     ],
 )
-def test_types(precision: str, types: list[torch.dtype]) -> None:
+def test_layers_and_loss_get_the_plan_s_types(precision: str, types: list[torch.dtype]) -> None:
     samples = [{"x": torch.randn(4), "index": torch.tensor(index)} for index in range(4)]
     train = tightfit.Train(batch=2, steps=1)
     job = tightfit.Job(model=Seer, data=samples, loss=seen_by_loss, train=train, allow=["bf16", "fp16"])

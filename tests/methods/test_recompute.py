@@ -1,4 +1,5 @@
-"""What is recomputed, what is kept, and that the second forward is the first one again."""
+"""Which blocks are recomputed, which activations are kept, and that the second forward equals the
+first."""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ def gradients(run: Run) -> list[Tensor]:
         ("sqrt", [2] * 9),
     ],
 )
-def test_which_blocks_run_twice_and_that_nobody_can_tell(recompute: str, again: list[int]) -> None:
+def test_the_right_blocks_run_twice_with_equal_gradients(recompute: str, again: list[int]) -> None:
     run, reference = build(recompute), build("none")
     for found, expected in zip(gradients(run), gradients(reference), strict=True):
         assert torch.equal(found, expected)  # dropout drew the same numbers
@@ -123,7 +124,7 @@ def activations(recompute: str) -> int:
     return peak.timeline[-1][1]
 
 
-def test_less_is_kept_the_more_is_recomputed() -> None:
+def test_more_recomputation_keeps_fewer_activations() -> None:
     kept = {
         recompute: activations(recompute)
         for recompute in ("none", "selective", "selective-2", "every-2", "full", "sqrt")
@@ -133,7 +134,7 @@ def test_less_is_kept_the_more_is_recomputed() -> None:
     assert kept["full"] - kept["sqrt"] == (LAYERS - 3) * 4 * BATCH * WIDTH  # inputs of 9 blocks, of 3 segments
 
 
-def test_selective_computes_no_product_again() -> None:
+def test_selective_recomputes_no_matrix_product() -> None:
     counts = {}
     for recompute in ("none", "selective", "selective-2", "full"):
         run = build(recompute)
@@ -152,7 +153,7 @@ def test_an_evaluation_recomputes_nothing() -> None:
     assert {block.forwards for block in run.model.blocks} == {1}  # type: ignore[union-attr]
 
 
-def test_sqrt_refuses_a_model_that_does_more_between_its_blocks() -> None:
+def test_sqrt_refuses_a_model_with_work_between_blocks() -> None:
     with pytest.raises(InputError, match="recompute: full"):
         build("sqrt", Doubling).loss_sum(batch())
     assert gradients(build("full", Doubling))
@@ -164,7 +165,7 @@ def test_a_model_without_blocks_is_refused() -> None:
 
 
 class Alone(Net):
-    """Calls its first block by itself before all of them, as a model does that looks at its own targets."""
+    """Calls its first block by itself before all blocks, as a model does that computes its own targets."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -180,7 +181,7 @@ class Backwards(Net):
 
 
 @pytest.mark.parametrize("model", [Alone, Backwards])
-def test_sqrt_refuses_blocks_that_are_not_called_in_a_row(model: type[Net]) -> None:
+def test_sqrt_refuses_blocks_called_out_of_order(model: type[Net]) -> None:
     with pytest.raises(InputError, match="recompute: full"):
         build("sqrt", model).loss_sum(batch())
     assert gradients(build("full", model))
@@ -203,13 +204,14 @@ class Masked(Net):
         return self.head(x)
 
 
-def test_sqrt_refuses_blocks_that_fail_with_the_first_one_s_arguments() -> None:
+def test_sqrt_refuses_blocks_needing_arguments_of_their_own() -> None:
+    """They fail when they are called with the first block's arguments."""
     with pytest.raises(InputError, match="recompute: full"):
         build("sqrt", Masked).loss_sum(batch())
     assert gradients(build("full", Masked))
 
 
-def test_sqrt_names_no_order_where_a_block_fails_by_itself() -> None:
+def test_a_block_s_own_error_does_not_blame_the_order() -> None:
     run = build("sqrt")
     run.loss_sum(batch())
     run.model.blocks[1].inner.register_forward_pre_hook(_failing)  # type: ignore[union-attr, index]
@@ -233,7 +235,7 @@ class Slopes(Net):
         return out + slope.square().mean()
 
 
-def test_a_forward_may_take_gradients_itself() -> None:
+def test_a_forward_may_compute_gradients_itself() -> None:
     plain, again = gradients(build("none", Slopes)), gradients(build("full", Slopes))
     for one, other in zip(plain, again, strict=True):
         torch.testing.assert_close(one, other)
@@ -268,7 +270,7 @@ class Recurrent(Net):
         self.blocks = nn.ModuleList(self.Cell() for _ in self.blocks)
 
 
-def test_a_write_to_a_part_of_what_is_kept_is_seen() -> None:
+def test_writes_into_kept_tensors_are_detected() -> None:
     with pytest.raises(InputError, match="recurrent cell"):
         gradients(build("selective", Recurrent))
     for one, other in zip(gradients(build("none", Recurrent)), gradients(build("full", Recurrent)), strict=True):
@@ -291,7 +293,7 @@ class WritesToItsInput(Net):
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective", "every-2", "sqrt"])
-def test_a_block_that_writes_to_what_it_is_given_is_refused(recompute: str) -> None:
+def test_a_block_that_modifies_its_input_is_refused(recompute: str) -> None:
     assert gradients(build("none", WritesToItsInput))
     with pytest.raises(InputError, match="from which it would be recomputed"):
         gradients(build(recompute, WritesToItsInput))
@@ -330,7 +332,7 @@ class LeftOut(Net):
 
 
 @pytest.mark.parametrize("model", [TwoWidths, LeftOut])
-def test_segments_that_are_not_called_in_a_row_are_refused_in_the_first_step(model: Callable[[], nn.Module]) -> None:
+def test_the_first_step_refuses_segments_called_out_of_order(model: Callable[[], nn.Module]) -> None:
     with pytest.raises(InputError, match="more between its blocks"):
         gradients(build("sqrt", model))
 
@@ -358,14 +360,14 @@ class SumAtTheEnd(Net):
 
 @pytest.mark.parametrize("model", [SumOfAll, SumAtTheEnd])
 @pytest.mark.parametrize("compile", ["none", "model"])
-def test_sqrt_refuses_a_model_that_uses_what_inner_blocks_return(model: Callable[[], nn.Module], compile: str) -> None:
+def test_sqrt_refuses_a_model_that_uses_inner_outputs(model: Callable[[], nn.Module], compile: str) -> None:
     job = build("none", model).job
     with pytest.raises(InputError, match="more between its blocks"):
         tightfit.build(job, tightfit.Plan(recompute="sqrt", compile=compile))
 
 
 @pytest.mark.parametrize("model", [Net, Doubling, Alone, Backwards, Masked, SumOfAll, SumAtTheEnd])
-def test_explain_offers_sqrt_where_training_takes_it(model: type[nn.Module]) -> None:
+def test_explain_offers_sqrt_where_training_accepts_it(model: type[nn.Module]) -> None:
     job, plan, said = build("none", model).job, tightfit.Plan(recompute="sqrt"), ""
     try:
         next(tightfit.train(tightfit.build(job, plan)))
@@ -403,7 +405,7 @@ class Forgetful(nn.Module):
         return x
 
 
-def test_a_block_that_is_another_when_it_is_computed_again_is_refused() -> None:
+def test_a_block_that_differs_when_recomputed_is_refused() -> None:
     samples = [(torch.randn(4), number % 4) for number in range(8)]
     job = tightfit.Job(model=Forgetful, data=samples, train=tightfit.Train(batch=4, steps=1))
     run = tightfit.build(job, tightfit.Plan(recompute="full"))

@@ -1,4 +1,4 @@
-"""Tensor parallelism beyond what the contract sees: dropout, what is sent, positions that do not divide, wrong tables."""
+"""Tensor parallelism beyond the contract: dropout, messages, indivisible positions, wrong tables."""
 
 from __future__ import annotations
 
@@ -55,14 +55,15 @@ def collectives(fields: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]
     return forward.found, backward.found
 
 
-def test_a_block_s_two_regions_send_one_sum_each_way() -> None:
-    """However many products share an input: one sum after each region in forward, one before it in backward."""
+def test_each_region_of_a_block_sends_one_sum_each_way() -> None:
+    """However many products share an input, there is one sum after each region in forward and one
+    before it in backward."""
     for forward, backward in together(2, HERE + "collectives", {"tp": 2}):
         assert forward == {"allreduce_": 2 * 4 + 3}  # with the embedding, and two for the loss
         assert backward == {"allreduce_": 2 * 4 + 1}  # with the head
 
 
-def test_divided_positions_send_a_gather_and_a_scatter_for_each_sum() -> None:
+def test_sequence_parallel_replaces_sums_by_gather_and_scatter() -> None:
     for forward, backward in together(2, HERE + "collectives", {"tp": 2, "sequence_parallel": True}):
         # each of two rows by itself: see distributed/collectives.py
         assert forward == {"allreduce_": 3, "broadcast_": 2 * (2 * 4 + 1), "reduce_": 2 * 2 * 4}
@@ -80,7 +81,8 @@ def dropped(fields: dict[str, Any], name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_dropout_is_the_same_where_activations_are_and_of_each_device_where_they_are_not(recompute: str) -> None:
+def test_dropout_is_equal_exactly_on_replicated_activations(recompute: str) -> None:
+    """On sharded activations each device draws its own."""
     name = "transformer.h.1.mlp.dropout"
     one, other = together(2, HERE + "dropped", {"tp": 2, "recompute": recompute}, name)
     assert torch.equal(one, other)  # of the residual stream, which both have
@@ -95,8 +97,8 @@ def trained(model: Any, fields: dict[str, Any], length: int = 16, **more: Any) -
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_dropout_is_drawn_again_as_it_was(recompute: str) -> None:
-    """With recomputation a step's losses and updates are those without."""
+def test_recomputation_draws_the_same_dropout(recompute: str) -> None:
+    """With recomputation the losses and updates of a step equal those without it."""
     for sequences in (False, True):
         fields = {"tp": 2, "sequence_parallel": sequences}
         kept = together(2, HERE + "trained", DROPPING, fields)[0]
@@ -107,7 +109,7 @@ def test_dropout_is_drawn_again_as_it_was(recompute: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("recompute", ["none", "every-2"])
-def test_positions_that_do_not_divide_are_padded(size: int, recompute: str) -> None:
+def test_indivisible_positions_are_padded(size: int, recompute: str) -> None:
     expected = trained(cases.LLAMA, {}, 13)
     fields = {"tp": size, "sequence_parallel": True, "recompute": recompute}
     model = {**cases.LLAMA, "num_key_value_heads": 4} if size == 4 else cases.LLAMA
@@ -119,7 +121,7 @@ def test_positions_that_do_not_divide_are_padded(size: int, recompute: str) -> N
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_positions_that_do_not_divide_are_padded_in_a_pipeline(schedule: str) -> None:
+def test_indivisible_positions_are_padded_in_a_pipeline(schedule: str) -> None:
     expected = trained(cases.LLAMA, {}, 13)
     pipeline = {
         "pp": 2,
@@ -140,15 +142,15 @@ def refused_in_training(fields: dict[str, Any], length: int) -> str:
     return str(refused.value)
 
 
-def test_recomputation_in_a_pipeline_wants_positions_that_divide() -> None:
-    """On every device, so that none waits for another."""
+def test_recomputing_in_a_pipeline_needs_divisible_positions() -> None:
+    """Every device refuses, so none waits for another."""
     fields = {"tp": 2, "sequence_parallel": True, "pp": 2, "micro_batch": 2, "recompute": "full"}
     for said in together(4, HERE + "refused_in_training", fields, 13):
         assert "recompute: none" in said
 
 
-def test_what_pads_positions_is_finite_in_fp16() -> None:
-    """ViT's norms add 1e-12 to a variance: of positions of zeros the inverse would overflow."""
+def test_padding_of_positions_is_finite_in_fp16() -> None:
+    """ViT's norms add 1e-12 to the variance: for positions of zeros the inverse would overflow."""
     plan = tightfit.Plan(tp=2, sequence_parallel=True, precision="fp16-true", loss_scale=128.0)
     expected = cases.plain_training(cases.make_case("vit"))
     losses, weights = cases.training(cases.make_case("vit"), plan)
@@ -163,8 +165,8 @@ PRODUCTS = {f"*.{name}_proj": "colwise" for name in ("q", "k", "v", "gate", "up"
 
 @pytest.mark.parametrize("style", ["colwise", "colwise_gather_output", "whole"])
 @pytest.mark.parametrize("more", [{}, {"sequence_parallel": True}, {"chunked_loss": 8}])
-def test_a_table_that_names_the_head(style: str, more: dict[str, Any]) -> None:
-    """By vocabulary, gathered, or whole on every device: the same training."""
+def test_a_table_may_shard_the_head(style: str, more: dict[str, Any]) -> None:
+    """Sharded by vocabulary, gathered, or whole on every device: the training is the same."""
     model = {**cases.LLAMA, "tie_word_embeddings": False}
     expected = trained(model, {})
     model["tensor_parallel"] = {**PRODUCTS, "lm_head": style}
@@ -174,7 +176,7 @@ def test_a_table_that_names_the_head(style: str, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("style", ["colwise_gather_output", "whole"])
-def test_a_head_that_is_not_divided_by_vocabulary_in_a_pipeline(style: str) -> None:
+def test_a_pipeline_accepts_a_head_not_sharded_by_vocabulary(style: str) -> None:
     model = {**cases.LLAMA, "tie_word_embeddings": False}
     expected = trained(model, {})
     model["tensor_parallel"] = {**PRODUCTS, "lm_head": style}
@@ -192,7 +194,7 @@ def widths(style: str) -> tuple[int, int]:
     return run.model.lm_head.weight.shape[0], run.objective.logits(run.model, batch).shape[-1]
 
 
-def test_what_of_the_head_is_here() -> None:
+def test_the_local_width_of_the_head_is_found() -> None:
     size = cases.LLAMA["vocab_size"]
     assert together(2, HERE + "widths", "colwise") == [(size // 2, size // 2)] * 2
     assert together(2, HERE + "widths", "colwise_gather_output") == [(size // 2, size)] * 2
@@ -234,7 +236,7 @@ def own_trained(fields: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]
 
 
 @pytest.mark.parametrize("sequences", [False, True])
-def test_a_user_s_model_is_divided_by_its_own_table(sequences: bool) -> None:
+def test_a_user_s_model_is_sharded_by_its_own_table(sequences: bool) -> None:
     expected = own_trained({})
     for losses, weights in together(2, HERE + "own_trained", {"tp": 2, "sequence_parallel": sequences}):
         assert losses == pytest.approx(expected[0], rel=2e-6)
@@ -268,6 +270,6 @@ def refusal(model: Any, fields: dict[str, Any]) -> str:
         ),
     ],
 )
-def test_what_cannot_be_divided_is_refused(model: Any, fields: dict[str, Any], words: str) -> None:
+def test_models_that_cannot_be_sharded_are_refused(model: Any, fields: dict[str, Any], words: str) -> None:
     for said in together(2, HERE + "refusal", model, fields):
         assert words in said

@@ -84,22 +84,22 @@ def test_one_layer_is_a_list_of_one():
     assert names(model_factory(spec)()) == ["model.layers.0"]
 
 
-def test_the_stages_of_a_convolutional_network_are_found_among_its_layers():
+def test_stages_of_a_convolutional_network_are_found():
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), Residual(8), Residual(8), nn.Flatten(), nn.Linear(8, 2))
     assert names(net) == ["2", "3"]
     stages = [nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU()) for _ in range(2)]
     assert names(nn.Sequential(*stages, nn.Linear(3, 2))) == ["0", "1"]
 
 
-def test_siblings_of_one_class_are_blocks_where_there_is_no_list():
+def test_siblings_of_one_class_are_blocks_without_a_list():
     assert names(Siblings()) == ["first", "second"]
 
 
-def test_the_outermost_repetition_wins():
+def test_the_outermost_repetition_is_taken():
     assert names(nn.Sequential(nn.Linear(1, 1), nn.ModuleList([Experts(), Experts()]))) == ["1.0", "1.1"]
 
 
-def test_torchs_own_transformer_has_both_its_lists():
+def test_both_lists_of_torch_s_transformer_are_found():
     model = nn.Transformer(8, 2, 2, 2, 8, batch_first=True, device="meta")
     assert names(model) == ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"]
 
@@ -121,7 +121,7 @@ def test_a_model_without_repetition_has_no_blocks():
     assert names(nn.LSTM(3, 4, 2)) == []
 
 
-def test_the_user_names_the_lists():
+def test_lists_named_by_the_user_are_taken():
     model = nn.ModuleDict({"one": nn.Sequential(nn.Linear(1, 1), nn.ReLU()), "two": nn.Sequential(nn.Linear(1, 1))})
     assert names(model, "two") == ["two.0"]
     assert names(model, "one, two") == ["one.0", "one.1", "two.0"]

@@ -1,4 +1,4 @@
-"""Caches of models' code hold no tensors without values after a trace, and none with values in one."""
+"""Caches in models' code hold no fake tensors after a trace, and no real ones during one."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def all_results() -> list[Tensor]:
     return [bounded(8), unbounded(8)[0], Remembers.of_class(8), TABLES[8], Remembers.known[8]]
 
 
-def test_a_trace_and_a_training_use_the_same_code_one_after_the_other() -> None:
+def test_a_training_works_after_a_trace_and_vice_versa() -> None:
     kept = without_tensors(8)
     job: Any = tightfit.Job(model=Remembers, data=[(torch.zeros(8), 1)] * 8, train=tightfit.Train(batch=4, steps=1))
     for _ in range(2):
@@ -95,7 +95,7 @@ def test_a_trace_and_a_training_use_the_same_code_one_after_the_other() -> None:
     assert without_tensors(8) is kept
 
 
-def test_what_dicts_held_is_there_again_and_what_a_trace_left_is_not() -> None:
+def test_dict_caches_are_restored_after_a_trace() -> None:
     TABLES[3] = real = torch.arange(3)
     with isolated_model_caches(), FakeTensorMode():
         assert not TABLES
@@ -118,7 +118,7 @@ def test_beit_with_relative_positions_is_predicted_and_trains() -> None:
 RINGS: dict[str, Any] = {}
 
 
-def test_a_dict_that_holds_itself_is_no_hindrance() -> None:
+def test_a_dict_that_contains_itself_is_restored() -> None:
     RINGS["self"], RINGS["table"] = RINGS, torch.arange(2)
     try:
         with isolated_model_caches():

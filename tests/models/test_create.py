@@ -1,4 +1,4 @@
-"""Models are made from specs and callables; what cannot be made is refused with the change that works."""
+"""Models are created from specs and callables; specs that cannot be created are refused with a fix."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ def refusal(spec: ModelSpec) -> InputError:
     return caught.value
 
 
-def test_importing_the_room_imports_no_torch():
+def test_importing_the_package_imports_no_torch():
     code = "import sys, tightfit.models; print({'torch', 'transformers'} & set(sys.modules))"
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert seen.stdout.strip() == "set()"
@@ -60,7 +60,7 @@ def test_vit_classifies_images_at_the_size_of_its_config():
     assert model_factory(VIT)()(pixel_values=torch.zeros(2, 3, 8, 8)).logits.shape == (2, 3)
 
 
-def test_t5_reads_labels_moved_to_the_right_by_its_start_token():
+def test_t5_reads_labels_shifted_right_by_its_start_token():
     model = model_factory(T5)()
     assert model.prepare_decoder_input_ids_from_labels(labels=torch.tensor([[7, 8]])).tolist() == [[0, 7]]
 
@@ -95,7 +95,7 @@ def test_vocabulary_size_is_known_before_the_model_exists():
     assert vocabulary_size(ModelSpec(python="a.py:f")) is None
 
 
-def test_special_tokens_outside_a_smaller_vocabulary_are_dropped():
+def test_special_tokens_outside_the_vocabulary_are_dropped():
     assert model_config(ModelSpec(preset="gpt2", config={"vocab_size": 300})).eos_token_id is None
     assert model_config(ModelSpec(preset="gpt2")).eos_token_id == 50256
 
@@ -173,7 +173,7 @@ def test_a_pretrained_folder_on_meta_reads_no_weights(pretrained):
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
-def test_folders_that_are_none_are_refused(pretrained):
+def test_folders_without_a_model_are_refused(pretrained):
     near = refusal(ModelSpec.parse({"from": str(pretrained.parent / "lama")}))
     assert near.fix == f"did you mean {pretrained}?"
     (pretrained / "model.safetensors").unlink()
@@ -260,7 +260,7 @@ def test_a_missing_module_is_refused():
     assert refusal(ModelSpec(python="no_such.module:make")).found == "there is no module no_such"
 
 
-def test_running_out_of_memory_is_not_the_specs_mistake():
+def test_running_out_of_memory_is_not_blamed_on_the_spec():
     def make() -> nn.Module:
         raise torch.OutOfMemoryError("out of memory")
 
@@ -269,8 +269,9 @@ def test_running_out_of_memory_is_not_the_specs_mistake():
 
 
 @pytest.mark.parametrize("architecture", ["m2m_100", "blenderbot", "blenderbot-small"])
-def test_a_decoder_reads_the_labels_as_the_model_itself_moves_them(architecture: str) -> None:
-    """Of models that have no method for it: the loss is the one that they compute of labels themselves."""
+def test_a_decoder_reads_labels_shifted_as_by_the_model(architecture: str) -> None:
+    """For models without a method of their own: the loss equals the one that the model computes
+    from labels."""
     config = {
         "d_model": 16,
         "encoder_ffn_dim": 16,

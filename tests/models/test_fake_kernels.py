@@ -1,4 +1,4 @@
-"""What operations give on tensors without values where torch does not know it, and what is said of those that fail."""
+"""Operations on fake tensors that torch does not support, and the errors of those that fail."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def product(left: Tensor, right: Tensor, offsets: Tensor | None) -> list[torch.S
     ],
     ids=str,
 )
-def test_products_of_groups_have_their_real_shapes(left: Any, right: Any, dtype: torch.dtype) -> None:
+def test_grouped_products_have_their_real_shapes(left: Any, right: Any, dtype: torch.dtype) -> None:
     cut = {2: DEPTH if len(right) == 2 else ROWS, 3: COLUMNS}[len(left)]
     offsets = None if len(left) == len(right) == 3 else torch.tensor([cut // 2, cut], dtype=torch.int32)
     real = product(torch.randn(left, dtype=dtype), torch.randn(right, dtype=dtype), offsets)
@@ -63,8 +63,8 @@ def test_products_of_groups_have_their_real_shapes(left: Any, right: Any, dtype:
         assert product(torch.randn(left, dtype=dtype), torch.randn(right, dtype=dtype), offsets) == real
 
 
-def test_products_of_groups_count_as_what_they_multiply() -> None:
-    """All rows go through one expert each."""
+def test_grouped_products_count_their_flops() -> None:
+    """Each row goes through one expert."""
     assert grouped_mm_flops((ROWS, DEPTH), (GROUPS, DEPTH, COLUMNS), (GROUPS,)) == 2 * ROWS * DEPTH * COLUMNS
     assert grouped_mm_flops((DEPTH, ROWS), (ROWS, COLUMNS), (GROUPS,)) == 2 * ROWS * DEPTH * COLUMNS
     assert grouped_mm_sizes((ROWS, DEPTH), (GROUPS, DEPTH, COLUMNS), GROUPS) == (GROUPS, ROWS / GROUPS, COLUMNS, DEPTH)
@@ -111,7 +111,7 @@ class Fails(nn.Module):
         return torch._scaled_mm(x, self.weight, one, one)
 
 
-def test_what_fails_without_values_is_said_once_and_clearly(logged: list[str]) -> None:
+def test_failures_on_fake_tensors_raise_and_log_nothing(logged: list[str]) -> None:
     data: list[Any] = [(torch.ones(16), 0) for _ in range(8)]
     job = tightfit.Job(model=Fails, data=data, train=tightfit.Train(batch=4, steps=1))
     with pytest.raises(Untraceable, match="fails on tensors without values"):

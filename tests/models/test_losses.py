@@ -1,4 +1,5 @@
-"""What is given as a model or a loss: torch's own losses train as in plain PyTorch; for what cannot, a sentence says what to give."""
+"""torch's own losses train as in plain PyTorch; for losses that cannot be trained, one sentence
+says what to give."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def job_of(loss: Any, targets: Tensor | None = None, **fields: Any) -> tightfit.
 
 
 @pytest.mark.parametrize(("loss", "targets"), LOSSES, ids=lambda one: getattr(one, "__name__", type(one).__name__))
-def test_torchs_losses_train_as_plain_pytorch(loss: Any, targets: Tensor) -> None:
+def test_torch_s_losses_train_like_plain_pytorch(loss: Any, targets: Tensor) -> None:
     expected, reference = plain(loss, targets, 3)
     for plan in (tightfit.Plan(), tightfit.Plan(micro_batch=3)):
         run = tightfit.build(job_of(loss, targets), plan)
@@ -90,7 +91,7 @@ def test_torchs_losses_train_as_plain_pytorch(loss: Any, targets: Tensor) -> Non
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
-def test_a_loss_of_torchs_takes_dicts_too_and_is_predicted() -> None:
+def test_torch_s_losses_accept_dicts_and_are_predicted() -> None:
     data = [{"x": x, "labels": y} for x, y in zip(INPUTS, BITS, strict=True)]
     job = job_of(nn.BCEWithLogitsLoss(), data=data)
     expected = [
@@ -142,7 +143,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "says"), [one[1:] for one in WRONG], ids=[one[0] for one in WRONG])
-def test_what_cannot_be_trained_is_said_in_a_sentence(fields: dict[str, Any], says: str) -> None:
+def test_losses_that_cannot_be_trained_are_refused_clearly(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(tightfit.InputError, match=says) as raised:
         for _ in tightfit.train(tightfit.build(job_of(**{"loss": nn.MSELoss(), **fields}), tightfit.Plan())):
             pass

@@ -1,4 +1,4 @@
-"""Each preset has the parameter count that was published with it."""
+"""Each preset has its published parameter count."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_most_presets_are_exact():
 
 
 @pytest.mark.parametrize("key", ["n_layer", "num_hidden_layers"])
-def test_config_keys_beside_a_preset_override_it_under_either_name(key):
+def test_config_keys_override_a_preset_under_either_name(key):
     with torch.device("meta"):
         model = model_factory(ModelSpec.parse({"preset": "gpt2", key: 2}))()
     assert len(model.transformer.h) == 2

@@ -1,3 +1,5 @@
+"""States in 8 and 4 bits: maps, bytes, layout, and agreement with torchao."""
+
 import itertools
 from collections.abc import Callable
 
@@ -14,7 +16,7 @@ NAMES = {True: "exp_avg", False: "exp_avg_sq"}
 
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_maps_are_torchaos_but_for_the_zero_of_second_moments(bits: int, signed: bool) -> None:
+def test_maps_equal_torchao_s_except_zero_of_second_moments(bits: int, signed: bool) -> None:
     torchao = pytest.importorskip(f"torchao.optim.subclass_{bits}bit")
     theirs = list(torchao.get_qmap_signed() if signed else torchao.get_qmap_unsigned())
     if not signed and bits == 8:
@@ -25,7 +27,7 @@ def test_maps_are_torchaos_but_for_the_zero_of_second_moments(bits: int, signed:
 
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_states_come_back_as_from_torchao(bits: int, signed: bool) -> None:
+def test_states_are_restored_like_torchao_s(bits: int, signed: bool) -> None:
     torchao = pytest.importorskip(f"torchao.optim.subclass_{bits}bit")
     torch.manual_seed(0)
     state = torch.randn(64, 96) * 10 ** torch.randn(64, 1)
@@ -44,7 +46,7 @@ def test_states_come_back_as_from_torchao(bits: int, signed: bool) -> None:
 
 
 @pytest.mark.parametrize(("bits", "expected"), [(8, 1.0), (4, 0.5)])
-def test_bytes_held(bits: int, expected: float) -> None:
+def test_packed_states_take_the_expected_bytes(bits: int, expected: float) -> None:
     state = torch.randn(64, 128)
     packed = BlockQuantizer(bits, CPU).quantize("exp_avg", state)
     assert packed["codes"].untyped_storage().nbytes() == expected * state.numel()
@@ -71,7 +73,7 @@ def test_layout_and_type_follow_the_weight(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_zeros_stay_zeros_where_signed_and_small_where_not(bits: int) -> None:
+def test_zeros_stay_zero_if_signed_and_small_if_not(bits: int) -> None:
     zeros, blocks = torch.zeros(4096), BlockQuantizer(bits, CPU)
     assert torch.equal(blocks.dequantize("exp_avg", blocks.quantize("exp_avg", zeros), zeros), zeros)
     assert blocks.dequantize("exp_avg_sq", blocks.quantize("exp_avg_sq", zeros), zeros).max() <= 1e-12
@@ -90,8 +92,9 @@ def allocated(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_temporaries_are_the_fp32_values_and_their_codes(bits: int) -> None:
-    """8 bytes an element in either direction, and no int64 copy of the codes, which an index would make unseen."""
+def test_temporaries_are_fp32_values_and_codes(bits: int) -> None:
+    """Each direction takes 8 bytes per element, and no int64 copy of the codes, which indexing
+    would create."""
     state, blocks = torch.randn(256, 1024), BlockQuantizer(bits, CPU)
     packed = blocks.quantize("exp_avg", state)
     for work in (lambda: blocks.dequantize("exp_avg", packed, state), lambda: blocks.quantize("exp_avg", state)):

@@ -1,4 +1,4 @@
-"""Updates in batches give what updates of one parameter at a time do, with fewer kernels."""
+"""Batched updates give the results of updates of one parameter at a time, with fewer kernels."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_batches_give_the_same_bits_as_one_parameter_at_a_time(
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_so_do_fused_kernels(name: str) -> None:
+def test_fused_kernels_give_the_same_bits_in_batches(name: str) -> None:
     (model, together), (other, alone) = both(name, torch.bfloat16, True, states="8-bit", rounding="kahan")
     for one, optimizer in ((model, together), (other, alone)):
         steps(one, optimizer, range(3))
@@ -77,7 +77,7 @@ def test_so_do_fused_kernels(name: str) -> None:
 
 
 @pytest.mark.parametrize("width", ["fp32", "8-bit"])
-def test_states_in_a_store(width: str) -> None:
+def test_stored_states_give_the_same_bits_in_batches(width: str) -> None:
     (model, together), (other, alone) = (
         both("adamw", torch.bfloat16, states=width, rounding="kahan", state_store=store)[one]
         for one, store in enumerate(Store(Plan(), torch.device("cpu")) for _ in range(2))
@@ -87,7 +87,7 @@ def test_states_in_a_store(width: str) -> None:
     assert_same(model, other)
 
 
-def test_wide_updates_of_fp16_weights() -> None:
+def test_fp32_updates_of_fp16_weights_are_the_same_in_batches() -> None:
     (model, together), (other, alone) = both("adamw", torch.float16, fp32_updates=True)
     for one, optimizer in ((model, together), (other, alone)):
         one.float()(torch.zeros(2, 2, dtype=torch.long)).square().mean().backward()
@@ -100,7 +100,7 @@ def test_wide_updates_of_fp16_weights() -> None:
     assert {state["exp_avg"].dtype for state in together.state.values() if state} == {torch.float32}
 
 
-def test_weights_that_are_not_laid_out_row_by_row() -> None:
+def test_non_contiguous_weights_are_updated_the_same() -> None:
     ends = []
     for kind, fused in itertools.product((MultiTensor, PerParameter), (False, True)):
         torch.manual_seed(0)
@@ -116,7 +116,7 @@ def test_weights_that_are_not_laid_out_row_by_row() -> None:
     assert torch.equal(ends[1], ends[3])
 
 
-def test_what_is_kept_takes_no_more_and_nothing_wide_is_left() -> None:
+def test_batches_keep_no_more_bytes_and_no_fp32_tensors() -> None:
     for width, expected in {"fp32": 8 + 2, "bf16": 4 + 2, "8-bit": 2 + 8 / 256 + 2, "4-bit": 1 + 8 / 128 + 2}.items():
         model, optimizer = both("adamw", torch.bfloat16, states=width, rounding="kahan")[0]
         steps(model, optimizer, range(3))
@@ -125,7 +125,7 @@ def test_what_is_kept_takes_no_more_and_nothing_wide_is_left() -> None:
         assert not optimizer._inner.param_groups
 
 
-def test_a_run_goes_on_in_batches_from_one_by_one_and_back() -> None:
+def test_a_run_resumes_in_batches_and_back() -> None:
     for first, second in itertools.permutations((0, 1)):
         (model, before), (same, whole) = (
             both("adamw", torch.bfloat16, states="8-bit", rounding="stochastic")[first] for _ in "ab"
@@ -139,7 +139,7 @@ def test_a_run_goes_on_in_batches_from_one_by_one_and_back() -> None:
         assert_same(resumed, same)
 
 
-def test_a_batch_has_as_many_elements_as_the_largest_parameter_or_a_fixed_number() -> None:
+def test_a_batch_holds_the_largest_parameter_or_a_fixed_count() -> None:
     large = 3 * in_batches.ELEMENTS
     assert update_batches([large, 10, large - 10, 1], large) == [range(1), range(1, 3), range(3, 4)]
     assert update_batches([1, 2, 3], 3) == [range(3)]

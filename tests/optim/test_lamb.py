@@ -1,3 +1,5 @@
+"""LAMB follows the algorithm of its paper."""
+
 import math
 
 import pytest
@@ -36,13 +38,13 @@ def paper(w: Tensor, grads: list[Tensor], lr: float, eps: float, decay: float, l
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, math.inf), (0.0, 2.0), (9.0, 20.0)])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_matrix_follows_the_papers_algorithm(low: float, high: float, decay: float) -> None:
+def test_matrix_follows_the_paper_s_algorithm(low: float, high: float, decay: float) -> None:
     start, grads = torch.linspace(-1, 2, 35, dtype=torch.float64).view(5, 7), gradients((5, 7))
     ours = run(start, grads, lr=0.05, betas=(0.9, 0.99), eps=1e-6, weight_decay=decay, clamp=(low, high))
     torch.testing.assert_close(ours, paper(start, grads, 0.05, 1e-6, decay, low, high), rtol=1e-12, atol=1e-12)
 
 
-def test_vector_takes_adams_step_without_decay() -> None:
+def test_vector_takes_adam_s_step_without_decay() -> None:
     start, grads = torch.linspace(-1, 2, 9, dtype=torch.float64), gradients((9,))
     ours = run(start, grads, lr=0.05, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1)
     adam = torch.nn.Parameter(start.clone())
@@ -53,7 +55,7 @@ def test_vector_takes_adams_step_without_decay() -> None:
     torch.testing.assert_close(ours, adam.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_gradient_scale_does_not_matter_and_step_length_is_the_weights_norm() -> None:
+def test_step_length_is_the_weight_norm_at_any_gradient_scale() -> None:
     start, grads = torch.linspace(-1, 2, 35, dtype=torch.float64).view(5, 7), gradients((5, 7))
     ours = run(start, grads, lr=0.05, eps=1e-30)
     scaled = run(start, [1000 * grad for grad in grads], lr=0.05, eps=1e-30)
@@ -62,14 +64,14 @@ def test_gradient_scale_does_not_matter_and_step_length_is_the_weights_norm() ->
     torch.testing.assert_close(first.norm(), 0.05 * start.norm(), rtol=1e-12, atol=0)
 
 
-def test_weight_of_zeros_moves_and_gradient_of_zeros_does_not_break() -> None:
+def test_zero_weights_move_and_zero_gradients_are_safe() -> None:
     zeros, grads = torch.zeros(3, 4, dtype=torch.float64), gradients((3, 4), 1)
     assert run(zeros, grads, lr=0.05).abs().min() > 0.04  # ratio 1: Adam's first step, lr times the sign
     ones = torch.ones(3, 4, dtype=torch.float64)
     torch.testing.assert_close(run(ones, [zeros], lr=0.05), ones)
 
 
-def test_parameter_without_gradient_is_left_alone_and_closure_is_called() -> None:
+def test_closure_is_called_and_missing_gradients_are_skipped() -> None:
     used, unused = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2))
     optimizer = LAMB([used, unused], lr=0.1)
 

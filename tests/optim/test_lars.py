@@ -1,3 +1,5 @@
+"""LARS follows the algorithm of its paper."""
+
 import pytest
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ def paper(w: Tensor, grads: list[Tensor], lr: float, momentum: float, decay: flo
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.05])
-def test_matrix_follows_the_papers_algorithm(decay: float) -> None:
+def test_matrix_follows_the_paper_s_algorithm(decay: float) -> None:
     start, grads = torch.linspace(-1, 2, 35, dtype=torch.float64).view(5, 7), gradients((5, 7))
     ours = run(start, grads, lr=2.0, momentum=0.8, weight_decay=decay, trust=0.02)
     torch.testing.assert_close(ours, paper(start, grads, 2.0, 0.8, decay, 0.02), rtol=1e-12, atol=1e-12)
@@ -48,7 +50,7 @@ def test_vector_takes_momentum_sgd_without_decay() -> None:
     torch.testing.assert_close(ours, other.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_gradient_scale_does_not_matter_and_step_length_is_the_weights_norm() -> None:
+def test_step_length_is_the_weight_norm_at_any_gradient_scale() -> None:
     start, grads = torch.linspace(-1, 2, 35, dtype=torch.float64).view(5, 7), gradients((5, 7))
     scaled = run(start, [1000 * grad for grad in grads], lr=2.0, trust=0.02)
     torch.testing.assert_close(run(start, grads, lr=2.0, trust=0.02), scaled, rtol=1e-12, atol=1e-12)
@@ -56,14 +58,14 @@ def test_gradient_scale_does_not_matter_and_step_length_is_the_weights_norm() ->
     torch.testing.assert_close(first.norm(), 0.04 * start.norm(), rtol=1e-12, atol=0)
 
 
-def test_weight_of_zeros_moves_and_gradient_of_zeros_does_not_break() -> None:
+def test_zero_weights_move_and_zero_gradients_are_safe() -> None:
     zeros, grads = torch.zeros(3, 4, dtype=torch.float64), gradients((3, 4), 1)
     torch.testing.assert_close(run(zeros, grads, lr=0.5), -0.5 * grads[0])
     ones = torch.ones(3, 4, dtype=torch.float64)
     torch.testing.assert_close(run(ones, [zeros], lr=0.5), ones)
 
 
-def test_parameter_without_gradient_is_left_alone_and_closure_is_called() -> None:
+def test_closure_is_called_and_missing_gradients_are_skipped() -> None:
     used, unused = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2))
     optimizer = LARS([used, unused], lr=1.0)
 

@@ -1,3 +1,5 @@
+"""Lion follows the algorithm of its paper."""
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ def run(start: Tensor, grads: list[Tensor], **options: object) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(5, 7), (9,), ()])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_follows_the_papers_algorithm(shape: tuple[int, ...], decay: float) -> None:
+def test_follows_the_paper_s_algorithm(shape: tuple[int, ...], decay: float) -> None:
     grads = gradients(shape)
     w = start = torch.full(shape, 0.5, dtype=torch.float64)
     m = torch.zeros_like(w)
@@ -33,7 +35,8 @@ def test_follows_the_papers_algorithm(shape: tuple[int, ...], decay: float) -> N
     torch.testing.assert_close(ours, w, rtol=1e-12, atol=1e-12)
 
 
-def test_every_element_moves_by_the_learning_rate_whatever_the_gradients_scale() -> None:
+def test_every_element_moves_by_the_learning_rate() -> None:
+    """The scale of the gradients does not matter."""
     start, grads = torch.ones(5, 7, dtype=torch.float64), gradients((5, 7))
     moved = run(start, grads[:1], lr=0.01) - start
     torch.testing.assert_close(moved.abs(), torch.full_like(start, 0.01), rtol=1e-12, atol=0)
@@ -41,7 +44,7 @@ def test_every_element_moves_by_the_learning_rate_whatever_the_gradients_scale()
     torch.testing.assert_close(run(start, grads, lr=0.01), scaled, rtol=1e-12, atol=0)
 
 
-def test_parameter_without_gradient_is_left_alone_and_closure_is_called() -> None:
+def test_closure_is_called_and_missing_gradients_are_skipped() -> None:
     used, unused = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2))
     optimizer = Lion([used, unused], lr=0.1)
 

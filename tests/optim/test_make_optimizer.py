@@ -1,3 +1,5 @@
+"""Optimizers made from a job's settings: parameter groups, kernels, step lengths, refusals."""
+
 import io
 from typing import get_args
 
@@ -29,7 +31,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_trainable_parameter_is_in_exactly_one_group_and_only_matrices_decay(name: str, tied: bool) -> None:
+def test_each_parameter_is_in_one_group_and_matrices_decay(name: str, tied: bool) -> None:
+    """Only trainable parameters are in a group, and only matrices decay."""
     model = make_model(tied)
     model[1].bias.requires_grad_(False)
     optimizer = make_optimizer(model, Train(optimizer=name, weight_decay=0.1, learning_rate=0.2))
@@ -85,8 +88,8 @@ def test_fused_kernel_agrees_with_the_default_one(name: str, dtype: torch.dtype)
         torch.testing.assert_close(default, fused, rtol=tolerance, atol=tolerance)
 
 
-def test_a_first_gradient_may_come_late() -> None:
-    """As where a layer is left out of some steps; torch's fused kernel of SGD would fail."""
+def test_the_first_gradient_may_come_in_a_later_step() -> None:
+    """A layer may be skipped in the first steps; torch's fused SGD kernel would fail."""
     models = [make_model() for _ in range(2)]
     train = Train(optimizer="sgd", learning_rate=0.01)
     optimizers = [make_optimizer(model, train, fused=fused) for model, fused in zip(models, (False, True), strict=True)]
@@ -99,7 +102,7 @@ def test_a_first_gradient_may_come_late() -> None:
         torch.testing.assert_close(default, fused)
 
 
-def test_kernel_is_the_plans_also_after_a_resume() -> None:
+def test_the_plan_s_kernel_is_used_after_a_resume() -> None:
     model = make_model()
     default = make_optimizer(model, Train())
     step(model, default, 0)
@@ -112,7 +115,7 @@ def test_kernel_is_the_plans_also_after_a_resume() -> None:
     step(model, default, 2)
 
 
-def test_a_step_of_muon_is_as_long_as_one_of_adamw() -> None:
+def test_a_muon_step_is_as_long_as_an_adamw_step() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 2))
     optimizer = make_optimizer(model, Train(optimizer="muon", learning_rate=0.1))
@@ -123,7 +126,7 @@ def test_a_step_of_muon_is_as_long_as_one_of_adamw() -> None:
     assert 0.14 < moved < 0.26  # AdamW's is about 0.2
 
 
-def test_what_cannot_be_optimized_is_refused() -> None:
+def test_parameters_that_cannot_be_optimized_are_refused() -> None:
     with pytest.raises(InputError, match="fused_optimizer: false with lamb"):
         make_optimizer(make_model(), Train(optimizer="lamb"), fused=True)
     with pytest.raises(InputError, match="no hidden matrix"):
@@ -141,7 +144,7 @@ def test_what_cannot_be_optimized_is_refused() -> None:
     ("name", "fields", "moved"),
     [("lars", {"trust": 0.01, "momentum": 0.0}, 0.01 * 0.5), ("lamb", {"norm_clamp": (0.0, 0.25)}, 0.5 * 0.25)],
 )
-def test_how_far_a_layer_moves_is_set_by_the_job(name: str, fields: dict[str, object], moved: float) -> None:
+def test_the_job_sets_the_layerwise_step_length(name: str, fields: dict[str, object], moved: float) -> None:
     model = nn.Linear(4, 4, bias=False)
     nn.init.constant_(model.weight, 0.125)  # of norm 0.5
     before = model.weight.detach().clone()
@@ -152,6 +155,6 @@ def test_how_far_a_layer_moves_is_set_by_the_job(name: str, fields: dict[str, ob
     torch.testing.assert_close((model.weight - before).norm(), torch.tensor(rate * moved))
 
 
-def test_norms_the_wrong_way_round_are_refused() -> None:
+def test_a_norm_clamp_in_the_wrong_order_is_refused() -> None:
     with pytest.raises(InputError, match="smaller one first"):
         Train(optimizer="lamb", norm_clamp=(2.0, 1.0))

@@ -1,3 +1,5 @@
+"""Muon updates hidden matrices, and AdamW the rest, like torch's two optimizers side by side."""
+
 import torch
 from torch import nn
 
@@ -25,7 +27,8 @@ def names_of(model: nn.Module, parameters: list[nn.Parameter]) -> set[str]:
     return {name for name, parameter in model.named_parameters() if any(parameter is p for p in parameters)}
 
 
-def test_hidden_matrices_are_neither_embedding_nor_head_nor_vectors_nor_frozen() -> None:
+def test_hidden_matrices_exclude_embedding_head_and_vectors() -> None:
+    """Frozen matrices are excluded too."""
     for tied in (False, True):
         model = TinyLM(tied)
         assert names_of(model, hidden_matrices(model)) == {"up.weight", "mix"}

@@ -1,3 +1,6 @@
+"""The optimizer that updates one parameter at a time: bit-for-bit equality, narrow states,
+rounding, resuming."""
+
 import copy
 import gc
 import io
@@ -93,7 +96,7 @@ def test_equals_the_plain_optimizer_bit_for_bit(name: str, in_backward: bool, dt
     assert torch.equal(ours[0].unused.weight, Model(dtype).unused.weight)
 
 
-def test_backward_frees_each_gradient_and_updates_a_tied_weight_once() -> None:
+def test_backward_frees_gradients_and_updates_tied_weights_once() -> None:
     model, optimizer = make("sgd")
     optimizer.attach()
     seen = []
@@ -149,7 +152,7 @@ def bytes_per_element(optimizer: PerParameter, parameter: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_bytes_held_between_updates(name: str) -> None:
+def test_states_take_the_expected_bytes_between_updates(name: str) -> None:
     states = 2 if name in ("adamw", "lamb") else 1
     expected = {"fp32": 4, "bf16": 2, "8-bit": 1 + 4 / 256, "4-bit": 0.5 + 4 / 128}
     for width in WIDTHS:
@@ -164,8 +167,8 @@ def test_bytes_held_between_updates(name: str) -> None:
 
 @pytest.mark.parametrize(("width", "within"), [("bf16", 0.002), ("8-bit", 0.003), ("4-bit", 0.03)])
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_narrow_states_train_as_fp32_ones(name: str, width: str, within: float) -> None:
-    """Within a share of the loss they start from, after 30 steps."""
+def test_narrow_states_train_like_fp32_states(name: str, width: str, within: float) -> None:
+    """After 30 steps the losses agree within a share of the initial loss."""
     start = backward(Model(), 0)
     exact, narrow = make(name), make(name, states=width)
     ends = [steps(model, optimizer, range(30)) for model, optimizer in (exact, narrow)]
@@ -175,7 +178,8 @@ def test_narrow_states_train_as_fp32_ones(name: str, width: str, within: float) 
 
 
 @pytest.mark.parametrize("width", ["8-bit", "4-bit"])
-def test_a_small_second_moment_beside_a_large_one_does_not_throw_the_weight_away(width: str) -> None:
+def test_quantized_small_second_moments_give_no_huge_step(width: str) -> None:
+    """A weight whose second moment is small beside a large one takes no huge step."""
     weight = nn.Parameter(torch.zeros(64, 256))
     optimizer = PerParameter(torch.optim.AdamW([weight], lr=0.01), width)
     gradient = torch.full((64, 256), 2e-4)
@@ -196,7 +200,7 @@ def drift(rounding: str, states: str = "fp32") -> Tensor:
     return weight.detach().float()
 
 
-def test_small_updates_of_a_bf16_weight() -> None:
+def test_small_updates_of_a_bf16_weight_need_compensation() -> None:
     assert (drift("nearest") == 1).all()
     assert (drift("kahan") - 0.9).abs().max() < 0.004  # the distance between bf16 numbers there
     moved = drift("stochastic")
@@ -213,7 +217,7 @@ def test_kahan_costs_two_bytes_and_nearest_none() -> None:
         assert bytes_per_element(optimizer, model.up.weight) == expected
 
 
-def test_wide_keeps_what_fp16_cannot_hold() -> None:
+def test_fp32_updates_keep_values_too_small_for_fp16() -> None:
     for fp32_updates in (False, True):
         weight = nn.Parameter(torch.ones(4096, dtype=torch.float16))
         optimizer = PerParameter(
@@ -226,7 +230,7 @@ def test_wide_keeps_what_fp16_cannot_hold() -> None:
         assert bytes_per_element(optimizer, weight) == (8 if fp32_updates else 4)
 
 
-def test_kahan_carries_what_an_fp32_weight_would_hold() -> None:
+def test_kahan_with_bf16_weights_matches_fp32_weights() -> None:
     exact, model = make("adamw"), make("adamw", torch.bfloat16, rounding="kahan")
     exact[0].load_state_dict(model[0].state_dict())
     generator = torch.Generator().manual_seed(0)
@@ -243,7 +247,7 @@ def test_kahan_carries_what_an_fp32_weight_would_hold() -> None:
     assert torch.equal(carried.bfloat16(), weight)
 
 
-def test_stochastic_rounding_is_unbiased_and_exact_on_bf16_numbers() -> None:
+def test_stochastic_rounding_is_unbiased_and_keeps_bf16_exact() -> None:
     generator = torch.Generator().manual_seed(0)
     for value in (1.001, -1.001, 3.14159e-5, -7.7e4):
         values = torch.full((100_000,), value)
@@ -257,7 +261,7 @@ def test_stochastic_rounding_is_unbiased_and_exact_on_bf16_numbers() -> None:
     assert torch.equal(round_stochastically_(kept.clone(), generator), kept)
 
 
-def test_each_weight_is_rounded_by_noise_of_its_own() -> None:
+def test_each_weight_is_rounded_with_its_own_noise() -> None:
     weights = [nn.Parameter(torch.ones(256, dtype=torch.bfloat16)) for _ in range(2)]
     optimizer = PerParameter(torch.optim.SGD(weights, lr=0.002), rounding="stochastic")
     for weight in weights:
@@ -310,7 +314,7 @@ def widened(optimizer: torch.optim.Optimizer, parameter: Tensor, name: str) -> T
 
 
 @pytest.mark.parametrize(("saved_as", "loaded_as"), list(itertools.product(["plain", *WIDTHS], repeat=2)))
-def test_states_of_any_width_load_into_any_other(saved_as: str, loaded_as: str) -> None:
+def test_states_of_any_width_load_into_any_other_width(saved_as: str, loaded_as: str) -> None:
     def build(width: str) -> tuple[Model, torch.optim.Optimizer]:
         return make("adamw", wrap=False) if width == "plain" else make("adamw", states=width)
 
@@ -328,7 +332,7 @@ def test_states_of_any_width_load_into_any_other(saved_as: str, loaded_as: str) 
         assert bytes_per_element(second, other.up.weight) == expected
 
 
-def test_kahan_and_plain_load_each_others_states() -> None:
+def test_kahan_and_plain_optimizers_load_each_other_s_states() -> None:
     model, kahan = make("adamw", torch.bfloat16, rounding="kahan")
     steps(model, kahan, range(2))
     other, plain = make("adamw", torch.bfloat16, wrap=False)
@@ -357,7 +361,7 @@ def test_runs_on_fake_tensors(name: str, width: str, rounding: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_fused_kernel_inside(name: str) -> None:
+def test_the_fused_kernel_is_used_inside(name: str) -> None:
     results = []
     for fused in (False, True):
         model = Model(torch.bfloat16)
@@ -367,7 +371,7 @@ def test_fused_kernel_inside(name: str) -> None:
     torch.testing.assert_close(results[0].up.weight, results[1].up.weight, rtol=2e-2, atol=2e-3)
 
 
-def test_a_rounding_takes_over_from_another() -> None:
+def test_a_run_resumes_with_another_rounding() -> None:
     for before, after in itertools.permutations(["nearest", "kahan", "stochastic"], 2):
         model, first = make("adamw", torch.bfloat16, rounding=before)
         steps(model, first, range(2))
@@ -378,7 +382,7 @@ def test_a_rounding_takes_over_from_another() -> None:
         assert set(second.state[other.up.weight]) == {"step", "exp_avg", "exp_avg_sq"} | own
 
 
-def test_kernel_is_the_plans_also_after_a_resume() -> None:
+def test_the_plan_s_kernel_is_used_after_a_resume() -> None:
     for fused in (True, False):
         model, other = Model(), Model()
         first = PerParameter(make_optimizer(model, train("adamw"), fused=not fused))
@@ -427,7 +431,9 @@ class Drawer:
         self.settled = True
 
 
-def test_kahan_s_compensation_lies_with_the_states_and_a_resume_waits_for_what_it_puts_away() -> None:
+def test_kahan_compensation_is_offloaded_with_the_states() -> None:
+    """A resume waits for the copies that it starts."""
+
     def made(store: Drawer) -> tuple[torch.nn.Parameter, PerParameter]:
         weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
         return weight, PerParameter(torch.optim.AdamW([weight]), rounding="kahan", state_store=store)
@@ -447,7 +453,7 @@ def test_kahan_s_compensation_lies_with_the_states_and_a_resume_waits_for_what_i
 
 
 @pytest.mark.parametrize("kind", [PerParameter, MultiTensor])
-def test_states_of_the_next_update_are_asked_for_before_this_one(kind: type[PerParameter], monkeypatch: Any) -> None:
+def test_states_of_the_next_update_are_prefetched(kind: type[PerParameter], monkeypatch: Any) -> None:
     monkeypatch.setattr("tightfit.optim.in_batches.ELEMENTS", 1)
     weights = [torch.nn.Parameter(torch.ones(4 + number)) for number in range(3)]
     drawer = Drawer()
@@ -506,14 +512,14 @@ def overflowing(name: str, batched: bool, way: dict[str, Any], by_the_device: bo
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("name", ALL)
-def test_a_step_that_overflows_changes_nothing_although_no_host_knows(name: str, way: dict[str, Any]) -> None:
-    """Weights, states and counts are bit for bit those of an optimizer that was not called."""
+def test_an_overflow_unknown_to_the_host_changes_nothing(name: str, way: dict[str, Any]) -> None:
+    """Weights, states and counts equal, bit for bit, those of an optimizer that was not called."""
     for batched in (False, True) if name in ELEMENTWISE[:3] else (False,):
         plain, told = (overflowing(name, batched, way, by_the_device) for by_the_device in (False, True))
         torch.testing.assert_close(told, plain, rtol=0.0, atol=0.0)
 
 
-def test_the_host_asks_for_a_step_at_the_next_one() -> None:
+def test_the_host_reads_a_step_s_overflow_at_the_next_step() -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = PerParameter(LAMB([weight], lr=0.1), undoes=True)
     asked: list[int] = []

@@ -1,4 +1,5 @@
-"""Updated weights of ZeRO's stages 1 and 2 come while the next forward runs, and nothing sees one that has not come."""
+"""ZeRO stages 1 and 2 gather updated weights during the next forward, and nothing reads a weight
+that has not arrived."""
 
 from __future__ import annotations
 
@@ -129,7 +130,7 @@ def trained(name: str, fields: dict[str, Any]) -> tuple[list[float], dict[str, T
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)
-def test_no_weight_is_read_before_it_came(name: str, plan: str) -> None:
+def test_no_weight_is_read_before_it_is_gathered(name: str, plan: str) -> None:
     losses, expected = trained(name, {})
     for found, weights in together(2, HERE + "trained", name, PLANS[plan]):
         assert found == pytest.approx(losses, rel=1e-6)
@@ -153,22 +154,23 @@ def order(name: str, fields: dict[str, Any]) -> tuple[list[str], int]:
 
 
 def test_blocks_wait_for_their_own_weights_in_the_next_forward() -> None:
-    """Nothing has come when the step ends: the embedding comes when the next forward begins, a block's weights when it is called."""
+    """No weight has arrived when the step ends: the embedding arrives when the next forward begins,
+    and a block's weights when it is called."""
     for log, _ in together(2, HERE + "order", "net", PLANS["stage 1"]):
         assert log[0] == "step"
         places = [log.index(f"block {number}") for number in range(4)]
         assert all("arrived" in log[before:after] for before, after in zip([0, *places], places, strict=False))
 
 
-def test_what_something_else_reads_comes_when_the_forward_begins() -> None:
+def test_weights_shared_outside_blocks_are_gathered_first() -> None:
     for log, _ in together(2, HERE + "order", "reading", PLANS["stage 1"]):
         before = log[: log.index("block 0")]
         assert before.count("arrived") == log[: -log[::-1].index("block 3")].count("arrived")
 
 
 def seen(fields: dict[str, Any], folder: str) -> list[Any]:
-    """After a step each: the FLOPs of a forward, which are counted on fake tensors; what an evaluation says,
-    what a checkpoint has, what a forward of the model returns, its state_dict."""
+    """Each is read after a step: a forward's FLOPs on fake tensors, an evaluation, a checkpoint,
+    the model's output, its state_dict."""
     job = tightfit.Job(
         model={
             "architecture": "llama",
@@ -206,7 +208,7 @@ def seen(fields: dict[str, Any], folder: str) -> list[Any]:
     return found
 
 
-def test_whatever_reads_weights_between_steps_waits(tmp_path: Path) -> None:
+def test_reading_weights_between_steps_waits_for_them(tmp_path: Path) -> None:
     alone = seen({}, str(tmp_path / "alone"))
     for found in together(2, HERE + "seen", PLANS["stage 1"], str(tmp_path / "two")):
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
@@ -219,14 +221,15 @@ def read_at_yield(fields: dict[str, Any]) -> list[dict[str, Tensor]]:
         return [{key: p.detach().clone() for key, p in parameters.items()} for _ in tightfit.train(run)]
 
 
-def test_a_loop_of_one_s_own_finds_all_weights_at_each_step() -> None:
+def test_a_user_s_loop_finds_all_weights_at_each_step() -> None:
     alone = read_at_yield({})
     for found in together(2, HERE + "read_at_yield", PLANS["stage 1"]):
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
 
 
-def test_what_the_forward_hides_is_no_time_of_a_gpu_s_step() -> None:
-    """What the forward cannot begin without is; without blocks that wait for themselves, all of it."""
+def test_gathers_hidden_by_the_forward_take_no_gpu_time() -> None:
+    """Weights that the forward needs first do take time. Without blocks that wait for their own
+    weights, all of it does."""
     job = tightfit.Job(
         model={
             "architecture": "llama",

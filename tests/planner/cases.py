@@ -1,4 +1,4 @@
-"""Small jobs of every kind of model, to hold the ledger against dry runs and measurements."""
+"""Small jobs of every kind of model, to compare the ledger with dry runs and measurements."""
 
 from __future__ import annotations
 

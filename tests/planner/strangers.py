@@ -1,4 +1,4 @@
-"""Models that nobody tuned for, as people write them: nothing in them knows of tightfit."""
+"""Models as people write them, without any knowledge of tightfit; nothing was tuned for them."""
 
 from __future__ import annotations
 

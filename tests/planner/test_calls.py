@@ -1,4 +1,5 @@
-"""Blocks that a model calls in its own way: more than once, with what another keeps, or for what they leave on themselves."""
+"""Blocks with unusual calls: several times, with another block's results, or for attributes that
+they set."""
 
 from __future__ import annotations
 
@@ -142,7 +143,7 @@ def profilers() -> dict[type[nn.Module], Profiler]:
 
 
 @pytest.mark.parametrize(("model", "fields"), spread(MODELS, PLANS, 2, lambda one: getattr(one, "__name__", str(one))))
-def test_what_is_estimated_is_what_a_dry_run_sees(
+def test_estimate_agrees_with_the_dry_run(
     model: type[nn.Module], fields: dict[str, Any], profilers: dict[type[nn.Module], Profiler]
 ) -> None:
     plan = tightfit.Plan(**fields)
@@ -151,7 +152,7 @@ def test_what_is_estimated_is_what_a_dry_run_sees(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_is_dry_run_is_what_runs(model: type[nn.Module]) -> None:
+def test_dry_run_agrees_with_the_real_run(model: type[nn.Module]) -> None:
     plan = tightfit.Plan(recompute="full")
     run = build(job(model), plan)
     steps = run.data.steps(0, None)
@@ -161,7 +162,7 @@ def test_what_is_dry_run_is_what_runs(model: type[nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("model", [Twice, RectifiedTwice])
-def test_segments_of_a_model_that_goes_through_its_blocks_twice(
+def test_segments_of_blocks_called_twice_are_estimated(
     model: type[nn.Module], profilers: dict[type[nn.Module], Profiler]
 ) -> None:
     plan = tightfit.Plan(recompute="sqrt")
@@ -170,9 +171,9 @@ def test_segments_of_a_model_that_goes_through_its_blocks_twice(
 
 
 @pytest.mark.parametrize("model", [Twice, InTurn])
-def test_blocks_that_are_called_twice_compute_the_same_casts_again(model: type[nn.Module]) -> None:
-    """Autocast keeps its copy of a weight for a second call, which has none when it is computed again. With copies of its own each
-    call's gradient is widened before they are summed."""
+def test_blocks_called_twice_repeat_their_casts(model: type[nn.Module]) -> None:
+    """Autocast keeps its copy of a weight for a second call, but a recomputed call makes its own.
+    Then each call's gradient is widened before they are summed."""
 
     same = job(model)
 

@@ -45,13 +45,13 @@ def traced(causal: bool, blocked: bool = False) -> list[Operation]:
     return [one for one in found if "attention" in KIND.get(one.name, "")]
 
 
-def test_pairs_that_a_causal_mask_leaves() -> None:
+def test_pairs_left_by_a_causal_mask_are_counted() -> None:
     for queries, keys in ((4, 4), (2, 5), (5, 2), (1, 1)):
         assert causal_pairs(queries, keys) == torch.ones(queries, keys).tril().sum().item()
 
 
 @pytest.mark.parametrize("blocked", [False, True])
-def test_all_pairs_count_as_flops_and_those_that_the_mask_leaves_are_computed(blocked: bool) -> None:
+def test_flops_count_all_pairs_but_only_unmasked_are_computed(blocked: bool) -> None:
     full, causal = traced(False, blocked), traced(True, blocked)
     assert len(full) == len(causal) == 2
     forward = 4 * 2 * 3 * LENGTH**2 * WIDTH
@@ -76,7 +76,7 @@ def machine(rates: dict[str, float]) -> Machine:
     )
 
 
-def test_time_is_of_the_pairs_that_are_computed_at_the_rate_of_their_kernel() -> None:
+def test_time_follows_computed_pairs_and_their_kernel_s_rate() -> None:
     name = "aten._scaled_dot_product_flash_attention_for_cpu"
     flops = BatchLinear(1e12)
     full, half = (Operation(name, "float32", flops, BatchLinear(1.0), computed_share=share) for share in (1.0, 0.5))
@@ -87,7 +87,7 @@ def test_time_is_of_the_pairs_that_are_computed_at_the_rate_of_their_kernel() ->
 
 
 @pytest.mark.parametrize(("name", "forward"), [("a100-80gb", 0.71), ("h100-sxm", 0.35)])
-def test_published_devices_reach_what_published_kernels_do(name: str, forward: float) -> None:
+def test_published_devices_reach_published_kernel_rates(name: str, forward: float) -> None:
     known = Machine.named(name)
     peak = known.peak("bf16-mixed")
     assert peak is not None
@@ -96,7 +96,7 @@ def test_published_devices_reach_what_published_kernels_do(name: str, forward: f
     assert known.achieved("causal attention", "bfloat16", 4096) == pytest.approx(0.875 * found)
 
 
-def test_a_language_model_s_flops_are_those_of_all_pairs_and_its_time_is_shorter() -> None:
+def test_causal_attention_is_faster_with_the_same_flops() -> None:
     """GPT-2 with the mask that its kernel knows, and the same work without one."""
     estimator = Estimator(cases.job("gpt2"), Machine.named("l4"))
     estimate = estimator.estimate(tightfit.Plan())

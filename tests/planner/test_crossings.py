@@ -1,4 +1,5 @@
-"""What a model sends from one stage of a pipeline to the next: predicted bytes, and those that are really sent."""
+"""Tensors that a model sends from one stage of a pipeline to the next: predicted bytes and sent
+bytes."""
 
 from __future__ import annotations
 
@@ -107,7 +108,7 @@ def measured(name: str, fields: dict[str, Any]) -> tuple[int, int]:
         pytest.param("skips", {"pp": 2, "micro_batch": 2, "recompute": "full"}, marks=pytest.mark.slow),
     ],
 )
-def test_all_that_crosses_is_sent_and_held_as_predicted(name: str, fields: dict[str, Any]) -> None:
+def test_tensors_between_stages_are_sent_and_held_as_predicted(name: str, fields: dict[str, Any]) -> None:
     plan, machine, profiler = tightfit.Plan(**fields), Machine.detect(), Profiler(job_of(name), "cpu")
     found = together(plan.pp, "tests.planner.test_crossings:measured", name, fields)
     for device, (sent, peak) in enumerate(found):
@@ -119,7 +120,7 @@ def test_all_that_crosses_is_sent_and_held_as_predicted(name: str, fields: dict[
     assert sum(sent for sent, _ in found) == boundaries * BATCH * (FORWARD + BACKWARD[name])
 
 
-def test_a_pipeline_waits_for_all_that_crosses() -> None:
+def test_a_pipeline_waits_for_all_tensors_between_stages() -> None:
     """On a link that is slow enough to be all of a step, its time is that of the bytes."""
     machine = Machine.named("a100-80gb:2")
     plan = tightfit.Plan(pp=2, micro_batch=BATCH, schedule="naive")

@@ -1,4 +1,4 @@
-"""What a machine lacks to compile is known before anything is compiled, and said."""
+"""Whether a machine can compile is known before anything is compiled, and the reason is given."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_triton_needs_a_c_compiler_and_python_s_headers(
     assert can_compile(HERE)
 
 
-def test_a_processor_needs_a_compiler_of_cpp(bare: list[str], tmp_path: Path) -> None:
+def test_a_cpu_needs_a_cpp_compiler(bare: list[str], tmp_path: Path) -> None:
     (tmp_path / "Python.h").touch()
     here = Machine.detect().replace(device="cpu")
     bare.append("gcc")
@@ -53,12 +53,12 @@ def test_a_processor_needs_a_compiler_of_cpp(bare: list[str], tmp_path: Path) ->
     assert can_compile(here)
 
 
-def test_a_machine_of_the_table_has_what_it_needs(bare: list[str]) -> None:
+def test_a_machine_of_the_table_can_compile(bare: list[str]) -> None:
     assert can_compile(TABLE)
     assert not can_compile(HERE)
 
 
-def test_why_a_plan_is_not_compiled_is_said(bare: list[str]) -> None:
+def test_the_reason_for_not_compiling_is_given(bare: list[str]) -> None:
     long = tiny.job(steps=1000)
     plan, reasons = complete(long, HERE, {})
     assert plan.compile == "none"
@@ -73,11 +73,11 @@ def test_why_a_plan_is_not_compiled_is_said(bare: list[str]) -> None:
     ("architecture", "mebibytes"),
     [("sm_80", 17.25), ("sm_90", 65), ("sm_100", 17.25), ("gfx90a", 140), ("gfx942", 332)],
 )
-def test_workspaces_are_those_of_the_architecture(architecture: str, mebibytes: float) -> None:
+def test_workspaces_depend_on_the_architecture(architecture: str, mebibytes: float) -> None:
     assert workspace_bytes(architecture) == mebibytes * 2**20
 
 
-def test_workspaces_are_part_of_what_a_gpu_is_predicted_to_hold() -> None:
+def test_workspaces_are_part_of_the_predicted_gpu_memory() -> None:
     for name, known in (("a100-80gb", 17.25), ("h100-sxm", 65)):
         estimate = Estimator(cases.job("bert"), Machine.named(name)).estimate(tightfit.Plan())
         assert estimate.workspace_bytes == known * 2**20

@@ -1,4 +1,4 @@
-"""What the literature says of memory comes out of explain by itself."""
+"""explain reproduces memory facts of the literature."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def trainable(found: Ledger) -> int:
     return sum(parameter.count for parameter in found.parameters if parameter.trainable)
 
 
-def test_eighteen_bytes_a_parameter_with_fp32_gradients_beside_half_weights() -> None:
+def test_fp32_gradients_beside_half_weights_take_18_bytes() -> None:
     asked = job({"preset": "gpt-1.3b"}, batch=2)
     found = ledger(asked, precision="bf16-mixed", fused_optimizer=True, micro_batch=1)
     # a later micro-batch finds gradients, and autocast keeps half weights for its backward: 4 + 4 + 8 and 2
@@ -44,14 +44,15 @@ def test_eighteen_bytes_a_parameter_with_fp32_gradients_beside_half_weights() ->
     ("optimizer", "states", "bytes_each"),
     [("adamw", "fp32", 8.0), ("adafactor", "fp32", 0.005), ("adamw", "8-bit", 2.03), ("adamw", "4-bit", 1.06), ("sgd", "fp32", 4.0)],
 )  # fmt: skip
-def test_optimizer_states_of_three_billion_parameters(optimizer: str, states: str, bytes_each: float) -> None:
+def test_optimizer_states_of_3_billion_parameters_are_right(optimizer: str, states: str, bytes_each: float) -> None:
     asked = job({"preset": "t5-3b"}, optimizer=optimizer, allow=["8-bit-states", "4-bit-states"])
     found = ledger(asked, states=states)
     assert 2.8e9 < trainable(found) < 3e9
     assert found.row_bytes()["optimizer"] / trainable(found) == pytest.approx(bytes_each, rel=0.05, abs=0.005)
 
 
-def test_a_model_of_1_4_billion_needs_help_on_32_gb_and_which_is_said() -> None:
+def test_1_4_billion_parameters_need_remedies_on_32_gb() -> None:
+    """The error names the remedies."""
     asked = job({"preset": "gpt-1.4b"}, batch=16, length=1024, allow=["fp16"])
     estimator = Estimator(asked, V100)
     for plan in (tightfit.Plan(), tightfit.Plan(precision="fp16-mixed", fused_optimizer=True)):
@@ -63,7 +64,7 @@ def test_a_model_of_1_4_billion_needs_help_on_32_gb_and_which_is_said() -> None:
         search(job({"preset": "llama-2-7b"}, allow=["fp16"]), V100, {"compile": "none"})
 
 
-def test_each_step_down_the_ladder_of_a_vision_transformer_saves() -> None:
+def test_each_rung_of_the_vit_memory_ladder_saves_memory() -> None:
     rungs: list[tuple[int, str, dict[str, Any]]] = [
         (64, "adamw", {}),
         (64, "adamw", {"precision": "fp16-mixed"}),
@@ -85,7 +86,7 @@ def test_each_step_down_the_ladder_of_a_vision_transformer_saves() -> None:
         assert 0.75 * seen < peak < 1.05 * seen
 
 
-def test_a_model_that_is_created_in_half_precision_never_takes_what_a_cast_one_does() -> None:
+def test_creating_in_half_precision_takes_less_than_casting() -> None:
     asked = job({"preset": "vit-l-16", "num_labels": 10}, batch=1, allow=["fp16"])
     cast, at_once = (
         ledger(asked, precision="fp16-true", materialize=where).peaks_outside_steps()["materialize"] / 1e9
@@ -95,7 +96,7 @@ def test_a_model_that_is_created_in_half_precision_never_takes_what_a_cast_one_d
     assert at_once == pytest.approx(0.65, rel=0.08)
 
 
-def test_what_lies_outside_the_steps_counts_where_it_takes_more() -> None:
+def test_phases_outside_steps_count_if_they_take_more_memory() -> None:
     asked = job({"preset": "gpt2"}, batch=1, optimizer="sgd", momentum=0.0)
     plan = tightfit.Plan(precision="bf16-true", update_in_backward=True)
     estimate = Estimator(asked, V100).estimate(plan)

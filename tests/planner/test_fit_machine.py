@@ -1,4 +1,4 @@
-"""Efficiency numbers from runs: they explain what was measured, and no more than that."""
+"""Efficiencies fitted to runs explain what was measured, and nothing more."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def estimated() -> list[Ledger]:
     return ledgers()
 
 
-def test_runs_that_go_as_predicted_change_nothing(estimated: list[Ledger]) -> None:
+def test_runs_as_fast_as_predicted_change_nothing(estimated: list[Ledger]) -> None:
     refined = fit_efficiencies(
         L4, [TimedRun(ledger, CostModel(L4).step_time(ledger).step_s, L4) for ledger in estimated]
     )
     assert all(figure.value == pytest.approx(1.0) for figure in refined.efficiency.values())
 
 
-def test_a_machine_that_is_slower_than_its_figures_is_found_out(estimated: list[Ledger]) -> None:
+def test_a_machine_slower_than_its_figures_is_detected(estimated: list[Ledger]) -> None:
     true = L4.replace(
         efficiency={name: Figure(value=value, source="measured") for name, value in
                     (("compute", 0.8), ("memory", 0.6), ("launch", 1.0))}
@@ -65,8 +65,9 @@ def test_a_machine_that_is_slower_than_its_figures_is_found_out(estimated: list[
     assert refined.efficiency["memory"].value < 0.75
 
 
-def test_links_that_reach_half_of_their_figures_are_found_out(estimated: list[Ledger]) -> None:
-    """Of runs of which some send much and others nothing; what hides behind work says nothing of links."""
+def test_links_at_half_of_their_figures_are_detected(estimated: list[Ledger]) -> None:
+    """Some runs send much and others nothing; messages that overlap with work say nothing about
+    links."""
     sends = Message("activations", bytes=2e9, bytes_per_s=2e10, overlaps=False, latency_s=1e-3)
     seen_by = [replace(ledger, messages=(sends.times(share),)) for ledger in estimated for share in (0.0, 0.3, 1.0)]
     true = L4.replace(efficiency={"link": Figure(value=0.5, source="measured")})
@@ -77,15 +78,15 @@ def test_links_that_reach_half_of_their_figures_are_found_out(estimated: list[Le
     assert all(refined.efficiency[name].value == pytest.approx(1.0, rel=0.1) for name in ("compute", "memory"))
 
 
-def test_one_run_moves_the_numbers_only_so_far(estimated: list[Ledger]) -> None:
+def test_one_slow_run_changes_efficiencies_within_bounds(estimated: list[Ledger]) -> None:
     seconds = CostModel(L4).step_time(estimated[0]).step_s
     refined = fit_efficiencies(L4, [TimedRun(estimated[0], 100 * seconds, L4)])
     assert all(0.2 < figure.value < 5 for figure in refined.efficiency.values())
 
 
-def test_a_record_of_several_processes_is_of_their_parts_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes on one processor, each with half of its rates: a run as fast as that predicts changes nothing. What a
-    pipeline waits is not looked at."""
+def test_a_record_of_processes_is_fitted_to_their_machine_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes on one processor have half of its rates each: a run that takes the predicted
+    time changes nothing. Waits of a pipeline are ignored."""
     monkeypatch.setattr(fake_inputs, "_seconds_per_sample", lambda job, source: 0.0)  # which is timed anew for each
     machine = Machine.detect().replace(process_bytes_per_s=Figure(value=1e9, source="measured"))
     job = tightfit.Job(

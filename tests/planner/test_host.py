@@ -1,4 +1,4 @@
-"""What lies in the host's memory and on its disk, and what a step waits for its samples."""
+"""Memory on the host, bytes on its disk, and the time that a step waits for its samples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def parameters(estimator: Estimator) -> int:
     return sum(parameter.bytes for parameter in estimator.profiler.parameters(PLAIN))
 
 
-def test_every_process_of_a_host_counts() -> None:
+def test_every_process_on_a_host_counts() -> None:
     job = cases.job("llama")
     one = Estimator(job, GPU).estimate(ADAM)
     four = Estimator(job, Machine.named("a100-80gb:4")).estimate(ADAM.replace(dp_replicate=4))
@@ -44,7 +44,7 @@ def test_every_process_of_a_host_counts() -> None:
     assert four.host["processes"] == 4 * HOST_PROCESS_BYTES
 
 
-def test_a_model_made_on_the_host_is_there_whole_and_in_fp32(estimator: Estimator) -> None:
+def test_a_model_created_on_the_host_takes_its_fp32_bytes(estimator: Estimator) -> None:
     usual, there = (
         estimator.estimate(tightfit.Plan(precision="bf16-true", materialize=where)) for where in ("host", "device")
     )
@@ -52,7 +52,7 @@ def test_a_model_made_on_the_host_is_there_whole_and_in_fp32(estimator: Estimato
     assert there.ledger.passing["materialize"] == pytest.approx(SLACK_BYTES, rel=0.2)  # and one parameter
 
 
-def test_the_host_has_room_for_what_it_does_before_or_between_steps(estimator: Estimator) -> None:
+def test_host_memory_includes_work_outside_steps(estimator: Estimator) -> None:
     size = parameters(estimator)
     fleeting = estimator.job.replace(train=estimator.job.train.replace(optimizer="sgd", momentum=0.0))
     none = Estimator(fleeting, GPU).estimate(tightfit.Plan(precision="bf16-true", materialize="host"))
@@ -61,7 +61,7 @@ def test_the_host_has_room_for_what_it_does_before_or_between_steps(estimator: E
     assert adam.host["checkpoint"] == pytest.approx(1.5 * size, rel=0.01)
 
 
-def test_a_checkpoint_takes_no_more_than_two_files_of_each_process() -> None:
+def test_a_checkpoint_takes_at_most_two_files_per_process() -> None:
     job = tightfit.Job(
         model={"preset": "llama-2-70b"},
         data={"synthetic": "tokens", "sequence_length": 4096},
@@ -73,7 +73,7 @@ def test_a_checkpoint_takes_no_more_than_two_files_of_each_process() -> None:
     assert node.estimate(plan).disk["checkpoints"] > 800e9
 
 
-def test_workers_and_what_they_hold_ready(estimator: Estimator) -> None:
+def test_workers_and_their_prefetched_batches_are_counted(estimator: Estimator) -> None:
     plain = estimator.estimate(ADAM)
     batch = plain.ledger.batch_bytes * estimator.job.train.batch
     assert plain.host["loader"] == pytest.approx(batch)
@@ -82,8 +82,8 @@ def test_workers_and_what_they_hold_ready(estimator: Estimator) -> None:
     assert busy.host["pinned batches"] == pytest.approx(7 * batch)
 
 
-def test_a_worker_takes_what_is_foreseen() -> None:
-    """What the system counts as the worker's alone, of a run with two of them."""
+def test_a_worker_takes_the_predicted_memory() -> None:
+    """The memory that the system counts as the worker's alone, in a run with two workers."""
     job = tightfit.Job(
         model=cases.job("llama").model,
         data={"synthetic": "tokens", "sequence_length": 16},
@@ -100,7 +100,7 @@ def test_a_worker_takes_what_is_foreseen() -> None:
     assert max(seen) == pytest.approx(WORKER_BYTES, rel=0.25)
 
 
-def test_offloaded_states_are_the_host_s_or_the_disk_s(estimator: Estimator) -> None:
+def test_offloaded_states_count_on_the_host_or_the_disk(estimator: Estimator) -> None:
     states = 2 * parameters(estimator)
     host = estimator.estimate(ADAM.replace(offload=("states",)))
     assert states <= host.host["offloaded states"] <= 2 * states  # page-locked memory comes in powers of two
@@ -109,8 +109,8 @@ def test_offloaded_states_are_the_host_s_or_the_disk_s(estimator: Estimator) -> 
     assert "offloaded states" not in disk.host
 
 
-def test_states_pass_both_ways_at_once_beside_the_update(estimator: Estimator) -> None:
-    """Only what outlasts the update is waited for; on a disk, and in a backward, all of it."""
+def test_states_are_copied_both_ways_during_the_update(estimator: Estimator) -> None:
+    """The step waits only for copies that outlast the update; on a disk and in a backward, for all."""
     ledger, clock = estimator.estimate(ADAM).ledger, CostModel(GPU)
     assert not ledger.messages
     update_s = clock.step_time(ledger).optimizer_s
@@ -133,7 +133,7 @@ def test_states_pass_both_ways_at_once_beside_the_update(estimator: Estimator) -
         ]
 
 
-def test_offloaded_activations_leave_beside_all_forwards_and_come_beside_all_backwards(estimator: Estimator) -> None:
+def test_offloaded_activations_overlap_forward_and_backward(estimator: Estimator) -> None:
     plan = ADAM.replace(offload=("activations",))
     moves = estimator.estimate(plan).ledger.messages
     assert [(one.name, one.during, one.way, one.overlaps) for one in moves] == [
@@ -143,7 +143,7 @@ def test_offloaded_activations_leave_beside_all_forwards_and_come_beside_all_bac
     assert moves[0].bytes == moves[1].bytes > 0
 
 
-def test_checkpoints_take_the_model_and_its_states(estimator: Estimator) -> None:
+def test_checkpoints_contain_the_model_and_its_states(estimator: Estimator) -> None:
     kept = estimator.job.train.keep_checkpoints + 1
     assert estimator.estimate(ADAM).disk["checkpoints"] == pytest.approx(kept * 3 * parameters(estimator), rel=0.01)
     train = estimator.job.train.replace(checkpoint_every="never")
@@ -151,7 +151,7 @@ def test_checkpoints_take_the_model_and_its_states(estimator: Estimator) -> None
     assert never.disk["checkpoints"] == never.host.get("checkpoint", 0.0) == 0.0
 
 
-def test_copies_beside_the_work_keep_a_second_micro_batch_on_the_device(estimator: Estimator) -> None:
+def test_non_blocking_copies_keep_a_second_micro_batch(estimator: Estimator) -> None:
     plan = ADAM.replace(micro_batch=1, pin_memory=True)
     blocking = estimator.estimate(plan)
     beside = estimator.estimate(plan.replace(non_blocking=True))
@@ -167,7 +167,7 @@ def test_a_host_that_is_too_small_is_refused(limit: str, said: str) -> None:
         search(job, GPU, {"compile": "none"})
 
 
-def test_images_are_decoded_before_a_step_or_beside_it(tmp_path: Path) -> None:
+def test_images_are_decoded_before_or_during_a_step(tmp_path: Path) -> None:
     noise = np.random.default_rng(0)
     for label in ("a", "b"):
         (tmp_path / label).mkdir()

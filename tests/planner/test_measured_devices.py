@@ -1,4 +1,5 @@
-"""What each device of a pipeline, of a ring or among replicas holds at its peak: predicted, and measured on processes."""
+"""The peak memory of each device of a pipeline, a ring or replicas: predicted, and measured on
+processes."""
 
 from __future__ import annotations
 
@@ -122,13 +123,13 @@ def held(name: str, size: str, fields: dict[str, Any]) -> None:
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )
-def test_each_stage_holds_what_is_predicted(name: str, pp: int, schedule: str) -> None:
+def test_each_stage_takes_the_predicted_memory(name: str, pp: int, schedule: str) -> None:
     held(name, "tiny", {"pp": pp, "micro_batch": 2, **SCHEDULES[schedule]})
 
 
 @pytest.mark.parametrize("fields", [{"recompute": "full"}, {"precision": "bf16-mixed"}], ids=str)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_stages_that_recompute_or_cast_hold_what_is_predicted(schedule: str, fields: dict[str, Any]) -> None:
+def test_recomputing_or_casting_stages_take_predicted_memory(schedule: str, fields: dict[str, Any]) -> None:
     held("llama", "tiny", {"pp": 2, "micro_batch": 2, **SCHEDULES[schedule], **fields})
 
 
@@ -143,7 +144,7 @@ def test_stages_that_recompute_or_cast_hold_what_is_predicted(schedule: str, fie
     ],
     ids=str,
 )
-def test_rings_and_replicas_hold_what_is_predicted(fields: dict[str, Any]) -> None:
+def test_rings_and_replicas_take_the_predicted_memory(fields: dict[str, Any]) -> None:
     held("llama", "tiny", fields)
 
 
@@ -151,7 +152,7 @@ def test_rings_and_replicas_hold_what_is_predicted(fields: dict[str, Any]) -> No
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_each_stage_of_a_larger_model_holds_what_is_predicted(name: str, pp: int, schedule: str) -> None:
+def test_stages_of_a_larger_model_take_the_predicted_memory(name: str, pp: int, schedule: str) -> None:
     if name != "llama" and schedule in ("pipedream", "vertical"):
         return  # what is tied is refused
     held(name, "larger", {"pp": pp, "micro_batch": 2, **SCHEDULES[schedule]})

@@ -1,4 +1,5 @@
-"""States in 8 and 4 bits of parameters that devices divide: a part that is not a whole number of blocks stays in fp32."""
+"""States in 8 and 4 bits of sharded parameters: a shard that is not a whole number of blocks stays
+in fp32."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def job(width: int) -> tightfit.Job:
 
 @pytest.mark.parametrize(("states", "block", "width"), [("8-bit", 256, 96), ("4-bit", 128, 80)])
 @pytest.mark.parametrize("zero", [1, 3])
-def test_a_part_that_is_not_a_whole_number_of_blocks_stays_wide(states: Any, block: int, width: int, zero: int) -> None:
-    """Of the first matrix, of 51 or 85 blocks; of the second one the parts are packed."""
+def test_a_shard_of_partial_quantization_blocks_stays_in_fp32(states: Any, block: int, width: int, zero: int) -> None:
+    """The first matrix has 51 or 85 blocks per shard; the shards of the second are packed."""
     plan = Plan(states=states, zero=zero, dp_shard=2)
     ledger = estimated_ledger(Profiler(job(width), "cpu"), plan, Machine.detect())
     estimated = ledger.row_bytes()["optimizer"]

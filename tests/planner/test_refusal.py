@@ -1,4 +1,4 @@
-"""A search refuses only where no plan fits, and says what would help; a dry run that fails is no refusal."""
+"""A search refuses only if no plan fits, and names remedies; a failed dry run is no refusal."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from tightfit.report.commands import explain_command
 GPU = Machine.named("a100-80gb")
 
 
-def test_a_failed_dry_run_says_nothing_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What compiles cannot be confirmed: the fastest of the others is taken, and what is said of the rest is why."""
+def test_a_failed_dry_run_does_not_count_as_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that compile cannot be confirmed: the fastest of the others is chosen, and the rest
+    carry the reason."""
 
     def failing(job: tightfit.Job, plan: tightfit.Plan, *arguments: Any) -> Any:
         if plan.compile != "none":
@@ -46,7 +47,7 @@ def test_a_failed_dry_run_says_nothing_of_memory(monkeypatch: pytest.MonkeyPatch
     assert any("not confirmed" in reason for reason in reasons)
 
 
-def test_where_no_dry_run_succeeds_the_estimate_stands_and_is_marked(
+def test_without_a_dry_run_the_estimate_is_marked_unconfirmed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*arguments: Any) -> Any:
@@ -89,8 +90,8 @@ def needed(one: Estimate) -> float:
         pytest.param({"compile": "model", "recompute": "selective-2"}, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_compiled_and_computed_again_is_estimated_as_its_dry_run_is(fields: dict[str, Any]) -> None:
-    """Every buffer that comes goes once: no row is ever below nothing."""
+def test_compiled_recomputation_estimate_agrees_with_dry_run(fields: dict[str, Any]) -> None:
+    """Every allocated buffer is freed once: no row is ever negative."""
     estimator = Estimator(small(), GPU)
     one = estimator.estimate(tightfit.Plan(**fields))
     found = dry_run(small(), one.plan, "cuda")
@@ -101,7 +102,7 @@ def test_what_is_compiled_and_computed_again_is_estimated_as_its_dry_run_is(fiel
     assert instants[-1]["activations"] < little
 
 
-def test_a_plan_whose_estimate_is_little_too_large_gets_its_dry_run() -> None:
+def test_a_slightly_too_large_estimate_gets_a_dry_run() -> None:
     pins = {"compile": "block", "recompute": "selective", "micro_batch": None}
     estimator = Estimator(small(), GPU)
     start, _ = complete(small(), GPU, pins)
@@ -115,10 +116,10 @@ def test_a_plan_whose_estimate_is_little_too_large_gets_its_dry_run() -> None:
     assert chosen.fits
 
 
-def test_what_an_allocator_adds_tells_the_leanest_of_plans_that_are_nearly_as_lean(
+def test_allocator_overhead_decides_between_similar_lean_plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also of a run that is too short for compiling to pay, so that the plan it starts from is not compiled."""
+    """The run is too short for compiling to pay, so the search starts from a plan without it."""
     job = small(memory=1e6)
     estimator = Estimator(job, GPU)
     start, _ = complete(job, GPU, {"compile": "none"})
@@ -160,7 +161,7 @@ def all_plans(estimator: Estimator, start: tightfit.Plan) -> list[Estimate]:
 
 
 @pytest.mark.parametrize("allow", [[], pytest.param(["bf16", "8-bit-states"], marks=pytest.mark.slow)])
-def test_a_refusal_is_held_against_all_plans(allow: list[str]) -> None:
+def test_a_refusal_is_checked_against_all_plans(allow: list[str]) -> None:
     """No plan of the whole list needs less than the refusal says; with as much as the leanest of them needs, search finds one."""
     job, pins = small(allow=allow), {"compile": "none"}
     estimator = Estimator(job, GPU)
@@ -176,8 +177,8 @@ def test_a_refusal_is_held_against_all_plans(allow: list[str]) -> None:
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_each_remedy_does_what_it_says(every: bool) -> None:
-    """A limit that bites at what is kept for backward: what is said to fit does, once the job allows it, and what is not does not.
-    A pinned field stays as it is until it is left open."""
+    """The limit is too small for the saved activations: remedies that are said to fit do fit once
+    the job allows them, and the others do not. A pinned field stays fixed until it is left open."""
     pins = {"compile": "none", "recompute": "none", "micro_batch": 4}
     estimator = Estimator(small(), GPU)
     start, _ = complete(small(), GPU, pins)
@@ -227,8 +228,8 @@ def test_a_refusal_is_printed_as_json_and_ends_with_3(
         assert words in printed.err
 
 
-def test_the_leanest_plan_may_have_the_whole_share_of_a_device_pinned_as_its_micro_batch() -> None:
-    """Of 8 samples on 8 devices, a micro-batch of 1 is all of a share: no plan was looked at then."""
+def test_the_leanest_plan_accepts_a_micro_batch_of_the_share() -> None:
+    """With 8 samples on 8 devices a micro-batch of 1 is a device's whole share."""
     job = small(allow=["bf16", "8-bit-states", "stochastic-rounding"])
     machine = Machine.named("h100-sxm:8")
     estimator = Estimator(job, machine)

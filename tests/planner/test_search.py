@@ -1,4 +1,5 @@
-"""The fastest plan that fits, why the others lost, and what is said where none does."""
+"""Search finds the fastest plan that fits, says why the others lost, and names remedies if none
+fits."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def limited(memory: float, name: str = "llama") -> tightfit.Job:
     return cases.job(name).replace(limits=tightfit.Limits(memory=int(memory)))
 
 
-def test_plenty_of_memory_gives_the_fastest_plan_and_says_why_others_lost() -> None:
+def test_search_gives_the_fastest_plan_and_why_others_lost() -> None:
     first, *others = search(cases.job("llama"), GPU)
     assert first.fits
     assert first.dry_run_bytes is not None
@@ -57,7 +58,7 @@ def test_plenty_of_memory_gives_the_fastest_plan_and_says_why_others_lost() -> N
     assert all(one.total_s >= first.total_s for one in others if one.fits)
 
 
-def test_a_limit_that_bites_gives_a_leaner_plan_that_keeps_it() -> None:
+def test_a_tight_limit_gives_a_leaner_plan_within_it() -> None:
     free = search(cases.job("llama"), GPU, {"states": "fp32"})[0]
     leaner = search(limited(free.peak_bytes - 2e6), GPU, {"states": "fp32"})[0]
     assert leaner.peak_bytes <= free.peak_bytes - 2e6
@@ -70,7 +71,7 @@ def test_pins_are_kept() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "vit"])
-def test_tf32_is_faster_where_a_device_has_units_for_it_and_takes_the_same_memory(name: str) -> None:
+def test_tf32_units_save_time_and_no_memory(name: str) -> None:
     job, wide = cases.job(name).replace(allow=["tf32"]), tightfit.Plan()
     estimator = Estimator(job, GPU)
     single, narrow = estimator.estimate(wide), estimator.estimate(wide.replace(precision="tf32"))
@@ -81,7 +82,7 @@ def test_tf32_is_faster_where_a_device_has_units_for_it_and_takes_the_same_memor
 
 
 @pytest.mark.parametrize(("name", "precision"), [("bert", "mixed"), ("llama", "true")])
-def test_fp16_has_its_own_rate_where_a_device_has_no_units_for_bf16(name: str, precision: str) -> None:
+def test_fp16_has_its_own_rate_without_bf16_units(name: str, precision: str) -> None:
     """A V100 multiplies fp16 eight times as fast as fp32, and bf16 as slowly."""
     job = cases.job(name).replace(allow=["fp16", "bf16"])
     plans = {kind: tightfit.Plan(precision=kind) for kind in ("fp32", f"fp16-{precision}", f"bf16-{precision}")}
@@ -97,7 +98,7 @@ def test_fp16_has_its_own_rate_where_a_device_has_no_units_for_bf16(name: str, p
     assert times["a100-80gb"][1] == times["a100-80gb"][2]
 
 
-def test_fp16_on_a_processor_that_was_measured_is_as_slow_as_it_is() -> None:
+def test_fp16_on_a_measured_cpu_has_its_measured_rate() -> None:
     figures = {
         name: Figure(value=value, source="measured") for name, value in (("fp32", 1e11), ("bf16", 4e11), ("fp16", 1e9))
     }
@@ -117,13 +118,11 @@ def test_fp16_on_a_processor_that_was_measured_is_as_slow_as_it_is() -> None:
         ("a100-80gb", [], "fp32"),
     ],
 )
-def test_of_the_types_that_are_allowed_the_one_that_the_device_multiplies_fastest_is_begun_with(
-    device: str, allow: list[str], precision: str
-) -> None:
+def test_search_starts_from_the_fastest_allowed_precision(device: str, allow: list[str], precision: str) -> None:
     assert complete(cases.job("bert").replace(allow=allow), Machine.named(device), {})[0].precision == precision
 
 
-def test_the_chunked_loss_is_taken_where_it_is_faster_or_memory_is_short() -> None:
+def test_chunked_loss_is_chosen_for_speed_or_memory() -> None:
     job = cases.job("llama")
     pins = {"recompute": "none", "micro_batch": None, "update_in_backward": False, "states": "fp32"}
     estimator = Estimator(job, GPU)
@@ -140,7 +139,7 @@ def test_the_chunked_loss_is_taken_where_it_is_faster_or_memory_is_short() -> No
     assert search(job, GPU, {"chunked_loss": 1024})[0].plan.chunked_loss == 1024
 
 
-def test_a_wider_type_is_taken_where_casts_take_longer_than_products_save() -> None:
+def test_tf32_is_chosen_if_casts_cost_more_than_they_save() -> None:
     job = cases.job("bert").replace(allow=["bf16"])
     estimator = Estimator(job, GPU)
     chosen = search(job, GPU, None, estimator)[0]
@@ -150,7 +149,7 @@ def test_a_wider_type_is_taken_where_casts_take_longer_than_products_save() -> N
     assert search(job, GPU, {"precision": "bf16-mixed"})[0].plan.precision == "bf16-mixed"
 
 
-def test_where_nothing_fits_the_largest_rows_and_what_would_help_are_said() -> None:
+def test_a_refusal_names_the_largest_rows_and_remedies() -> None:
     with pytest.raises(DoesNotFit, match="largest: runtime") as error:
         search(limited(1e6), GPU)
     assert "kept free as a safety margin, 977 KiB are there" in str(error.value)
@@ -167,8 +166,8 @@ def test_the_waterfall_ends_at_the_plan(machine: Machine) -> None:
     assert stages[-1].peak_bytes < stages[0].peak_bytes
 
 
-def test_a_refusal_is_of_the_leanest_plan() -> None:
-    """The weights alone are more than there is: what is said to be needed is what recomputation of everything needs."""
+def test_a_refusal_describes_the_leanest_plan() -> None:
+    """The weights alone exceed the memory: the stated need is that of full recomputation."""
     job = cases.job("llama").replace(
         limits=tightfit.Limits(memory=int(Estimator(cases.job("llama"), GPU).runtime_bytes))
     )
@@ -179,9 +178,7 @@ def test_a_refusal_is_of_the_leanest_plan() -> None:
 
 
 @pytest.mark.parametrize(("steps", "worth"), [(3, False), (100_000_000, True)])
-def test_compiling_is_looked_into_only_where_the_run_is_long_enough_for_it(
-    steps: int, worth: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiling_is_tried_only_for_long_runs(steps: int, worth: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     job = cases.job("llama").replace(train=tightfit.Train(batch=4, steps=steps))
     looked_at: list[str] = []
     estimate = Estimator.estimate
@@ -193,7 +190,7 @@ def test_compiling_is_looked_into_only_where_the_run_is_long_enough_for_it(
     assert (chosen.plan.compile == "block") is worth
 
 
-def test_a_search_collects_seldom_and_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_delays_and_restores_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     before, within = gc.get_threshold(), []
     monkeypatch.setattr(
         finalists, "dry_run", lambda *arguments: within.append(gc.get_threshold()) or dry_run(*arguments)
@@ -204,9 +201,10 @@ def test_a_search_collects_seldom_and_leaves_the_collector_as_it_was(monkeypatch
 
 
 @pytest.mark.parametrize(("off", "asked"), [(0.0, [6]), (0.01, [6, 9])])
-def test_a_deep_model_is_dry_run_whole_only_where_few_of_its_blocks_differ_from_what_is_estimated(
+def test_a_deep_model_is_dry_run_whole_if_a_few_blocks_differ(
     off: float, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """First a model of a few blocks is compared with its estimate."""
     job = cases.job("llama")
     job = job.replace(model={**job.model.content(), "num_hidden_layers": 9})
     depths: list[int] = []
@@ -224,13 +222,13 @@ def test_a_deep_model_is_dry_run_whole_only_where_few_of_its_blocks_differ_from_
 
 
 @pytest.mark.parametrize("name", ["gpt2-xl", "llama-3-70b", "t5-3b"])
-def test_what_a_deep_model_takes_is_tried_on_few_blocks(name: str) -> None:
+def test_a_deep_model_is_dry_run_with_few_blocks(name: str) -> None:
     config = model_config(with_fewer_blocks(ModelSpec(preset=name), FEW_BLOCKS))
     assert config.num_hidden_layers == FEW_BLOCKS
     assert config.hidden_size == model_config(ModelSpec(preset=name)).hidden_size
 
 
-def test_a_step_takes_longer_with_recomputation_and_on_a_slower_machine() -> None:
+def test_recomputation_and_slower_machines_take_longer() -> None:
     job = tightfit.Job(
         model={"preset": "gpt2"},
         data={"synthetic": "tokens", "sequence_length": 512},
@@ -256,7 +254,7 @@ def test_the_picture_has_a_layer_for_each_row(tmp_path: Path) -> None:
         assert picture.width > 900
 
 
-def test_named_machines() -> None:
+def test_named_machines_are_found() -> None:
     machine = Machine.named("h100-sxm:8x4")
     assert (machine.devices_per_node, machine.nodes) == (8, 4)
     assert machine.rate("bf16-mixed") == pytest.approx(989e12 * 0.724)
@@ -276,7 +274,7 @@ def explain(path: Path, plan: str | None, machine: str, memory: str | None, as_j
     explain_command(path, plan, machine, memory, 3, False, None, [], as_json)
 
 
-def test_explain_says_after_how_many_steps_compiling_is_made_up_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_says_after_how_many_steps_compiling_pays_off(capsys: pytest.CaptureFixture[str]) -> None:
     estimator = Estimator(cases.job("llama"), GPU)
     compiled = estimator.estimate(tightfit.Plan(compile="block"))
     stages = waterfall(estimator, compiled.plan)
@@ -301,7 +299,7 @@ def test_explain_says_after_how_many_steps_compiling_is_made_up_for(capsys: pyte
     ],
     ids=str,
 )
-def test_explain_says_how_the_states_of_a_parameter_are_counted(
+def test_explain_shows_the_state_bytes_per_parameter(
     plan: dict[str, Any], expected: tuple[int, int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     estimator = Estimator(cases.job("llama"), GPU)
@@ -334,21 +332,21 @@ def test_explain_prints_what_scripts_read(job_file: Path, capsys: pytest.Capture
     assert {"plan", "changes_math", "tokens_per_s", "mfu", "rejected_because"} <= set(plan)
 
 
-def test_explain_of_a_whole_plan_that_does_not_fit_says_so(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_reports_a_given_plan_that_does_not_fit(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DoesNotFit) as error:
         explain(job_file, "reference", "t4", "1MiB")
     assert error.value.exit_code == 3
     assert "does not fit" in capsys.readouterr().out
 
 
-def test_a_picture_has_a_picture_s_name_and_analysis_happens_here(job_file: Path, tmp_path: Path) -> None:
+def test_explain_refuses_bad_picture_names_and_remote_analysis(job_file: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"mem\.svg"):
         explain_command(job_file, None, None, None, 1, False, tmp_path / "mem.gif", [], False)
     with pytest.raises(InputError, match="runs on this machine"):
         explain_command(job_file, None, "t4", None, 1, True, None, [], False)
 
 
-def test_what_the_engine_refuses_is_passed_over_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_that_the_engine_refuses_are_skipped_with_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     fastest = search(cases.job("llama"), GPU)[0].plan
 
     def refusing(job: tightfit.Job, plan: tightfit.Plan, *arguments: Any) -> Any:
@@ -362,7 +360,7 @@ def test_what_the_engine_refuses_is_passed_over_and_says_so(monkeypatch: pytest.
     assert {one.plan: one.rejected_because for one in others}[fastest] == "the engine refuses it: this model is too odd"
 
 
-def test_where_the_engine_refuses_all_its_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_s_reason_is_given_if_it_refuses_all_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> Any:
         raise InputError("plan: x", "this model is too odd", "another")
 
@@ -371,7 +369,7 @@ def test_where_the_engine_refuses_all_its_reason_is_given(monkeypatch: pytest.Mo
         search(cases.job("llama"), GPU)
 
 
-def test_a_plan_that_only_its_dry_run_finds_too_large_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_too_large_in_its_dry_run_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     fastest = search(cases.job("llama"), GPU)[0].plan
 
     def larger(job: tightfit.Job, plan: tightfit.Plan, *arguments: Any) -> Any:
@@ -386,7 +384,7 @@ def test_a_plan_that_only_its_dry_run_finds_too_large_says_what_it_needs(monkeyp
     assert reason.endswith(", 78.8 GiB are there")
 
 
-def test_what_is_faster_and_does_not_fit_stands_beside_what_is_slower() -> None:
+def test_results_list_faster_plans_that_do_not_fit() -> None:
     free = search(cases.job("llama"), GPU, {"states": "fp32"})[0]
     chosen, *others = search(limited(free.peak_bytes - 2e6), GPU, {"states": "fp32"})
     assert others[0].fits
@@ -406,7 +404,7 @@ class Spectrum(nn.Module):
         return self.head(torch.view_as_real(torch.fft.fft(x) @ self.weight).flatten(1))
 
 
-def test_a_complex_model_is_given_nothing_that_is_of_real_numbers_only() -> None:
+def test_a_complex_model_gets_no_real_only_methods() -> None:
     job = tightfit.Job(
         model=Spectrum,
         data=[(torch.zeros(8), 1)] * 8,
@@ -432,19 +430,19 @@ def test_a_complex_model_is_given_nothing_that_is_of_real_numbers_only() -> None
     ],
 )
 @pytest.mark.parametrize("memory", [None, 1.0])
-def test_updates_are_rounded_to_the_nearest_only_where_the_job_or_the_plan_says_so(
+def test_nearest_rounding_is_used_only_if_asked_for(
     allow: list[str], pins: dict[str, Any], rounding: str, memory: float | None
 ) -> None:
     job, pins = cases.job("llama").replace(allow=["bf16", *allow]), {"precision": "bf16-true", **pins}
     if memory is None:
         seen = [one.plan for one in search(job, GPU, pins)]
-    else:  # where nothing fits, the leanest plan is looked for among others
+    else:  # where nothing fits, the search for the leanest plan tries others
         seen = [leanest(Estimator(job, GPU), tightfit.Plan(**pins), pins).plan]  # type: ignore[union-attr]
     assert {plan.rounding for plan in seen} == {rounding}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_dry_run_keeps_the_rules_of_the_device_that_it_stands_for(device: str) -> None:
+def test_a_dry_run_follows_the_rules_of_the_target_device(device: str) -> None:
     """Fused SGD updates weights in bf16 on a GPU, and not on a processor, on which dry runs for both are made."""
     job = cases.job("llama", optimizer="sgd")
     plan = tightfit.Plan(precision="bf16-true", fused_optimizer=True)

@@ -1,4 +1,5 @@
-"""What several devices hold and send, estimated: held against dry runs of the engine and the papers' formulas."""
+"""Estimated memory and messages of several devices, compared with dry runs and the papers'
+formulas."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ QUICK = {1, 4, 8, 13, 16, 21, 26, 31, 33, 35}
         for number, fields in enumerate(PLANS)
     ],
 )
-def test_what_a_device_holds_is_estimated_as_it_is_dry_run(estimator: Estimator, fields: dict[str, Any]) -> None:
+def test_estimate_of_each_device_agrees_with_its_dry_run(estimator: Estimator, fields: dict[str, Any]) -> None:
     plan = tightfit.Plan(**fields, fused_optimizer=True)
     found = estimator.estimate(plan)
     estimated = found.peak.total - found.peak.rows["runtime"]
@@ -101,7 +102,7 @@ def test_what_a_device_holds_is_estimated_as_it_is_dry_run(estimator: Estimator,
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
-def test_bytes_sent_are_those_of_rings(estimator: Estimator, devices: int) -> None:
+def test_bytes_sent_match_ring_collectives(estimator: Estimator, devices: int) -> None:
     """Ring all-reduce sends 2 (n-1)/n of the gradients, ZeRO 1 and 2 as much, ZeRO 3 half as much again."""
     parameters = sum(p.bytes for p in estimator.profiler.parameters(tightfit.Plan()) if p.trainable)
     once = (devices - 1) / devices * parameters
@@ -128,7 +129,7 @@ OFFLOADED = [
 
 
 @pytest.mark.parametrize(("offloaded", "fields"), spread(OFFLOADED, [{}, {"micro_batch": 4}], 2))
-def test_what_is_offloaded_is_no_longer_the_device_s(
+def test_offloaded_tensors_take_no_device_memory(
     offloaded: tuple[str, tuple[str, ...]], fields: dict[str, Any]
 ) -> None:
     device, words = offloaded
@@ -148,14 +149,14 @@ def test_what_is_offloaded_is_no_longer_the_device_s(
     assert found.time.communication_s > without.time.communication_s
 
 
-def test_what_is_recomputed_is_not_offloaded() -> None:
+def test_recomputed_activations_are_not_offloaded() -> None:
     job, words = JOB.replace(allow=["bf16", "offload"]), ("states", "activations")
     plan = tightfit.Plan(recompute="full", micro_batch=4, offload=words, fused_optimizer=True)
     found = Estimator(job, Machine.named("a100-80gb")).estimate(plan).peak
     assert found.total - found.rows["runtime"] == pytest.approx(dry_run(job, plan, "cuda").total, rel=0.03)
 
 
-def test_a_search_offloads_where_nothing_else_fits() -> None:
+def test_a_search_offloads_if_nothing_else_fits() -> None:
     machine = Machine.named("a100-80gb")
     least = Estimator(JOB, machine).estimate(tightfit.Plan(micro_batch=1, recompute="full", fused_optimizer=True))
     limit = int(least.peak_bytes - 100e6)
@@ -176,8 +177,8 @@ def test_a_search_offloads_even_the_parameters_of_a_gpu() -> None:
     assert chosen.fits
 
 
-def test_a_pipeline_waits_longer_where_its_pieces_wait_for_each_other() -> None:
-    """What tp devices say to each other within a piece is a part of what the next device waits for."""
+def test_tensor_parallel_messages_lengthen_pipeline_bubbles() -> None:
+    """The next stage waits for the messages of the tp devices within a stage, too."""
     plan = tightfit.Plan(tp=2, pp=2, micro_batch=1)
     estimator = Estimator(JOB, Machine.named("a100-80gb:4"))
     ledgers = {device: estimated_ledger(estimator.profiler, plan, estimator.machine, device) for device in range(2)}
@@ -187,8 +188,9 @@ def test_a_pipeline_waits_longer_where_its_pieces_wait_for_each_other() -> None:
     assert time.bubble_s > 1.01 * silent_time.bubble_s
 
 
-def test_a_server_s_link_carries_all_workers_gradients_and_weights(estimator: Estimator) -> None:
-    """Twice as many workers, twice as many bytes, where a ring sends each device at most twice the gradients."""
+def test_a_server_s_link_carries_all_gradients_and_weights(estimator: Estimator) -> None:
+    """Twice as many workers send twice as many bytes, while in a ring each device sends at most
+    twice the gradients."""
     seconds = []
     for workers in (2, 4):
         plan = tightfit.Plan(parameter_server="sync", dp_replicate=workers, micro_batch=2)
@@ -206,14 +208,15 @@ def test_a_server_s_link_carries_all_workers_gradients_and_weights(estimator: Es
     assert seconds[1] > 4 * ring
 
 
-def test_a_server_is_one_of_the_processes_that_are_there() -> None:
+def test_the_server_is_one_of_the_processes() -> None:
     chosen = search(JOB, Machine.named("a100-80gb:3"), {"compile": "none", "parameter_server": "async"})[0]
     assert chosen.plan.dp_replicate == 2
     assert chosen.plan.devices == 3
 
 
-def test_links_between_nodes_are_those_of_the_network() -> None:
-    """One link for replicas of which each node has one; those of all four devices where they divide states together."""
+def test_links_between_nodes_use_the_network() -> None:
+    """Replicas with one device per node use one link; four devices that shard states together use
+    four."""
     machine = Machine.named("a100-80gb:4x2")
     estimator = Estimator(JOB, machine)
     inside = estimator.estimate(tightfit.Plan(dp_replicate=2, dp_shard=4, zero=3)).ledger.messages
@@ -227,7 +230,7 @@ def test_links_between_nodes_are_those_of_the_network() -> None:
     assert ring[0].bytes_per_s == machine.network_bytes_per_s.value
 
 
-def test_a_search_divides_what_replicas_cannot_hold() -> None:
+def test_a_search_shards_models_too_large_for_replicas() -> None:
     machine = Machine.named("a100-80gb:8")
     free = search(JOB, machine, {"compile": "none"})[0]
     assert free.plan.devices == 8
@@ -247,8 +250,9 @@ def test_a_search_divides_what_replicas_cannot_hold() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_positions_that_are_divided_too_take_less(estimator: Estimator, recompute: str) -> None:
-    """Norms, residual stream and inputs of products: all but what attention and MLP hold between their two products."""
+def test_sequence_parallel_takes_less_memory(estimator: Estimator, recompute: str) -> None:
+    """Norms, residual stream and inputs of matrix products are sharded: all but the tensors inside
+    attention and MLP."""
     plan = tightfit.Plan(tp=4, recompute=recompute, chunked_loss=512, fused_optimizer=True)
     held = [
         estimator.estimate(plan.replace(sequence_parallel=divided)).peak.rows["activations"]
@@ -257,8 +261,9 @@ def test_positions_that_are_divided_too_take_less(estimator: Estimator, recomput
     assert held[1] < 0.6 * held[0]
 
 
-def test_what_divided_positions_send(estimator: Estimator) -> None:
-    """Of a block's 2 regions: a gather and a scatter in forward and in backward, and a gather more there; a sum is both."""
+def test_sequence_parallel_sends_gathers_and_scatters(estimator: Estimator) -> None:
+    """Each of a block's 2 regions sends a gather and a scatter in forward and in backward, and one
+    more gather in backward; a sum is both."""
     whole = 16 * 128 * 512 * 4  # samples, positions, width, bytes
     sent = {}
     for divided in (False, True):
@@ -272,8 +277,9 @@ def test_what_divided_positions_send(estimator: Estimator) -> None:
     )  # joined after the last block, divided before the first
 
 
-def test_a_search_divides_a_sequence_that_no_device_holds() -> None:
-    """One long sample for each pair of devices: nothing else makes a sample's activations smaller on a cut of the model's rows."""
+def test_a_search_shards_sequences_too_long_for_a_device() -> None:
+    """There is one long sample per pair of devices: nothing else makes a sample's activations
+    smaller."""
     job = JOB.replace(
         model={**LLAMA, "max_position_embeddings": 4096},
         data={"synthetic": "tokens", "sequence_length": 4096},
@@ -289,7 +295,7 @@ def test_a_search_divides_a_sequence_that_no_device_holds() -> None:
     assert chosen.fits
 
 
-def test_more_devices_than_samples_cut_the_model() -> None:
+def test_more_devices_than_samples_split_the_model() -> None:
     job = JOB.replace(train=tightfit.Train(batch=2, steps=1000))
     chosen = search(job, Machine.named("a100-80gb:8"), {"compile": "none"})[0].plan
     assert chosen.devices == 8
@@ -298,7 +304,7 @@ def test_more_devices_than_samples_cut_the_model() -> None:
         search(job, Machine.named("a100-80gb:8"), {"compile": "none", "dp_replicate": 8})
 
 
-def test_a_pipeline_that_is_asked_for_is_split_by_what_its_parts_take() -> None:
+def test_a_pinned_pipeline_is_split_by_cost() -> None:
     wide = {**LLAMA, "vocab_size": 60000, "hidden_size": 2048, "max_position_embeddings": 1024}
     job = JOB.replace(model=wide, data={"synthetic": "tokens", "sequence_length": 1024})
     pins = {"compile": "none", "pp": 2, "precision": "fp32", "chunked_loss": None}
@@ -309,8 +315,8 @@ def test_a_pipeline_that_is_asked_for_is_split_by_what_its_parts_take() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"dp_replicate": 8}, {"dp_replicate": 4, "pp": 2, "split": (3, 3)}])
-def test_what_a_search_passes_over_is_no_better(estimator: Estimator, fields: dict[str, Any]) -> None:
-    """Bounds rule out most plans unseen: the best of those that are looked at is the best of all, whatever the limit."""
+def test_plans_that_a_search_skips_are_not_better(estimator: Estimator, fields: dict[str, Any]) -> None:
+    """Bounds rule out most plans: the best estimated plan is the best of all, whatever the limit."""
     start = tightfit.Plan(**fields)
     pins = {"precision": "fp32", **{name: fields[name] for name in fields if name != "dp_replicate"}}
     everything = [estimator.estimate(plan) for plans in candidates(estimator, start, pins) for plan in plans]
@@ -319,13 +325,13 @@ def test_what_a_search_passes_over_is_no_better(estimator: Estimator, fields: di
         limit = peaks[int(share * (len(peaks) - 1))] * 1.1
         tight = copy.copy(estimator)
         tight.limit_bytes = limit
-        looked_at = estimate_candidates(tight, start, pins)
-        assert len(looked_at) < len(everything)
+        tried = estimate_candidates(tight, start, pins)
+        assert len(tried) < len(everything)
         best = min((replace(one, limit_bytes=limit) for one in everything), key=lambda one: (not one.fits, one.total_s))
-        assert min(one.total_s for one in looked_at if one.fits) <= 1.01 * best.total_s
+        assert min(one.total_s for one in tried if one.fits) <= 1.01 * best.total_s
 
 
-def test_a_call_takes_its_hops_however_little_it_sends() -> None:
+def test_latency_of_a_collective_counts_its_hops() -> None:
     """NCCL's model: of a ring of 32 on 4 nodes 28 hops are inside one and 3 between them; a sum goes around twice."""
     machine = Machine.named("h100-sxm:8x4")
     gather = latency(tightfit.Plan(dp_shard=32, zero=3), machine, ("dp_shard",), 1)
@@ -339,7 +345,7 @@ def test_a_call_takes_its_hops_however_little_it_sends() -> None:
     assert latency(tightfit.Plan(tp=8, pp=4), machine, ("pp",), 1) == pytest.approx(14e-6 + 4e-6)
 
 
-def test_more_calls_wait_longer(estimator: Estimator) -> None:
+def test_latency_grows_with_the_number_of_calls(estimator: Estimator) -> None:
     """ZeRO-3 gathers each of 6 blocks and what is outside them twice and scatters once, for each micro-batch."""
     machine = Machine.named("a100-80gb:8")
     plan = tightfit.Plan(dp_shard=8, zero=3, micro_batch=1)
@@ -352,8 +358,8 @@ def test_more_calls_wait_longer(estimator: Estimator) -> None:
 
 
 @pytest.mark.parametrize("compiled", ["none", "block"])
-def test_a_pipeline_s_device_says_its_share_to_its_slices(compiled: str) -> None:
-    """Of what tp devices say to each other in all blocks, those of half of the blocks say half, compiled or not."""
+def test_a_stage_sends_its_share_of_tensor_parallel_messages(compiled: str) -> None:
+    """The tp devices of half of the blocks send half of the messages, compiled or not."""
     estimator = Estimator(JOB, Machine.named("a100-80gb:8"))
     said = {
         pp: estimator.estimate(tightfit.Plan(tp=2, pp=pp, dp_replicate=8 // 2 // pp, compile=compiled, micro_batch=2))
@@ -367,7 +373,7 @@ def test_a_pipeline_s_device_says_its_share_to_its_slices(compiled: str) -> None
     assert 0.4 < half / whole < 0.65  # the embedding and the head are at one end each
 
 
-def test_buckets_of_many_devices_are_larger() -> None:
+def test_gradient_buckets_are_larger_on_many_devices() -> None:
     assert bucket_bytes(8) == bucket_bytes(1) == BUCKET_BYTES
     assert bucket_bytes(2048) == 2048 * MIN_BYTES_PER_DEVICE
     job = tightfit.Job(
@@ -381,8 +387,9 @@ def test_buckets_of_many_devices_are_larger() -> None:
 
 
 @pytest.mark.slow
-def test_a_search_on_thousands_of_devices_misses_none_of_the_usual_plans() -> None:
-    """Those of Megatron and Llama 3: slices within a node, an interleaved pipeline across nodes, ZeRO 1 for its replicas."""
+def test_a_search_on_thousands_of_devices_tries_the_usual_plans() -> None:
+    """The plans of Megatron and Llama 3: tensor parallelism within a node, an interleaved pipeline
+    across nodes, ZeRO 1 for replicas."""
     job = tightfit.Job(
         model={"preset": "llama-3-405b"},
         data={"synthetic": "tokens", "sequence_length": 8192},

@@ -1,4 +1,5 @@
-"""Models that nobody tuned for: explained without an edit, and right; or refused with a sentence that is true."""
+"""Models that nothing was tuned for are estimated correctly without an edit, or refused with a true
+reason."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def job(name: str) -> tightfit.Job:
         2,
     ),
 )
-def test_a_strangers_model_is_explained_as_it_runs(name: str, fields: dict[str, Any]) -> None:
+def test_an_unknown_model_s_estimate_agrees_with_its_run(name: str, fields: dict[str, Any]) -> None:
     plan = tightfit.Plan(**fields)
     run = build(job(name), plan)
     steps = run.data.steps(0, None)
@@ -47,14 +48,14 @@ def test_a_strangers_model_is_explained_as_it_runs(name: str, fields: dict[str, 
     assert predicted.time.step_s > 0
 
 
-def test_a_weight_that_is_a_number_written_out_is_cast_like_the_others() -> None:
+def test_a_scalar_weight_is_cast_like_the_others() -> None:
     plan = tightfit.Plan(precision="bf16-true", rounding="kahan")
     of = {one.name: one for one in estimate(job("drops-paths"), plan).ledger.parameters}
     assert of["temperature"].bytes == 2
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_followed_is_refused_and_it_is_said_why(name: str) -> None:
+def test_untraceable_models_are_refused_with_a_reason(name: str) -> None:
     with pytest.raises(InputError, match=REFUSED[name]) as error:
         estimate(job(name), tightfit.Plan())
     assert "tightfit train" in str(error.value)
@@ -62,7 +63,7 @@ def test_what_cannot_be_followed_is_refused_and_it_is_said_why(name: str) -> Non
     assert take_step(run, next(run.data.steps(0, None)), 0).loss > 0  # it trains all the same
 
 
-def test_a_model_that_fails_says_how_and_where() -> None:
+def test_a_failing_model_s_error_says_how_and_where() -> None:
     class Broken(torch.nn.Module):
         def forward(self, *values: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
             return {}["nothing"]  # type: ignore[no-any-return]

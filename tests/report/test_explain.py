@@ -24,7 +24,8 @@ def test_an_estimate_explains_itself() -> None:
     assert estimate.samples_per_s > 0
 
 
-def test_mfu_is_said_where_a_peak_is_published_and_the_share_of_the_matrix_rate_everywhere() -> None:
+def test_mfu_is_shown_only_with_a_published_peak() -> None:
+    """The share of the measured matrix rate is shown everywhere."""
     job, here, gpu = cases.job("gpt2"), Machine.detect(), Machine.named("l4")
     on_gpu, on_processor = (tightfit.estimate(job, tightfit.Plan(), machine) for machine in (gpu, here))
     assert on_gpu.mfu is not None

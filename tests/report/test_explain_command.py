@@ -19,7 +19,9 @@ SECONDS = {"compute_s", "memory_s", "communication_s", "bubble_s", "input_s", "s
 PINNED = ("--set", "plan.compile=none")
 
 
-def test_what_scripts_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_has_the_documented_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command(monkeypatch, "explain", str(tiny.write(tmp_path)), "--machine", "l4", "--json", *PINNED) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["chosen"] == 0
@@ -34,7 +36,9 @@ def test_what_scripts_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         )
 
 
-def test_what_people_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_output_has_all_sections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     picture = tmp_path / "memory.svg"
     job = str(tiny.write(tmp_path))
@@ -47,7 +51,7 @@ def test_what_people_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "<svg" in picture.read_text()
 
 
-def test_predicted_stands_beside_measured(
+def test_predicted_is_shown_beside_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = str(tiny.write(tmp_path))
@@ -60,7 +64,7 @@ def test_predicted_stands_beside_measured(
 
 
 @pytest.mark.parametrize("arguments", [("explain", "--analyze"), ("verify",)], ids=lambda given: given[0])
-def test_what_runs_in_one_process_is_planned_for_one_device_of_several(
+def test_single_process_commands_plan_for_one_device(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     several = Machine.detect().replace(devices_per_node=2)
@@ -70,7 +74,7 @@ def test_what_runs_in_one_process_is_planned_for_one_device_of_several(
     assert "dp_replicate" not in capsys.readouterr().out
 
 
-def test_where_nothing_fits_the_exit_code_is_3_and_help_is_named(
+def test_if_nothing_fits_the_exit_code_is_3_with_remedies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = str(tiny.write(tmp_path))
@@ -111,7 +115,7 @@ def test_machines_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert command(monkeypatch, "machine", "h200", "--calibrate") == 2
 
 
-def test_a_machine_without_bf16_takes_fp16_where_the_job_allows_it(
+def test_a_machine_without_bf16_uses_fp16_if_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wide = ("--set", "model.hidden_size=1024", "--set", "model.intermediate_size=4096", "--set", "train.batch=32")
@@ -121,7 +125,7 @@ def test_a_machine_without_bf16_takes_fp16_where_the_job_allows_it(
         assert json.loads(capsys.readouterr().out)["plans"][0]["plan"]["precision"] == precision
 
 
-def test_what_is_explained_is_what_is_trained(
+def test_the_explained_plan_is_the_trained_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job, out = str(tiny.write(tmp_path, steps=4)), tmp_path / "out"
@@ -135,7 +139,7 @@ def test_what_is_explained_is_what_is_trained(
     assert record["peak_bytes"]["predicted"] == pytest.approx(record["peak_bytes"]["measured"], rel=0.05)
 
 
-def test_a_run_that_goes_on_keeps_its_plan(
+def test_a_resumed_run_keeps_its_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job, out = str(tiny.write(tmp_path, steps=4)), tmp_path / "out"
@@ -147,7 +151,8 @@ def test_a_run_that_goes_on_keeps_its_plan(
 
 @pytest.mark.parametrize("name", ["torch._higher_order_ops.wrap", "torch.utils._pytree", "torchao", "torchao.kernel"])
 def test_notes_of_libraries_are_not_shown(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """torch warns of selective recomputation that is compiled, torchao of files that it cannot load."""
+    """torch warns about compiled selective recomputation, torchao about libraries that it cannot
+    load."""
     monkeypatch.setattr("warnings.showwarning", warnings.showwarning)
     quiet_libraries()
     assert not logging.getLogger(name).isEnabledFor(logging.WARNING)

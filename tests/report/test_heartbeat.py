@@ -1,4 +1,4 @@
-"""While a command plans or prepares data, it says what it does."""
+"""While a command plans or prepares data, it reports what it does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from tightfit.report.heartbeat import never_silent
 
 
-def test_what_goes_on_is_said_again_and_again() -> None:
+def test_long_activities_are_reported_repeatedly() -> None:
     said: list[str] = []
     spoken = threading.Event()
 

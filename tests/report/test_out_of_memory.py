@@ -1,4 +1,4 @@
-"""Which errors say that memory ended."""
+"""Which errors mean that memory ran out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tightfit.report.out_of_memory import is_out_of_memory
     ],
     ids=["python", "system", "torch", "oneDNN"],
 )
-def test_memory_has_ended(error: Exception) -> None:
+def test_out_of_memory_errors_are_recognised(error: Exception) -> None:
     assert is_out_of_memory(error)
 
 
@@ -32,5 +32,5 @@ def test_memory_has_ended(error: Exception) -> None:
     ],
     ids=["disk", "oneDNN has no kernel", "shapes"],
 )
-def test_another_error_is_not_taken_for_it(error: Exception) -> None:
+def test_other_errors_are_not_out_of_memory(error: Exception) -> None:
     assert not is_out_of_memory(error)

@@ -1,4 +1,4 @@
-"""The bar on a terminal and the lines elsewhere say the same."""
+"""The progress bar on a terminal and the lines elsewhere show the same figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEP = Step(
 
 
 @pytest.mark.parametrize(("terminal", "kind"), [(True, ProgressBar), (False, ProgressLines)])
-def test_shows_what_matters(terminal: bool, kind: type) -> None:
+def test_progress_shows_loss_speed_and_time_left(terminal: bool, kind: type) -> None:
     text = io.StringIO()
     with progress(10, "tokens", Console(file=text, force_terminal=terminal, width=160, legacy_windows=False)) as view:
         assert isinstance(view, kind)

@@ -1,4 +1,4 @@
-"""What a training leaves in its folder, and how it ends when something goes wrong."""
+"""The files of a training in its folder, and how it ends when something goes wrong."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def losses(out: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_files_of_a_run_and_going_on(
+def test_a_run_writes_its_files_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job, out = tiny.write(tmp_path, evaluate_every=4, checkpoint_every=3, trackers=["tensorboard"]), tmp_path / "out"
@@ -106,7 +106,7 @@ def test_files_of_a_run_and_going_on(
     assert losses(again)[:8] == losses(out)[:8]
 
 
-def test_a_loss_that_is_no_number_ends_the_run_and_keeps_what_was_saved(
+def test_a_nan_loss_ends_the_run_and_keeps_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job, out = tiny.write(tmp_path, checkpoint_every=1, optimizer="sgd"), tmp_path / "out"
@@ -143,7 +143,7 @@ def data():
 """
 
 
-def test_a_loss_that_never_was_a_number_is_looked_for_in_the_data(
+def test_a_loss_that_is_nan_from_the_start_blames_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "own.py").write_text(NAN)
@@ -174,7 +174,7 @@ def data():
 
 
 @pytest.mark.filterwarnings("default::tightfit.errors.TightfitWarning")
-def test_a_warning_is_a_line_of_the_command(
+def test_a_warning_is_printed_as_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "own.py").write_text(UNSHIFTED)
@@ -196,7 +196,7 @@ RECURRENT = UNSHIFTED.replace("self.table(input_ids)", "self.head(self.layer(sel
 
 
 @pytest.mark.filterwarnings("default::tightfit.errors.TightfitWarning")
-def test_a_model_that_cannot_be_followed_trains_and_a_plan_that_is_refused_is_said_once(
+def test_an_untraceable_model_trains_and_refusals_appear_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "own.py").write_text(UNSHIFTED)
@@ -220,7 +220,7 @@ def full(*arguments: Any, **options: Any) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_is_said_before_anything_is_planned(
+def test_a_full_disk_is_reported_before_planning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job, out = tiny.write(tmp_path), tmp_path / "out"
@@ -233,16 +233,14 @@ def test_a_full_disk_is_said_before_anything_is_planned(
     assert not out.exists()
 
 
-def test_a_disk_that_is_full_when_a_run_begins_is_an_input_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_at_the_start_is_an_input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(InputError, match="make room there"):
         begin_files(tiny.job(), Plan(), None, tmp_path / "out", 0)
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="a folder that takes no files, whoever asks")
-def test_a_folder_that_cannot_be_made_is_refused() -> None:
+def test_a_folder_that_cannot_be_created_is_refused() -> None:
     with pytest.raises(InputError, match="cannot be written to") as raised:
         check_out(Path("/proc/foo"), False)
     assert "another folder" in str(raised.value)
@@ -284,13 +282,13 @@ def test_checkpoints_are_written_as_often_as_the_job_says(tmp_path: Path, monkey
     assert saved == {None: [8], "end": [8], 3: [3, 6, 8], "never": []}
 
 
-def test_checkpoints_that_no_job_can_have_are_refused() -> None:
+def test_invalid_checkpoint_settings_are_refused() -> None:
     for wrong in (0, -1, "sometimes"):
         with pytest.raises(InputError, match="checkpoint_every"):
             tiny.job(checkpoint_every=wrong)
 
 
-def test_going_on_from_a_run_that_was_told_to_save_nothing_says_so(
+def test_resuming_a_run_without_checkpoints_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job, out = tiny.write(tmp_path, checkpoint_every="never", steps=2), tmp_path / "out"
@@ -319,7 +317,7 @@ def test_a_signal_saves_unless_the_job_says_never(tmp_path: Path) -> None:
 
 @dataclass
 class Followed:
-    """Stands for a run on CUDA, and for all that looks at it: notes what is done, in order."""
+    """Replaces a run on CUDA and its observers: notes what happens, in order."""
 
     done: list[str]
 
@@ -337,9 +335,7 @@ class Followed:
             yield self.step(number)
 
 
-def test_figures_of_a_step_on_cuda_are_read_when_the_next_has_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_step_figures_are_read_during_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     followed = Followed([])
     monkeypatch.setattr(run_folder, "train", followed.steps)
     monkeypatch.setattr(run_folder, "total_steps", lambda run: 6)
@@ -367,7 +363,7 @@ def test_figures_of_a_step_on_cuda_are_read_when_the_next_has_begun(
         assert ", ".join(followed.done) == f"{expected}, save 6"
 
 
-def test_a_process_that_the_system_ends_is_said(tmp_path: Path) -> None:
+def test_a_process_killed_by_the_system_is_reported(tmp_path: Path) -> None:
     job, out = tiny.write(tmp_path, steps=100_000, checkpoint_every=1), tmp_path / "out"
     process = start(
         "train", str(job), "--plan", "reference", "--out", str(out), "--nproc", "2", "--set", "plan.dp_replicate=2"
@@ -401,7 +397,7 @@ main()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits a Linux process's memory")
-def test_out_of_memory_is_exit_code_3_with_what_takes_less(tmp_path: Path) -> None:
+def test_out_of_memory_is_exit_code_3_with_remedies(tmp_path: Path) -> None:
     job = tiny.write(tmp_path, batch=512)
     size = ["--set", "model.vocab_size=40000", "--set", "model.hidden_size=256", "--set", "data.samples=600"]
     done = subprocess.run(

@@ -20,7 +20,7 @@ train: {batch: 8, steps: 10}
 """
 
 
-def test_each_device_has_a_line_of_what_it_does() -> None:
+def test_each_device_has_a_line_of_its_actions() -> None:
     slots = simulate(make_schedule("1f1b", 2, 1, 2), lambda action: SECONDS[action.kind])
     first, second, note = timeline_text(slots, width=18)
     assert first.split() == ["device", "0", "0011....aaaa..bbbb", "67%", "busy"]
@@ -39,7 +39,7 @@ def test_a_picture_has_every_action(tmp_path: Path) -> None:
             assert drawn.count(f"fill: {colour}") == actions + bool(actions)  # and once in the legend
 
 
-def test_explain_draws_the_pipeline_and_refuses_where_there_is_none(tmp_path: Path) -> None:
+def test_explain_draws_the_pipeline_or_says_there_is_none(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     command = ["explain", str(tmp_path / "job.yaml"), "--machine", "a100-80gb:2", "--timeline", str(tmp_path / "t.svg")]
     pinned = ["--set", "plan.pp=2", "--set", "plan.micro_batch=2", "--set", "plan.compile=none"]

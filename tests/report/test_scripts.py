@@ -1,4 +1,5 @@
-"""The scripts that start a training on several hosts: legal shell or YAML, with the very command in them."""
+"""The scripts that start a training on several hosts: valid shell or YAML, with the exact command
+in them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def job(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["slurm", "torchrun"])
-def test_a_shell_script(kind: str, job: Path, tmp_path: Path) -> None:
+def test_a_shell_script_is_valid_and_has_the_command(kind: str, job: Path, tmp_path: Path) -> None:
     name, text = script(kind, job, 4, 8, "H100", ["plan.zero=3"])
     (tmp_path / name).write_text(text)
     subprocess.run(["bash", "-n", str(tmp_path / name)], check=True)
@@ -31,7 +32,7 @@ def test_a_shell_script(kind: str, job: Path, tmp_path: Path) -> None:
     assert "8" in text
 
 
-def test_a_task_of_skypilot(job: Path) -> None:
+def test_a_skypilot_task_is_valid_and_has_the_command(job: Path) -> None:
     name, text = script("skypilot", job, 2, 4, "A100", [])
     task = yaml.safe_load(text)
     assert name.endswith("-sky.yaml")

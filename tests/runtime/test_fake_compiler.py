@@ -1,4 +1,4 @@
-"""The compiler's stand-in on tensors without values."""
+"""The replacement for the compiler on fake tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with FakeTensorMode():
 """
 
 
-def test_pooling_is_followed_where_nothing_has_imported_the_code_generator() -> None:
+def test_pooling_is_traced_without_importing_the_code_generator() -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -70,7 +70,7 @@ class _Kernels(TorchDispatchMode):
     ],
     ids=str,
 )
-def test_functions_within_generated_kernels_are_told(function: nn.Module, kind: str, times: int) -> None:
+def test_functions_in_generated_kernels_are_counted(function: nn.Module, kind: str, times: int) -> None:
     torch._dynamo.reset()
     with FakeTensorMode(), _Kernels() as kernels:
         model = nn.Sequential(nn.Linear(8, 8), function, nn.Linear(8, 8))
@@ -79,16 +79,17 @@ def test_functions_within_generated_kernels_are_told(function: nn.Module, kind: 
     assert kernels.seen["compiled"] > 0
 
 
-def test_pooling_within_a_generated_kernel_is_told() -> None:
+def test_pooling_in_a_generated_kernel_is_counted() -> None:
     torch._dynamo.reset()
     with FakeTensorMode(), _Kernels() as kernels:
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(16, 2))
         torch.compile(model, backend=fake_backend())(torch.zeros(2, 3, 8, 8)).sum().backward()
-    assert kernels.seen["compiled pooling"] == 4 * 9 * 2 * 4 * 2 * 2  # looks at nine of each
+    assert kernels.seen["compiled pooling"] == 4 * 9 * 2 * 4 * 2 * 2  # nine values for each output
 
 
-def test_what_kernels_compute_takes_time_where_it_was_measured() -> None:
-    """Beside the memory traffic, and without a launch of its own; on a device where it was not measured it is free."""
+def test_kernel_functions_take_time_if_measured() -> None:
+    """The time adds to the memory traffic's, without a launch of its own; without a measured rate
+    it is zero."""
     job = tightfit.Job(
         model={"architecture": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128},
         data={"synthetic": "tokens", "sequence_length": 32},

@@ -1,4 +1,5 @@
-"""What a forward saves, in a store: it comes back ahead of its use, once for each use, and is given up with its graph."""
+"""Tensors saved by a forward in a store: fetched before their use, once per use, and released with
+their graph."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ CPU = torch.device("cpu")
 
 
 class Watched:
-    """What a store begins to fetch, and what is used, in order: numbers of what forward saved."""
+    """Notes the tensors that a store begins to fetch and those that are used, by their number in
+    the forward."""
 
     def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         self.saved: list[int] = []
@@ -81,9 +83,7 @@ def gradient_of(loss: Callable[[Tensor], Tensor]) -> Tensor:
     return start.grad
 
 
-def test_what_was_saved_before_comes_while_backward_is_at_what_came_last(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_earlier_saved_tensors_are_fetched_during_backward(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(store, monkeypatch)
     start = operand()
     with store.offload_saved(set()):
@@ -95,7 +95,7 @@ def test_what_was_saved_before_comes_while_backward_is_at_what_came_last(
     assert torch.equal(start.grad, gradient_of(lambda x: chain(4, x)))  # type: ignore[arg-type]
 
 
-def test_as_much_comes_ahead_as_the_largest_tensor_has(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetching_is_as_large_as_the_largest_tensor(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(store, monkeypatch)
     start = operand()
     with store.offload_saved(set()):
@@ -108,7 +108,7 @@ def test_as_much_comes_ahead_as_the_largest_tensor_has(store: Store, monkeypatch
     assert sorted(line for line in watched.seen if line.endswith("comes")) == [f"{place} comes" for place in range(5)]
 
 
-def test_no_more_than_a_bound_comes_ahead(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetching_stays_within_its_bound(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_store, "MAX_PREFETCH_BYTES", 2 * BYTES)
     watched = Watched(store, monkeypatch)
     start = operand()
@@ -119,8 +119,8 @@ def test_no_more_than_a_bound_comes_ahead(store: Store, monkeypatch: pytest.Monk
     assert sorted(begun) == [f"{place} comes" for place in range(5)]
 
 
-def test_a_graph_that_is_retained_is_used_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each tensor comes once for each use, and the store holds it until the graph is gone."""
+def test_a_retained_graph_can_be_used_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor is fetched once per use, and the store keeps it until the graph is freed."""
     watched = Watched(store, monkeypatch)
     start = operand()
     with store.offload_saved(set()):
@@ -136,7 +136,7 @@ def test_a_graph_that_is_retained_is_used_again(store: Store, monkeypatch: pytes
     assert store.stored_bytes == 0
 
 
-def test_a_gradient_s_gradient(store: Store) -> None:
+def test_second_order_gradients_work(store: Store) -> None:
     def penalty(start: Tensor) -> Tensor:
         (gradient,) = torch.autograd.grad(chain(3, start), start, create_graph=True)
         return gradient.square().sum()
@@ -150,7 +150,7 @@ def test_a_gradient_s_gradient(store: Store) -> None:
     assert store.stored_bytes == 0
 
 
-def test_a_graph_without_a_backward_leaves_nothing(store: Store) -> None:
+def test_a_graph_without_backward_is_freed(store: Store) -> None:
     start = operand()
     gc.disable()  # no cycle has to be found
     try:
@@ -170,8 +170,9 @@ def test_a_graph_without_a_backward_leaves_nothing(store: Store) -> None:
         gc.enable()
 
 
-def test_forwards_that_wait_for_each_other_keep_to_their_own(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As micro-batches of a pipeline do: backward of the first begins when the second has run forward."""
+def test_overlapping_forwards_fetch_their_own_tensors(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches of a pipeline overlap like this: the first backward begins after the second
+    forward."""
     starts, losses = [operand(), operand()], []
     for start in starts:
         with store.offload_saved(set()):
@@ -192,7 +193,7 @@ def test_forwards_that_wait_for_each_other_keep_to_their_own(store: Store, monke
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_within_a_recomputation(store: Store, reentrant: bool) -> None:
+def test_recomputation_works_with_offloaded_tensors(store: Store, reentrant: bool) -> None:
     def loss_of(start: Tensor) -> Tensor:
         for _ in range(3):
             start = checkpoint(lambda x: x.sin().exp().cos(), start, use_reentrant=reentrant)
@@ -208,7 +209,7 @@ def test_within_a_recomputation(store: Store, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-def test_gradients_are_the_same_to_the_bit(store: Store, heads: int) -> None:
+def test_gradients_are_bit_for_bit_the_same(store: Store, heads: int) -> None:
     """Kernels find each tensor in the layout in which it was saved."""
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(WIDTH, heads, 4 * WIDTH, dropout=0.1, batch_first=True)
@@ -242,14 +243,14 @@ def test_gradients_are_the_same_to_the_bit(store: Store, heads: int) -> None:
     ],
     ids=["plain", "transposed", "channels last", "of one row", "a part", "expanded", "overlapping", "a number"],
 )
-def test_which_tensors_fill_their_memory(value: Tensor, dense: bool) -> None:
+def test_dense_tensors_are_recognised(value: Tensor, dense: bool) -> None:
     assert is_dense(value) == dense
     if dense:
         assert torch.empty_like(value).stride() == value.stride()
 
 
 class Streams:
-    """Stands for torch.cuda: notes what each stream is given."""
+    """Replaces torch.cuda and notes the work of each stream."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[str] = []
@@ -320,7 +321,7 @@ def on_a_gpu(streams: Streams, tmp_path: Path) -> Store:
     return Store(plan, torch.device("cuda"))
 
 
-def test_what_comes_waits_for_its_own_way_out_and_for_no_other(streams: Streams, on_a_gpu: Store) -> None:
+def test_a_fetch_waits_only_for_its_own_copy_to_the_host(streams: Streams, on_a_gpu: Store) -> None:
     store = on_a_gpu
     first, second = (store.empty(torch.Size([4]), torch.float32) for _ in range(2))
     store.send(torch.ones(4), first)
@@ -336,9 +337,7 @@ def test_what_comes_waits_for_its_own_way_out_and_for_no_other(streams: Streams,
     assert waits not in streams.since()
 
 
-def test_no_other_has_the_memory_of_what_nobody_uses_before_its_copy_has_ended(
-    streams: Streams, on_a_gpu: Store
-) -> None:
+def test_memory_is_not_reused_before_its_copy_has_ended(streams: Streams, on_a_gpu: Store) -> None:
     coming = on_a_gpu.begin_fetch(torch.ones(4))
     streams.since()
     del coming
@@ -347,7 +346,7 @@ def test_no_other_has_the_memory_of_what_nobody_uses_before_its_copy_has_ended(
     assert streams.since().count("own waits for an event of stream 1") == 1
 
 
-def test_gradients_are_summed_on_the_way_out(streams: Streams, on_a_gpu: Store) -> None:
+def test_gradients_are_accumulated_on_the_host(streams: Streams, on_a_gpu: Store) -> None:
     weight = nn.Parameter(torch.zeros(4))
     gradients = OffloadedGradients({weight: weight}, on_a_gpu)
     for value in (1.0, 2.0):
@@ -358,8 +357,9 @@ def test_gradients_are_summed_on_the_way_out(streams: Streams, on_a_gpu: Store) 
     assert torch.equal(weight.grad, torch.full((4,), 3.0))  # type: ignore[arg-type]
 
 
-def test_states_come_and_leave_beside_the_updates_of_others(streams: Streams, on_a_gpu: Store) -> None:
-    """While a weight is updated the next one's momentum comes, and that of the one before leaves. No host waits."""
+def test_state_copies_overlap_with_other_updates(streams: Streams, on_a_gpu: Store) -> None:
+    """While a weight is updated, the next one's momentum is fetched and the previous one's is
+    stored. The host never waits."""
     weights = [nn.Parameter(torch.ones(3)) for _ in range(3)]
     inner = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
     inner.register_step_post_hook(lambda *_: streams.seen.append("own updates"))
@@ -378,17 +378,18 @@ def test_states_come_and_leave_beside_the_updates_of_others(streams: Streams, on
     assert streams.since() == ["the host waits for stream 1", "the host waits for own"]
 
 
-def test_three_updates_states_are_on_the_device_at_a_time(store: Store) -> None:
-    """That of the update, of the one after it and of the one before; then none. As in a dry run, where nothing is waited for."""
+def test_at_most_three_updates_states_are_on_the_device(store: Store) -> None:
+    """The states of the current, the next and the previous update are on the device, then none. A
+    dry run, which never waits, is the same."""
     weights = [nn.Parameter(torch.ones(ROWS, WIDTH)) for _ in range(5)]
     inner = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
     optimizer = PerParameter(inner, state_store=store)
     held: list[int] = []
 
-    def look(*_: Any) -> None:
+    def note_states(*_: Any) -> None:
         held.append(len(store._prefetched) + len(store._pending_sends[0]) + 1)
 
-    inner.register_step_pre_hook(look)
+    inner.register_step_pre_hook(note_states)
     for _ in range(2):
         held.clear()
         for weight in weights:

@@ -1,4 +1,5 @@
-"""Draw trials and hold them against plain PyTorch: python -m tests.zoo --draws 500 --seed 1. See `scripts/test --zoo`."""
+"""Draw trials and compare them with plain PyTorch: python -m tests.zoo --draws 500 --seed 1. See
+`scripts/test --zoo`."""
 
 from __future__ import annotations
 

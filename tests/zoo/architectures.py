@@ -1,4 +1,4 @@
-"""transformers' architectures in tiny sizes, without dropout: their own code, our sizes."""
+"""Tiny versions of transformers' architectures, without dropout: their code, our sizes."""
 
 from __future__ import annotations
 

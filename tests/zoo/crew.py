@@ -1,4 +1,5 @@
-"""Kept processes that trials run in: they survive refusals, and are replaced after crashes and hangs."""
+"""Kept processes in which trials run: they survive refusals, and are replaced after crashes and
+hangs."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Crew:
         self.restarts = 0
 
     def hold(self, trial: Trial) -> Found:
-        """Run the trial in processes; what came of it. Where it is off, again with what rounding does to plain PyTorch at hand."""
+        """Run the trial in processes and return its outcome. If it is off, it runs again with the
+        rounding error of plain PyTorch at hand."""
         found = self._attempt(trial, False)
         return self._attempt(trial, True) if found.outcome == "different" else found
 

@@ -1,4 +1,4 @@
-"""A seed draws a trial: a model, a plan that has a chance to train it, and the settings of its training."""
+"""A seed draws a trial: a model, a plan that is likely to train it, and training settings."""
 
 from __future__ import annotations
 

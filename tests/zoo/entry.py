@@ -1,4 +1,4 @@
-"""What the zoo keeps of a model: how it is made, its samples, and its loss in plain PyTorch."""
+"""An entry of the zoo: how its model is made, its samples, and its loss in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Modules of other shapes than a row of blocks: experts, recurrences, convolutions, towers. None knows of tightfit."""
+"""Modules of other shapes than a row of blocks: experts, recurrences, convolutions, towers, as
+people write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nets of four blocks as people write them, each with something that a method may trip over. None knows of tightfit."""
+"""Nets of four blocks as people write them, each with a feature that is hard for some method."""
 
 from __future__ import annotations
 

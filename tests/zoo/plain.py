@@ -1,4 +1,4 @@
-"""The same training by nothing but PyTorch: what a plan's losses and weights are compared with."""
+"""The same training in plain PyTorch, with which a plan's losses and weights are compared."""
 
 from __future__ import annotations
 

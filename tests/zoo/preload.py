@@ -1,4 +1,5 @@
-"""What kept processes have imported before they are forked: importing takes longer than most trials."""
+"""Modules that kept processes import before they are forked: importing takes longer than most
+trials."""
 
 import torch
 import transformers.modeling_utils

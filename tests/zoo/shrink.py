@@ -1,4 +1,5 @@
-"""A failure made smaller: fewer fields in the plan, a plainer training, fewer processes; as long as it fails alike."""
+"""A failure made smaller: fewer plan fields, a plainer training, fewer processes, as long as it
+fails alike."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Options of architectures' configurations by which the head reads what every block returns: methods that take this apart refuse them,
-in a prediction as in a training."""
+"""Architectures' options by which the head reads what every block returns.
+
+Methods that do not support this refuse them, in a prediction as in a training.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def of_pooled(output: Any, batch: Any) -> Tensor:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "wav2vec2" else pytest.mark.slow) for name in FORMS]
 )
-def test_what_reads_all_blocks_is_refused_before_the_first_step(name: str) -> None:
+def test_heads_that_read_all_blocks_are_refused_early(name: str) -> None:
     job, machine = make_job(entry(name), {}), Machine.named("a100-80gb:2")
     estimator = Estimator(job, machine)
     assert estimator.estimate(tightfit.Plan(recompute="full")).peak_bytes

@@ -1,4 +1,5 @@
-"""A fixed part of the zoo: every model with a plan on one process, and drawn trials on several. `scripts/test --zoo` draws on."""
+"""A fixed part of the zoo: every model with a plan on one process, and drawn trials on several.
+`scripts/test --zoo` draws more."""
 
 from __future__ import annotations
 
@@ -63,8 +64,8 @@ def hold(trial: Trial, folder: Path) -> Found:
         for number, entry in enumerate(ENTRIES)
     ],
 )
-def test_one_process(entry: Entry, column: str, tmp_path: Path) -> None:
-    """Each model with one of the methods of the table in the documentation, which says what comes of it."""
+def test_one_process_trains_like_plain_pytorch(entry: Entry, column: str, tmp_path: Path) -> None:
+    """Each model runs with one method of the table in the documentation, which states the outcome."""
     found = hold(Trial(entry.name, COLUMNS[column]), tmp_path)
     assert not found.failed, found.said + found.detail
     if entry.kind != "custom":
@@ -87,7 +88,7 @@ SEVERAL = [trial for trial in (draw(21, number) for number in range(200)) if tri
         for number, trial in enumerate(SEVERAL)
     ],
 )
-def test_several_processes(trial: Trial, tmp_path: Path) -> None:
+def test_several_processes_train_like_plain_pytorch(trial: Trial, tmp_path: Path) -> None:
     found = hold(trial, tmp_path)
     assert not found.failed, found.said + found.detail
 
@@ -127,8 +128,8 @@ FOUND = [
 @pytest.mark.parametrize(
     ("trial", "outcome"), [pytest.param(*one, id=f"{one[0].model}-{one[0].plan}-several") for one in FOUND]
 )
-def test_what_was_found(trial: Trial, outcome: str, tmp_path: Path) -> None:
-    """Each of these was once different, or raised an error of torch's."""
+def test_earlier_failures_do_not_return(trial: Trial, outcome: str, tmp_path: Path) -> None:
+    """Each of these trials once gave other results or raised an error in torch."""
     found = hold(trial, tmp_path)
     assert found.outcome == outcome, found.said + found.detail
 
@@ -136,12 +137,12 @@ def test_what_was_found(trial: Trial, outcome: str, tmp_path: Path) -> None:
 # The net itself -------------------------------------------------------------------------------------------------------
 
 
-def test_zoo_is_large() -> None:
+def test_the_zoo_is_large() -> None:
     assert sum(entry.kind != "custom" for entry in ENTRIES) >= 60
     assert sum(entry.kind == "custom" for entry in ENTRIES) >= 30
 
 
-def test_draws_are_a_function_of_the_seed() -> None:
+def test_draws_depend_only_on_the_seed() -> None:
     assert [draw(3, number) for number in range(20)] == [draw(3, number) for number in range(20)]
     assert draw(3, 0) != draw(4, 0)
     sizes = [draw(5, number).processes for number in range(300)]
@@ -149,8 +150,8 @@ def test_draws_are_a_function_of_the_seed() -> None:
     assert set(sizes) == {1, 2, 3, 4}
 
 
-def test_a_difference_is_seen() -> None:
-    """In the losses, in the weights together, and in one small tensor that drowns among the others."""
+def test_a_difference_is_detected() -> None:
+    """A difference is detected in the losses, in all weights together, and in one small tensor."""
     plain, trial = train_plainly("net", {}, None, 1, "fp32"), Trial("net")
     good = {name: value.clone() for name, value in plain.weights.items()}
     assert not compare(trial, plain.losses, False, good, {"fp32": plain})
@@ -162,7 +163,7 @@ def test_a_difference_is_seen() -> None:
 
 
 def test_failures_are_shrunk() -> None:
-    """To the fields without which a trial does not fail."""
+    """Only the fields remain without which the trial would not fail."""
 
     class Crew:
         def hold(self, trial: Trial) -> Found:

@@ -1,4 +1,4 @@
-"""One trial: a model, a plan and the settings of its training, held against plain PyTorch."""
+"""One trial: a model, a plan and training settings, compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def state_of(run: Any) -> Weights:
             cut = run.tp_shards.get(first.get(id(value), ""))
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             found[name] = plain(cut.unshard(whole.detach()) if cut else whole)
-    if run.executor is not None:  # each device of a pipeline has a piece
+    if run.executor is not None:  # each device of a pipeline has a stage
         right = {name: value for name, value in found.items() if name not in run.executor.stale_buffers}
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, right)

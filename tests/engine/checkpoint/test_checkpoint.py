@@ -1,4 +1,5 @@
-"""A resumed run is the undisturbed run: the same losses and weights, bit for bit, on one device in fp32."""
+"""A resumed run equals the uninterrupted run: the same losses and weights, bit for bit, on one
+device in fp32."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 @on_each_device
 @pytest.mark.parametrize(("train", "plan"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_resumed_run_is_the_undisturbed_run(
+def test_resumed_run_equals_the_uninterrupted_run(
     train: dict[str, Any], plan: dict[str, Any], device: str, tmp_path: Path
 ) -> None:
     """With dropout, so that the device's own generator has to be where it was."""
@@ -61,8 +62,8 @@ def test_resumed_run_is_the_undisturbed_run(
 
 
 @pytest.mark.gpu
-def test_the_generators_of_a_gpu_go_on_where_they_were() -> None:
-    """Also those that no training of the tests draws from: what is put back is what each of them gives next."""
+def test_random_generators_of_a_gpu_are_resumed() -> None:
+    """Generators that no training here uses are restored too: each gives the same next number."""
     before = random_states()
     drawn = [torch.rand(8, device=f"cuda:{number}") for number in range(torch.cuda.device_count())]
     torch.manual_seed(7)
@@ -73,7 +74,7 @@ def test_the_generators_of_a_gpu_go_on_where_they_were() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kinds", [("cuda", "cpu"), ("cpu", "cuda")], ids="to".join)
-def test_a_checkpoint_goes_from_one_kind_of_device_to_another(kinds: tuple[str, str], tmp_path: Path) -> None:
+def test_a_checkpoint_moves_between_kinds_of_devices(kinds: tuple[str, str], tmp_path: Path) -> None:
     """Weights and moments are the same; rounding and dropout are another device's from there on."""
     first = tightfit.build(tiny.job(), machine=devices.machine(kinds[0]))
     list(itertools.islice(tightfit.train(first), 5))
@@ -85,7 +86,7 @@ def test_a_checkpoint_goes_from_one_kind_of_device_to_another(kinds: tuple[str, 
     assert len(list(tightfit.train(second, 5))) == 3
 
 
-def test_resumes_in_the_middle_of_an_epoch_with_a_short_last_step(tmp_path: Path) -> None:
+def test_resumes_mid_epoch_with_a_short_last_step(tmp_path: Path) -> None:
     job = tiny.job(steps=None, epochs=2)  # 45 samples an epoch in batches of 4
     whole = tightfit.build(job)
     steps = list(tightfit.train(whole))
@@ -98,7 +99,7 @@ def test_resumes_in_the_middle_of_an_epoch_with_a_short_last_step(tmp_path: Path
     assert after == [step.loss for step in steps[13:]]
 
 
-def test_old_checkpoints_go_and_partial_ones_do_not_count(tmp_path: Path) -> None:
+def test_old_checkpoints_are_deleted_and_partial_ones_ignored(tmp_path: Path) -> None:
     run = tightfit.build(tiny.job(keep_checkpoints=2))
     for step in (1, 2, 3):
         tightfit.save(run, tmp_path, step)
@@ -118,7 +119,7 @@ def test_another_job_is_refused(change: dict[str, Any], field: str, tmp_path: Pa
         tightfit.resume(tightfit.build(tiny.job(**change)), tmp_path)
 
 
-def test_a_longer_training_goes_on(tmp_path: Path) -> None:
+def test_a_finished_training_resumes_with_more_steps(tmp_path: Path) -> None:
     run = tightfit.build(tiny.job())
     list(tightfit.train(run))
     tightfit.save(run, tmp_path, 8)
@@ -126,7 +127,7 @@ def test_a_longer_training_goes_on(tmp_path: Path) -> None:
     assert len(list(tightfit.train(longer, tightfit.resume(longer, tmp_path)))) == 2
 
 
-def test_another_plan_goes_on_with_the_same_job(tmp_path: Path) -> None:
+def test_another_plan_resumes_the_same_job(tmp_path: Path) -> None:
     job = tiny.job()
     expected = [step.loss for step in tightfit.train(tightfit.build(job))]
     first = tightfit.build(job)
@@ -150,7 +151,7 @@ def test_transformers_loads_a_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(value, loaded.state_dict()[name]), name
 
 
-def test_a_large_checkpoint_is_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_checkpoint_is_split_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr(tensor_files, "FILE_BYTES", 20_000)
@@ -207,7 +208,7 @@ def test_a_file_that_is_missing_or_altered_is_named(tmp_path: Path, monkeypatch:
     assert len(taken) == 2
 
 
-def test_without_an_earlier_checkpoint_a_new_start_is_the_way_out(tmp_path: Path) -> None:
+def test_error_without_an_earlier_checkpoint_suggests_a_restart(tmp_path: Path) -> None:
     run = tightfit.build(tiny.job())
     flip(tightfit.save(run, tmp_path, 1) / "model.safetensors")
     error = refusal(run, tmp_path)
@@ -215,7 +216,7 @@ def test_without_an_earlier_checkpoint_a_new_start_is_the_way_out(tmp_path: Path
     assert "another --out" in error.fix
 
 
-def test_a_checkpoint_is_tensors_and_json(tmp_path: Path) -> None:
+def test_a_checkpoint_contains_only_tensors_and_json(tmp_path: Path) -> None:
     path = tightfit.save(tightfit.build(tiny.job()), tmp_path, 1)
     for file in path.iterdir():
         if file.suffix == ".safetensors":
@@ -225,7 +226,7 @@ def test_a_checkpoint_is_tensors_and_json(tmp_path: Path) -> None:
     assert not list(path.glob("*.pt"))
 
 
-def test_a_checkpoint_of_an_earlier_version_is_said_to_be(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_reported(tmp_path: Path) -> None:
     (tmp_path / "step-00000003").mkdir()
     (tmp_path / "step-00000003" / "state.pt").write_bytes(b"PK")
     assert "earlier version" in refusal(tightfit.build(tiny.job()), tmp_path).found
@@ -241,7 +242,7 @@ def test_a_resumed_run_writes_nothing_into_the_checkpoint(tmp_path: Path) -> Non
     assert {file: file.read_bytes() for file in path.iterdir()} == before
 
 
-def test_no_more_than_two_files_are_held(tmp_path: Path) -> None:
+def test_at_most_two_files_are_in_memory_at_once(tmp_path: Path) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
 

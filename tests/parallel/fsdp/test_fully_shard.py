@@ -1,4 +1,5 @@
-"""What cannot come and go with its block is refused, before anything is trained; a search passes such plans over."""
+"""Parameters that cannot be gathered with their block are refused before training; a search skips
+such plans."""
 
 from __future__ import annotations
 
@@ -110,7 +111,7 @@ def refused(name: str, fields: dict[str, Any]) -> str:
         ("hooked", "head.weight has a hook on its gradient"),
     ],
 )
-def test_what_cannot_come_and_go_is_refused(name: str, said: str, materialize: str) -> None:
+def test_models_that_cannot_be_gathered_by_block_are_refused(name: str, said: str, materialize: str) -> None:
     for error in together(2, HERE + "refused", name, {"dp_shard": 2, "zero": 3, "materialize": materialize}):
         assert said in error
 
@@ -133,7 +134,7 @@ def trained(name: str, fields: dict[str, Any]) -> tuple[list[float], dict[str, T
     ],
     ids=str,
 )
-def test_blocks_whose_forward_a_model_calls_itself_come_and_go(fields: dict[str, Any]) -> None:
+def test_blocks_called_through_forward_are_gathered(fields: dict[str, Any]) -> None:
     expected, weights = trained("direct", {})
     for losses, found in together(tightfit.Plan(**fields).devices, HERE + "trained", "direct", fields):
         assert losses == pytest.approx(expected, rel=2e-6)
@@ -142,7 +143,8 @@ def test_blocks_whose_forward_a_model_calls_itself_come_and_go(fields: dict[str,
         assert cases.distance({name: found[name] for name in mine}, mine) < 1e-6
 
 
-def test_parameters_used_without_their_layer_are_refused_with_the_line() -> None:
+def test_parameters_used_outside_their_layer_are_refused() -> None:
+    """The error names the line."""
     for said in together(2, HERE + "trained", "outside", {"dp_shard": 2, "zero": 3}):
         assert "x @ self.blocks[0].inner.weight" in said
         assert "use zero: 2" in said
@@ -157,13 +159,13 @@ def changed_rows(fields: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("fields", [{"dp_replicate": 2}, {"dp_shard": 2, "zero": 2}], ids=str)
-def test_hooks_on_gradients_are_kept_where_devices_have_them_whole(fields: dict[str, Any]) -> None:
+def test_gradient_hooks_work_while_gradients_are_unsharded(fields: dict[str, Any]) -> None:
     for changed in together(2, HERE + "changed_rows", fields):
         assert changed[0] == 0
         assert changed[1] > 0
 
 
-def test_a_search_passes_over_what_the_model_cannot_have() -> None:
+def test_a_search_skips_plans_that_the_model_refuses() -> None:
     job, machine = job_of("scaled"), Machine.named("a100-80gb:2")
     with pytest.raises(InputError, match="single number"):
         Estimator(job, machine).estimate(tightfit.Plan(dp_shard=2, zero=3))

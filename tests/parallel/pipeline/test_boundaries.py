@@ -1,5 +1,8 @@
-"""Stage boundaries: models that do more than pass a tensor from block to block. In a pipeline they train as plain PyTorch trains
-them, or are refused with the line that cannot be cut."""
+"""Stage boundaries: models that do more than pass a tensor from block to block.
+
+In a pipeline they train as in plain PyTorch, or are refused with the line at which they cannot be
+split.
+"""
 
 from __future__ import annotations
 
@@ -254,7 +257,7 @@ class Shrinks(Plain):
 
 
 class Routed(Plain):
-    """Blocks look at values: which samples go to which expert."""
+    """Blocks read values: which samples go to which expert."""
 
     class Experts(nn.Module):
         def __init__(self) -> None:
@@ -705,7 +708,8 @@ ON_THREE = (
 
 
 @pytest.mark.parametrize(("name", "pp"), [*((m.__name__, 2) for m in WORK), *((m.__name__, 3) for m in ON_THREE)])
-def test_a_model_that_does_more_than_pass_a_tensor_trains_the_same(name: str, pp: int) -> None:
+def test_complex_stage_boundaries_train_like_plain_pytorch(name: str, pp: int) -> None:
+    """The models do more than pass one tensor from block to block."""
     check(name, {"pp": pp})
 
 
@@ -723,7 +727,7 @@ FOUR = (FourTuples, FourRelative)
 MODELS.update({model.__name__: model for model in (*FOUR, Skip)})
 
 
-def test_a_skip_is_refused_only_where_it_leaves_a_stage() -> None:
+def test_a_skip_is_refused_only_if_it_leaves_a_stage() -> None:
     check("Skip", {"pp": 3})
     for found in together(2, HERE + "train_stage", "Skip", {"pp": 2}):
         assert "h + kept[0]" in found
@@ -741,7 +745,7 @@ def test_a_skip_is_refused_only_where_it_leaves_a_stage() -> None:
     ],
     ids=str,
 )
-def test_under_every_schedule(name: str, fields: dict[str, Any]) -> None:
+def test_every_schedule_trains_like_plain_pytorch(name: str, fields: dict[str, Any]) -> None:
     check(name, {"pp": 2, **fields}, fields.get("micro_batch", 2))
 
 
@@ -774,7 +778,7 @@ def with_decay(fields: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
     ],
     ids=lambda fields: f"{fields['pp']}-{fields.get('schedule', '1f1b')}",
 )
-def test_weights_that_lead_to_no_loss_have_no_gradient_on_any_stage(fields: dict[str, Any]) -> None:
+def test_weights_not_in_the_loss_get_no_gradient_on_any_stage(fields: dict[str, Any]) -> None:
     losses, weights = with_decay({})
     begun = tightfit.build(job_of(Detached)).model.state_dict()
     assert torch.equal(weights["blocks.0.inner.weight"], begun["blocks.0.inner.weight"])
@@ -792,7 +796,7 @@ def saved_stage(name: str, fields: dict[str, Any], folder: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["NormInStem", "ReplacesBuffer", "ReplacesBufferBehind"])
-def test_a_checkpoint_has_the_statistics_of_the_stage_that_keeps_them(tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_has_the_statistics_of_the_owning_stage(tmp_path: Path, name: str) -> None:
     """What lies outside of the blocks runs on every stage, and on all but one with values without meaning."""
     together(2, HERE + "saved_stage", name, {"pp": 2, "micro_batch": 2}, str(tmp_path))
     saved: dict[str, Tensor] = {}
@@ -806,14 +810,14 @@ def test_a_checkpoint_has_the_statistics_of_the_stage_that_keeps_them(tmp_path: 
         torch.testing.assert_close(saved[buffer], value, rtol=1e-5, atol=1e-6, msg=buffer)
 
 
-def test_parameters_created_for_a_stage_only() -> None:
+def test_a_stage_creates_only_its_own_parameters() -> None:
     check("PositionsAndResidual", {"pp": 2, "materialize": "device"})
     for found in together(2, HERE + "train_stage", "Relative", {"pp": 2, "materialize": "device"}):
         assert "relative.weight is used on another stage than it is defined for" in found
 
 
 @pytest.mark.parametrize("name", [model.__name__ for model in REFUSED])
-def test_what_cannot_be_cut_is_refused_by_all_with_its_line(name: str) -> None:
+def test_all_devices_refuse_an_uncuttable_model_with_its_line(name: str) -> None:
     pp = 2
     for found in together(pp, HERE + "train_stage", name, {"pp": pp, "micro_batch": 2}):
         assert isinstance(found, str)
@@ -829,7 +833,7 @@ def test_what_cannot_be_cut_is_refused_by_all_with_its_line(name: str) -> None:
 
 
 class Owned(Plain):
-    """What no look at tensors shows: the model computes with a number that it reads off its parameters in Python."""
+    """The model computes with a number that it reads off its parameters in Python, which no tensor shows."""
 
     def forward(self, x: Tensor) -> Tensor:
         trained = sum(1 for _ in self.parameters())
@@ -866,7 +870,7 @@ def checked_stage(name: str, fields: dict[str, Any], train: dict[str, Any]) -> A
     ],
     ids=str,
 )
-def test_the_stages_are_held_against_the_undivided_model(name: str, fields: dict[str, Any]) -> None:
+def test_stages_are_checked_against_the_whole_model(name: str, fields: dict[str, Any]) -> None:
     devices = tightfit.Plan(**fields).devices
     for found, same_after in together(
         devices, HERE + "checked_stage", name, {**fields, "micro_batch": 2}, {"check_split": "always"}
@@ -884,7 +888,7 @@ def verified_stage(name: str, fields: dict[str, Any]) -> Any:
         return str(error)
 
 
-def test_verify_looks_at_the_stages_always() -> None:
+def test_verify_always_checks_the_stages() -> None:
     for said in together(2, HERE + "verified_stage", "Owned", {"pp": 2}):
         assert "the stages compute something else than the undivided model" in said
     for found in together(2, HERE + "verified_stage", "Plain", {"pp": 2}):
@@ -894,7 +898,7 @@ def test_verify_looks_at_the_stages_always() -> None:
 @pytest.mark.parametrize(
     ("asked", "steps", "wanted"), [("auto", 1, False), ("auto", 200, True), ("never", 200, False), ("always", 1, True)]
 )
-def test_when_the_stages_are_looked_at(asked: str, steps: int, wanted: bool) -> None:
+def test_stages_are_checked_when_the_plan_asks_for_it(asked: str, steps: int, wanted: bool) -> None:
     for found in together(2, HERE + "wants", asked, steps):
         assert found is wanted
 
@@ -903,7 +907,7 @@ def wants(asked: str, steps: int) -> bool:
     return wants_check(tightfit.build(job_of(Plain, check_split=asked), tightfit.Plan(pp=2, micro_batch=2)), steps)
 
 
-def test_stages_that_compute_something_else_are_refused_before_the_first_update() -> None:
+def test_wrong_stages_are_refused_before_the_first_update() -> None:
     for said in together(2, HERE + "checked_stage", "Owned", {"pp": 2, "micro_batch": 2}, {"check_split": "always"}):
         assert "the stages compute something else than the undivided model" in said
         assert "use pp: 1" in said
@@ -953,13 +957,13 @@ def trained_architecture(name: str, fields: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
-def test_architectures_that_hand_on_more_than_hidden_states(name: str) -> None:
+def test_architectures_that_pass_several_tensors_train_the_same(name: str) -> None:
     expected = trained_architecture(name, {"micro_batch": 2})
     for losses in together(2, HERE + "trained_architecture", name, {"pp": 2, "micro_batch": 2}):
         assert losses == pytest.approx(expected, rel=2e-6)
 
 
-def test_a_search_passes_over_pipelines_that_would_be_refused() -> None:
+def test_a_search_skips_pipelines_that_would_be_refused() -> None:
     machine = tightfit.Machine.named("a100-80gb:2")
     found = tightfit.search(job_of(SkipFromEmbedding), machine, {})
     assert found[0].plan.pp == 1

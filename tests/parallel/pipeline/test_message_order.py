@@ -1,4 +1,5 @@
-"""In which order a pipeline's devices ask for and send their messages: by the schedules, for every schedule; and as they run."""
+"""The order in which a pipeline's devices receive and send messages: in every schedule, and in real
+runs."""
 
 from __future__ import annotations
 
@@ -104,15 +105,17 @@ def play_through(schedule: str, devices: int, chunks: int, micro_batches: int, s
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), KINDS)
-def test_both_ends_of_each_line_go_in_one_order_and_nobody_waits_for_ever(schedule: str, chunks: int) -> None:
-    """A GPU may stop amid any action. Every schedule, on 2 to 8 devices, 1 to 16 micro-batches."""
+def test_both_ends_of_a_link_use_one_order_without_deadlock(schedule: str, chunks: int) -> None:
+    """A GPU may block in any action. The test runs every schedule on 2 to 8 devices with 1 to 16
+    micro-batches."""
     for devices, micro_batches in itertools.product(range(2, 9), range(1, 17)):
         for stops in (False, True):
             play_through(schedule, devices, chunks, micro_batches, stops)
 
 
-def test_what_is_asked_for_ahead() -> None:
-    """By who does not stop, every next message. By who may, in 1F1B one direction; in GPipe both, which are apart."""
+def test_receives_ahead_depend_on_schedule_and_device() -> None:
+    """A device that never blocks receives every next message ahead. One that may block receives one
+    direction in 1F1B, and both in GPipe."""
 
     def ahead(schedule: str, stops: bool, device: int) -> str:
         return " ".join(str(one) for after in coming(schedule, 4, 1, 6, device, stops) for one in after)
@@ -124,16 +127,16 @@ def test_what_is_asked_for_ahead() -> None:
     assert ahead("pipedream", True, 3).startswith("F1 F2 F3 F4 F5 F7")  # F6 is of the next step
 
 
-def test_asking_ahead_for_all_would_let_devices_that_stop_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever thinks the order of `late` too careful: this is 1F1B without it."""
+def test_receiving_everything_ahead_deadlocks_blocking_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1F1B without the restriction of `late`, to show why it is needed."""
     every = partial(coming, stops=False)
     monkeypatch.setitem(globals(), "coming", lambda *shape: every(*shape[:-1]))
     with pytest.raises(AssertionError, match="wait for each other"):
         play_through("1f1b", 2, 1, 4, stops=True)
 
 
-def test_a_message_travels_while_the_action_before_is_at_work() -> None:
-    """Where it was asked for ahead; else when the action could begin."""
+def test_a_message_is_sent_during_the_action_before() -> None:
+    """Only if it is received ahead; otherwise it is sent when the action could begin."""
     table = make_schedule("gpipe", 2, 1, 3)
     second = Action(FORWARD, 1, 1)
     for late, wanted in ((frozenset[Action](), 3.0), (frozenset({second}), 4.0)):
@@ -194,8 +197,9 @@ def recorded(fields: dict[str, Any], stops: bool) -> tuple[list[Any], list[Any]]
         ({"pp": 2, "micro_batch": 2, "schedule": "zero-bubble"}, True),
     ],
 )
-def test_what_runs_asks_and_sends_in_that_order(fields: dict[str, Any], stops: bool) -> None:
-    """As in the tables that are played through: the next micro-batch is asked for before this one's forward begins."""
+def test_the_runtime_receives_and_sends_in_that_order(fields: dict[str, Any], stops: bool) -> None:
+    """As in the simulated tables: the next micro-batch is received before this one's forward
+    begins."""
     for seen, wanted in together(fields["pp"], HERE + "recorded", fields, stops):
         assert seen == wanted
 
@@ -261,8 +265,8 @@ def ragged_losses(fields: dict[str, Any], stops: bool) -> tuple[list[float], int
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_micro_batches_of_other_shapes_are_asked_for_when_these_are_known(stops: bool) -> None:
-    """A GPU's loader leaves out a mask that hides nothing, so a micro-batch is known without it."""
+def test_receives_of_other_shapes_start_once_they_are_known(stops: bool) -> None:
+    """A GPU's loader drops a mask that hides nothing, so micro-batches may lack it."""
     expected = [step.loss for step in tightfit.train(tightfit.build(ragged_job()))]
     fields = {"pp": 2, "micro_batch": 1}
     for losses, ahead in together(2, HERE + "ragged_losses", fields, stops):

@@ -1,5 +1,5 @@
-"""Weights that a model uses several times in one forward: their gradients are sums, however late and in however many parts a plan
-makes them."""
+"""Weights that a model uses several times in one forward: their gradients are sums, whenever the
+parts are computed."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def plain_training(model: Any, micro_batch: int) -> tuple[list[float], dict[str,
 
 
 @pytest.mark.parametrize("fields", [{"dp_replicate": 2}, {"dp_shard": 2, "zero": 1, "recompute": "full"}], ids=str)
-def test_weights_gradients_that_are_left_for_later_are_summed(fields: dict[str, Any]) -> None:
+def test_deferred_weight_gradients_are_summed(fields: dict[str, Any]) -> None:
     plan = {"pp": 2, "schedule": "zero-bubble", "micro_batch": 2, **fields}
     losses, weights = plain_training(Rows, 2)
     for found, everyones in together(4, HERE + "train", Rows, plan):
@@ -110,8 +110,9 @@ def test_weights_gradients_that_are_left_for_later_are_summed(fields: dict[str, 
         assert {name for one in everyones for name in one} == weights.keys()
 
 
-def test_a_gradient_that_one_backward_completes_twice_is_refused() -> None:
-    """What was taken first may have been sent: another backward within the backward adds to it, unseen."""
+def test_a_gradient_completed_twice_in_one_backward_is_refused() -> None:
+    """The gradient that was completed first may have been sent, and a nested backward would add to
+    it unnoticed."""
     for found in together(2, HERE + "train", Reentrant, {"dp_replicate": 2}):
         assert isinstance(found, str)
         assert "use_reentrant=False" in found

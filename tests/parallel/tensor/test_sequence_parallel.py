@@ -1,4 +1,4 @@
-"""Sequences that tensor-parallel devices divide, where a group is not needed to see it."""
+"""Sequences sharded over tensor-parallel devices, in tests that need no process group."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from tightfit.parallel.tensor.sequence_parallel import local_shard
 from tightfit.planner.tracing.device_emulation import fake_process_group
 
 
-def test_a_part_of_one_sample_keeps_nothing_of_the_whole() -> None:
-    """Of one sample a part is contiguous as it is: a view would hold all of it, and have other strides than the next block's input."""
+def test_a_shard_of_one_sample_does_not_keep_the_whole() -> None:
+    """A shard of one sample is already contiguous: a view would keep all of it, and have other
+    strides than the next block's input."""
     with fake_process_group(2):
         assert dist.group.WORLD is not None
         part = local_shard(torch.arange(32.0).view(1, 8, 4), dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""The model of torch's caching allocator, by hand."""
+"""The model of torch's caching allocator, against results worked out by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_small_blocks_share_a_segment_of_two_mebibytes() -> None:
     assert heap.reserved == 4 * MB
 
 
-def test_medium_blocks_share_a_segment_of_twenty_and_large_ones_have_their_own() -> None:
+def test_medium_blocks_share_20_mib_and_large_ones_do_not() -> None:
     heap = CachingAllocator(expandable=False)
     heap.allocate_for("medium", 6 * MB)
     heap.allocate_for("medium", 6 * MB)
@@ -31,7 +31,7 @@ def test_medium_blocks_share_a_segment_of_twenty_and_large_ones_have_their_own()
     assert heap.reserved == 32 * MB
 
 
-def test_what_is_freed_is_used_again_and_neighbours_merge() -> None:
+def test_freed_blocks_are_reused_and_neighbours_merge() -> None:
     heap = CachingAllocator(expandable=False)
     for _ in range(3):
         heap.allocate_for("one", 6 * MB)
@@ -40,7 +40,7 @@ def test_what_is_freed_is_used_again_and_neighbours_merge() -> None:
     assert heap.reserved == 20 * MB
 
 
-def test_a_hole_between_segments_is_no_use_to_a_larger_block() -> None:
+def test_a_larger_block_does_not_fit_between_segments() -> None:
     heap = CachingAllocator(expandable=False)
     for _ in range(2):
         heap.allocate_for("one", 12 * MB)
@@ -67,7 +67,7 @@ def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
 @pytest.mark.parametrize(
     "fields", [{}, {"micro_batch": 2}, {"recompute": "full"}, {"update_in_backward": True}], ids=str
 )
-def test_a_step_reserves_what_its_tensors_take_and_not_much_more(fields: dict[str, object], expandable: bool) -> None:
+def test_a_step_reserves_little_more_than_its_tensors(fields: dict[str, object], expandable: bool) -> None:
     estimate = Estimator(cases.job("llama", batch=64), Machine.named("a100-40gb")).estimate(tightfit.Plan(**fields))
     tensors = estimate.peak.total - estimate.peak.rows["runtime"]
     reserved = reserved_bytes(estimate.ledger, expandable)

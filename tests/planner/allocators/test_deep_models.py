@@ -1,4 +1,4 @@
-"""What an allocator takes for very many blocks follows from what it takes for fewer."""
+"""The allocator's bytes for very many blocks follow from those for a few."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def expandable(ledger: Ledger) -> float:
         pytest.param("gemma3_text", {"micro_batch": 4, "recompute": "selective"}, marks=pytest.mark.slow),
     ],
 )
-def test_fewer_blocks_say_what_all_of_them_take(
+def test_a_few_blocks_predict_the_bytes_of_all(
     name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if a model were deep from 64 blocks on."""
@@ -63,7 +63,7 @@ def test_fewer_blocks_say_what_all_of_them_take(
         assert found == pytest.approx(whole, rel=0.01)  # segments of an allocator are filled now more, now less
 
 
-def test_a_pipeline_of_deep_pieces_is_played_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_of_deep_stages_is_simulated_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deep_models, "SIMULATED_BLOCKS", 32)
     plan = tightfit.Plan(pp=2, micro_batch=2, split=(47, 49), recompute="full")
     ledger = estimator("qwen2", 96, Machine.named("a100-80gb:2")).estimate(plan).ledger
@@ -78,7 +78,7 @@ def test_a_pipeline_of_deep_pieces_is_played_with_fewer(monkeypatch: pytest.Monk
     assert max(seen) <= 34
 
 
-def test_blocks_that_do_not_repeat_are_all_played(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_do_not_repeat_are_all_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deep_models, "SIMULATED_BLOCKS", 8)
     known = estimator("qwen2", 24).estimate(tightfit.Plan()).ledger
     heads = [index for index, one in enumerate(known.training) if one.block is not None]

@@ -1,4 +1,4 @@
-"""The model of glibc's heap, by hand."""
+"""The model of glibc's heap, against results worked out by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MB = 2**20
 
 
 def fetched_by(heap: GlibcHeap, *steps: str) -> int:
-    """MiB that are fetched by what is taken ("8" for a block of 8 MiB) and given back ("-8")."""
+    """MiB of page faults for blocks that are taken ("8" for 8 MiB) and given back ("-8")."""
     before = heap.page_faulted
     for step in steps:
         size = int(step.lstrip("-")) * MB
@@ -28,13 +28,13 @@ def fetched_by(heap: GlibcHeap, *steps: str) -> int:
     return round((heap.page_faulted - before) / MB)
 
 
-def test_what_was_freed_is_taken_again() -> None:
+def test_freed_blocks_are_reused() -> None:
     heap = GlibcHeap()
     assert fetched_by(heap, "8", "4") == 12  # the second keeps the first from the end
     assert fetched_by(heap, "-8", "8", "-8", "2", "5") == 0
 
 
-def test_the_end_goes_back_where_it_is_twice_the_largest_block() -> None:
+def test_the_heap_end_is_released_at_twice_the_largest_block() -> None:
     heap = GlibcHeap()
     assert fetched_by(heap, "8", "8", "7") == 23
     assert fetched_by(heap, "-7", "7") == 0
@@ -48,8 +48,9 @@ def test_blocks_of_32_mebibytes_are_mapped_each_time() -> None:
         assert heap._top == 0
 
 
-def test_a_ledger_s_fetches_by_allocator() -> None:
-    """Kept memory is fetched by nobody, a lean allocator's with every block, and glibc's own somewhere between."""
+def test_page_faults_depend_on_the_allocator() -> None:
+    """Kept memory causes no page faults, a lean allocator causes some for every block, and glibc's
+    default lies between."""
     images = [(torch.zeros(3, 128, 128), number) for number in range(8)]  # so that blocks have 8 MiB
     job = tightfit.Job(model=cases.convolutions, data=images, train=tightfit.Train(batch=8, steps=4))
     estimator = Estimator(job, Machine.detect())
@@ -61,8 +62,8 @@ def test_a_ledger_s_fetches_by_allocator() -> None:
 
 
 def fetched_in_passages(heap: GlibcHeap, row: str) -> list[int]:
-    """MiB fetched by a forward that keeps a block of `row` while two others pass one after the other, and by the backward that
-    lets it go, then by the like of both again."""
+    """MiB of page faults in a forward that keeps a block of `row` while two others come and go, in
+    its backward, and in both again."""
     found = []
     for _ in range(2):
         for phase in ("forward", "backward"):
@@ -82,16 +83,16 @@ def fetched_in_passages(heap: GlibcHeap, row: str) -> list[int]:
     return found
 
 
-def test_what_is_noted_of_a_passage_stays_in_the_way_until_its_backward_has_ended() -> None:
-    """A note of each saved tensor lies where a block was: of what comes second, only the small block fits there. The next forward
-    finds it free."""
+def test_autograd_nodes_of_saved_tensors_stay_until_backward() -> None:
+    """The autograd node of each saved tensor takes the place of a freed block, so only the small
+    block fits there until the next forward."""
     assert fetched_in_passages(GlibcHeap(keeps_memory=True), "activations") == [14, 0, 0, 0]
     assert fetched_in_passages(GlibcHeap(keeps_memory=True, nodes=True), "activations") == [21, 0, 0, 0]
 
 
-def test_of_blocks_that_are_not_saved_each_twelfth_leaves_a_note() -> None:
-    """It comes in the second forward: five blocks are taken in the first, four in its backward. Outside of the model's blocks
-    it is a segment's twelfth."""
+def test_every_twelfth_unsaved_block_leaves_an_autograd_node() -> None:
+    """The twelfth block comes in the second forward: the first takes five, its backward four.
+    Outside of the model's blocks it is a twelfth of a segment."""
     assert fetched_in_passages(GlibcHeap(keeps_memory=True, nodes=True), "temporaries") == [14, 0, 7, 0]
     most = {}
     for part in ("block", "after"):
@@ -107,7 +108,7 @@ def test_of_blocks_that_are_not_saved_each_twelfth_leaves_a_note() -> None:
     assert most["block"] > 2 * most["after"]
 
 
-def test_blocks_that_are_not_saved_leave_notes_where_small_ones_are_cached() -> None:
+def test_unsaved_blocks_leave_nodes_if_small_ones_are_cached() -> None:
     assert (
         fetched_in_passages(GlibcHeap(nodes=True), "temporaries")[0]
         > fetched_in_passages(GlibcHeap(), "temporaries")[0]

@@ -1,4 +1,4 @@
-"""What is foreseen of updates in batches, as CUDA devices make them, is what a dry run finds."""
+"""The estimate of batched updates, as CUDA devices compute them, agrees with a dry run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SEVERAL: list[dict[str, Any]] = [
 @pytest.mark.parametrize("elements", [2**24, 2**14, 1], ids=["one batch", "some", "as the largest"])
 @pytest.mark.parametrize("fields", PLANS, ids=str)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion"])
-def test_the_bytes_of_a_step_are_those_of_a_dry_run(
+def test_bytes_of_a_step_match_the_dry_run(
     fields: dict[str, Any], optimizer: str, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if optimizer != "adamw" and ("fused_optimizer" in fields or elements != 2**14):
@@ -53,7 +53,7 @@ def test_the_bytes_of_a_step_are_those_of_a_dry_run(
     assert total == pytest.approx(found.total, rel=0.03)
 
 
-def test_batches_take_far_fewer_launches() -> None:
+def test_batched_updates_need_far_fewer_launches() -> None:
     job = cases.job("llama")
     plan = tightfit.Plan(precision="bf16-true", rounding="kahan", states="8-bit")
     one_by_one = Estimator(job.replace(train=job.train.replace(optimizer="lamb")), GPU).estimate(plan)
@@ -66,7 +66,7 @@ def test_batches_take_far_fewer_launches() -> None:
 
 
 @pytest.mark.parametrize("fields", SEVERAL, ids=str)
-def test_of_parts_and_of_what_is_offloaded_too(fields: dict[str, Any]) -> None:
+def test_bytes_of_sharded_or_offloaded_steps_match_dry_runs(fields: dict[str, Any]) -> None:
     job = cases.job("llama", batch=2).replace(allow=[*cases.ALLOW, "offload"])
     plan = tightfit.Plan(**fields)
     ledger = Estimator(job, Machine.named("a100-80gb:2" if plan.devices > 1 else "a100-80gb")).estimate(plan).ledger

@@ -1,4 +1,4 @@
-"""Profiles on disk: the same trace is not made twice, another one is, and a broken file is no trouble."""
+"""Profiles on disk: each trace is made once, and a broken file does no harm."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def broken(path: Path) -> list[bytes]:
     ]
 
 
-def test_what_is_no_profile_is_made_again_and_runs_nothing(
+def test_a_broken_profile_is_made_again_and_executes_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -124,7 +124,7 @@ def test_what_is_no_profile_is_made_again_and_runs_nothing(
     assert not Path("poisoned").exists()
 
 
-def test_a_profile_of_another_trace_is_not_taken_for_this_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_of_another_trace_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = profile(cases.job("gpt2"))
     (path,) = folder.glob("*.json")
     profile(cases.job("llama"))
@@ -137,7 +137,7 @@ def test_a_profile_of_another_trace_is_not_taken_for_this_one(folder: Path, monk
 
 @pytest.mark.parametrize("plan", [{}, {"recompute": "full"}, {"recompute": "selective", "micro_batch": 2}], ids=str)
 def test_a_profile_from_disk_gives_the_same_estimate(folder: Path, plan: dict[str, Any]) -> None:
-    """Buffers that segments share are shared in what is read too."""
+    """Buffers that segments share are shared in the profile that is read, too."""
     first, second = (profile(cases.job("llama"), tightfit.Plan()) for _ in range(2))
     machine = Machine.named("a100-80gb")
     one, two = (apply_costs(ledger, tightfit.Plan(**plan), machine) for ledger in (first, second))
@@ -148,8 +148,9 @@ def test_a_profile_from_disk_gives_the_same_estimate(folder: Path, plan: dict[st
 
 
 @pytest.mark.parametrize("device", [0, 1])
-def test_a_profile_from_disk_knows_what_gradients_are_made_from(folder: Path, device: int) -> None:
-    """Of a tied weight each of two devices makes its part, and linear layers' gradients are put off."""
+def test_a_profile_from_disk_knows_the_operands_of_gradients(folder: Path, device: int) -> None:
+    """Each of two devices computes its part of a tied weight's gradient, and gradients of linear
+    layers are deferred."""
     plan, machine = tightfit.Plan(pp=2, micro_batch=2, schedule="zero-bubble"), Machine.named("a100-80gb:2")
     ledgers = [replace(profile(cases.job("gpt2")), device=device) for _ in range(2)]
     assert ledgers[0].training is not ledgers[1].training
@@ -157,7 +158,7 @@ def test_a_profile_from_disk_knows_what_gradients_are_made_from(folder: Path, de
     assert one == two
 
 
-def test_only_the_user_can_enter_the_folder(folder: Path) -> None:
+def test_only_the_user_can_open_the_folder(folder: Path) -> None:
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     profile(cases.job("llama"))
@@ -174,7 +175,8 @@ def test_a_folder_of_another_user_is_not_read(folder: Path, monkeypatch: pytest.
 
 
 def test_nothing_in_the_package_unpickles_files() -> None:
-    """Checkpoints are read with weights_only, arrays without pickles. What processes hand each other is no file."""
+    """Checkpoints are read with weights_only and arrays without pickles. Messages between processes
+    are no files."""
     root = Path(tightfit.__file__).parent
     found = []
     for path in root.rglob("*.py"):
@@ -200,7 +202,7 @@ def test_the_users_own_code_is_traced_each_time(folder: Path, monkeypatch: pytes
     assert not folder.exists()
 
 
-def test_a_disk_that_cannot_be_written_costs_time_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_disk_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert profile(cases.job("llama")).peak().total > 0

@@ -1,4 +1,4 @@
-"""On fake tensors of a processor, what torch decides by device is decided as on the target."""
+"""On fake tensors of a processor, torch's choices by device are those of the target."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def normalised(device: str) -> torch.dtype:
         return functional.layer_norm(narrow, (8,)).dtype
 
 
-def test_a_compiler_that_traced_for_the_target_traces_for_the_processor_again() -> None:
+def test_the_compiler_returns_to_the_cpu_after_emulation() -> None:
     project = torch.nn.Linear(8, 8)
 
     def attend(input: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ def test_a_compiler_that_traced_for_the_target_traces_for_the_processor_again() 
     torch.compiler.reset()
 
 
-def test_autocast_keeps_in_fp32_what_it_keeps_on_the_target() -> None:
+def test_autocast_keeps_the_target_s_fp32_operations() -> None:
     assert normalised("cpu") is torch.bfloat16
     assert normalised("cuda") is torch.float32
     assert normalised("cpu") is torch.bfloat16  # and nothing of it is left
@@ -65,7 +65,7 @@ def test_attention_with_dropout_is_fused_on_a_cuda_device() -> None:
     assert not any("flash_attention" in name for name in attention("cpu"))
 
 
-def test_what_is_estimated_for_a_cuda_device_is_what_its_dry_run_sees() -> None:
+def test_estimate_for_a_cuda_device_agrees_with_its_dry_run() -> None:
     machine = Machine.named("a100-40gb")
     for name in ("gpt2", "bert", "vit"):
         for fields in (
@@ -79,7 +79,7 @@ def test_what_is_estimated_for_a_cuda_device_is_what_its_dry_run_sees() -> None:
             assert abs(estimated / seen - 1) < 0.02, (name, fields)
 
 
-def test_kernels_over_all_parameters_hold_a_copy_of_each() -> None:
+def test_foreach_kernels_hold_a_copy_of_each_parameter() -> None:
     machine, job = Machine.named("a100-40gb"), cases.job("llama")
     together, fused = (
         estimated_ledger(Profiler(job, "cuda"), tightfit.Plan(fused_optimizer=kind), machine) for kind in (False, True)

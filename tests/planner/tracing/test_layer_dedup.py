@@ -1,4 +1,4 @@
-"""A deep model of which all but a few blocks were taken out is traced as the whole one would be."""
+"""A deep model without most of its blocks is traced like the whole one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEEP: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def nothing_is_collected() -> Iterator[None]:
-    """What a compiler leaves in cycles goes when Python looks for them, at any moment of a trace."""
+    """A compiler leaves objects in cycles, which Python may collect at any moment of a trace."""
     gc.collect()
     gc.disable()
     yield
@@ -74,7 +74,7 @@ def seen(name: str, plan: tightfit.Plan) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "fields"), spread(DEEP, [{}, {"compile": "block"}, {"tp": 2, "sequence_parallel": True}], 4)
 )
-def test_a_thinned_model_is_traced_as_the_whole_one(
+def test_a_reduced_model_is_traced_like_the_whole_one(
     name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name == "t5" and "sequence_parallel" in fields:
@@ -95,8 +95,8 @@ def test_a_thinned_model_is_traced_as_the_whole_one(
 
 
 @pytest.mark.parametrize(("name", "made"), [("llama", [4]), ("vit", [4]), ("t5", [4, 5])])
-def test_no_more_blocks_are_created_than_tell_whether_all_are_alike(name: str, made: list[int]) -> None:
-    """T5's configuration has two numbers, so all of its blocks are created."""
+def test_only_the_blocks_needed_for_comparison_are_created(name: str, made: list[int]) -> None:
+    """T5's configuration has two layer counts, so all of its blocks are created."""
     spec = job(name).model
     assert isinstance(spec, ModelSpec)
     asked: list[int] = []
@@ -117,7 +117,7 @@ FEW = [{}, {"recompute": "sqrt"}, {"recompute": "every-2"}, {"compile": "block"}
 
 
 @pytest.mark.parametrize(("name", "fields"), spread(("llama", "gpt2", "bert", "vit"), FEW, 5))
-def test_a_ledger_of_few_blocks_is_that_of_a_model_with_so_few(name: str, fields: dict[str, Any]) -> None:
+def test_a_ledger_of_few_blocks_equals_a_shallow_model_s(name: str, fields: dict[str, Any]) -> None:
     whole = job(name).replace(train=job(name).train.replace(clip=None))
     plan, machine = tightfit.Plan(**fields), Machine.named("a100-80gb")
     few = with_fewer_blocks(whole.model, 4)
@@ -128,14 +128,14 @@ def test_a_ledger_of_few_blocks_is_that_of_a_model_with_so_few(name: str, fields
     assert found == pytest.approx(dry_run(whole.replace(model=few), plan, "cuda").total, rel=0.01)
 
 
-def test_segments_of_a_deep_model_are_dry_run() -> None:
-    """Their blocks do not run by themselves, so none can be passed through."""
+def test_recomputed_segments_of_a_deep_model_are_dry_run() -> None:
+    """Their blocks do not run alone, so no block can be skipped."""
     whole, plan = job("llama").replace(train=job("llama").train.replace(clip=None)), tightfit.Plan(recompute="sqrt")
     found = Estimator(whole, Machine.named("a100-80gb")).estimate(plan).peak
     assert dry_run(whole, plan, "cuda").total == pytest.approx(found.total - found.rows["runtime"], rel=2e-3)
 
 
-def test_names_of_what_is_there_stay() -> None:
+def test_names_of_the_remaining_layers_stay() -> None:
     model = model_factory(job("llama").model)()
     whole = [name for name, _ in model.named_parameters()]
     depth = remove_repeated_layers(model, None)
@@ -161,14 +161,14 @@ def test_a_model_that_counts_its_blocks_is_traced_whole(monkeypatch: pytest.Monk
     assert seen("llama", tightfit.Plan()) == expected
 
 
-def test_layers_that_take_turns_stay() -> None:
+def test_alternating_layers_are_not_removed() -> None:
     model: Any = model_factory(job("llama").model)()
     model.config.layer_types = ["full_attention", "sliding_attention"] * 3
     assert remove_repeated_layers(model, None).removed == {}
     assert len(find_blocks(model)) == 6
 
 
-def test_a_model_in_which_others_would_be_taken_for_blocks_stays() -> None:
+def test_no_layers_are_removed_if_blocks_would_be_mistaken() -> None:
     class Two(nn.Module):
         """Large blocks, and small ones that count only beside few of those."""
 

@@ -1,4 +1,5 @@
-"""The tracker against truths worked out by hand, on a model small enough to follow every storage."""
+"""The storage tracker against results worked out by hand, on a model small enough to follow every
+storage."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def rows(**bytes_of: int) -> dict[str, int]:
     return {**dict.fromkeys(ROWS, 0), **bytes_of}
 
 
-def test_forward_keeps_its_input_and_what_the_relu_saved() -> None:
+def test_forward_keeps_its_input_and_the_relu_s_output() -> None:
     tracker, forward = watch(perceptron())
     x = torch.ones(SAMPLES, NARROW)
     with tracker:
@@ -48,7 +49,7 @@ def test_forward_keeps_its_input_and_what_the_relu_saved() -> None:
     assert peak.timeline[-1] == ("forward", PARAMETERS + X + HIDDEN + loss.nbytes)
 
 
-def test_backward_peaks_where_the_relu_is_undone() -> None:
+def test_backward_peaks_at_the_relu() -> None:
     tracker, forward = watch(perceptron())
     x = torch.ones(SAMPLES, NARROW)
     with tracker:
@@ -63,7 +64,7 @@ def test_backward_peaks_where_the_relu_is_undone() -> None:
     assert peak.timeline[-1] == ("backward", 2 * PARAMETERS + X + SCALAR)
 
 
-def test_second_micro_batch_meets_the_gradients_of_the_first() -> None:
+def test_the_second_micro_batch_runs_beside_the_first_gradients() -> None:
     model = perceptron()
     tracker, forward = watch(model)
     x = torch.ones(SAMPLES, NARROW)
@@ -97,7 +98,7 @@ def test_fake_tensors_are_counted_as_real_ones() -> None:
     assert fake == step()
 
 
-def test_states_belong_to_the_optimizer_from_the_instant_they_are_made() -> None:
+def test_new_states_belong_to_the_optimizer_at_once() -> None:
     model = perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     tracker, forward = watch(model)
@@ -118,7 +119,7 @@ def test_states_belong_to_the_optimizer_from_the_instant_they_are_made() -> None
     assert peak.phase == "optimizer"
 
 
-def test_what_follows_a_backward_is_no_activation() -> None:
+def test_tensors_after_backward_are_no_activations() -> None:
     model = perceptron()
     tracker, forward = watch(model)
     x = torch.ones(SAMPLES, NARROW)
@@ -147,7 +148,7 @@ def test_recomputed_activations_are_temporaries() -> None:
     assert peak.rows["temporaries"] >= 3 * HIDDEN
 
 
-def test_views_count_once_and_what_is_freed_is_gone() -> None:
+def test_views_count_once_and_freed_storages_do_not() -> None:
     tracker = StorageTracker([])
     with tracker:
         whole = torch.empty(100)
@@ -207,7 +208,7 @@ class Wrapped(Tensor):
         return Wrapped(func(*bare[0], **bare[1]))
 
 
-def test_a_wrapped_tensor_counts_by_its_parts_and_their_temporaries() -> None:
+def test_wrapped_tensors_count_their_parts_and_temporaries() -> None:
     weight = Wrapped(torch.ones(10))
     tracker = StorageTracker([weight])
     with tracker:

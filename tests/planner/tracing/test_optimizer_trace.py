@@ -1,4 +1,4 @@
-"""What is foreseen of updates that draw numbers, and of single numbers that are no parameters."""
+"""The estimate of updates that draw random numbers, and of scalar buffers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ GEMMA: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_stochastic_rounding_needs_what_rounding_to_nearest_does(optimizer: str) -> None:
-    """And the noise: one whole number for each weight of the parameter that is updated."""
+def test_stochastic_rounding_adds_only_its_noise(optimizer: str) -> None:
+    """The noise is one integer for each weight of the updated parameter."""
     job = cases.job("llama", optimizer=optimizer)
     narrow = tightfit.Plan(precision="bf16-true", states="bf16")
     updates = profile(job, narrow).updates
@@ -37,7 +37,7 @@ def test_stochastic_rounding_needs_what_rounding_to_nearest_does(optimizer: str)
         assert update.transient_bytes >= updates[name].transient_bytes
 
 
-def test_a_buffer_of_one_number_is_not_divided() -> None:
+def test_a_scalar_buffer_is_not_sharded() -> None:
     job = cases.job("llama").replace(model=tightfit.Job(model=GEMMA, data=cases.TEXT, train={}).model)
     plan = tightfit.Plan(zero=3, dp_shard=2)
     found = {
