@@ -38,7 +38,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.recomputed_step import COMPUTE_INTENSIVE_OPS, WEIGHT_MATMUL_OPS, with_recomputation
 from tightfit.errors import InputError
-from tightfit.job import Job, ModelSpec
+from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.models import find_blocks
 from tightfit.models.objective import Batch, map_tensors
@@ -76,8 +76,7 @@ def apply(run: Run, plan: Plan) -> Run:
     """Wrap the blocks, or segments of blocks, in recomputation. Raises InputError for a model
     without repeated blocks.
     """
-    name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
-    blocks = [block for _, block in find_blocks(run.model, name)]
+    blocks = [block for _, block in find_blocks(run.model, run.job.blocks_name)]
     if not blocks:
         raise InputError(
             f"plan: recompute={plan.recompute}",

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, cast
 
-from tightfit.job import Job, ModelSpec
+from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.models import task_of
 from tightfit.plan import Plan
@@ -114,7 +114,7 @@ def _runs_with(job: Job, plan: Plan) -> bool:
             for method in (attention, loss):  # in the order of METHODS
                 if method.enabled(plan):
                     run = method.apply(run, plan)
-            blocks = find_blocks(model, job.model.blocks if isinstance(job.model, ModelSpec) else None)
+            blocks = find_blocks(model, job.blocks_name)
             with skip_repeated_layers([block for _, block in blocks]):
                 run.loss_sum({"input_ids": tokens, "labels": tokens})
         except (ValueError, RuntimeError, TypeError, AttributeError, LookupError):

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from tightfit.engine.launch import enter_environment, read_launcher, start_processes
 from tightfit.errors import DoesNotFit, InputError, TightfitWarning, Untraceable
-from tightfit.job import Job, ModelSpec, apply_change
+from tightfit.job import Job, apply_change
 from tightfit.machine import Machine
 from tightfit.machines.gpus import unused
 from tightfit.plan import Plan, read_pins
@@ -73,7 +73,7 @@ def _show_in_a_line(
 def quiet_transformers(job: Job) -> None:
     """Silence transformers' log messages and progress bars, if the job imports transformers
     anyway."""
-    if isinstance(job.model, ModelSpec) and job.model.python is None:
+    if job.of_transformers:
         from transformers.utils import logging as notes
 
         notes.set_verbosity_error()

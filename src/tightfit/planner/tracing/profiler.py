@@ -27,7 +27,7 @@ from tightfit.cost.ledger import Ledger
 from tightfit.cost.recorded_step import Operation
 from tightfit.distributed.mesh import make_mesh
 from tightfit.errors import InputError, Untraceable
-from tightfit.job import Job, LossSpec, ModelSpec
+from tightfit.job import Job, LossSpec
 from tightfit.methods import (
     METHODS,
     compile,
@@ -105,10 +105,6 @@ class Profiler:
         self._segments_refused: InputError | None = None
         self._clippings: dict[Any, tuple[Operation, ...]] = {}
 
-    @property
-    def _blocks_name(self) -> str | None:
-        return self.job.model.blocks if isinstance(self.job.model, ModelSpec) else None
-
     @cached_property
     def is_complex(self) -> bool:
         """Whether the model has complex parameters, which cannot be stored in a narrower type."""
@@ -148,7 +144,7 @@ class Profiler:
             with self._mode, FakeValues(self.padded):
                 model, depth = self._model(torch.float32, False)
                 boundaries.refuse_encoder_decoder(model)
-                blocks = find_blocks(model, self._blocks_name)
+                blocks = find_blocks(model, self.job.blocks_name)
                 batch, total = zeros_like_batch(self.batch, min(self.samples, EXAMPLE_SAMPLES)), self._objective().total
                 self._dataflow = trace_dataflow(model, total, batch, blocks, tuple(depth.numbers))
         return self._dataflow
@@ -173,7 +169,7 @@ class Profiler:
             if len(depth.names) <= ALL_BLOCKS_UP_TO and depth.removed:
                 model, depth = self._model(torch.float32, True)
             model.train()
-            blocks = [block for _, block in find_blocks(model, self._blocks_name)]
+            blocks = [block for _, block in find_blocks(model, self.job.blocks_name)]
             batch, objective = zeros_like_batch(self.batch, min(self.samples, EXAMPLE_SAMPLES)), self._objective()
             segments = [blocks] if depth.removed else recompute.make_segments(blocks)
             with untraceable_errors(model):
@@ -260,7 +256,7 @@ class Profiler:
         not run."""
         with fake_process_group(plan.tp * plan.cp), self._mode, FakeValues(self.padded), emulate_device(self.device):
             run, depth = self._build_traced_run(plan)
-            name = self._blocks_name
+            name = self.job.blocks_name
             blocks = [block for _, block in find_blocks(run.model, name)]
             parameters, count = _parameters(run.model, name, depth), len(depth.names)
             if plan.compile == "model":  # one region, whose blocks are not visible from outside
@@ -346,11 +342,11 @@ class Profiler:
             return materialize.create_on_host(model, torch.device("cpu"), dtype)
 
         spec = self.job.model
-        if not isinstance(spec, ModelSpec) or spec.python is not None:
+        if not self.job.of_transformers:
             # no copies and no removed blocks: a user's module may hold state that a copy would
             # share or lose, and may access its blocks in any way
             model = create(spec)
-            return model, LayerMap(tuple(path for path, _ in find_blocks(model, self._blocks_name)))
+            return model, LayerMap(tuple(path for path, _ in find_blocks(model, self.job.blocks_name)))
         whole = whole or self._repeated != REMOVED
         if (dtype, whole) not in self._models:
             self._models[dtype, whole] = created(spec, create, whole)
@@ -391,7 +387,7 @@ class Profiler:
         if key not in self._parameters:
             with fake_process_group(plan.tp), self._mode, FakeValues():
                 model, depth = self._tensor_parallel_model(plan)
-                self._parameters[key] = _parameters(model, self._blocks_name, depth)
+                self._parameters[key] = _parameters(model, self.job.blocks_name, depth)
         return self._parameters[key]
 
     def updates(self, plan: Plan) -> dict[str, Update]:
