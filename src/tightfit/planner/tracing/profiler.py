@@ -54,12 +54,11 @@ from tightfit.planner.tracing.cache import cache_key, cached
 from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
 from tightfit.planner.tracing.fake_inputs import example_batch, is_padded, label_share, zeros_like_batch
 from tightfit.planner.tracing.fake_tensors import FakeValues, untraceable_errors
-from tightfit.planner.tracing.layer_dedup import LayerMap, created
 from tightfit.planner.tracing.live_storages import tensor_bytes, tensors_in
 from tightfit.planner.tracing.optimizer_trace import trace_clipping, trace_updates
 from tightfit.planner.tracing.plain_data import RecordedStep
 from tightfit.planner.tracing.recorder import trace
-from tightfit.planner.tracing.skipped_layers import representatives
+from tightfit.planner.tracing.repeated_blocks import BlockMap, create_without_repeated_blocks, representatives
 from tightfit.runtime.fake_compiler import can_generate_kernels
 from tightfit.runtime.method import traced_fields
 from tightfit.runtime.run import Run
@@ -93,8 +92,8 @@ class Profiler:
         self.labelled = label_share(job, self.batch)
         self.unit = self._objective().unit
         self._mode = FakeTensorMode()  # one for all traces, so that they can share a model's tensors
-        self._models: dict[tuple[torch.dtype, bool], tuple[nn.Module, LayerMap]] = {}
-        self._tensor_parallel_models: dict[Any, tuple[nn.Module, LayerMap]] = {}
+        self._models: dict[tuple[torch.dtype, bool], tuple[nn.Module, BlockMap]] = {}
+        self._tensor_parallel_models: dict[Any, tuple[nn.Module, BlockMap]] = {}
         self._traced: dict[Any, dict[int, RecordedStep]] = {}  # by the options that need a trace, then by samples
         self._repeated = REMOVED  # until a model fails without these blocks
         self._fitted_steps: dict[Any, RecordedStep | None] = {}  # None: not linear, so each size is traced
@@ -290,7 +289,7 @@ class Profiler:
                 raise
             return RecordedStep(segments, parameters, count)
 
-    def _build_traced_run(self, plan: Plan) -> tuple[Run, LayerMap]:
+    def _build_traced_run(self, plan: Plan) -> tuple[Run, BlockMap]:
         """Build the job's model and apply the methods with TRACED_FIELDS. Also returns the map to
         the full depth. Call it inside `_mode`."""
         if plan.compile != "none":
@@ -306,7 +305,7 @@ class Profiler:
                 run = method.apply(run, plan)
         return run, depth
 
-    def _build_model(self, plan: Plan) -> tuple[Run, LayerMap]:
+    def _build_model(self, plan: Plan) -> tuple[Run, BlockMap]:
         """Build the job's model; with tensor or context parallelism, the part of rank 0. Also
         returns the map to the full depth. Call it inside `_mode`."""
         objective = self._objective()
@@ -330,7 +329,7 @@ class Profiler:
                 run = method.apply(run, plan)
         return run, depth
 
-    def _model(self, dtype: torch.dtype, whole: bool) -> tuple[nn.Module, LayerMap]:
+    def _model(self, dtype: torch.dtype, whole: bool) -> tuple[nn.Module, BlockMap]:
         """A model that a method may edit, and the map to the full depth.
 
         A transformers model is created once for each parameter dtype, because a deep one takes a
@@ -346,10 +345,10 @@ class Profiler:
             # no copies and no removed blocks: a user's module may hold state that a copy would
             # share or lose, and may access its blocks in any way
             model = create(spec)
-            return model, LayerMap(tuple(path for path, _ in find_blocks(model, self.job.blocks_name)))
+            return model, BlockMap(tuple(path for path, _ in find_blocks(model, self.job.blocks_name)))
         whole = whole or self._repeated != REMOVED
         if (dtype, whole) not in self._models:
-            self._models[dtype, whole] = created(spec, create, whole)
+            self._models[dtype, whole] = create_without_repeated_blocks(spec, create, whole)
         model, depth = self._models[dtype, whole]
         held = [
             *model.parameters(),
@@ -358,7 +357,7 @@ class Profiler:
         ]
         return copy.deepcopy(model, {id(value): value for value in held if isinstance(value, Tensor)}), depth
 
-    def _tensor_parallel_model(self, plan: Plan) -> tuple[nn.Module, LayerMap]:
+    def _tensor_parallel_model(self, plan: Plan) -> tuple[nn.Module, BlockMap]:
         """The tensor-parallel shard of the model on rank 0, for reading its parameters: nothing
         else is as it will be in training."""
         key = materialize.weights_dtype(plan), plan.tp
@@ -418,7 +417,7 @@ class Profiler:
         return self._clippings[key]
 
 
-def _parameters(model: nn.Module, blocks: str | None, depth: LayerMap) -> tuple[Parameter, ...]:
+def _parameters(model: nn.Module, blocks: str | None, depth: BlockMap) -> tuple[Parameter, ...]:
     """Parameters and buffers of the full-depth model.
 
     model   the model, perhaps without its repeated blocks

@@ -35,7 +35,7 @@ from tightfit.methods.attention import probability_count
 from tightfit.models.dataflow import path_of
 from tightfit.models.fake_kernels import GROUPED_MM, grouped_mm_flops, grouped_mm_sizes
 from tightfit.planner.tracing.live_storages import ACCUMULATES, storages_of
-from tightfit.planner.tracing.skipped_layers import record_layers
+from tightfit.planner.tracing.repeated_blocks import record_blocks
 from tightfit.runtime.repeated_iterations import iterations_chosen_by
 
 _READ_VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
@@ -439,7 +439,7 @@ def trace(
     with (
         torch.set_grad_enabled(training),
         recorder,
-        record_layers(blocks, recorder, removed, run_all),
+        record_blocks(blocks, recorder, removed, run_all),
         iterations_chosen_by(recorder.deduplicate_loop),
         ExitStack() as stack,
     ):
