@@ -26,9 +26,10 @@ from tightfit.plan import Plan
 from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
 from tightfit.planner.tracing.fake_inputs import example_batch, is_padded, label_share, zeros_like_batch
 from tightfit.planner.tracing.fake_tensors import FakeValues, untraceable_errors
-from tightfit.planner.tracing.live_storages import Peak, tensor_bytes, tensors_in, track_peak
+from tightfit.planner.tracing.live_storages import Peak, track_peak
 from tightfit.planner.tracing.optimizer_trace import enable_foreach
 from tightfit.planner.tracing.repeated_blocks import skip_repeated_blocks
+from tightfit.planner.tracing.storages import tensor_bytes, tensors_in
 from tightfit.runtime.repeated_iterations import iterations_chosen_by, representative_iterations
 from tightfit.runtime.run import Run
 

@@ -54,11 +54,11 @@ from tightfit.planner.tracing.cache import cache_key, cached
 from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
 from tightfit.planner.tracing.fake_inputs import example_batch, is_padded, label_share, zeros_like_batch
 from tightfit.planner.tracing.fake_tensors import FakeValues, untraceable_errors
-from tightfit.planner.tracing.live_storages import tensor_bytes, tensors_in
 from tightfit.planner.tracing.optimizer_trace import trace_clipping, trace_updates
 from tightfit.planner.tracing.plain_data import RecordedStep
 from tightfit.planner.tracing.recorder import trace
 from tightfit.planner.tracing.repeated_blocks import BlockMap, create_without_repeated_blocks, representatives
+from tightfit.planner.tracing.storages import tensor_bytes, tensors_in
 from tightfit.runtime.fake_compiler import can_generate_kernels
 from tightfit.runtime.method import traced_fields
 from tightfit.runtime.run import Run
