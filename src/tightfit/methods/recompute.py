@@ -42,6 +42,7 @@ from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.models import find_blocks
 from tightfit.models.objective import Batch, map_tensors
+from tightfit.models.tensors import tensors_in
 from tightfit.models.tracing import restoring_state
 from tightfit.plan import Plan
 from tightfit.runtime.method import SearchFacts
@@ -166,7 +167,7 @@ def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -
             contexts: dict[str, Any] = {"context_fn": partial(selective_contexts, selective)} if selective else {}
             return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
         before = buffers.values()
-        given = [(leaf, leaf._version) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = [(leaf, leaf._version) for leaf in tensors_in((args, kwargs))]
         contexts = {"context_fn": partial(recompute_contexts, buffers, before, casts, selective)}
         with casts.first_forward() if selective else nullcontext():
             output = checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
@@ -426,7 +427,7 @@ class _OutputUses(TorchFunctionMode):
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
         if not self.inside and name not in _METADATA:
-            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            given = tensors_in((args, kwargs))
             self.used = self.used or any(leaf is one for leaf in given for one in self.returned)
         return func(*args, **(kwargs or {}))
 
@@ -440,7 +441,7 @@ class _OutputUses(TorchFunctionMode):
         finally:
             self.inside = False
         if not is_last and not any(output is leaf for leaf in tree_leaves((args, kwargs))):
-            self.returned.extend(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+            self.returned.extend(tensors_in(output))
         return output
 
 

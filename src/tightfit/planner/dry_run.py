@@ -21,6 +21,7 @@ from tightfit.job import Job
 from tightfit.machine import Figure, Machine
 from tightfit.methods import loader, optimizer_states
 from tightfit.models.objective import LABEL_COUNT_KEY, Batch, LabelCount, processed_count, sample_count
+from tightfit.models.tensors import tensors_in
 from tightfit.parallel.fsdp import fully_shard
 from tightfit.plan import Plan
 from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
@@ -29,7 +30,7 @@ from tightfit.planner.tracing.fake_tensors import FakeValues, untraceable_errors
 from tightfit.planner.tracing.live_storages import Peak, track_peak
 from tightfit.planner.tracing.optimizer_trace import enable_foreach
 from tightfit.planner.tracing.repeated_blocks import skip_repeated_blocks
-from tightfit.planner.tracing.storages import tensor_bytes, tensors_in
+from tightfit.planner.tracing.storages import tensor_bytes
 from tightfit.runtime.repeated_iterations import iterations_chosen_by, representative_iterations
 from tightfit.runtime.run import Run
 

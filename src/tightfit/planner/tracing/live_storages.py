@@ -16,13 +16,8 @@ import torch
 from torch import Tensor
 
 from tightfit.models.objective import Batch
-from tightfit.planner.tracing.storages import (
-    ACCUMULATES,
-    StorageMode,
-    backward_node,
-    storages_of,
-    tensors_in,
-)
+from tightfit.models.tensors import tensors_in
+from tightfit.planner.tracing.storages import ACCUMULATES, StorageMode, backward_node, storages_of
 from tightfit.runtime.run import Run
 
 OTHER_MEMORY = "elsewhere"  # marks storages in another memory (host, disk), which count in no row

@@ -43,6 +43,7 @@ from tightfit.methods.loader import EXAMPLE_SAMPLES
 from tightfit.models import find_blocks, has_complex_parameters, load_python, parameter_uses, task_of
 from tightfit.models.dataflow import Dataflow
 from tightfit.models.objective import LABEL_COUNT_KEY, Batch, Objective, objective_of, processed_count, sample_count
+from tightfit.models.tensors import tensors_in
 from tightfit.models.tracing import trace as trace_dataflow
 from tightfit.parallel.context import sequence_chunks
 from tightfit.parallel.fsdp import fully_shard
@@ -58,7 +59,7 @@ from tightfit.planner.tracing.optimizer_trace import trace_clipping, trace_updat
 from tightfit.planner.tracing.plain_data import RecordedStep
 from tightfit.planner.tracing.recorder import trace
 from tightfit.planner.tracing.repeated_blocks import BlockMap, create_without_repeated_blocks, representatives
-from tightfit.planner.tracing.storages import tensor_bytes, tensors_in
+from tightfit.planner.tracing.storages import tensor_bytes
 from tightfit.runtime.fake_compiler import can_generate_kernels
 from tightfit.runtime.method import traced_fields
 from tightfit.runtime.run import Run

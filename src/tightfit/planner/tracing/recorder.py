@@ -32,15 +32,9 @@ from tightfit.machine import FLOAT8
 from tightfit.methods.attention import probability_count
 from tightfit.models.dataflow import path_of
 from tightfit.models.fake_kernels import GROUPED_MM, grouped_mm_flops, grouped_mm_sizes
+from tightfit.models.tensors import tensors_in
 from tightfit.planner.tracing.repeated_blocks import record_blocks
-from tightfit.planner.tracing.storages import (
-    ACCUMULATES,
-    StorageMode,
-    backward_node,
-    keys_of,
-    storages_of,
-    tensors_in,
-)
+from tightfit.planner.tracing.storages import ACCUMULATES, StorageMode, backward_node, keys_of, storages_of
 from tightfit.runtime.repeated_iterations import iterations_chosen_by
 
 _READ_VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
-from torch.utils._pytree import tree_leaves
 
 # AccumulateGrad nodes have sequence numbers from here on; they belong to no operation of the
 # forward
@@ -104,9 +103,4 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
-    """All tensors in nested containers: in a batch, or in an operation's arguments."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-__all__ = ["ACCUMULATES", "StorageMode", "backward_node", "keys_of", "storages_of", "tensor_bytes", "tensors_in"]
+__all__ = ["ACCUMULATES", "StorageMode", "backward_node", "keys_of", "storages_of", "tensor_bytes"]
