@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ from tightfit.runtime.method import SearchFacts
 from tightfit.runtime.run import Run, to_device
 
 Forward = Callable[..., Any]
+Result = TypeVar("Result")
 
 
 FIELDS = ("recompute",)
@@ -91,17 +92,7 @@ def apply(run: Run, plan: Plan) -> Run:
         ends = [recompute_segment(segment) for segment in segments]
 
         def loss_sum(batch: Batch) -> Tensor:
-            try:
-                total = run.loss_sum(batch)
-            except BLOCK_FAILURES as error:
-                if not _is_unrelated(error):
-                    # the failure may come from passing a segment's output in place of one block's
-                    for end in ends:
-                        end()
-                raise
-            for end in ends:
-                end()
-            return total
+            return _ending_segments(ends, lambda: run.loss_sum(batch))
 
         return replace(run, loss_sum=loss_sum)
     for block in blocks[:: _every(plan)]:
@@ -492,20 +483,27 @@ def check_segments(model: nn.Module, segments: list[list[nn.Module]], forward: C
     """
     refuse_other_uses(model, segments, forward)
     with restoring_state(model), torch.no_grad():
-        ends = [recompute_segment(segment) for segment in segments]
-        try:
-            forward()
-        except BLOCK_FAILURES as error:
-            if not _is_unrelated(error):
-                for end in ends:
-                    end()
-            raise
-        for end in ends:
-            end()
+        _ending_segments([recompute_segment(segment) for segment in segments], forward)
 
 
 BLOCK_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
 """Errors that a block may raise when it gets the input of another one."""
+
+
+def _ending_segments(ends: list[Callable[[], None]], forward: Callable[[], Result]) -> Result:
+    """The result of a forward of a model whose segments are recomputed, whose `ends` are called
+    after it."""
+    try:
+        result = forward()
+    except BLOCK_FAILURES as error:
+        if not _is_unrelated(error):
+            # the failure may come from passing a segment's output in place of one block's
+            for end in ends:
+                end()
+        raise
+    for end in ends:
+        end()
+    return result
 
 
 def _is_unrelated(error: Exception) -> bool:
