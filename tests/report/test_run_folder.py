@@ -30,8 +30,9 @@ from tightfit.report.commands import check_out
 from tightfit.report.run_folder import begin_files
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["tightfit", *arguments])
+def run_train(monkeypatch: pytest.MonkeyPatch, job: Path, out: Path, *options: str) -> int:
+    """The exit code of `tightfit train`."""
+    monkeypatch.setattr(sys, "argv", ["tightfit", "train", str(job), "--out", str(out), *options])
     try:
         main()
     except SystemExit as ended:
@@ -47,7 +48,7 @@ def test_files_of_a_run_and_going_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job, out = tiny.write(tmp_path, evaluate_every=4, checkpoint_every=3, trackers=["tensorboard"]), tmp_path / "out"
-    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 0
+    assert run_train(monkeypatch, job, out, "--plan", "reference") == 0
     shown = capsys.readouterr().out
     for words in ("loss", "lr", "tokens/s", "peak", "left", "evaluation loss", "record.json", "predicted"):
         assert words in shown
@@ -80,29 +81,13 @@ def test_files_of_a_run_and_going_on(
     assert set(peaks) == {None, record["peak_bytes"]["measured"]}
     assert peaks[0] is None
 
-    assert command(monkeypatch, "train", str(job), "--out", str(out)) == 2  # would overwrite
+    assert run_train(monkeypatch, job, out) == 2  # would overwrite
     assert "--resume" in capsys.readouterr().err
-    assert (
-        command(
-            monkeypatch,
-            "train",
-            str(job),
-            "--plan",
-            "reference",
-            "--out",
-            str(out),
-            "--resume",
-            "--set",
-            "train.steps=10",
-        )
-        == 0
-    )
+    assert run_train(monkeypatch, job, out, "--plan", "reference", "--resume", "--set", "train.steps=10") == 0
     assert len(losses(out)) == 10
 
     again = tmp_path / "again"
-    assert (
-        command(monkeypatch, "train", str(out / "job.yaml"), "--plan", str(out / "plan.yaml"), "--out", str(again)) == 0
-    )
+    assert run_train(monkeypatch, out / "job.yaml", again, "--plan", str(out / "plan.yaml")) == 0
     assert losses(again)[:8] == losses(out)[:8]
 
 
@@ -110,20 +95,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_keeps_what_was_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job, out = tiny.write(tmp_path, checkpoint_every=1, optimizer="sgd"), tmp_path / "out"
-    assert (
-        command(
-            monkeypatch,
-            "train",
-            str(job),
-            "--plan",
-            "reference",
-            "--out",
-            str(out),
-            "--set",
-            "train.learning_rate=1e30",
-        )
-        == 1
-    )
+    assert run_train(monkeypatch, job, out, "--plan", "reference", "--set", "train.learning_rate=1e30") == 1
     message = capsys.readouterr().err
     assert "train.clip" in message
     assert "in the data" in message
@@ -150,7 +122,7 @@ def test_a_loss_that_never_was_a_number_is_looked_for_in_the_data(
     parts = {name: {"python": f"own.py:{name}"} for name in ("model", "data")}
     job, out = tmp_path / "job.yaml", tmp_path / "out"
     job.write_text(yaml.safe_dump({**parts, "train": {"batch": 4, "steps": 3, "trackers": []}}))
-    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 1
+    assert run_train(monkeypatch, job, out, "--plan", "reference") == 1
     message = capsys.readouterr().err
     assert "no checkpoint was written before" in message
     assert "values in the data" in message
@@ -182,7 +154,7 @@ def test_a_warning_is_a_line_of_the_command(
     job.write_text(
         yaml.safe_dump({"model": {"python": "own.py:Model"}, "data": {"python": "own.py:data"}, "train": train})
     )
-    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(tmp_path / "out")) == 0
+    assert run_train(monkeypatch, job, tmp_path / "out", "--plan", "reference") == 0
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[0] for line in lines if "labels are taken as they are" in line] == ["warning"]
 
@@ -206,11 +178,11 @@ def test_a_model_that_cannot_be_followed_trains_and_a_plan_that_is_refused_is_sa
         parts = {"model": {"python": f"{name}.py:Model"}, "data": {"python": f"{name}.py:data"}}
         paths[name] = tmp_path / f"{name}.yaml"
         paths[name].write_text(yaml.safe_dump({**parts, "train": train}))
-    assert command(monkeypatch, "train", str(paths["recurrent"]), "--out", str(tmp_path / "out")) == 0
+    assert run_train(monkeypatch, paths["recurrent"], tmp_path / "out") == 0
     assert "predict  not possible: has LSTM" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "record.json").read_text()).get("predicted") is None
-    asked = ("--plan", "reference", "--set", "plan.recompute=full", "--out", str(tmp_path / "other"))
-    assert command(monkeypatch, "train", str(paths["own"]), *asked) == 2
+    asked = ("--plan", "reference", "--set", "plan.recompute=full")
+    assert run_train(monkeypatch, paths["own"], tmp_path / "other", *asked) == 2
     said = capsys.readouterr()
     assert "recompute" in said.err
     assert "not possible" not in said.out
@@ -225,7 +197,7 @@ def test_a_full_disk_is_said_before_anything_is_planned(
 ) -> None:
     job, out = tiny.write(tmp_path), tmp_path / "out"
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 2
+    assert run_train(monkeypatch, job, out, "--plan", "reference") == 2
     shown = capsys.readouterr()
     assert "No space left" in shown.err
     assert "another folder with --out" in shown.err
@@ -278,7 +250,7 @@ def test_checkpoints_are_written_as_often_as_the_job_says(tmp_path: Path, monkey
     saved = {}
     for every in (None, "end", 3, "never"):
         job, out = tiny.write(tmp_path, checkpoint_every=every, keep_checkpoints=9), tmp_path / f"out-{every}"
-        assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 0
+        assert run_train(monkeypatch, job, out, "--plan", "reference") == 0
         assert (out / "record.json").exists()
         saved[every] = [int(path.name.removeprefix("step-")) for path in sorted(out.glob("checkpoints/step-*"))]
     assert saved == {None: [8], "end": [8], 3: [3, 6, 8], "never": []}
@@ -294,9 +266,9 @@ def test_going_on_from_a_run_that_was_told_to_save_nothing_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job, out = tiny.write(tmp_path, checkpoint_every="never", steps=2), tmp_path / "out"
-    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 0
+    assert run_train(monkeypatch, job, out, "--plan", "reference") == 0
     capsys.readouterr()
-    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out), "--resume") == 2
+    assert run_train(monkeypatch, job, out, "--plan", "reference", "--resume") == 2
     said = capsys.readouterr().err
     assert "the run saved none (train.checkpoint_every: never)" in said
     assert "leave out --resume" in said
