@@ -230,16 +230,23 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     )
 
 
-def test_ctrl_c_stops_after_the_step_and_saves(tmp_path: Path) -> None:
-    job, out = tiny.write(tmp_path, steps=100_000), tmp_path / "out"
+def stopped(job: Path, out: Path, number: signal.Signals) -> tuple[int, str, str]:
+    """A training that gets a signal after its first step: its exit code, and what it wrote to
+    stdout and stderr."""
     process = start("train", str(job), "--plan", "reference", "--out", str(out))
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step 1/"):
             break
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     shown, said = process.communicate(timeout=60)
-    assert process.returncode == 130
+    return process.returncode, shown, said
+
+
+def test_ctrl_c_stops_after_the_step_and_saves(tmp_path: Path) -> None:
+    job, out = tiny.write(tmp_path, steps=100_000), tmp_path / "out"
+    code, shown, said = stopped(job, out, signal.SIGINT)
+    assert code == 130
     assert "--resume" in shown
     assert "Traceback" not in said
     (saved,) = (out / "checkpoints").glob("step-*")
@@ -277,14 +284,8 @@ def test_going_on_from_a_run_that_was_told_to_save_nothing_says_so(
 def test_a_signal_saves_unless_the_job_says_never(tmp_path: Path) -> None:
     for every, words in (("end", "continue with --resume"), ("never", "nothing was saved")):
         job, out = tiny.write(tmp_path, steps=100_000, checkpoint_every=every), tmp_path / f"out-{every}"
-        process = start("train", str(job), "--plan", "reference", "--out", str(out))
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step 1/"):
-                break
-        process.send_signal(signal.SIGTERM)
-        shown, _ = process.communicate(timeout=60)
-        assert process.returncode == 143
+        code, shown, _ = stopped(job, out, signal.SIGTERM)
+        assert code == 143
         assert words in shown
         assert len(list(out.glob("checkpoints/step-*"))) == (every == "end")
 
