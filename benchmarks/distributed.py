@@ -119,7 +119,7 @@ class Counted:
 
 
 def states_of(tensors: list[Any]) -> int:
-    from tightfit.planner.tracing.live_storages import tensor_bytes
+    from tightfit.planner.tracing.storages import tensor_bytes
 
     return tensor_bytes(tensors)
 

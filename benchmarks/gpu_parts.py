@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.batch_norm_net import BatchNormNet
 from benchmarks.contenders import KINDS, Crew
-from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import tightfit
@@ -292,27 +292,8 @@ def summary_of(text: str) -> dict[str, Any]:
     }
 
 
-class BatchNormNet(nn.Module):
-    """Convolutions with BatchNorm, no transformer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 16, 3, padding=1)
-        self.blocks = nn.Sequential(*(Residual(16) for _ in range(4)))
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(torch.relu(self.stem(x))).mean((2, 3)))
-
-
-class Residual(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.relu(self.norm(self.convolution(x)))
+def batch_norm_net() -> BatchNormNet:
+    return BatchNormNet(16)
 
 
 def job_of_net(name: str, sizes: dict[str, Any]) -> tightfit.Job:
@@ -326,7 +307,7 @@ def job_of_net(name: str, sizes: dict[str, Any]) -> tightfit.Job:
         return tightfit.Job(model=sizes["specs"][name], data=data, train=settings, allow=ALLOW)
     generator = torch.Generator().manual_seed(4)
     data = [(torch.randn(3, 16, 16, generator=generator), number % 10) for number in range(4 * sizes["batch"])]
-    return tightfit.Job(model=BatchNormNet, data=data, train=settings, allow=ALLOW)
+    return tightfit.Job(model=batch_norm_net, data=data, train=settings, allow=ALLOW)
 
 
 def variants(device: str) -> list[dict[str, Any]]:

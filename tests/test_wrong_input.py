@@ -11,19 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import tiny
 from tightfit.__main__ import main
 
 GOOD: dict[str, Any] = {
-    "model": {
-        "architecture": "llama",
-        "vocab_size": 300,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-    },
+    "model": tiny.LLAMA,
     "data": {"synthetic": "tokens", "sequence_length": 16, "samples": 64},
     "train": {"batch": 4, "steps": 2},
     "plan": "reference",

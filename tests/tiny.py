@@ -9,7 +9,7 @@ import yaml
 
 import tightfit
 
-MODEL: dict[str, Any] = {
+LLAMA: dict[str, Any] = {
     "architecture": "llama",
     "vocab_size": 300,
     "hidden_size": 16,
@@ -18,8 +18,8 @@ MODEL: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
-    "attention_dropout": 0.1,
 }
+MODEL: dict[str, Any] = {**LLAMA, "attention_dropout": 0.1}
 
 
 def content(**train: Any) -> dict[str, Any]:

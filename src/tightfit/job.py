@@ -352,6 +352,16 @@ class Job(Value):
         said = frozenset(["bf16"] if self.allow is None else self.allow)
         return said | {"tf32"} if said & {"bf16", "fp16"} else said
 
+    @property
+    def of_transformers(self) -> bool:
+        """Whether the model is one of transformers' rather than the user's own."""
+        return isinstance(self.model, ModelSpec) and self.model.python is None
+
+    @property
+    def blocks_name(self) -> str | None:
+        """The name of the list of repeated blocks, if the job gives one."""
+        return self.model.blocks if isinstance(self.model, ModelSpec) else None
+
     def content(self) -> dict[str, Any]:
         content = super().content()
         return {**content, "model": _flat(content["model"])}

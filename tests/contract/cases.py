@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.batch_norm_net import BatchNormNet
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -90,29 +91,6 @@ VIT = {
     "num_attention_heads": 4,
     "num_labels": 10,
 }
-
-
-class Residual(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + functional.relu(self.norm(self.convolution(x)))
-
-
-class BatchNormNet(nn.Module):
-    """A small convolutional network with BatchNorm that knows nothing of tightfit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.blocks = nn.Sequential(*(Residual(8) for _ in range(4)))
-        self.head = nn.Linear(8, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(functional.relu(self.stem(x))).mean((2, 3)))
 
 
 def language_samples(masked_lm: bool) -> list[dict[str, Tensor]]:

@@ -417,7 +417,8 @@ class Mark:
         self.line, self.place = line, line.given
 
 
-def test_a_copy_waits_for_its_buffer_and_compute_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_lines(monkeypatch: pytest.MonkeyPatch) -> tuple[BatchPrefetcher, Line, Line]:
+    """A prefetcher, the stream of the work and that of the copies. Both write to one log."""
     log: list[str] = []
     own, beside = Line("work", log), Line("copies", log)
     monkeypatch.setattr(torch.cuda, "Event", Mark)
@@ -426,6 +427,12 @@ def test_a_copy_waits_for_its_buffer_and_compute_for_the_copy(monkeypatch: pytes
     monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
     uploads = BatchPrefetcher(torch.device("cpu"))
     uploads._stream = beside  # type: ignore[assignment]
+    return uploads, own, beside
+
+
+def test_a_copy_waits_for_its_buffer_and_compute_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads, own, beside = on_lines(monkeypatch)
+    log = own.log
 
     def place(batch: Any, copy: Any) -> Any:
         there = placed(batch, copy)
@@ -459,14 +466,8 @@ def test_a_copy_waits_for_its_buffer_and_compute_for_the_copy(monkeypatch: pytes
 
 
 def test_a_step_that_ends_early_waits_for_pending_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-    own, beside = Line("work", log), Line("copies", log)
-    monkeypatch.setattr(torch.cuda, "Event", Mark)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: own)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
-    uploads = BatchPrefetcher(torch.device("cpu"))
-    uploads._stream = beside  # type: ignore[assignment]
+    uploads, own, _ = on_lines(monkeypatch)
+    log = own.log
     coming: Iterator[Any] = uploads.prefetch(batches(2, 2), placed)
     next(coming)
     before = len(log)

@@ -18,22 +18,14 @@ import numpy as np
 import yaml
 from hypothesis import strategies as st
 
+from tests import tiny
 from tests.fuzz.strategies import mistaken, of_schema
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
 from tightfit.plan import Plan, read_pins
 
-MODEL = {
-    "architecture": "llama",
-    "vocab_size": 300,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-}
+MODEL = tiny.LLAMA
 VALID = {
     "model": MODEL,
     "data": {"synthetic": "tokens", "sequence_length": 16, "samples": 64},

@@ -15,7 +15,8 @@ from tests.contract.cases import make_case
 from tightfit.engine.step import Step, take_step
 from tightfit.measure.flops import forward_flops
 from tightfit.measure.memory import process_peak_bytes, profiled, sample_step
-from tightfit.planner.tracing.live_storages import ROWS, Peak, state_tensors, tensor_bytes, track_peak
+from tightfit.planner.tracing.live_storages import ROWS, Peak, state_tensors, track_peak
+from tightfit.planner.tracing.storages import tensor_bytes
 from tightfit.runtime.run import Run
 
 PLANS: list[dict[str, Any]] = [

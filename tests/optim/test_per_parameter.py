@@ -74,6 +74,14 @@ def steps(model: Model, optimizer: torch.optim.Optimizer, seeds: range) -> float
     return loss
 
 
+def saved_and_loaded(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved: dict[str, Any] = torch.load(file, weights_only=True)
+    return saved
+
+
 def assert_same(one: nn.Module, two: nn.Module) -> None:
     for (name, expected), (_, found) in zip(one.named_parameters(), two.named_parameters(), strict=True):
         assert torch.equal(expected, found), name
@@ -278,12 +286,9 @@ def test_resume_is_exact(name: str, width: str, rounding: str) -> None:
     whole, optimizer = make(name, dtype, states=width, rounding=rounding)
     optimizer.attach()
     steps(whole, optimizer, range(2))
-    file = io.BytesIO()
-    torch.save({"model": whole.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    saved = saved_and_loaded(whole, optimizer)
     steps(whole, optimizer, range(2, 4))
 
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
     resumed, optimizer = make(name, dtype, states=width, rounding=rounding)
     resumed.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])  # not attached: the noise must not depend on the order of updates
@@ -295,12 +300,9 @@ def test_resume_is_exact(name: str, width: str, rounding: str) -> None:
 def test_resume_is_exact_for_states_that_are_not_elementwise(name: str) -> None:
     whole, optimizer = make(name, torch.bfloat16, rounding="kahan")
     steps(whole, optimizer, range(2))
-    file = io.BytesIO()
-    torch.save({"model": whole.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    saved = saved_and_loaded(whole, optimizer)
     steps(whole, optimizer, range(2, 4))
 
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
     resumed, optimizer = make(name, torch.bfloat16, rounding="kahan")
     resumed.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])

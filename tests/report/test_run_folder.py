@@ -30,8 +30,9 @@ from tightfit.report.commands import check_out
 from tightfit.report.run_folder import begin_files
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["tightfit", *arguments])
+def run_train(monkeypatch: pytest.MonkeyPatch, job: Path, out: Path, *options: str) -> int:
+    """The exit code of `tightfit train`."""
+    monkeypatch.setattr(sys, "argv", ["tightfit", "train", str(job), "--out", str(out), *options])
     try:
         main()
     except SystemExit as ended:
@@ -47,7 +48,7 @@ def test_a_run_writes_its_files_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job, out = tiny.write(tmp_path, evaluate_every=4, checkpoint_every=3, trackers=["tensorboard"]), tmp_path / "out"
-    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 0
+    assert run_train(monkeypatch, job, out, "--plan", "reference") == 0
     shown = capsys.readouterr().out
     for words in ("loss", "lr", "tokens/s", "peak", "left", "evaluation loss", "record.json", "predicted"):
         assert words in shown
@@ -80,29 +81,13 @@ def test_a_run_writes_its_files_and_resumes(
     assert set(peaks) == {None, record["peak_bytes"]["measured"]}
     assert peaks[0] is None
 
-    assert command(monkeypatch, "train", str(job), "--out", str(out)) == 2  # would overwrite
+    assert run_train(monkeypatch, job, out) == 2  # would overwrite
     assert "--resume" in capsys.readouterr().err
-    assert (
-        command(
-            monkeypatch,
-            "train",
-            str(job),
-            "--plan",
-            "reference",
-            "--out",
-            str(out),
-            "--resume",
-            "--set",
-            "train.steps=10",
-        )
-        == 0
-    )
+    assert run_train(monkeypatch, job, out, "--plan", "reference", "--resume", "--set", "train.steps=10") == 0
     assert len(losses(out)) == 10
 
     again = tmp_path / "again"
-    assert (
-        command(monkeypatch, "train", str(out / "job.yaml"), "--plan", str(out / "plan.yaml"), "--out", str(again)) == 0
-    )
+    assert run_train(monkeypatch, out / "job.yaml", again, "--plan", str(out / "plan.yaml")) == 0
     assert losses(again)[:8] == losses(out)[:8]
 
 
@@ -110,20 +95,7 @@ def test_a_nan_loss_ends_the_run_and_keeps_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job, out = tiny.write(tmp_path, checkpoint_every=1, optimizer="sgd"), tmp_path / "out"
-    assert (
-        command(
-            monkeypatch,
-            "train",
-            str(job),
-            "--plan",
-            "reference",
-            "--out",
-            str(out),
-            "--set",
-            "train.learning_rate=1e30",
-        )
-        == 1
-    )
+    assert run_train(monkeypatch, job, out, "--plan", "reference", "--set", "train.learning_rate=1e30") == 1
     message = capsys.readouterr().err
     assert "train.clip" in message
     assert "in the data" in message
@@ -150,7 +122,7 @@ def test_a_loss_that_is_nan_from_the_start_blames_the_data(
     parts = {name: {"python": f"own.py:{name}"} for name in ("model", "data")}
     job, out = tmp_path / "job.yaml", tmp_path / "out"
     job.write_text(yaml.safe_dump({**parts, "train": {"batch": 4, "steps": 3, "trackers": []}}))
-    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 1
+    assert run_train(monkeypatch, job, out, "--plan", "reference") == 1
     message = capsys.readouterr().err
     assert "no checkpoint was written before" in message
     assert "values in the data" in message
@@ -182,7 +154,7 @@ def test_a_warning_is_printed_as_one_line(
     job.write_text(
         yaml.safe_dump({"model": {"python": "own.py:Model"}, "data": {"python": "own.py:data"}, "train": train})
     )
-    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(tmp_path / "out")) == 0
+    assert run_train(monkeypatch, job, tmp_path / "out", "--plan", "reference") == 0
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[0] for line in lines if "labels are taken as they are" in line] == ["warning"]
 
@@ -206,11 +178,11 @@ def test_an_untraceable_model_trains_and_refusals_appear_once(
         parts = {"model": {"python": f"{name}.py:Model"}, "data": {"python": f"{name}.py:data"}}
         paths[name] = tmp_path / f"{name}.yaml"
         paths[name].write_text(yaml.safe_dump({**parts, "train": train}))
-    assert command(monkeypatch, "train", str(paths["recurrent"]), "--out", str(tmp_path / "out")) == 0
+    assert run_train(monkeypatch, paths["recurrent"], tmp_path / "out") == 0
     assert "predict  not possible: has LSTM" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "record.json").read_text()).get("predicted") is None
-    asked = ("--plan", "reference", "--set", "plan.recompute=full", "--out", str(tmp_path / "other"))
-    assert command(monkeypatch, "train", str(paths["own"]), *asked) == 2
+    asked = ("--plan", "reference", "--set", "plan.recompute=full")
+    assert run_train(monkeypatch, paths["own"], tmp_path / "other", *asked) == 2
     said = capsys.readouterr()
     assert "recompute" in said.err
     assert "not possible" not in said.out
@@ -225,7 +197,7 @@ def test_a_full_disk_is_reported_before_planning(
 ) -> None:
     job, out = tiny.write(tmp_path), tmp_path / "out"
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 2
+    assert run_train(monkeypatch, job, out, "--plan", "reference") == 2
     shown = capsys.readouterr()
     assert "No space left" in shown.err
     assert "another folder with --out" in shown.err
@@ -256,16 +228,23 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     )
 
 
-def test_ctrl_c_stops_after_the_step_and_saves(tmp_path: Path) -> None:
-    job, out = tiny.write(tmp_path, steps=100_000), tmp_path / "out"
+def stopped(job: Path, out: Path, number: signal.Signals) -> tuple[int, str, str]:
+    """A training that gets a signal after its first step: its exit code, and what it wrote to
+    stdout and stderr."""
     process = start("train", str(job), "--plan", "reference", "--out", str(out))
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step 1/"):
             break
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     shown, said = process.communicate(timeout=60)
-    assert process.returncode == 130
+    return process.returncode, shown, said
+
+
+def test_ctrl_c_stops_after_the_step_and_saves(tmp_path: Path) -> None:
+    job, out = tiny.write(tmp_path, steps=100_000), tmp_path / "out"
+    code, shown, said = stopped(job, out, signal.SIGINT)
+    assert code == 130
     assert "--resume" in shown
     assert "Traceback" not in said
     (saved,) = (out / "checkpoints").glob("step-*")
@@ -276,7 +255,7 @@ def test_checkpoints_are_written_as_often_as_the_job_says(tmp_path: Path, monkey
     saved = {}
     for every in (None, "end", 3, "never"):
         job, out = tiny.write(tmp_path, checkpoint_every=every, keep_checkpoints=9), tmp_path / f"out-{every}"
-        assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 0
+        assert run_train(monkeypatch, job, out, "--plan", "reference") == 0
         assert (out / "record.json").exists()
         saved[every] = [int(path.name.removeprefix("step-")) for path in sorted(out.glob("checkpoints/step-*"))]
     assert saved == {None: [8], "end": [8], 3: [3, 6, 8], "never": []}
@@ -292,9 +271,9 @@ def test_resuming_a_run_without_checkpoints_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job, out = tiny.write(tmp_path, checkpoint_every="never", steps=2), tmp_path / "out"
-    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out)) == 0
+    assert run_train(monkeypatch, job, out, "--plan", "reference") == 0
     capsys.readouterr()
-    assert command(monkeypatch, "train", str(job), "--plan", "reference", "--out", str(out), "--resume") == 2
+    assert run_train(monkeypatch, job, out, "--plan", "reference", "--resume") == 2
     said = capsys.readouterr().err
     assert "the run saved none (train.checkpoint_every: never)" in said
     assert "leave out --resume" in said
@@ -303,14 +282,8 @@ def test_resuming_a_run_without_checkpoints_is_refused(
 def test_a_signal_saves_unless_the_job_says_never(tmp_path: Path) -> None:
     for every, words in (("end", "continue with --resume"), ("never", "nothing was saved")):
         job, out = tiny.write(tmp_path, steps=100_000, checkpoint_every=every), tmp_path / f"out-{every}"
-        process = start("train", str(job), "--plan", "reference", "--out", str(out))
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step 1/"):
-                break
-        process.send_signal(signal.SIGTERM)
-        shown, _ = process.communicate(timeout=60)
-        assert process.returncode == 143
+        code, shown, _ = stopped(job, out, signal.SIGTERM)
+        assert code == 143
         assert words in shown
         assert len(list(out.glob("checkpoints/step-*"))) == (every == "end")
 

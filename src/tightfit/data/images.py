@@ -100,14 +100,35 @@ class ImageColumn:
         return image
 
 
+@dataclass(frozen=True, kw_only=True)
+class SingleImages:
+    """The base of samples that are one image each, all of one size.
+
+    damaged  how many images were left out
+    """
+
+    damaged: int = 0
+    sample_items: int = 1
+    ragged: bool = False
+    tokenizer: Any = None
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Any:
+        return one_sample(self, index)
+
+    def batch(self, indices: Integers, epochs: Integers) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class ImageSamples:
+class ImageSamples(SingleImages):
     """Batches {"pixel_values": (B, C, H, W) float32, "labels": (B,) int64} of undamaged images.
 
     undamaged (samples,) the indices of the undamaged images in the source
     labels    (images of the source,) their classes
     size      H and W in pixels; channels: C
-    damaged   how many images were left out
     """
 
     images: ImageSource
@@ -115,16 +136,9 @@ class ImageSamples:
     labels: Integers
     size: int
     channels: int
-    damaged: int = 0
-    sample_items: int = 1
-    ragged: bool = False
-    tokenizer: Any = None
 
     def __len__(self) -> int:
         return len(self.undamaged)
-
-    def __getitem__(self, index: int) -> Any:
-        return one_sample(self, index)
 
     def batch(self, indices: Integers, epochs: Integers) -> dict[str, Tensor]:
         pixels = torch.from_numpy(np.stack([self._pixels(int(index)) for index in self.undamaged[indices]]))
@@ -142,7 +156,7 @@ class ImageSamples:
 
 
 @dataclass(frozen=True)
-class DigitSamples:
+class DigitSamples(SingleImages):
     """Handwritten digits in the form of ImageSamples. Source: scikit-learn's load_digits, 1,797
     images of 8 x 8."""
 
@@ -150,16 +164,9 @@ class DigitSamples:
     digits: Tensor
     size: int
     channels: int
-    damaged: int = 0
-    sample_items: int = 1
-    ragged: bool = False
-    tokenizer: Any = None
 
     def __len__(self) -> int:
         return len(self.digits)
-
-    def __getitem__(self, index: int) -> Any:
-        return one_sample(self, index)
 
     def batch(self, indices: Integers, epochs: Integers) -> dict[str, Tensor]:
         images = self.images[torch.from_numpy(indices)]
@@ -252,7 +259,7 @@ def _samples(spec: DataSpec, model: ModelInput, images: ImageSource, labels: Int
     kept = np.setdiff1d(np.arange(len(labels)), damaged)
     if len(kept) == 0:
         raise InputError(f"data: {spec}", f"holds no sound image of {len(labels)}", "name another folder")
-    return ImageSamples(images, kept, labels, size, channels, len(damaged))
+    return ImageSamples(images, kept, labels, size, channels, damaged=len(damaged))
 
 
 def _digits(spec: DataSpec, model: ModelInput) -> DigitSamples:

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightfit.data.images import normalise
+from tightfit.data.images import SingleImages, normalise
 from tightfit.data.order import Integers, random_numbers, uniform
-from tightfit.data.samples import one_sample
 from tightfit.data.tokens import Mask
 
 _NOISE = 0.1  # share of the tokens that follow no rule
@@ -52,7 +51,7 @@ class SyntheticRows:
 
 
 @dataclass(frozen=True)
-class SyntheticImages:
+class SyntheticImages(SingleImages):
     """Batches {"pixel_values": (B, C, H, W) float32, "labels": (B,) int64}: the pattern of a class
     plus noise."""
 
@@ -61,16 +60,9 @@ class SyntheticImages:
     channels: int
     size: int
     seed: int
-    sample_items: int = 1
-    ragged: bool = False
-    damaged: int = 0
-    tokenizer: Any = None
 
     def __len__(self) -> int:
         return self.count
-
-    def __getitem__(self, index: int) -> Any:
-        return one_sample(self, index)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_textures"}

@@ -25,7 +25,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from tightfit.engine.step import Step, take_step
 from tightfit.models.objective import Batch
-from tightfit.planner.tracing.live_storages import Peak, RunTracker, state_tensors, tensor_bytes, tensors_in
+from tightfit.models.tensors import tensors_in
+from tightfit.planner.tracing.live_storages import Peak, RunTracker, state_tensors
+from tightfit.planner.tracing.storages import tensor_bytes
 from tightfit.runtime.run import Run
 
 Result = TypeVar("Result")

@@ -30,7 +30,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from tightfit.cost.ledger import cost_in_trace
 from tightfit.errors import InputError
-from tightfit.job import DataSpec, Job, ModelSpec
+from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
 from tightfit.models import task_of
 from tightfit.plan import Plan
@@ -53,8 +53,7 @@ def enabled(plan: Plan) -> bool:
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
     """Blocked attention on CPUs, for transformers' causal language models with short sequences."""
     sequence = job.data.sequence_length if isinstance(job.data, DataSpec) else 0
-    of_transformers = isinstance(job.model, ModelSpec) and job.model.python is None
-    if machine.device == "cpu" and of_transformers and task_of(job.model) == "causal-lm" and sequence <= MAX_LENGTH:
+    if machine.device == "cpu" and job.of_transformers and task_of(job.model) == "causal-lm" and sequence <= MAX_LENGTH:
         yield Default("attention", "blocked", "plain products are faster here than the fused attention kernel")
 
 

@@ -31,7 +31,7 @@ from torch._guards import active_fake_mode
 from tightfit.capabilities import missing_for_compile
 from tightfit.cost.ledger import Ledger
 from tightfit.errors import InputError
-from tightfit.job import Job, ModelSpec
+from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.models import find_blocks
 from tightfit.models.objective import Batch, sample_count
@@ -62,8 +62,7 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
     """
     if pays_to_compile(job):
         lacking = missing_for_compile(machine)
-        of_transformers = isinstance(job.model, ModelSpec) and job.model.python is None
-        regions = "none" if lacking else "block" if of_transformers else "model"
+        regions = "none" if lacking else "block" if job.of_transformers else "model"
         why = "fused kernels: fewer of them, and less memory traffic"
         yield Default("compile", regions, f"torch.compile needs {lacking}" if lacking else why)
 
@@ -105,9 +104,8 @@ def apply(run: Run, plan: Plan) -> Run:
             "use compile_mode: default",
         )
     full = plan.micro_batch_of(run.job.train.batch) if active_fake_mode() is None else None
-    name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
     if plan.compile == "block":
-        blocks = find_blocks(run.model, name)
+        blocks = find_blocks(run.model, run.job.blocks_name)
         if not blocks:
             raise InputError(
                 "plan: compile=block", f"{type(run.model).__name__} has no repeated blocks", "use compile: model"
@@ -119,7 +117,7 @@ def apply(run: Run, plan: Plan) -> Run:
         compiled = torch.compile(run.loss_sum, dynamic=dynamic, backend=backend, mode=mode)
     compiled = with_cuda_graph(compiled) if graphed else compiled
     if plan.recompute != "none" and active_fake_mode() is None:
-        compiled = refusing_buffer_changes(compiled, run.model, name)
+        compiled = refusing_buffer_changes(compiled, run.model, run.job.blocks_name)
     return replace(run, loss_sum=only_full_batches(compiled, run.loss_sum, full))
 
 

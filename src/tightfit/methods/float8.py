@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from tightfit.cost.ledger import Ledger
 from tightfit.errors import InputError
-from tightfit.job import DataSpec, Job, ModelSpec
+from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
 from tightfit.machines.gpus import architecture_of, multiplies_float8
 from tightfit.models import find_blocks
@@ -81,8 +81,7 @@ def apply(run: Run, plan: Plan) -> Run:
         _check_units(architecture_of(torch.cuda.get_device_properties(run.device)), plan)
     elif kind_of(run.device) != "cuda" and not EMULATE:
         raise InputError(f"plan: float8={plan.float8}", "a CPU has no 8-bit matrix units", "use float8: none")
-    name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
-    blocks = [block for _, block in find_blocks(run.model, name)]
+    blocks = [block for _, block in find_blocks(run.model, run.job.blocks_name)]
     if not convert(run.model, plan.float8, blocks, EMULATE, needs_padding(run.job, plan)):
         raise InputError(
             f"plan: float8={plan.float8}",

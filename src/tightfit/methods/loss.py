@@ -36,7 +36,7 @@ from torch.nn import functional
 from tightfit.cost.ledger import Ledger
 from tightfit.data import model_input
 from tightfit.errors import InputError
-from tightfit.job import Job, ModelSpec
+from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.models import task_of
 from tightfit.models.objective import IGNORED, LABEL_COUNT_KEY, Batch, LabelCount, Objective
@@ -72,8 +72,7 @@ def enabled(plan: Plan) -> bool:
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
     """Chunks for transformers' language models."""
-    of_transformers = isinstance(job.model, ModelSpec) and job.model.python is None
-    if of_transformers and task_of(job.model) in ("causal-lm", "masked-lm", "seq2seq-lm"):
+    if job.of_transformers and task_of(job.model) in ("causal-lm", "masked-lm", "seq2seq-lm"):
         yield Default("chunked_loss", chunk_of(job, machine), "logits are never all there at once")
 
 

@@ -32,7 +32,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tightfit.cost.ledger import Ledger
 from tightfit.distributed.mesh import Mesh, move_shards_to_meta, shard_parameter, unshard_parameter
 from tightfit.errors import InputError
-from tightfit.job import Job, ModelSpec
+from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.models import find_blocks, parameter_uses
 from tightfit.models.caches import isolated_model_caches
@@ -145,7 +145,7 @@ def own_parameters(run: Run, plan: Plan) -> frozenset[int] | None:
         ) from error
     finally:
         hook.remove()
-    blocks = find_blocks(model, run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None)
+    blocks = find_blocks(model, run.job.blocks_name)
     pieces, parameters = stage_ranges(plan, len(blocks)), dict(model.named_parameters())
     small = MAX_REPLICATED_SHARE * sum(parameter.numel() for parameter in parameters.values())
     # small parameters outside the blocks may be used on another stage: known once the model exists

@@ -33,7 +33,6 @@ from dataclasses import replace
 from typing import Any
 
 from tightfit.cost.ledger import Ledger
-from tightfit.job import ModelSpec
 from tightfit.machine import Machine
 from tightfit.models import find_blocks, parameter_uses
 from tightfit.parallel.pipeline.boundaries import (
@@ -83,8 +82,7 @@ def apply(run: Run, plan: Plan) -> Run:
     stages.
     """
     assert run.mesh is not None
-    name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
-    blocks = find_blocks(run.model, name)
+    blocks = find_blocks(run.model, run.job.blocks_name)
     pieces = stage_ranges(plan, len(blocks))
     own = [number for number in range(plan.stages) if number % plan.pp == run.mesh.rank("pp")]
     assert run.dataflow is not None

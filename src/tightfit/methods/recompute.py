@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,16 +38,18 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.recomputed_step import COMPUTE_INTENSIVE_OPS, WEIGHT_MATMUL_OPS, with_recomputation
 from tightfit.errors import InputError
-from tightfit.job import Job, ModelSpec
+from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.models import find_blocks
 from tightfit.models.objective import Batch, map_tensors
+from tightfit.models.tensors import tensors_in
 from tightfit.models.tracing import restoring_state
 from tightfit.plan import Plan
 from tightfit.runtime.method import SearchFacts
 from tightfit.runtime.run import Run, to_device
 
 Forward = Callable[..., Any]
+Result = TypeVar("Result")
 
 
 FIELDS = ("recompute",)
@@ -76,8 +78,7 @@ def apply(run: Run, plan: Plan) -> Run:
     """Wrap the blocks, or segments of blocks, in recomputation. Raises InputError for a model
     without repeated blocks.
     """
-    name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
-    blocks = [block for _, block in find_blocks(run.model, name)]
+    blocks = [block for _, block in find_blocks(run.model, run.job.blocks_name)]
     if not blocks:
         raise InputError(
             f"plan: recompute={plan.recompute}",
@@ -91,17 +92,7 @@ def apply(run: Run, plan: Plan) -> Run:
         ends = [recompute_segment(segment) for segment in segments]
 
         def loss_sum(batch: Batch) -> Tensor:
-            try:
-                total = run.loss_sum(batch)
-            except BLOCK_FAILURES as error:
-                if not _is_unrelated(error):
-                    # the failure may come from passing a segment's output in place of one block's
-                    for end in ends:
-                        end()
-                raise
-            for end in ends:
-                end()
-            return total
+            return _ending_segments(ends, lambda: run.loss_sum(batch))
 
         return replace(run, loss_sum=loss_sum)
     for block in blocks[:: _every(plan)]:
@@ -167,7 +158,7 @@ def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -
             contexts: dict[str, Any] = {"context_fn": partial(selective_contexts, selective)} if selective else {}
             return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
         before = buffers.values()
-        given = [(leaf, leaf._version) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = [(leaf, leaf._version) for leaf in tensors_in((args, kwargs))]
         contexts = {"context_fn": partial(recompute_contexts, buffers, before, casts, selective)}
         with casts.first_forward() if selective else nullcontext():
             output = checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
@@ -427,7 +418,7 @@ class _OutputUses(TorchFunctionMode):
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
         if not self.inside and name not in _METADATA:
-            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            given = tensors_in((args, kwargs))
             self.used = self.used or any(leaf is one for leaf in given for one in self.returned)
         return func(*args, **(kwargs or {}))
 
@@ -441,7 +432,7 @@ class _OutputUses(TorchFunctionMode):
         finally:
             self.inside = False
         if not is_last and not any(output is leaf for leaf in tree_leaves((args, kwargs))):
-            self.returned.extend(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+            self.returned.extend(tensors_in(output))
         return output
 
 
@@ -492,20 +483,27 @@ def check_segments(model: nn.Module, segments: list[list[nn.Module]], forward: C
     """
     refuse_other_uses(model, segments, forward)
     with restoring_state(model), torch.no_grad():
-        ends = [recompute_segment(segment) for segment in segments]
-        try:
-            forward()
-        except BLOCK_FAILURES as error:
-            if not _is_unrelated(error):
-                for end in ends:
-                    end()
-            raise
-        for end in ends:
-            end()
+        _ending_segments([recompute_segment(segment) for segment in segments], forward)
 
 
 BLOCK_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
 """Errors that a block may raise when it gets the input of another one."""
+
+
+def _ending_segments(ends: list[Callable[[], None]], forward: Callable[[], Result]) -> Result:
+    """The result of a forward of a model whose segments are recomputed, whose `ends` are called
+    after it."""
+    try:
+        result = forward()
+    except BLOCK_FAILURES as error:
+        if not _is_unrelated(error):
+            # the failure may come from passing a segment's output in place of one block's
+            for end in ends:
+                end()
+        raise
+    for end in ends:
+        end()
+    return result
 
 
 def _is_unrelated(error: Exception) -> bool:

@@ -182,7 +182,7 @@ def _sequences(run: Run, plan: Plan) -> SequenceParallel:
 
 
 def _blocks(run: Run) -> list[tuple[str, nn.Module]]:
-    return find_blocks(run.model, run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None)
+    return find_blocks(run.model, run.job.blocks_name)
 
 
 def sharding_table(run: Run) -> dict[str, str]:

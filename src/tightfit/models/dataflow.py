@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_leaves
+from torch.utils._pytree import TreeSpec
 
 from tightfit.errors import InputError
 from tightfit.models.block_hooks import Hooks
 from tightfit.models.objective import Batch
+from tightfit.models.tensors import tensors_in
 
 PP_FIELD = "plan: pp"
 # The block number of operations before the first block. Operations after the last block have the
@@ -199,7 +199,7 @@ def describe_line(line: tuple[str, int] | None) -> str:
 
 def sample_shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
     """Of each tensor of a batch, the shape of one sample (all dims but the first)."""
-    return tuple(tuple(leaf.shape[1:]) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    return tuple(tuple(leaf.shape[1:]) for leaf in tensors_in(batch))
 
 
 def blocks_out_of_order() -> InputError:

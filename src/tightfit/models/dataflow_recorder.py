@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from tightfit.errors import InputError
 from tightfit.models.block_hooks import hooks_of, run_hooks_on_direct_calls
@@ -40,6 +40,7 @@ from tightfit.models.dataflow import (
 )
 from tightfit.models.fake_kernels import fake_output
 from tightfit.models.objective import Batch
+from tightfit.models.tensors import tensors_in
 
 _SHAPE_ONLY = frozenset(  # operations that read the shape and type of a tensor, and no value
     {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
@@ -61,6 +62,9 @@ class _BlockRecord:
 
 class Recorder(TorchDispatchMode):
     """Records the forwards of a model; see `Dataflow`.
+
+    It keeps all tensors until `dataflow` is called, so that no two of them have the same identity.
+    The planner's modes (`planner/tracing/storages.py`) must not keep any: they observe the frees.
 
     model, batch  with fake tensors as parameters, buffers and inputs
     blocks        the model's blocks as (full name, module)
@@ -97,7 +101,7 @@ class Recorder(TorchDispatchMode):
                     self.buffers.append((full_name, module._buffers, name, buffer))
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.parameters.setdefault(self.tensor_id(parameter).storage, set()).add(name)
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(batch)
         self.batch_storages = {self.tensor_id(tensor).storage for tensor in tensors}
         self.samples = tensors[0].shape[0] if tensors else 0
 
@@ -290,8 +294,8 @@ class Recorder(TorchDispatchMode):
         decides = func in _VALUES
         output = self._value(func, args) if decides else fake_output(func, args, kwargs)
         name = func._overloadpacket.__name__
-        read = [] if name in _SHAPE_ONLY else [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        read = [] if name in _SHAPE_ONLY else tensors_in((args, kwargs))
+        made = tensors_in(output)
         is_random = torch.Tag.nondeterministic_seeded in func.tags and _draws_random_numbers(func, args, kwargs)
         self.is_random = self.is_random or is_random
         event = Operation(
@@ -345,7 +349,7 @@ def _overwritten(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     for index, argument in enumerate(func._schema.arguments):
         if argument.name in statistics or (argument.alias_info is not None and argument.alias_info.is_write):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+            yield from tensors_in(value)
 
 
 def _updates_statistics(func: Any, args: Any, kwargs: Any) -> bool:

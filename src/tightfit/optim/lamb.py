@@ -6,18 +6,17 @@ Source  You et al. 2020, Large Batch Optimization for Deep Learning, arXiv:1904.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from tightfit.optim.norms import full_norms
+from tightfit.optim.one_by_one import OneByOne
 
 
-class LAMB(Optimizer):
+class LAMB(OneByOne):
     """w <- w - lr * phi(|w|) / |u| * u, with u = m / (sqrt(v) + eps) + weight_decay * w and
     bias-corrected m and v.
 
@@ -40,34 +39,20 @@ class LAMB(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "clamp": clamp})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. closure: computes the loss again and returns
-        it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    _update(parameter, parameter.grad, self.state[parameter], group)
-        return loss
-
-
-def _update(weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    if not state:
-        state.update(step=0, exp_avg=torch.zeros_like(weight), exp_avg_sq=torch.zeros_like(weight))
-    state["step"] += 1
-    beta1, beta2 = group["betas"]
-    first = state["exp_avg"].lerp_(gradient, 1 - beta1)
-    second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    root = (second / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
-    update = torch.div(first, root, out=root).div_(1 - beta1 ** state["step"])
-    if weight.dim() >= 2:
-        update.add_(weight, alpha=group["weight_decay"])
-        update.mul_(_trust_ratio(weight, update, group["clamp"]))
-    weight.add_(update, alpha=-group["lr"])
+    def update_parameter(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[weight]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(weight), exp_avg_sq=torch.zeros_like(weight))
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        first = state["exp_avg"].lerp_(gradient, 1 - beta1)
+        second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = (second / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
+        update = torch.div(first, root, out=root).div_(1 - beta1 ** state["step"])
+        if weight.dim() >= 2:
+            update.add_(weight, alpha=group["weight_decay"])
+            update.mul_(_trust_ratio(weight, update, group["clamp"]))
+        weight.add_(update, alpha=-group["lr"])
 
 
 def _trust_ratio(weight: Tensor, update: Tensor, clamp: tuple[float, float]) -> Tensor:

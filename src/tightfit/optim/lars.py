@@ -7,18 +7,17 @@ Source  You et al. 2017, Large Batch Training of Convolutional Networks, arXiv:1
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from tightfit.optim.norms import full_norms
+from tightfit.optim.one_by_one import OneByOne
 
 
-class LARS(Optimizer):
+class LARS(OneByOne):
     """v <- momentum * v + lr * rate * (g + weight_decay * w), then w <- w - v.
 
     rate   trust * |w| / (|g| + weight_decay * |w|), for each parameter
@@ -34,31 +33,17 @@ class LARS(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. closure: computes the loss again and returns
-        it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    _update(parameter, parameter.grad, self.state[parameter], group)
-        return loss
-
-
-def _update(weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    if not state:
-        state["momentum_buffer"] = torch.zeros_like(weight)
-    velocity = state["momentum_buffer"].mul_(group["momentum"])
-    if weight.dim() >= 2:
-        rate = _local_rate(weight, gradient, group["trust"], group["weight_decay"])
-        velocity.add_(gradient.add(weight, alpha=group["weight_decay"]).mul_(rate), alpha=group["lr"])
-    else:
-        velocity.add_(gradient, alpha=group["lr"])
-    weight.sub_(velocity)
+    def update_parameter(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[weight]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+        velocity = state["momentum_buffer"].mul_(group["momentum"])
+        if weight.dim() >= 2:
+            rate = _local_rate(weight, gradient, group["trust"], group["weight_decay"])
+            velocity.add_(gradient.add(weight, alpha=group["weight_decay"]).mul_(rate), alpha=group["lr"])
+        else:
+            velocity.add_(gradient, alpha=group["lr"])
+        weight.sub_(velocity)
 
 
 def _local_rate(weight: Tensor, gradient: Tensor, trust: float, weight_decay: float) -> Tensor:

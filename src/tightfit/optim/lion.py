@@ -6,14 +6,16 @@ Source  Chen et al. 2023, Symbolic Discovery of Optimization Algorithms, arXiv:2
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from tightfit.optim.one_by_one import OneByOne
 
-class Lion(Optimizer):
+
+class Lion(OneByOne):
     """w <- w - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * w), then m <- beta2 * m +
     (1 - beta2) * g.
 
@@ -30,24 +32,12 @@ class Lion(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. closure: computes the loss again and returns
-        it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                momentum = state["exp_avg"]
-                direction = momentum.lerp(parameter.grad, 1 - beta1).sign_()
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
-                momentum.lerp_(parameter.grad, 1 - beta2)
-        return loss
+    def update_parameter(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[weight]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(weight)
+        beta1, beta2 = group["betas"]
+        momentum = state["exp_avg"]
+        direction = momentum.lerp(gradient, 1 - beta1).sign_()
+        weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+        momentum.lerp_(gradient, 1 - beta2)

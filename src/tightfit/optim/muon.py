@@ -8,11 +8,11 @@ Source  Jordan et al. 2024, kellerjordan.github.io/posts/muon. The step is scale
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from tightfit.optim.one_by_one import Closure, loss_of
 
 
 class MuonWithAdamW(Optimizer):
@@ -28,13 +28,10 @@ class MuonWithAdamW(Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient. closure: computes the loss again and returns
         it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for name, part in self._parts.items():
             part.param_groups = [group for group in self.param_groups if group["algorithm"] == name]
             part.state = self.state

@@ -28,6 +28,7 @@ from tightfit.errors import InputError
 from tightfit.optim.blockwise_quantization import Bits, BlockQuantizer, bits_of
 from tightfit.optim.gradient_hooks import on_gradient_ready
 from tightfit.optim.norms import copy_shard_mark
+from tightfit.optim.one_by_one import Closure, loss_of
 
 States = Literal["fp32", "bf16", "8-bit", "4-bit"]
 Rounding = Literal["nearest", "kahan", "stochastic"]
@@ -157,16 +158,13 @@ class PerParameter(Optimizer):
             on_gradient_ready(group["params"], self._update_in_backward, number)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that still has a gradient; after an update in backward there is
         none.
 
         closure  computes the loss again and returns it, as in torch
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._restore_counters()
         updates = [one for group in self.param_groups for one in self._batches_of(group)]
         for parameters, _ in updates[:1]:

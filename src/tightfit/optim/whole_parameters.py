@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tightfit.optim.one_by_one import OneByOne
+
 # Adafactor's row and column factors are never sharded, even if a shard happens to have their shape.
 _FACTORS = ("row_var", "col_var")
 
@@ -24,7 +26,7 @@ def has_parameter_shape(name: str, value: Any, shape: torch.Size) -> bool:
     return name not in _FACTORS and isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape
 
 
-class UnshardingOptimizer(Optimizer):
+class UnshardingOptimizer(OneByOne):
     """Wraps a fresh optimizer and updates one parameter at a time, unsharded during its update.
 
     unshard  (weight, tensor sharded as the weight is) -> the full tensor, on every device
@@ -32,8 +34,8 @@ class UnshardingOptimizer(Optimizer):
     shard    (weight, full tensor) -> this device's shard
 
     States with the shape of their parameter are sharded; others (factors, counters) are replicated.
-    Every device computes the same update. Beyond what stays between updates, the memory needed is
-    that of one full parameter, its gradient and its states.
+    A step is a collective operation: every device computes the same update. Beyond what stays
+    between updates, the memory needed is that of one full parameter, its gradient and its states.
 
     Example: a (4096, 4096) fp32 matrix on 8 devices. Each device stores 8 MiB of it. During its
     update with Muon, the weight, its gradient and its momentum are gathered: 3 x 64 MiB on each
@@ -49,28 +51,11 @@ class UnshardingOptimizer(Optimizer):
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self._inner, self._unshard, self._shard = optimizer, unshard, shard
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. This is a collective operation of all
-        devices.
-
-        closure  computes the loss again and returns it, as in torch
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
-
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def update_parameter(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         inner, saved = self._inner, self.state[parameter]
         weight = self._unshard(parameter, parameter.detach())
         weight = weight.clone() if weight.data_ptr() == parameter.data_ptr() else weight
-        weight.grad = self._unshard(parameter, parameter.grad)  # type: ignore[arg-type]
+        weight.grad = self._unshard(parameter, gradient)
         states = {
             name: self._unshard(parameter, value) if has_parameter_shape(name, value, parameter.shape) else value
             for name, value in saved.items()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, cast
 
-from tightfit.job import Job, ModelSpec
+from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.models import task_of
 from tightfit.plan import Plan
@@ -97,7 +97,7 @@ def _runs_with(job: Job, plan: Plan) -> bool:
     from tightfit.models.caches import isolated_model_caches
     from tightfit.models.fake_kernels import GroupedMatmuls
     from tightfit.models.objective import objective_of
-    from tightfit.planner.tracing.skipped_layers import skip_repeated_layers
+    from tightfit.planner.tracing.repeated_blocks import skip_repeated_blocks
     from tightfit.runtime.run import Run
 
     with (
@@ -114,8 +114,8 @@ def _runs_with(job: Job, plan: Plan) -> bool:
             for method in (attention, loss):  # in the order of METHODS
                 if method.enabled(plan):
                     run = method.apply(run, plan)
-            blocks = find_blocks(model, job.model.blocks if isinstance(job.model, ModelSpec) else None)
-            with skip_repeated_layers([block for _, block in blocks]):
+            blocks = find_blocks(model, job.blocks_name)
+            with skip_repeated_blocks([block for _, block in blocks]):
                 run.loss_sum({"input_ids": tokens, "labels": tokens})
         except (ValueError, RuntimeError, TypeError, AttributeError, LookupError):
             return False

@@ -21,14 +21,16 @@ from tightfit.job import Job
 from tightfit.machine import Figure, Machine
 from tightfit.methods import loader, optimizer_states
 from tightfit.models.objective import LABEL_COUNT_KEY, Batch, LabelCount, processed_count, sample_count
+from tightfit.models.tensors import tensors_in
 from tightfit.parallel.fsdp import fully_shard
 from tightfit.plan import Plan
 from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
 from tightfit.planner.tracing.fake_inputs import example_batch, is_padded, label_share, zeros_like_batch
 from tightfit.planner.tracing.fake_tensors import FakeValues, untraceable_errors
-from tightfit.planner.tracing.live_storages import Peak, tensor_bytes, tensors_in, track_peak
+from tightfit.planner.tracing.live_storages import Peak, track_peak
 from tightfit.planner.tracing.optimizer_trace import enable_foreach
-from tightfit.planner.tracing.skipped_layers import skip_repeated_layers
+from tightfit.planner.tracing.repeated_blocks import skip_repeated_blocks
+from tightfit.planner.tracing.storages import tensor_bytes
 from tightfit.runtime.repeated_iterations import iterations_chosen_by, representative_iterations
 from tightfit.runtime.run import Run
 
@@ -166,7 +168,7 @@ def _first_step(run: Run, micro_batches: list[Batch]) -> None:
         return
     apart = run.plan.compile != "model" and run.plan.recompute != "sqrt"  # whether each block is called on its own
     try:
-        with untraceable_errors(), skip_repeated_layers(fully_shard.model_blocks(run) if apart else []):
+        with untraceable_errors(), skip_repeated_blocks(fully_shard.model_blocks(run) if apart else []):
             accumulate(run, micro_batches, lambda: 1)
     except InputError:  # perhaps because a skipped block did not set something that the model uses
         accumulate(run, micro_batches, lambda: 1)

@@ -16,6 +16,7 @@ import psutil
 
 from tightfit.capabilities import missing_for_compile
 from tightfit.cost.entries import BucketedReduction, PeakInstant
+from tightfit.cost.fewer_blocks import with_depth
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.pipeline_schedule import ScheduledAction
 from tightfit.job import Job
@@ -27,7 +28,6 @@ from tightfit.planner.allocators.cuda import reserved_bytes
 from tightfit.planner.allocators.deep_models import extrapolate_layers
 from tightfit.planner.allocators.glibc import peak_heap_bytes
 from tightfit.planner.time_model import BLOCKING, CostModel, Time
-from tightfit.planner.tracing.layer_dedup import with_depth
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.rules import needed_permissions
 from tightfit.tensor_files import FILES_IN_MEMORY, file_bytes

@@ -132,6 +132,13 @@ def search(
     return [chosen, *(replace(one, rejected_because=_rejection_reason(one, chosen)) for one in others[: RETURNED - 1])]
 
 
+def search_or_estimate(estimator: Estimator, pins: dict[str, Any]) -> list[Estimate]:
+    """The estimate of the plan, if `pins` has all of its fields; else the result of `search`."""
+    if set(pins) >= set(Plan.field_names()):
+        return [estimator.include_allocator(estimator.estimate(Plan.parse(pins, "plan")))]
+    return search(estimator.job, estimator.machine, pins, estimator)
+
+
 def _dry_run_fastest(finals: DryRunResults, estimator: Estimator, found: list[Estimate]) -> None:
     """Dry-run the plans whose estimates fit, the fastest first, and add the results to `finals`."""
     fitting = sorted((one for one in found if one.fits and one.plan not in finals.refused), key=_by_time)

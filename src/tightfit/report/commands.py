@@ -20,7 +20,7 @@ from rich.table import Table
 
 from tightfit.engine.launch import enter_environment, read_launcher, start_processes
 from tightfit.errors import DoesNotFit, InputError, TightfitWarning, Untraceable
-from tightfit.job import Job, ModelSpec, apply_change
+from tightfit.job import Job, apply_change
 from tightfit.machine import Machine
 from tightfit.machines.gpus import unused
 from tightfit.plan import Plan, read_pins
@@ -73,7 +73,7 @@ def _show_in_a_line(
 def quiet_transformers(job: Job) -> None:
     """Silence transformers' log messages and progress bars, if the job imports transformers
     anyway."""
-    if isinstance(job.model, ModelSpec) and job.model.python is None:
+    if job.of_transformers:
         from transformers.utils import logging as notes
 
         notes.set_verbosity_error()
@@ -185,14 +185,10 @@ def decide(
     """
     start, reasons = complete(job, machine, pins)
     from tightfit.planner.estimate import Estimator
-    from tightfit.planner.search import search
+    from tightfit.planner.search import search_or_estimate
 
     try:
-        estimator = Estimator(job, machine)
-        if set(pins) >= set(Plan.field_names()):
-            found = estimator.include_allocator(estimator.estimate(start))
-        else:
-            found = search(job, machine, pins, estimator)[0]
+        found = search_or_estimate(Estimator(job, machine), pins)[0]
     except InputError as error:
         if isinstance(error, Untraceable):
             say(f"predict  not possible: {error.found}")
@@ -239,19 +235,14 @@ def explain_command(
     quiet_transformers(job)
     from tightfit.planner.estimate import Estimator
     from tightfit.planner.refusal import describe_shortages
-    from tightfit.planner.search import search
+    from tightfit.planner.search import search_or_estimate
     from tightfit.planner.waterfall import waterfall
     from tightfit.report.explain import explained, show, show_analysis
 
     estimator = Estimator(job, machine)
-    pinned = set(pins) >= set(Plan.field_names())
     try:
         with never_silent(say, "predicting plans"):
-            estimates = (
-                [estimator.include_allocator(estimator.estimate(Plan.parse(pins, "plan")))]
-                if pinned
-                else search(job, machine, pins, estimator)
-            )
+            estimates = search_or_estimate(estimator, pins)
     except DoesNotFit as refusal:
         if as_json and refusal.content is not None:
             print(json.dumps({**refusal.content, "plans": refusal.content["plans"][:top]}))

@@ -17,7 +17,7 @@ from tightfit.machine import Machine
 from tightfit.plan import Plan
 from tightfit.planner.estimate import MARGIN, Estimate, Estimator
 from tightfit.planner.refusal import describe_shortages
-from tightfit.planner.search import search
+from tightfit.planner.search import search_or_estimate
 from tightfit.planner.waterfall import WaterfallRow, waterfall
 from tightfit.record import Record
 from tightfit.report.schedule_text import timeline_text
@@ -37,11 +37,7 @@ def explain(job: Job, machine: Machine | None = None, plan: Plan | None = None) 
     Raises DoesNotFit if no plan fits, InputError for a model that cannot be traced.
     """
     estimator = Estimator(job, machine or Machine.detect())
-    estimates = (
-        search(job, estimator.machine, None, estimator)
-        if plan is None
-        else [estimator.include_allocator(estimator.estimate(plan))]
-    )
+    estimates = search_or_estimate(estimator, {} if plan is None else plan.model_dump())
     console = Console(width=120, file=io.StringIO())
     show(console, estimates, waterfall(estimator, estimates[0].plan))
     assert isinstance(console.file, io.StringIO)

@@ -32,7 +32,9 @@ from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
+
+from tightfit.models.tensors import tensors_in
 
 
 def fake_backend() -> Callable[..., Any]:
@@ -183,7 +185,7 @@ def _costly_nodes(nodes: list[fx.Node]) -> dict[fx.Node, tuple[str, int]]:
     found = {}
     for node in nodes:
         kind = _COSTLY_KIND.get(str(node.target).rsplit(".", 1)[0])
-        made = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+        made = tensors_in(node.meta.get("val"))
         if kind is not None and made:
             looked_at = math.prod(cast(Any, node.args[1])) if kind == "compiled pooling" else 1
             found[node] = kind, looked_at * made[0].numel()
@@ -340,7 +342,7 @@ def _reuse(
     """
     if node not in plan.last:
         return
-    written = [value.untyped_storage().nbytes() for value in tree_leaves(node.meta["val"]) if isinstance(value, Tensor)]
+    written = [value.untyped_storage().nbytes() for value in tensors_in(node.meta["val"])]
     for source in plan.last[node]:
         value = values.get(source)
         if source in own and isinstance(value, Tensor) and _bytes(value) in written:
@@ -365,7 +367,7 @@ def _run_generated(node: fx.Node, moved: int) -> Any:
     """
     made = node.meta["val"]
     outputs = _empty(made) if isinstance(made, Tensor) else tree_map_only(Tensor, _empty, made)
-    written = [value for value in tree_leaves(outputs) if isinstance(value, Tensor)]
+    written = tensors_in(outputs)
     see_kernel(moved + sum(map(_bytes, written)), written[0].dtype)
     return outputs
 

@@ -31,28 +31,23 @@ def test_medium_blocks_share_20_mib_and_large_ones_do_not() -> None:
     assert heap.reserved == 32 * MB
 
 
-def test_freed_blocks_are_reused_and_neighbours_merge() -> None:
-    heap = CachingAllocator(expandable=False)
-    for _ in range(3):
-        heap.allocate_for("one", 6 * MB)
+def reserved_after_frees(count: int, size: int, larger: int, expandable: bool) -> float:
+    """The reserved bytes when `count` blocks have been freed and a larger one has been allocated."""
+    heap = CachingAllocator(expandable=expandable)
+    for _ in range(count):
+        heap.allocate_for("one", size)
     heap.free_all("one")
-    heap.allocate_for("whole", 20 * MB)
-    assert heap.reserved == 20 * MB
+    heap.allocate_for("whole", larger)
+    return heap.reserved
+
+
+def test_freed_blocks_are_reused_and_neighbours_merge() -> None:
+    assert reserved_after_frees(3, 6 * MB, 20 * MB, expandable=False) == 20 * MB
 
 
 def test_a_larger_block_does_not_fit_between_segments() -> None:
-    heap = CachingAllocator(expandable=False)
-    for _ in range(2):
-        heap.allocate_for("one", 12 * MB)
-    heap.free_all("one")
-    heap.allocate_for("whole", 24 * MB)
-    assert heap.reserved == 48 * MB
-    growing = CachingAllocator(expandable=True)
-    for _ in range(2):
-        growing.allocate_for("one", 12 * MB)
-    growing.free_all("one")
-    growing.allocate_for("whole", 24 * MB)
-    assert growing.reserved == 40 * MB
+    assert reserved_after_frees(2, 12 * MB, 24 * MB, expandable=False) == 48 * MB
+    assert reserved_after_frees(2, 12 * MB, 24 * MB, expandable=True) == 40 * MB
 
 
 def test_the_smallest_block_that_is_large_enough_is_taken() -> None:

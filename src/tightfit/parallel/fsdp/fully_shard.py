@@ -37,7 +37,6 @@ from tightfit.cost.ledger import Ledger
 from tightfit.distributed.collectives import RowAllGather, RowReduceScatter, uses_row_collectives
 from tightfit.distributed.mesh import DATA, Mesh, ReplicatedBuffers, local_device, on_mesh_device
 from tightfit.errors import InputError
-from tightfit.job import ModelSpec
 from tightfit.models import find_blocks, parameter_uses
 from tightfit.models.block_hooks import run_hooks_on_direct_calls
 from tightfit.models.dataflow import describe_line, innermost_model_line
@@ -125,8 +124,7 @@ def check_shardable(described: Iterable[tuple[str, int, tuple[int, ...]]], block
 
 def model_blocks(run: Run) -> list[nn.Module]:
     """The model's blocks, or in a pipeline those of this device's stages."""
-    name = run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None
-    return list(run.blocks or [block for _, block in find_blocks(run.model, name)])
+    return list(run.blocks or [block for _, block in find_blocks(run.model, run.job.blocks_name)])
 
 
 def gather_dtype(plan: Plan) -> torch.dtype | None:
@@ -248,7 +246,7 @@ def apply_fully_shard(run: Run, plan: Plan) -> Run:
     Raises InputError for a model that fully_shard cannot shard.
     """
     assert run.mesh is not None
-    named = find_blocks(run.model, run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None)
+    named = find_blocks(run.model, run.job.blocks_name)
     places, parameters = parameter_uses(run.model, named), dict(run.model.named_parameters())
     check_shardable(((name, parameters[name].dim(), used) for name, used in places.items()), len(named), plan)
     refuse_hooks(run.model, "plan: zero=3" if plan.zero == 3 else "plan: offload=parameters")

@@ -32,7 +32,6 @@ from torch import nn
 from tightfit.cost.entries import EVERYWHERE
 from tightfit.cost.ledger import Ledger
 from tightfit.errors import InputError
-from tightfit.job import ModelSpec
 from tightfit.models import find_blocks, parameter_uses
 from tightfit.models.dataflow import (
     BEFORE_BLOCKS,
@@ -64,7 +63,7 @@ def trace_boundaries(run: Run, plan: Plan) -> Run:
 
     Raises InputError where the plan's stages would compute something else than the full model.
     """
-    blocks = find_blocks(run.model, run.job.model.blocks if isinstance(run.job.model, ModelSpec) else None)
+    blocks = find_blocks(run.model, run.job.blocks_name)
     pieces, defined = stage_ranges(plan, len(blocks)), parameter_uses(run.model, blocks)
     refuse_shared_blocks(defined, len(blocks))
     refuse_encoder_decoder(run.model)

@@ -11,8 +11,8 @@ Example: 1000 equal blocks. The allocator's bytes beside the tensors are 300 MiB
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
+from tightfit.cost.fewer_blocks import without_blocks
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.recorded_step import Segment, Timeline
 
@@ -36,7 +36,7 @@ def extrapolate_layers(ledger: Ledger, taken: Callable[[Ledger], float]) -> floa
         if removed <= 0:
             break
         step = max(simulated // 2 // period, 1) * period
-        few, fewer = _without_blocks(ledger, removed), _without_blocks(ledger, removed + step)
+        few, fewer = _without_middle_blocks(ledger, removed), _without_middle_blocks(ledger, removed + step)
         if few.peak().phase == fewer.peak().phase == ledger.peak().phase:  # else not one line
             # extrapolate only the bytes beyond the tensors: the ledger knows the tensors of all
             # blocks
@@ -106,45 +106,14 @@ def _repeats(row: list[tuple[int, ...]], period: int) -> bool:
     return row[start:end] == row[start + period : end + period]
 
 
-def _without_blocks(ledger: Ledger, count: int) -> Ledger:
-    """The ledger without `count` blocks in the middle of each stage, and without the segments that
-    follow these blocks."""
+def _without_middle_blocks(ledger: Ledger, count: int) -> Ledger:
+    """The ledger without `count` blocks in the middle of each stage."""
     removed: set[int] = set()
     for program in _segments_by_stage(ledger):
         numbers = _block_numbers(program)
         end = len(numbers) - (len(numbers) - count) // 2
         removed.update(numbers[end - count : end])
-
-    def without_removed(program: tuple[Segment, ...]) -> tuple[Segment, ...]:
-        found, here = [], None
-        for segment in program:
-            here = segment.block if segment.block is not None else here
-            if here not in removed:
-                found.append(segment)
-        return tuple(found)
-
-    parameters = tuple(p for p in ledger.parameters if not p.places or any(place not in removed for place in p.places))
-    names = {parameter.name for parameter in ledger.parameters} - {parameter.name for parameter in parameters}
-    stage = ledger.rank_program
-    if stage is not None:
-        parts = {
-            index: replace(
-                part,
-                forward=without_removed(part.forward),
-                backward=without_removed(part.backward),
-                weights=without_removed(part.weights),
-            )
-            for index, part in stage.stage_programs.items()
-        }
-        stage = replace(stage, stage_programs=parts)
-    return replace(
-        ledger,
-        training=without_removed(ledger.training),
-        parameters=parameters,
-        updates={name: update for name, update in ledger.updates.items() if name not in names},
-        blocks=ledger.blocks - len(removed),
-        rank_program=stage,
-    )
+    return without_blocks(ledger, removed)
 
 
 __all__ = ["extrapolate_layers"]

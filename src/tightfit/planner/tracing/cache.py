@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import tightfit
-from tightfit.job import Job, ModelSpec
+from tightfit.job import Job
 from tightfit.machine import cache_folder, private_folder
 from tightfit.planner.tracing.plain_data import RecordedStep, from_content, to_content
 from tightfit.record import code_version
@@ -80,7 +80,7 @@ def cache_key(job: Job) -> Any:
     """What decides a job's traces, as plain data. None if the model or the loss is the user's own
     code, or the model comes from a folder: those are not cached."""
     spec = job.model
-    if not isinstance(spec, ModelSpec) or spec.python is not None or spec.from_ is not None or job.loss is not None:
+    if not job.of_transformers or spec.from_ is not None or job.loss is not None:
         return None
     return spec.model_dump(mode="json")
 

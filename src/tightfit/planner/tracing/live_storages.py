@@ -8,28 +8,19 @@ there.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_traceable_wrapper_subclass,
-    is_traceable_wrapper_subclass_type,
-)
-from torch.utils._pytree import tree_leaves
 
 from tightfit.models.objective import Batch
+from tightfit.models.tensors import tensors_in
+from tightfit.planner.tracing.storages import ACCUMULATES, StorageMode, backward_node, storages_of
 from tightfit.runtime.run import Run
 
 OTHER_MEMORY = "elsewhere"  # marks storages in another memory (host, disk), which count in no row
-# AccumulateGrad nodes have sequence numbers from here on; they belong to no operation of the
-# forward
-ACCUMULATES = 2**63
 ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 
 Arguments = ParamSpec("Arguments")
@@ -55,15 +46,13 @@ class Peak:
 
 @dataclass(eq=False, slots=True)
 class _LiveStorage:
-    """A live storage: its row as known so far, its bytes, and a weak reference that reports when
-    it is freed."""
+    """A live storage: its row as known so far, and its bytes."""
 
-    row: str
-    size: int
-    reference: weakref.ref[torch.UntypedStorage]
+    row: str = "temporaries"
+    size: int = 0
 
 
-class StorageTracker(TorchDispatchMode):
+class StorageTracker(StorageMode[_LiveStorage]):
     """Tracks every storage that operations allocate until it is freed. Call `peak` afterwards.
 
     The purpose of a storage is often known only after its allocation. A storage counts in the row
@@ -95,16 +84,9 @@ class StorageTracker(TorchDispatchMode):
         self._without_gradient: list[Tensor] = []  # parameters that the current backward has made no gradient for yet
         self._phase = ""  # before the step
         self._node: int | None = None  # sequence number of the autograd node that runs
-        self._live: dict[int, _LiveStorage] = {}  # by id of the storage
-        self._made_in_forward: list[_LiveStorage] = []  # by the current forward
+        self._made_in_forward: list[int] = []  # ids of the storages that the current forward allocated
         self._events: list[tuple[_LiveStorage, int, str]] = []  # storage, change of its bytes, phase
         self.assign(self._parameters, "parameters")
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """On fake tensors, a compiled region runs as the expected kernels, whose buffers are
-        recorded."""
-        return True
 
     def assign(self, tensors: Iterable[Tensor], row: str) -> None:
         """Count the storages of `tensors` in `row`."""
@@ -121,12 +103,12 @@ class StorageTracker(TorchDispatchMode):
             self._assign_gradients(self._parameters)
             self._phase = "forward"
             self._made_in_forward.clear()
-            self.assign((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), "activations")
+            self.assign(tensors_in((args, kwargs)), "activations")
             try:
                 return function(*args, **kwargs)
             finally:  # a pipeline stage leaves the forward early, after its last block
-                for seen in self._made_in_forward:
-                    if seen.reference() is not None and seen.row != OTHER_MEMORY:
+                for seen in self.notes_of(self._made_in_forward):
+                    if seen.row != OTHER_MEMORY:
                         seen.row = "activations"
                 self._made_in_forward.clear()
 
@@ -164,17 +146,12 @@ class StorageTracker(TorchDispatchMode):
 
         return resize
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:
-            return func(*args)  # fake tensors are asked for it all the time
-        if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # the mode sees the operations on the inner tensors
-        output = func(*args, **(kwargs or {}))
+    def run_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        output = func(*args, **kwargs)
         self._update_phase()
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor):
-                for storage in storages_of(leaf):
-                    self._record(storage)
+        for tensor in tensors_in(output):
+            for storage in storages_of(tensor):
+                self._record(storage)
         return output
 
     def __exit__(self, *error: Any) -> None:
@@ -196,8 +173,7 @@ class StorageTracker(TorchDispatchMode):
         if torch._C._current_graph_task_id() != -1:
             if self._phase != "backward":
                 self._phase, self._without_gradient, self._node = "backward", list(self._parameters), None
-            node = torch._C._current_autograd_node()
-            number = node._sequence_nr() if node is not None else ACCUMULATES
+            number = backward_node()
             if number != self._node or number >= ACCUMULATES:  # no gradient is set within a node
                 self._without_gradient = self._assign_gradients(self._without_gradient)
             self._node = number
@@ -214,35 +190,21 @@ class StorageTracker(TorchDispatchMode):
 
     def _record(self, storage: torch.UntypedStorage) -> _LiveStorage:
         """The record of a storage. Adds an event if it is new or was resized."""
-        size, seen = storage.nbytes(), self._live.get(id(storage))
-        if seen is None:
-            seen = _LiveStorage("temporaries", 0, weakref.ref(storage, partial(self._free, id(storage))))
-            self._live[id(storage)] = seen
+        size = storage.nbytes()
+        if id(storage) in self._live:
+            seen = self._live[id(storage)][0]
+        else:
+            seen = _LiveStorage()
+            self.follow(storage, seen)
             if self._phase == "forward":
-                self._made_in_forward.append(seen)
+                self._made_in_forward.append(id(storage))
         if size != seen.size:
             self._events.append((seen, size - seen.size, self._phase))
             seen.size = size
         return seen
 
-    def _free(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        seen = self._live.pop(key, None)
-        if seen is not None:
-            self._events.append((seen, -seen.size, self._phase))
-
-
-def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages of a tensor's bytes. A tensor subclass (such as DTensor) has those of its inner
-    tensors, a sparse tensor those of its indices and values."""
-    if is_traceable_wrapper_subclass(tensor):
-        for inner in map(partial(getattr, tensor), tensor.__tensor_flatten__()[0]):
-            if isinstance(inner, Tensor):
-                yield from storages_of(inner)
-    elif tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
-    elif tensor.layout is torch.sparse_coo:
-        yield from storages_of(tensor._indices())
-        yield from storages_of(tensor._values())
+    def record_free(self, note: _LiveStorage) -> None:
+        self._events.append((note, -note.size, self._phase))
 
 
 class RunTracker:
@@ -292,17 +254,6 @@ def _states_of(run: Run) -> list[Tensor]:
     """What persists from one update to the next: optimizer states, and the error feedback of
     compressed gradients."""
     return [*state_tensors(run.optimizer), *(run.reduction.states() if run.reduction is not None else [])]
-
-
-def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of `tensors`; a shared storage counts once."""
-    storages = {id(storage): storage for tensor in tensors for storage in storages_of(tensor)}
-    return sum(storage.nbytes() for storage in storages.values())
-
-
-def tensors_in(batch: Batch) -> list[Tensor]:
-    """All tensors in a batch, or in a list of batches."""
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:

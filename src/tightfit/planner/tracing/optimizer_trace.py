@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from tightfit.cost.entries import Update
 from tightfit.cost.recorded_step import Operation, Timeline, replay
 from tightfit.methods.precision import LossScaler
+from tightfit.models.tensors import tensors_in
 from tightfit.optim.in_batches import MultiTensor
 from tightfit.optim.per_parameter import PerParameter
-from tightfit.planner.tracing.live_storages import tensor_bytes, tensors_in
 from tightfit.planner.tracing.recorder import Recorder, recorded_segments
+from tightfit.planner.tracing.storages import tensor_bytes
 
 
 def trace_updates(model: nn.Module, optimizer: Optimizer, foreach: bool = False) -> dict[str, Update]:

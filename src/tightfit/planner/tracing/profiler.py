@@ -27,7 +27,7 @@ from tightfit.cost.ledger import Ledger
 from tightfit.cost.recorded_step import Operation
 from tightfit.distributed.mesh import make_mesh
 from tightfit.errors import InputError, Untraceable
-from tightfit.job import Job, LossSpec, ModelSpec
+from tightfit.job import Job, LossSpec
 from tightfit.methods import (
     METHODS,
     compile,
@@ -43,6 +43,7 @@ from tightfit.methods.loader import EXAMPLE_SAMPLES
 from tightfit.models import find_blocks, has_complex_parameters, load_python, parameter_uses, task_of
 from tightfit.models.dataflow import Dataflow
 from tightfit.models.objective import LABEL_COUNT_KEY, Batch, Objective, objective_of, processed_count, sample_count
+from tightfit.models.tensors import tensors_in
 from tightfit.models.tracing import trace as trace_dataflow
 from tightfit.parallel.context import sequence_chunks
 from tightfit.parallel.fsdp import fully_shard
@@ -54,12 +55,11 @@ from tightfit.planner.tracing.cache import cache_key, cached
 from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
 from tightfit.planner.tracing.fake_inputs import example_batch, is_padded, label_share, zeros_like_batch
 from tightfit.planner.tracing.fake_tensors import FakeValues, untraceable_errors
-from tightfit.planner.tracing.layer_dedup import LayerMap, created
-from tightfit.planner.tracing.live_storages import tensor_bytes, tensors_in
 from tightfit.planner.tracing.optimizer_trace import trace_clipping, trace_updates
 from tightfit.planner.tracing.plain_data import RecordedStep
 from tightfit.planner.tracing.recorder import trace
-from tightfit.planner.tracing.skipped_layers import representatives
+from tightfit.planner.tracing.repeated_blocks import BlockMap, create_without_repeated_blocks, representatives
+from tightfit.planner.tracing.storages import tensor_bytes
 from tightfit.runtime.fake_compiler import can_generate_kernels
 from tightfit.runtime.method import traced_fields
 from tightfit.runtime.run import Run
@@ -93,8 +93,8 @@ class Profiler:
         self.labelled = label_share(job, self.batch)
         self.unit = self._objective().unit
         self._mode = FakeTensorMode()  # one for all traces, so that they can share a model's tensors
-        self._models: dict[tuple[torch.dtype, bool], tuple[nn.Module, LayerMap]] = {}
-        self._tensor_parallel_models: dict[Any, tuple[nn.Module, LayerMap]] = {}
+        self._models: dict[tuple[torch.dtype, bool], tuple[nn.Module, BlockMap]] = {}
+        self._tensor_parallel_models: dict[Any, tuple[nn.Module, BlockMap]] = {}
         self._traced: dict[Any, dict[int, RecordedStep]] = {}  # by the options that need a trace, then by samples
         self._repeated = REMOVED  # until a model fails without these blocks
         self._fitted_steps: dict[Any, RecordedStep | None] = {}  # None: not linear, so each size is traced
@@ -104,10 +104,6 @@ class Profiler:
         self._segments_tried = False
         self._segments_refused: InputError | None = None
         self._clippings: dict[Any, tuple[Operation, ...]] = {}
-
-    @property
-    def _blocks_name(self) -> str | None:
-        return self.job.model.blocks if isinstance(self.job.model, ModelSpec) else None
 
     @cached_property
     def is_complex(self) -> bool:
@@ -148,7 +144,7 @@ class Profiler:
             with self._mode, FakeValues(self.padded):
                 model, depth = self._model(torch.float32, False)
                 boundaries.refuse_encoder_decoder(model)
-                blocks = find_blocks(model, self._blocks_name)
+                blocks = find_blocks(model, self.job.blocks_name)
                 batch, total = zeros_like_batch(self.batch, min(self.samples, EXAMPLE_SAMPLES)), self._objective().total
                 self._dataflow = trace_dataflow(model, total, batch, blocks, tuple(depth.numbers))
         return self._dataflow
@@ -173,7 +169,7 @@ class Profiler:
             if len(depth.names) <= ALL_BLOCKS_UP_TO and depth.removed:
                 model, depth = self._model(torch.float32, True)
             model.train()
-            blocks = [block for _, block in find_blocks(model, self._blocks_name)]
+            blocks = [block for _, block in find_blocks(model, self.job.blocks_name)]
             batch, objective = zeros_like_batch(self.batch, min(self.samples, EXAMPLE_SAMPLES)), self._objective()
             segments = [blocks] if depth.removed else recompute.make_segments(blocks)
             with untraceable_errors(model):
@@ -260,7 +256,7 @@ class Profiler:
         not run."""
         with fake_process_group(plan.tp * plan.cp), self._mode, FakeValues(self.padded), emulate_device(self.device):
             run, depth = self._build_traced_run(plan)
-            name = self._blocks_name
+            name = self.job.blocks_name
             blocks = [block for _, block in find_blocks(run.model, name)]
             parameters, count = _parameters(run.model, name, depth), len(depth.names)
             if plan.compile == "model":  # one region, whose blocks are not visible from outside
@@ -294,7 +290,7 @@ class Profiler:
                 raise
             return RecordedStep(segments, parameters, count)
 
-    def _build_traced_run(self, plan: Plan) -> tuple[Run, LayerMap]:
+    def _build_traced_run(self, plan: Plan) -> tuple[Run, BlockMap]:
         """Build the job's model and apply the methods with TRACED_FIELDS. Also returns the map to
         the full depth. Call it inside `_mode`."""
         if plan.compile != "none":
@@ -310,7 +306,7 @@ class Profiler:
                 run = method.apply(run, plan)
         return run, depth
 
-    def _build_model(self, plan: Plan) -> tuple[Run, LayerMap]:
+    def _build_model(self, plan: Plan) -> tuple[Run, BlockMap]:
         """Build the job's model; with tensor or context parallelism, the part of rank 0. Also
         returns the map to the full depth. Call it inside `_mode`."""
         objective = self._objective()
@@ -334,7 +330,7 @@ class Profiler:
                 run = method.apply(run, plan)
         return run, depth
 
-    def _model(self, dtype: torch.dtype, whole: bool) -> tuple[nn.Module, LayerMap]:
+    def _model(self, dtype: torch.dtype, whole: bool) -> tuple[nn.Module, BlockMap]:
         """A model that a method may edit, and the map to the full depth.
 
         A transformers model is created once for each parameter dtype, because a deep one takes a
@@ -346,14 +342,14 @@ class Profiler:
             return materialize.create_on_host(model, torch.device("cpu"), dtype)
 
         spec = self.job.model
-        if not isinstance(spec, ModelSpec) or spec.python is not None:
+        if not self.job.of_transformers:
             # no copies and no removed blocks: a user's module may hold state that a copy would
             # share or lose, and may access its blocks in any way
             model = create(spec)
-            return model, LayerMap(tuple(path for path, _ in find_blocks(model, self._blocks_name)))
+            return model, BlockMap(tuple(path for path, _ in find_blocks(model, self.job.blocks_name)))
         whole = whole or self._repeated != REMOVED
         if (dtype, whole) not in self._models:
-            self._models[dtype, whole] = created(spec, create, whole)
+            self._models[dtype, whole] = create_without_repeated_blocks(spec, create, whole)
         model, depth = self._models[dtype, whole]
         held = [
             *model.parameters(),
@@ -362,7 +358,7 @@ class Profiler:
         ]
         return copy.deepcopy(model, {id(value): value for value in held if isinstance(value, Tensor)}), depth
 
-    def _tensor_parallel_model(self, plan: Plan) -> tuple[nn.Module, LayerMap]:
+    def _tensor_parallel_model(self, plan: Plan) -> tuple[nn.Module, BlockMap]:
         """The tensor-parallel shard of the model on rank 0, for reading its parameters: nothing
         else is as it will be in training."""
         key = materialize.weights_dtype(plan), plan.tp
@@ -391,7 +387,7 @@ class Profiler:
         if key not in self._parameters:
             with fake_process_group(plan.tp), self._mode, FakeValues():
                 model, depth = self._tensor_parallel_model(plan)
-                self._parameters[key] = _parameters(model, self._blocks_name, depth)
+                self._parameters[key] = _parameters(model, self.job.blocks_name, depth)
         return self._parameters[key]
 
     def updates(self, plan: Plan) -> dict[str, Update]:
@@ -422,7 +418,7 @@ class Profiler:
         return self._clippings[key]
 
 
-def _parameters(model: nn.Module, blocks: str | None, depth: LayerMap) -> tuple[Parameter, ...]:
+def _parameters(model: nn.Module, blocks: str | None, depth: BlockMap) -> tuple[Parameter, ...]:
     """Parameters and buffers of the full-depth model.
 
     model   the model, perhaps without its repeated blocks

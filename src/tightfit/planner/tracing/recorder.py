@@ -14,7 +14,6 @@ and 32 backward segments of blocks: those of blocks 2 to 30 are copies of block 
 from __future__ import annotations
 
 import bisect
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,8 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from tightfit.cost.recorded_step import BatchLinear, BlockInput, Buffer, Operation, Segment, Timeline
@@ -34,12 +32,13 @@ from tightfit.machine import FLOAT8
 from tightfit.methods.attention import probability_count
 from tightfit.models.dataflow import path_of
 from tightfit.models.fake_kernels import GROUPED_MM, grouped_mm_flops, grouped_mm_sizes
-from tightfit.planner.tracing.live_storages import ACCUMULATES, storages_of
-from tightfit.planner.tracing.skipped_layers import record_layers
+from tightfit.models.tensors import tensors_in
+from tightfit.planner.tracing.repeated_blocks import record_blocks
+from tightfit.planner.tracing.storages import ACCUMULATES, StorageMode, backward_node, keys_of, storages_of
 from tightfit.runtime.repeated_iterations import iterations_chosen_by
 
 _READ_VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
-_NO_COST = frozenset({"prim.device.default", "aten.detach.default", "aten.sym_size.int", "prim.layout.default"})
+_NO_COST = frozenset({"aten.detach.default", "aten.sym_size.int", "prim.layout.default"})
 _ATTENTION = {  # position of the query among the arguments; the key follows it
     "aten._scaled_dot_product_flash_attention_for_cpu": 0,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": 1,
@@ -116,7 +115,7 @@ class _BlockInput:
         self.has_gradient = True
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(StorageMode[_Storage]):
     """Records operations, allocations and frees, by segment: each call of a block is one, and so
     is what runs between two blocks.
 
@@ -136,17 +135,10 @@ class Recorder(TorchDispatchMode):
         self.program: list[_OpenSegment] = []
         self._calls: Counter[tuple[str, int | None]] = Counter()  # by (part, block)
         self.phase = "forward"
-        self._live: dict[int, tuple[_Storage, weakref.ref[torch.UntypedStorage]]] = {}
         self._made_in_forward: list[int] = []
         self._existing: set[int] = set()
-        self._weights = {id(storage): name for name, weight in parameters.items() for storage in storages_of(weight)}
+        self._weights = {key: name for name, weight in parameters.items() for key in keys_of([weight])}
         self._hooks: list[Any] = []
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """torch traces compiled regions below this mode. The mode sees their operations when they
-        run."""
-        return True
 
     def see_kernel(self, bytes_accessed: int, dtype: torch.dtype, kind: str = "compiled") -> None:
         """Record a generated kernel that reads and writes `bytes_accessed` bytes. What it
@@ -157,9 +149,7 @@ class Recorder(TorchDispatchMode):
     def mark_existing(self, tensors: Any) -> None:
         """Mark tensors that exist before the step. They have rows of their own and are no
         events."""
-        for tensor in tree_leaves(tensors):
-            if isinstance(tensor, Tensor):
-                self._existing.update(id(storage) for storage in storages_of(tensor))
+        self._existing.update(keys_of(tensors_in(tensors)))
 
     def begin_segment(self, part: str, block: int | None = None, copy_of: int | None = None) -> None:
         """Begin a segment of the forward.
@@ -180,10 +170,9 @@ class Recorder(TorchDispatchMode):
         segment = self.program[-1]
         leaves = tree_flatten_with_path(arguments)[0]
         tensors = [(path_of(keys), leaf) for keys, leaf in leaves if isinstance(leaf, Tensor)]
-        numbers = dict.fromkeys(id(storage) for _, tensor in tensors for storage in storages_of(tensor))
-        segment.inputs += [self._live[number][0] for number in numbers if number in self._live]
+        segment.inputs += self.notes_of(keys_of(tensor for _, tensor in tensors))
         for path, tensor in tensors:
-            made = [self._live[id(one)][0] for one in storages_of(tensor) if id(one) in self._live]
+            made = self.notes_of(keys_of([tensor]))
             given = _BlockInput(str(path), tensor.numel() * tensor.element_size(), made[0] if made else None)
             segment.given.append(given)
             if tensor.requires_grad and torch.is_grad_enabled():
@@ -191,9 +180,8 @@ class Recorder(TorchDispatchMode):
 
     def end_forward(self) -> None:
         """End the forward: what it allocated and is still alive is saved for backward."""
-        for key in self._made_in_forward:
-            if key in self._live:
-                self._live[key][0].row = "activations"
+        for seen in self.notes_of(self._made_in_forward):
+            seen.row = "activations"
         self._made_in_forward.clear()
 
     def begin_backward(self) -> None:
@@ -212,7 +200,7 @@ class Recorder(TorchDispatchMode):
     def mark_saved(self, tensor: Tensor) -> Tensor:
         segment = self.program[-1]
         segment.needed = len(segment.events), len(segment.operations)
-        segment.kept.update(self._live[key][0] for key in map(id, storages_of(tensor)) if key in self._live)
+        segment.kept.update(self.notes_of(keys_of([tensor])))
         return tensor.detach()
 
     def deduplicate_loop(self, of: Sequence[int]) -> Iterator[int]:
@@ -243,12 +231,10 @@ class Recorder(TorchDispatchMode):
 
     def _record_gradient(self, name: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        for storage in storages_of(parameter.grad):
-            if id(storage) in self._live:
-                seen = self._live[id(storage)][0]
-                seen.row = "gradients"
-                _describe_gradient(seen, name)
-                self.program[-1].events.append((seen, 0))
+        for seen in self.notes_of(keys_of([parameter.grad])):
+            seen.row = "gradients"
+            _describe_gradient(seen, name)
+            self.program[-1].events.append((seen, 0))
 
     def _enter_backward(self, position: int) -> None:
         """Backward has reached the forward segment at `position`. Skipped blocks above it come
@@ -264,18 +250,14 @@ class Recorder(TorchDispatchMode):
             self.program.append(_OpenSegment(here.part, "backward", here.block, here.call))
 
     def _find_segment(self) -> None:
-        node = torch._C._current_autograd_node()
-        number = node._sequence_nr() if node is not None else ACCUMULATES
+        number = backward_node()
         if number >= ACCUMULATES:
             return
         position = bisect.bisect_right(self._starts, number) - 1
         if position >= 0 and position != self._position:
             self._enter_backward(position)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if any(map(is_traceable_wrapper_subclass_type, types)):
-            return NotImplemented  # the mode sees the operations on the inner tensors
+    def run_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = str(func)
         if name in _NO_COST or func in _READ_VALUES:
             return func(*args, **kwargs)
@@ -287,8 +269,7 @@ class Recorder(TorchDispatchMode):
 
     def _record_outputs(self, func: Any, name: str, args: Any, kwargs: Any, output: Any) -> None:
         segment = self.program[-1]
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs, inputs = tensors_in(output), tensors_in((args, kwargs))
         fresh = False
         for tensor in outputs:
             for storage in storages_of(tensor):
@@ -304,23 +285,21 @@ class Recorder(TorchDispatchMode):
             segment.operations.append(_operation(func, name, args, kwargs, inputs, output))
 
     def _note_sources(self, seen: _Storage, inputs: list[Tensor]) -> None:
-        keys = dict.fromkeys(id(source) for one in inputs for source in storages_of(one))
+        keys = keys_of(inputs)
         if self.phase == "backward":
-            seen.sources = tuple(self._live[key][0] for key in keys if key in self._live)
+            seen.sources = tuple(self.notes_of(keys))
         elif seen.maker == _CAST:
             seen.parameter = next((self._weights[key] for key in keys if key in self._weights), "")
 
     def _record_allocation(self, storage: torch.UntypedStorage, name: str, segment: _OpenSegment) -> None:
-        key, seen = id(storage), _Storage(storage.nbytes(), name)
-        self._live[key] = seen, weakref.ref(storage, partial(self._free, key))
+        seen = _Storage(storage.nbytes(), name)
+        self.follow(storage, seen)
         segment.events.append((seen, 1))
         if self.phase == "forward":
-            self._made_in_forward.append(key)
+            self._made_in_forward.append(id(storage))
 
-    def _free(self, key: int, reference: Any) -> None:
-        if key in self._live:
-            seen, _ = self._live.pop(key)
-            self.program[-1].events.append((seen, -1))
+    def record_free(self, note: _Storage) -> None:
+        self.program[-1].events.append((note, -1))
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -330,7 +309,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], output: Any) -> Operation:
-    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    outputs = tensors_in(output)
     formula = _FLOPS.get(_SAME_FLOPS.get(func._overloadpacket, func._overloadpacket))
     flops = formula(*_with_heads_of_query(name, args), **kwargs, out_val=output) if formula else 0
     tensors = outputs or inputs
@@ -439,7 +418,7 @@ def trace(
     with (
         torch.set_grad_enabled(training),
         recorder,
-        record_layers(blocks, recorder, removed, run_all),
+        record_blocks(blocks, recorder, removed, run_all),
         iterations_chosen_by(recorder.deduplicate_loop),
         ExitStack() as stack,
     ):

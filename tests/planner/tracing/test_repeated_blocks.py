@@ -19,8 +19,8 @@ from tightfit.models import find_blocks, model_factory, with_fewer_blocks
 from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import Estimator
 from tightfit.planner.tracing import profiler as profile
-from tightfit.planner.tracing.layer_dedup import LayerMap, created, remove_repeated_layers
 from tightfit.planner.tracing.profiler import Profiler
+from tightfit.planner.tracing.repeated_blocks import BlockMap, create_without_repeated_blocks, remove_repeated_blocks
 
 DEEP: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 6},
@@ -81,16 +81,20 @@ def test_a_reduced_model_is_traced_like_the_whole_one(
         fields = {"tp": 2}
     taken: list[int] = []
 
-    def noted(spec: ModelSpec, create: Any, whole: bool) -> tuple[nn.Module, LayerMap]:
-        model, depth = created(spec, create, whole)
+    def noted(spec: ModelSpec, create: Any, whole: bool) -> tuple[nn.Module, BlockMap]:
+        model, depth = create_without_repeated_blocks(spec, create, whole)
         taken.append(len(depth.removed))
         return model, depth
 
-    monkeypatch.setattr(profile, "created", noted)
+    monkeypatch.setattr(profile, "create_without_repeated_blocks", noted)
     thin = seen(name, tightfit.Plan(**fields))
     assert taken
     assert min(taken) >= 3
-    monkeypatch.setattr(profile, "created", lambda spec, create, whole: created(spec, create, True))
+    monkeypatch.setattr(
+        profile,
+        "create_without_repeated_blocks",
+        lambda spec, create, whole: create_without_repeated_blocks(spec, create, True),
+    )
     assert thin == seen(name, tightfit.Plan(**fields))
 
 
@@ -106,7 +110,7 @@ def test_only_the_blocks_needed_for_comparison_are_created(name: str, made: list
         asked.append(whole.config.num_hidden_layers)
         return whole
 
-    model, depth = created(spec, create, False)
+    model, depth = create_without_repeated_blocks(spec, create, False)
     assert asked == made
     there = [found for found, _ in find_blocks(model, None)]
     assert there == [depth.names[number] for number in depth.numbers]
@@ -138,7 +142,7 @@ def test_recomputed_segments_of_a_deep_model_are_dry_run() -> None:
 def test_names_of_the_remaining_layers_stay() -> None:
     model = model_factory(job("llama").model)()
     whole = [name for name, _ in model.named_parameters()]
-    depth = remove_repeated_layers(model, None)
+    depth = remove_repeated_blocks(model, None)
     assert depth.numbers == [0, 1, 5]
     assert depth.removed == {2: 1, 3: 1, 4: 1}
     there = {name: name for name, _ in model.named_parameters()}
@@ -164,7 +168,7 @@ def test_a_model_that_counts_its_blocks_is_traced_whole(monkeypatch: pytest.Monk
 def test_alternating_layers_are_not_removed() -> None:
     model: Any = model_factory(job("llama").model)()
     model.config.layer_types = ["full_attention", "sliding_attention"] * 3
-    assert remove_repeated_layers(model, None).removed == {}
+    assert remove_repeated_blocks(model, None).removed == {}
     assert len(find_blocks(model)) == 6
 
 
@@ -180,5 +184,5 @@ def test_no_layers_are_removed_if_blocks_would_be_mistaken() -> None:
     model = Two()
     before = [name for name, _ in model.named_modules()]
     assert {name.partition(".")[0] for name, _ in find_blocks(model)} == {"large"}
-    assert remove_repeated_layers(model, None).removed == {}
+    assert remove_repeated_blocks(model, None).removed == {}
     assert [name for name, _ in model.named_modules()] == before

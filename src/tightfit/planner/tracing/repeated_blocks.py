@@ -1,0 +1,325 @@
+"""Leave out of a trace the blocks that repeat an earlier one.
+
+Blocks are of one kind if they have the same classes, and parameters and buffers of the same shapes
+and dtypes. Of each kind, the first two and the last are traced. The second one represents those
+between: the recorder copies its segments for each of them.
+
+A repeated block is left out in one of two ways:
+
+- It is removed from the model before the trace (`create_without_repeated_blocks`). This also saves
+  creating, copying, sharding and wrapping it.
+- It is skipped during the trace (`record_blocks`): it returns its input. The user's own models are
+  traced like this, because their code may count or index the blocks.
+
+Example: a transformers model with 32 equal layers is created with layers 0, 1 and 31. Its
+`BlockMap` has 32 names, and `removed` maps each of the layers 2 to 30 to layer 1.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from tightfit.job import ModelSpec
+from tightfit.models import find_blocks, model_config, with_fewer_blocks
+
+FEW_BLOCKS = 4  # blocks that show whether all are equal: then the third one is removed
+
+Value = TypeVar("Value")
+
+
+def representatives(blocks: list[nn.Module], lists: list[str] | None = None) -> dict[int, int]:
+    """The representative of each repeated block: number of the block -> number of the second of
+    its kind.
+
+    Only blocks between the second and the last of a kind have one.
+
+    lists  for each block, the list that it is in, if kinds must not span several lists
+
+    Example: five equal blocks give {2: 1, 3: 1}.
+    """
+    kinds: dict[Any, list[int]] = defaultdict(list)
+    for number, block in enumerate(blocks):
+        kinds[lists and lists[number], _kind(block)].append(number)
+    return {number: members[1] for members in kinds.values() for number in members[2:-1]}
+
+
+def _kind(block: nn.Module) -> Any:
+    """Equal for two blocks that do the same: their classes, and the shapes and dtypes of their
+    parameters and buffers."""
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    shapes = tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
+    kinds = tuple(type(module) for module in block.modules())
+    return kinds, shapes
+
+
+@dataclass(frozen=True)
+class BlockMap:
+    """Maps a model without its repeated blocks to its full depth.
+
+    names    of all blocks, in order, removed ones included
+    removed  number of each removed block -> number of the block that it repeats
+    """
+
+    names: tuple[str, ...] = ()
+    removed: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the blocks that are left, in order."""
+        return [number for number in range(len(self.names)) if number not in self.removed]
+
+    def expand(self, named: dict[str, Value], another: Callable[[Value, str, int], Value]) -> dict[str, Value]:
+        """Expand values by name (parameters, updates) to the full depth, in the order of the full
+        model.
+
+        named    values of the blocks that are left, and of the rest of the model, by dotted name
+        another  (value, new name, number of the removed block) -> the value for the removed block
+
+        Example: "layers.1.weight" also gives the values of "layers.2.weight" to "layers.30.weight".
+        """
+        if not self.removed:
+            return named
+        prefixes = {f"{self.names[number]}.": number for number in self.numbers}
+        places = {name: next((n for prefix, n in prefixes.items() if name.startswith(prefix)), None) for name in named}
+        found: dict[str, Value] = {}
+        reached = 0
+        for name, value in named.items():
+            here = places[name] or 0
+            for number in range(reached, here):
+                if number in self.removed:
+                    like, path = self.removed[number], self.names[number]
+                    for inner in (inner for inner in named if places[inner] == like):
+                        full = path + inner.removeprefix(self.names[like])
+                        found[full] = another(named[inner], full, number)
+            reached = max(reached, here)
+            found[name] = value
+        return found
+
+
+def create_without_repeated_blocks(
+    spec: ModelSpec, create: Callable[[ModelSpec], nn.Module], whole: bool
+) -> tuple[nn.Module, BlockMap]:
+    """Create a transformers model without its repeated blocks, and the map to its full depth.
+
+    If the configuration states the number of blocks and all are equal, the repeated blocks are
+    never created.
+
+    create  creates a model from its spec
+    whole   keep all blocks
+    """
+    few = None if whole else with_fewer_blocks(spec, FEW_BLOCKS)
+    if few is not None:
+        model = create(few)
+        depth = _stand_for_full_depth(model, spec.blocks, model_config(spec).num_hidden_layers)
+        if depth is not None:
+            return model, depth
+    model = create(spec)
+    names = tuple(path for path, _ in find_blocks(model, spec.blocks))
+    return model, BlockMap(names) if whole else remove_repeated_blocks(model, spec.blocks)
+
+
+def _stand_for_full_depth(model: nn.Module, name: str | None, count: int) -> BlockMap | None:
+    """Map a model that was created with FEW_BLOCKS blocks to the full depth of `count` blocks.
+    Returns None if it has other blocks too, or if its blocks differ."""
+    few = remove_repeated_blocks(model, name)
+    lists = {path.rpartition(".")[0] for path in few.names}
+    if len(few.names) != FEW_BLOCKS or len(few.removed) != FEW_BLOCKS - 3 or len(lists) != 1:
+        return None
+    (path,) = lists
+    blocks = model.get_submodule(path)._modules
+    blocks[str(count - 1)] = blocks.pop(str(FEW_BLOCKS - 1))
+    depth = BlockMap(tuple(f"{path}.{number}" for number in range(count)), dict.fromkeys(range(2, count - 1), 1))
+    there = [depth.names[number] for number in depth.numbers]
+    return depth if [found for found, _ in find_blocks(model, name)] == there else None
+
+
+def remove_repeated_blocks(model: nn.Module, name: str | None) -> BlockMap:
+    """Remove the repeated blocks of a transformers model, in place.
+
+    Removes nothing if layers have different types, share parameters, or are not in a ModuleList.
+
+    name  the list that holds the blocks; None to find it
+    """
+    blocks = find_blocks(model, name)
+    depth = BlockMap(tuple(path for path, _ in blocks))
+    config = getattr(model, "config", None)
+    configs = (config, *vars(config).values()) if config is not None else ()  # sub-models have their own
+    mixed = any(len(set(getattr(one, "layer_types", None) or ())) > 1 for one in configs)
+    owned = [id(parameter) for _, block in blocks for parameter in block.parameters()]
+    lists = [path.rpartition(".")[0] for path, _ in blocks]
+    parents = {path: model.get_submodule(path) for path in dict.fromkeys(lists)}
+    whole = all(isinstance(parent, nn.ModuleList) for parent in parents.values())
+    if mixed or len(set(owned)) < len(owned) or not whole:
+        return depth
+    missing = representatives([block for _, block in blocks], lists)
+    before = {path: dict(parent._modules) for path, parent in parents.items()}
+    for number in missing:
+        path, _, key = depth.names[number].rpartition(".")
+        del parents[path]._modules[key]
+    thin = BlockMap(depth.names, missing)
+    if [path for path, _ in find_blocks(model, name)] == [thin.names[number] for number in thin.numbers]:
+        return thin
+    for path, parent in parents.items():  # the remaining blocks are not recognised: restore
+        parent._modules.clear()
+        parent._modules.update(before[path])
+    return depth
+
+
+class SegmentRecorder(Protocol):
+    """What records the segments: `recorder.Recorder`."""
+
+    def begin_segment(self, part: str, block: int | None = None, copy_of: int | None = None) -> None: ...
+
+    def note_inputs(self, arguments: Any) -> None: ...
+
+
+class _NoRecorder:
+    def begin_segment(self, part: str, block: int | None = None, copy_of: int | None = None) -> None:
+        pass
+
+    def note_inputs(self, arguments: Any) -> None:
+        pass
+
+
+@contextmanager
+def record_blocks(
+    blocks: list[nn.Module], recorder: SegmentRecorder, removed: Mapping[int, int] | None = None, run_all: bool = False
+) -> Iterator[None]:
+    """Inside this context, each call of a block is a segment of the recorder, and repeated blocks
+    are skipped.
+
+    blocks    the blocks that the model has, in order
+    recorder  is told of the segments
+    removed   by number, the blocks that were removed from the model, and the block that each one
+              repeats: they get segments too
+    run_all   skip no block
+    """
+    absent = removed or {}
+    numbers = [number for number in range(len(blocks) + len(absent)) if number not in absent]
+    second = {numbers[number]: numbers[like] for number, like in ({} if run_all else representatives(blocks)).items()}
+    names = ["forward" if block._compiled_call_impl is None else "_compiled_call_impl" for block in blocks]
+    before = [block.__dict__.get(name) for block, name in zip(blocks, names, strict=True)]
+    outputs: dict[int, Any] = {}
+    reached = 0
+    for number, block, name in zip(numbers, blocks, names, strict=True):
+        passed = [(between, absent[between]) for between in range(reached, number)]
+        setattr(
+            block, name, _RecordedForward(recorder, number, getattr(block, name), second.get(number), outputs, passed)
+        )
+        reached = number + 1
+    try:
+        yield
+    finally:
+        for block, name, call in zip(blocks, names, before, strict=True):
+            if call is None:
+                delattr(block, name)
+            else:
+                setattr(block, name, call)
+
+
+@contextmanager
+def skip_repeated_blocks(blocks: list[nn.Module]) -> Iterator[None]:
+    """Inside this context, repeated blocks return their input. Nothing is recorded."""
+    with record_blocks(blocks, _NoRecorder()):
+        yield
+
+
+class _RecordedForward:
+    """Replaces a block's forward: runs it as a segment, or skips it if a block of the same kind
+    was called with inputs of the same shapes."""
+
+    def __init__(
+        self,
+        recorder: SegmentRecorder,
+        number: int,
+        forward: Callable[..., Any],
+        second: int | None,
+        known: dict[int, Any],
+        before: list[tuple[int, int]],
+    ) -> None:
+        self.recorder, self.number, self.forward, self.second, self.known = recorder, number, forward, second, known
+        self.before = before  # (removed block, the block that it repeats), directly before this one
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for number, copy_of in self.before:
+            self._copy_segments(number, copy_of)
+        if self.second is not None and self.second in self.known:
+            inputs = tree_leaves((args, kwargs))
+            passed = _output_without_running(self.known[self.second], inputs)
+            if passed is not None:
+                self._copy_segments(self.number, self.second)
+                return passed[0]
+        self.recorder.begin_segment("block", self.number)
+        self.recorder.note_inputs((args, kwargs))
+        output = self.forward(*args, **kwargs)
+        self.known[self.number] = _describe_call((args, kwargs), output)
+        self.recorder.begin_segment("between", self.number)
+        return output
+
+    def _copy_segments(self, number: int, copy_of: int) -> None:
+        """The segments of a block that does not run are copies of its representative's."""
+        self.recorder.begin_segment("block", number, copy_of=copy_of)
+        self.recorder.begin_segment("between", number, copy_of=copy_of)
+
+
+def _describe(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
+    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
+
+
+def _describe_call(arguments: Any, output: Any) -> Any:
+    """What is known of a call: descriptions of its inputs; the output's tree; for each leaf of the
+    output, the position of an input that is the same or has the same shape; the leaves that are no
+    tensors."""
+    inputs = tree_leaves(arguments)
+    leaves, tree = tree_flatten(output)
+    sources = [_source(leaf, inputs) for leaf in leaves]
+    return [_describe(leaf) for leaf in inputs], tree, sources, [_constant(leaf) for leaf in leaves]
+
+
+def _source(leaf: Any, inputs: list[Any]) -> int | None:
+    if not isinstance(leaf, Tensor):
+        return None
+    tensors = [(position, one) for position, one in enumerate(inputs) if isinstance(one, Tensor)]
+    same = [position for position, one in tensors if one is leaf]
+    like = [position for position, one in tensors if (one.shape, one.dtype) == (leaf.shape, leaf.dtype)]
+    return next(iter(same or like), None)
+
+
+_TENSOR = object()  # placeholder for a tensor in an output
+
+
+def _constant(leaf: Any) -> Any:
+    return _TENSOR if isinstance(leaf, Tensor) else leaf
+
+
+def _output_without_running(known: Any, inputs: list[Any]) -> tuple[Any] | None:
+    """The output of a skipped block, in a tuple of one; None if its inputs differ from the known
+    call's, or an output resembles no input."""
+    described, tree, sources, constants = known
+    if [_describe(leaf) for leaf in inputs] != described:
+        return None
+    leaves = []
+    for source, constant in zip(sources, constants, strict=True):
+        if source is None and constant is _TENSOR:
+            return None
+        leaves.append(constant if source is None else inputs[source])
+    return (tree_unflatten(leaves, tree),)
+
+
+__all__ = [
+    "BlockMap",
+    "create_without_repeated_blocks",
+    "record_blocks",
+    "remove_repeated_blocks",
+    "representatives",
+    "skip_repeated_blocks",
+]
