@@ -42,7 +42,7 @@ from tightfit.parallel.pipeline.boundaries import (
     place_parameters,
     resolve_parameter_uses,
 )
-from tightfit.parallel.pipeline.executor import PipelineRank
+from tightfit.parallel.pipeline.executor import PipelineRank, RankBlocks
 from tightfit.parallel.pipeline.pipedream import PipeDream
 from tightfit.parallel.pipeline.pruned_model import ForwardState, StubBlock, prune
 from tightfit.parallel.pipeline.stages import rank_ledger, refuse_idle_ranks, stage_ranges, stages_using
@@ -113,7 +113,7 @@ def apply(run: Run, plan: Plan) -> Run:
             parent._modules[child] = stubs[number]
     kind = PipeDream if plan.schedule == "pipedream" else PipelineRank
     shared, stale = frozenset(ends & mine), buffers_updated_elsewhere(flow, pieces, own)
-    stages = kind(run.mesh, plan, pieces, own, state, slots, kept, stubs, shared, stale)
+    stages = kind(run.mesh, plan, RankBlocks(pieces, own, slots, kept, stubs, state), shared, stale)
     slices = {name: cut for name, cut in run.tp_shards.items() if name in mine}
     if stages.deferred is not None:
         stages.deferred.attach(run.model)
