@@ -18,13 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit
 from tests import tiny
+from tightfit.distributed.mesh import PendingSum
 from tightfit.engine.delayed_readings import StepTimer, begin_reading
 from tightfit.engine.rng import seed_all
 from tightfit.engine.step import (
+    CountSums,
     Step,
+    StopPoll,
     accumulate,
-    all_reduce_counts,
-    make_stop_poll,
     skips_on_found_inf,
     take_step,
     with_fields,
@@ -283,8 +284,8 @@ def test_numbers_are_read_once() -> None:
 
 
 def test_on_a_processor_all_are_asked_in_the_same_step() -> None:
-    ask = make_stop_poll(tightfit.build(tiny.job()))
-    assert [ask(number) for number in (0, 15, 0)] == [0, 15, 0]
+    poll = StopPoll(tightfit.build(tiny.job()))
+    assert [poll.largest(number) for number in (0, 15, 0)] == [0, 15, 0]
 
 
 def test_items_that_the_device_counts_give_the_same_gradients() -> None:
@@ -293,7 +294,7 @@ def test_items_that_the_device_counts_give_the_same_gradients() -> None:
     gradients = []
     for items in (59, torch.tensor(59)):
         seed_all(1)
-        accumulate(run, micro_batches, lambda items=items: items)()  # type: ignore[misc]
+        accumulate(run, micro_batches, lambda items=items: items)  # type: ignore[misc]
         gradients.append([weight.grad for weight in run.model.parameters()])
         run.optimizer.zero_grad(set_to_none=True)
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))  # type: ignore[arg-type]
@@ -368,7 +369,7 @@ class TwoDevices:
         return 2 if axis == "dp_replicate" else 1
 
     def begin_all_reduce(self, values: Tensor, axes: tuple[str, ...]) -> Any:
-        return lambda: values * 2
+        return PendingSum(values * 2)
 
 
 def test_counts_of_several_gpus_stay_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +377,7 @@ def test_counts_of_several_gpus_stay_on_them(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Tensor, "to", lambda tensor, device, non_blocking: tensor)
     run: Any = SimpleNamespace(mesh=TwoDevices(), executor=None, device=SimpleNamespace(type="cuda"))
     with Reads() as reads:
-        counts = all_reduce_counts(run, [60, 4, 64])()
+        counts = CountSums(run, [60, 4, 64]).wait()
         assert reads.count == 0
     assert all(isinstance(count, Tensor) for count in counts)
     assert [int(count) for count in counts] == [120, 8, 128]

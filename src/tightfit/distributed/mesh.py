@@ -21,6 +21,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -145,23 +147,38 @@ class Mesh:
         elsewhere = tensor.device.type != self.device.type
         return (tensor.to(self.device) if elsewhere else tensor).contiguous()
 
-    def begin_all_reduce(self, values: Tensor, axes: tuple[str, ...]) -> Callable[[], Tensor]:
-        """Begin an all-reduce (sum) of `values`, in place.
+    def begin_all_reduce(self, values: Tensor, axes: tuple[str, ...]) -> PendingSum:
+        """Begin an all-reduce (sum) of `values`, in place. The caller can compute meanwhile.
 
-        Returns a callable that waits for the result and returns it. The caller can compute
-        meanwhile. Only the first axis is reduced asynchronously: a second one is reduced in the
-        wait, because it needs the result of the first.
+        Only the first axis is reduced asynchronously: a second one is reduced in the wait, because
+        it needs the result of the first.
         """
-        first, *others = [axis for axis in axes if self.size(axis) > 1] or [""]
-        if not first:
-            return lambda: values
-        work = dist.all_reduce(values, group=self.group(first), async_op=True)
+        several = [axis for axis in axes if self.size(axis) > 1]
+        if not several:
+            return PendingSum(values)
+        work = dist.all_reduce(values, group=self.group(several[0]), async_op=True)
+        return PendingSum(values, work, partial(self.all_reduce, axes=tuple(several[1:])))
 
-        def end() -> Tensor:
-            work.wait()
-            return self.all_reduce(values, tuple(others))
 
-        return end
+class PendingSum:
+    """A sum over devices that is on its way.
+
+    values  this device's part; the sum, once it is complete
+    work    the all-reduce that is waited for; None if `values` is the sum
+    finish  what is left to do with `values` afterwards
+    """
+
+    def __init__(self, values: Tensor, work: Any = None, finish: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._values, self._work, self._finish = values, work, finish
+
+    def wait(self) -> Tensor:
+        """Wait for the sum and return it. On a GPU the stream waits, not the host."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            if self._finish is not None:
+                self._finish(self._values)
+        return self._values
 
 
 @dataclass(frozen=True)

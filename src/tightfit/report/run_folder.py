@@ -27,7 +27,7 @@ from tightfit.engine.checkpoint.resume import resume
 from tightfit.engine.checkpoint.save import check_folder, checkpoints, newest, save
 from tightfit.engine.launch import PASSED_ON
 from tightfit.engine.loop import evaluate, total_steps, train
-from tightfit.engine.step import Step, holds_everywhere, local, make_stop_poll
+from tightfit.engine.step import Step, StopPoll, holds_everywhere, local
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import Job
 from tightfit.machine import Machine
@@ -172,7 +172,7 @@ def _train(
         view.show(result, line["items_per_s"], line["peak_bytes"], observer.step_s(result) * (last - number))
 
     with stop_signals() as stop:
-        ask = make_stop_poll(run)
+        poll = StopPoll(run)
         for result in train(run, start, take=observer.take, weights_at_yield=False):
             done = result.step + 1
             unread.append(result)
@@ -181,7 +181,7 @@ def _train(
             while len(unread) > (0 if at_once else 1):
                 note(unread.popleft())
             asks = run.executor is None or not run.executor.unsynchronized or done % STOP_POLL_STEPS == 0
-            stopped = ask(stop.signal or 0) if asks else 0  # all ranks stop after the same step
+            stopped = poll.largest(stop.signal or 0) if asks else 0  # all ranks stop after the same step
             if stopped:
                 break
             if saves:
