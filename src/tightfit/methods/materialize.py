@@ -30,7 +30,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tightfit.cost.ledger import Ledger
-from tightfit.distributed.mesh import Mesh, move_shards_to_meta, shard_parameter, unshard_parameter
+from tightfit.distributed.mesh import Mesh
+from tightfit.distributed.sharding import move_shards_to_meta, shard_parameter, unshard_parameter
 from tightfit.errors import InputError
 from tightfit.job import Job, ModelSpec
 from tightfit.machine import Machine

@@ -32,7 +32,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tightfit.cost.entries import EVERYWHERE, BucketedReduction, Update
 from tightfit.cost.ledger import Ledger
-from tightfit.distributed.mesh import Mesh, ReplicatedBuffers, broadcast_parameters, message
+from tightfit.distributed.links import message
+from tightfit.distributed.mesh import Mesh
+from tightfit.distributed.replicas import ReplicatedBuffers, broadcast_parameters
 from tightfit.machine import Machine
 from tightfit.optim.blockwise_quantization import is_packed
 from tightfit.parallel.fsdp.fully_shard import (

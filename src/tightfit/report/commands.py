@@ -134,7 +134,7 @@ def train_command(
         with never_silent(say, "predicting plans"):
             predicted, chosen, reasons = decide(job, machine, kept, say)
         announce(say, job, chosen, reasons)
-        from tightfit.distributed.mesh import check_world
+        from tightfit.distributed.processes import check_world
 
         check_world(chosen)
         return predicted, chosen
@@ -410,7 +410,7 @@ def verify_command(
         with never_silent(say, "predicting plans"):
             _, chosen, reasons = decide(job, machine, pins, say)
         announce(say, job, chosen, reasons)
-        from tightfit.distributed.mesh import check_world
+        from tightfit.distributed.processes import check_world
 
         check_world(chosen)
         return chosen

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from tightfit.distributed.mesh import is_rank_zero
+from tightfit.distributed.processes import is_rank_zero
 from tightfit.engine.build import build
 from tightfit.engine.checkpoint.resume import resume
 from tightfit.engine.checkpoint.save import check_folder, checkpoints, newest, save

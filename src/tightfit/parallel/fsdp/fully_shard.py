@@ -35,7 +35,10 @@ from torch.distributed.tensor import DTensor
 from tightfit.cost.entries import Parameter, ShardedParameters
 from tightfit.cost.ledger import Ledger
 from tightfit.distributed.collectives import RowAllGather, RowReduceScatter, uses_row_collectives
-from tightfit.distributed.mesh import DATA, Mesh, ReplicatedBuffers, local_device, on_mesh_device
+from tightfit.distributed.mesh import DATA, Mesh
+from tightfit.distributed.processes import local_device
+from tightfit.distributed.replicas import ReplicatedBuffers
+from tightfit.distributed.sharding import on_mesh_device
 from tightfit.errors import InputError
 from tightfit.job import ModelSpec
 from tightfit.models import find_blocks, parameter_uses

@@ -18,7 +18,7 @@ from tightfit.cost.ledger import Ledger
 from tightfit.cost.pipeline_schedule import coming, late, make_schedule, sent, split_evenly
 from tightfit.cost.pipeline_stage import Sections, StageInput, sections_of, stage_program
 from tightfit.cost.recorded_step import BatchLinear, BlockInput, Segment
-from tightfit.distributed.mesh import bandwidth, latency
+from tightfit.distributed.links import bandwidth, latency
 from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.models.dataflow import PathTo
