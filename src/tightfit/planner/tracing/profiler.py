@@ -62,6 +62,7 @@ from tightfit.planner.tracing.recorder import trace
 from tightfit.planner.tracing.skipped_layers import representatives
 from tightfit.runtime.fake_compiler import can_generate_kernels
 from tightfit.runtime.method import traced_fields
+from tightfit.runtime.recomputed_segments import check_segments
 from tightfit.runtime.run import Run
 
 MAX_TRACED_CHUNKS = 64  # of a chunked loss; a larger micro-batch is extrapolated from fewer chunks
@@ -177,7 +178,7 @@ class Profiler:
             batch, objective = zeros_like_batch(self.batch, min(self.samples, EXAMPLE_SAMPLES)), self._objective()
             segments = [blocks] if depth.removed else recompute.make_segments(blocks)
             with untraceable_errors(model):
-                recompute.check_segments(model, segments, lambda: objective.total(model, batch))
+                check_segments(model, segments, lambda: objective.total(model, batch))
 
     def _batch_bytes(self, plan: Plan) -> float:
         """Bytes of one sample on one device."""
