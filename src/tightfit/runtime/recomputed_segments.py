@@ -61,10 +61,7 @@ def recompute_segment(blocks: list[nn.Module]) -> Callable[[], None]:
         first, args, kwargs = _with_first(forwards[position], args, kwargs)
         if not last_call:
             raise _not_sequential()
-        shared = len(args) == len(last_call["args"]) and kwargs.keys() == last_call["kwargs"].keys()
-        shared = shared and all(a is b for a, b in zip(args, last_call["args"], strict=True))
-        shared = shared and all(kwargs[name] is last_call["kwargs"][name] for name in kwargs)
-        if first is not last_call["output"] or not shared:
+        if first is not last_call["output"] or not _are_same(args, kwargs, last_call["args"], last_call["kwargs"]):
             raise _not_sequential()
         if position == len(forwards) - 1:
             last_call.clear()
@@ -79,6 +76,16 @@ def recompute_segment(blocks: list[nn.Module]) -> Callable[[], None]:
     for position, block in enumerate(blocks[1:], start=1):
         block.forward = partial(pass_through, position)
     return end
+
+
+def _are_same(
+    args: tuple[Any, ...], kwargs: dict[str, Any], other_args: tuple[Any, ...], other_kwargs: dict[str, Any]
+) -> bool:
+    """Whether two calls have the same objects as arguments."""
+    if len(args) != len(other_args) or kwargs.keys() != other_kwargs.keys():
+        return False
+    same = all(a is b for a, b in zip(args, other_args, strict=True))
+    return same and all(kwargs[name] is other_kwargs[name] for name in kwargs)
 
 
 def _with_first(
