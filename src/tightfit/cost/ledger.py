@@ -241,7 +241,7 @@ class Ledger:
         in memory beside it."""
         backward = {stage: self.first_and_later(part.backward, 2) for stage, part in rank.stage_programs.items()}
         weights = {stage: self.first_and_later(part.weights, 2) for stage, part in rank.stage_programs.items()}
-        done: set[tuple[str, int]] = set()  # kinds of backward actions that ran before, and their stages
+        done: set[tuple[str, int]] = set()  # kind and stage of the backward actions so far
         for number, action in enumerate(rank.schedule[rank.pipeline_rank]):
             stage, micro_batch = action.stage, action.micro_batch % self.micro_batches
             phase = "forward" if action.kind == FORWARD else "backward"
@@ -264,7 +264,7 @@ class Ledger:
             done.add((action.kind, stage))
 
     def _reduces(self, last: bool) -> bool:
-        """Whether a micro-batch reduces its gradients in buckets. last: it is the step's last one."""
+        """Whether a micro-batch reduces its gradients in buckets. last: it is the last one."""
         return self.bucketed_reduction is not None and (self.bucketed_reduction.always or last)
 
     def first_and_later(self, training: tuple[Segment, ...], micro_batches: int) -> list[tuple[Segment, ...]]:

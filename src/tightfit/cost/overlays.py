@@ -1,11 +1,11 @@
 """What a step holds beside the buffers of its segments: gradient buckets and unsharded parameters.
 
-`Ledger.instants` replays a step segment by segment into a `StepMemory`. It tells an overlay when the
-step, a micro-batch and a segment begin and end. The overlay adds the bytes of its strategy:
+`Ledger.instants` replays a step segment by segment into a `StepMemory`. It tells an overlay when
+the step, a micro-batch and a segment begin and end. The overlay adds the bytes of its strategy:
 
 - `Overlay` adds nothing: each gradient stays where backward makes it.
-- `BucketOverlay` moves complete gradients to the buckets in which they are reduced (data parallelism,
-  ZeRO-1, ZeRO-2).
+- `BucketOverlay` moves complete gradients to the buckets in which they are reduced (data
+  parallelism, ZeRO-1, ZeRO-2).
 - `ShardOverlay` gathers the parameters of one block at a time and reduces its gradients (ZeRO-3).
 
 Example: a block's backward completes 60 MiB of gradients, which `free_completed_gradients` frees in
@@ -74,7 +74,7 @@ class Overlay:
         """An update has used all gradients."""
 
     def end_backward(self, memory: StepMemory) -> None:
-        """The last backward of the step has ended: change `memory` to what the update begins with."""
+        """The last backward of the step has ended: `memory` gets what the update begins with."""
 
     def end_step(self, memory: StepMemory) -> None:
         """The update has ended."""

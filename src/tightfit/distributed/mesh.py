@@ -7,8 +7,8 @@ shards). The axis that communicates most is innermost, so that its devices are c
 other. The devices of `context_parallel` share the same samples. They are neighbours along dp_shard
 or, without `zero`, along dp_replicate.
 
-`build` calls `make_mesh` once for a plan. `links.py` predicts the time of the communication along an
-axis.
+`build` calls `make_mesh` once for a plan. `links.py` predicts the time of the communication along
+an axis.
 
 Source  PyTorch's DeviceMesh; the order of the axes is that of Narayanan et al. 2021,
         arXiv:2104.04473.

@@ -100,7 +100,8 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
     if run.executor is not None and run.executor.counted is not None:
         (items, samples, processed), cp = run.executor.counted, 1
     figures.update(items=items, samples=samples, processed=processed)
-    late: Any = _LateFigures(begin_reading(figures), cp)  # functions in place of figures: see `read_late`
+    # a Step may have functions in place of figures: see `read_late`
+    late: Any = _LateFigures(begin_reading(figures), cp)
     return Step(
         step=step,
         loss=late.loss,
@@ -194,8 +195,8 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int | t
     """Accumulate into .grad the gradients of the mean loss over all items of the step.
 
     Returns the sum of the loss over all devices, which is on its way: its all-reduce starts after
-    the last forward. A loss scale multiplies the mean before backward, so that 16-bit gradients of a step
-    with many items do not vanish.
+    the last forward. A loss scale multiplies the mean before backward, so that 16-bit gradients of
+    a step with many items do not vanish.
 
     items  returns the number of items of the step on all devices; it is called after the first
            forward, so that its all-reduce overlaps with that forward
@@ -213,13 +214,13 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int | t
             run.reduction.begin(last)
         with _compiled_indices_named(run):
             loss = run.loss_sum(next(coming))
-        share = _loss_factor(run, items())  # `items` is a collective: dummy micro-batches call it, too
+        factor = _loss_factor(run, items())  # `items` is a collective: dummy micro-batches call it
         if counts:
             total += loss.detach()
         if last:
             losses = _begin_sum(run, total)
         with _recomputation_named(run):
-            (loss * (share if counts else 0.0)).backward()
+            (loss * (factor if counts else 0.0)).backward()
         if run.reduction is not None:
             run.reduction.end(last)
     return losses

@@ -282,7 +282,7 @@ def _check_explain_options(machine: str | None, analyze: bool, picture: Path | N
 
 
 def _draw(estimate: Estimate, picture: Path | None, timeline: Path | None) -> None:
-    """Draw the memory of a plan, and the timeline of its pipeline, into the files that are given."""
+    """Draw a plan's memory, and the timeline of its pipeline, into the files that are given."""
     if picture is not None:
         from tightfit.report.figures import draw_memory
 

@@ -1,4 +1,5 @@
-"""Recomputes several blocks as one segment (recompute: sqrt), and refuses models that do not allow it.
+"""Recomputes several blocks as one segment (recompute: sqrt), and refuses models that do not allow
+it.
 
 A segment's first block runs all of its blocks, and the others pass the result through. That is
 right only for a model that does nothing between its blocks but pass one's output to the next.

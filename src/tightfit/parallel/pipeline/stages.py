@@ -76,8 +76,8 @@ def rank_ledger(
     """The ledger of one rank: its stages' segments, parameters and updates, and its schedule.
 
     boundary_inputs: by the first block of each stage but the first, the paths of the arguments that
-    are sent to it. Raises InputError where the model does not call its blocks in order, where there are
-    too few blocks, or where a rank has nothing to train.
+    are sent to it. Raises InputError where the model does not call its blocks in order, where there
+    are too few blocks, or where a rank has nothing to train.
     """
     stages, rank = stage_ranges(plan, ledger.blocks), ledger.device
     called = [segment.block for segment in ledger.training if segment.phase == "forward" and segment.block is not None]
