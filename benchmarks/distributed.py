@@ -143,7 +143,7 @@ class Contender:
 
 def ours(fields: dict[str, Any], micro_batch: int | None, vocabulary: int | None = None) -> Contender:
     import tightfit
-    from tightfit.engine.step import accumulate, all_reduce_counts, take_step, update
+    from tightfit.engine.step import CountSums, accumulate, take_step, update
     from tightfit.planner.tracing.live_storages import state_tensors, track_peak
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -160,8 +160,8 @@ def ours(fields: dict[str, Any], micro_batch: int | None, vocabulary: int | None
         begin = time.perf_counter()
         losses.append(take_step(run, batches, number).loss)
         if run.executor is not None:
-            waited.append(run.executor.waited_s / (time.perf_counter() - begin))  # type: ignore[attr-defined]
-            run.executor.waited_s = 0.0  # type: ignore[attr-defined]
+            waited.append(run.executor.messages.waited_s / (time.perf_counter() - begin))  # type: ignore[attr-defined]
+            run.executor.messages.waited_s = 0.0  # type: ignore[attr-defined]
 
     step()
     number, batches = next(steps)
@@ -177,7 +177,7 @@ def ours(fields: dict[str, Any], micro_batch: int | None, vocabulary: int | None
             run.reduction.begin(False)
             run.loss_sum(batches[0]).backward()
         else:
-            accumulate(run, batches, lambda: all_reduce_counts(run, [1])()[0])()
+            accumulate(run, batches, lambda: CountSums(run, [1]).wait()[0]).wait()
         weights = [w for group in run.optimizer.param_groups for w in group["params"]]
         own = [*run.model.parameters()]
         gradients = [t.grad for t in (*weights, *own) if t.grad is not None]

@@ -16,7 +16,7 @@ from torch.nn import functional
 import tightfit
 from tests import devices
 from tests.pool import together
-from tightfit.distributed.mesh import on_mesh_device
+from tightfit.distributed.sharding import on_mesh_device
 from tightfit.methods import compile as compile_method
 from tightfit.methods.microbatch import correct_batch_norm
 from tightfit.models import model_factory

@@ -12,7 +12,8 @@ import tightfit
 from tests import tiny
 from tests.pool import together
 from tightfit.distributed.collectives import all_gather, begin_reduce_scatter, reduce_scatter
-from tightfit.distributed.mesh import make_mesh, world_size
+from tightfit.distributed.mesh import make_mesh
+from tightfit.distributed.processes import world_size
 from tightfit.engine.step import take_step
 
 HERE = "tests.distributed.test_collectives:"

@@ -22,13 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit
 from tests import tiny
+from tightfit.distributed.mesh import PendingSum
 from tightfit.engine.delayed_readings import StepTimer, begin_reading
 from tightfit.engine.rng import seed_all
 from tightfit.engine.step import (
+    CountSums,
     Step,
+    StopPoll,
     accumulate,
-    all_reduce_counts,
-    make_stop_poll,
     skips_on_found_inf,
     take_step,
     with_fields,
@@ -289,8 +290,8 @@ def test_numbers_are_read_once() -> None:
 
 
 def test_on_a_cpu_every_number_is_read_in_its_own_step() -> None:
-    ask = make_stop_poll(tightfit.build(tiny.job()))
-    assert [ask(number) for number in (0, 15, 0)] == [0, 15, 0]
+    poll = StopPoll(tightfit.build(tiny.job()))
+    assert [poll.largest(number) for number in (0, 15, 0)] == [0, 15, 0]
 
 
 def test_items_counted_on_the_device_give_the_same_gradients() -> None:
@@ -299,7 +300,7 @@ def test_items_counted_on_the_device_give_the_same_gradients() -> None:
     gradients = []
     for items in (59, torch.tensor(59)):
         seed_all(1)
-        accumulate(run, micro_batches, lambda items=items: items)()  # type: ignore[misc]
+        accumulate(run, micro_batches, lambda items=items: items)  # type: ignore[misc]
         gradients.append([weight.grad for weight in run.model.parameters()])
         run.optimizer.zero_grad(set_to_none=True)
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))  # type: ignore[arg-type]
@@ -374,7 +375,7 @@ class TwoDevices:
         return 2 if axis == "dp_replicate" else 1
 
     def begin_all_reduce(self, values: Tensor, axes: tuple[str, ...]) -> Any:
-        return lambda: values * 2
+        return PendingSum(values * 2)
 
 
 def test_all_reduced_counts_stay_on_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,7 +383,7 @@ def test_all_reduced_counts_stay_on_the_gpus(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Tensor, "to", lambda tensor, device, non_blocking: tensor)
     run: Any = SimpleNamespace(mesh=TwoDevices(), executor=None, device=SimpleNamespace(type="cuda"))
     with Reads() as reads:
-        counts = all_reduce_counts(run, [60, 4, 64])()
+        counts = CountSums(run, [60, 4, 64]).wait()
         assert reads.count == 0
     assert all(isinstance(count, Tensor) for count in counts)
     assert [int(count) for count in counts] == [120, 8, 128]

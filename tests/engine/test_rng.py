@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tightfit.distributed.mesh import local_device
+from tightfit.distributed.processes import local_device
 from tightfit.engine.rng import random_states, rng_preserved, seed_all, set_random_states
 from tightfit.errors import InputError
 

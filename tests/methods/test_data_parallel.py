@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import tightfit
 from tests.contract import cases
 from tests.pool import together
-from tightfit.distributed.mesh import make_mesh, rank
+from tightfit.distributed.mesh import make_mesh
+from tightfit.distributed.processes import rank
 from tightfit.methods.data_parallel import PowerSGD
 
 HERE = "tests.methods.test_data_parallel:"

@@ -26,7 +26,7 @@ from tightfit.distributed.mesh import make_mesh
 from tightfit.methods import attention, loss
 from tightfit.models.objective import IGNORED, LabelCount
 from tightfit.parallel.context import ring_attention
-from tightfit.parallel.pipeline import executor, weight_gradients
+from tightfit.parallel.pipeline import messages, weight_gradients
 from tightfit.parallel.tensor import sequence_parallel, sharder, vocab_cross_entropy
 from tightfit.runtime import loss_kernels
 
@@ -122,7 +122,7 @@ def check_deferred_product() -> None:
 def check_entered() -> None:
     """What came from another stage: its gradients are left for that stage as they come, and none where none came."""
     came = SimpleNamespace(gradients=None)
-    used, unused = executor._ReceivedInputs.apply(random(1), came, [random(2, 3).detach(), random(4).detach()])
+    used, unused = messages._ReceivedInputs.apply(random(1), came, [random(2, 3).detach(), random(4).detach()])
     (used * random(2, 3).detach()).sum().backward()
     assert torch.equal(came.gradients[0], random(2, 3).detach())
     assert came.gradients[1] is None
@@ -264,7 +264,7 @@ ALONE: dict[str, Callable[[], None]] = {
     "tightfit::add_product": check_add_product,
     "tightfit.methods.loss.LinearCrossEntropy": check_linear_cross_entropy,
     "tightfit.parallel.pipeline.weight_gradients._DeferredMatmul": check_deferred_product,
-    "tightfit.parallel.pipeline.executor._ReceivedInputs": check_entered,
+    "tightfit.parallel.pipeline.messages._ReceivedInputs": check_entered,
 }
 TOGETHER: dict[str, Callable[[], None]] = {
     "tightfit.parallel.context.ring_attention.RingAttention": ring,

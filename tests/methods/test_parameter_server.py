@@ -13,7 +13,7 @@ from torch import Tensor
 import tightfit
 from tests.contract import cases
 from tests.pool import together
-from tightfit.distributed.mesh import rank
+from tightfit.distributed.processes import rank
 
 HERE = "tests.methods.test_parameter_server:"
 STEPS = 6

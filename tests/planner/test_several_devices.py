@@ -11,7 +11,7 @@ import pytest
 
 import tightfit
 from tests.sweeps import spread
-from tightfit.distributed.mesh import latency
+from tightfit.distributed.links import latency
 from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.parallel.gradient_buckets import BUCKET_BYTES, MIN_BYTES_PER_DEVICE, bucket_bytes

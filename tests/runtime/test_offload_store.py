@@ -94,9 +94,7 @@ def check_gradient(store: Store, loss_of: Callable[[Tensor], Tensor]) -> None:
     assert store.stored_bytes == 0
 
 
-def test_earlier_saved_tensors_are_fetched_during_backward(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_earlier_saved_tensors_are_fetched_during_backward(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(store, monkeypatch)
     start = operand()
     with store.offload_saved(set()):

@@ -4,7 +4,8 @@ It holds the recorded step of one micro-batch (see the module of `Segment`), the
 their updates, and the communication. Sizes are linear in the samples of a micro-batch, so one
 ledger holds for every micro-batch size. The profiler makes the first ledger from a trace; each
 method's `cost` returns an edited one. `peak` replays the whole step and finds the instant with the
-most memory.
+most memory. What is beside the segments' buffers, such as gradient buckets, comes from an overlay
+(`cost/overlays.py`).
 
 Example: one device, fp32, AdamW, 1,000 MiB of parameters. Parameters (1,000) and optimizer states
 (2,000) live through the whole step. Forward adds the saved activations. Backward frees them while
@@ -29,6 +30,7 @@ from tightfit.cost.entries import (
     ShardedParameters,
     Update,
 )
+from tightfit.cost.overlays import BucketOverlay, Instant, Overlay, ShardOverlay, StepMemory, add_rows
 from tightfit.cost.pipeline_schedule import FORWARD, WEIGHTS
 from tightfit.cost.recorded_step import (
     BatchLinear,
@@ -147,7 +149,7 @@ class Ledger:
         """Bytes of all gradients that this device keeps, in their parameters' dtypes."""
         return sum(parameter.bytes for parameter in self.parameters if parameter.trainable)
 
-    def instants(self) -> Iterator[tuple[str, str, dict[str, float]]]:
+    def instants(self) -> Iterator[Instant]:
         """(phase, part, bytes by row) at the peak of each segment of a step, in order, and between
         segments.
 
@@ -155,124 +157,56 @@ class Ledger:
         the existing one.
         """
         if not self.keeps_step:
-            yield from self._instants()
+            yield from self._replayed_step()
             return
         pool = self._pool_bytes()
-        for phase, part, rows in self._instants():
+        for phase, part, rows in self._replayed_step():
             inside = sum(rows[row] for row in _OF_A_GRAPH)
-            beside = rows if phase in _IN_A_GRAPH else _sum(rows, {"temporaries": max(pool - inside, 0.0)})
+            beside = rows if phase in _IN_A_GRAPH else add_rows(rows, {"temporaries": max(pool - inside, 0.0)})
             yield phase, part, beside
 
     def _pool_bytes(self) -> float:
         """Size of the CUDA graphs' pool, which is kept from step to step: the most that forward and
         backward need beside parameters and optimizer states."""
-        steps = (rows for phase, _, rows in self._instants() if phase in _IN_A_GRAPH)
+        steps = (rows for phase, _, rows in self._replayed_step() if phase in _IN_A_GRAPH)
         return max(sum(rows[row] for row in _OF_A_GRAPH) for rows in steps)
 
-    def _instants(self) -> Iterator[tuple[str, str, dict[str, float]]]:
-        rows = self.row_bytes()
-        there = self.micro_batches if self.host_batch else 1 + self.batches_ahead
-        in_memory = self.batch_bytes * self.micro_batch * there
-        rows["activations"] += in_memory
-        if self.sharded_parameters is not None:
-            rows["communication"] += self.sharded_parameters.rest
-        coming = (
-            self.bucketed_reduction.coming
-            if self.bucketed_reduction is not None and self.bucketed_reduction.stays
-            else 0.0
-        )
-        yield "forward", "start", {**rows, "communication": rows["communication"] + coming}
+    def _replayed_step(self) -> list[Instant]:
+        """The instants of a step, without the pool of CUDA graphs."""
+        memory, overlay = StepMemory(self.row_bytes()), self._overlay()
+        batches = self.micro_batches if self.host_batch else 1 + self.batches_ahead
+        memory.change({"activations": self.batch_bytes * self.micro_batch * batches})
+        update = {"temporaries": self._update_bytes()}
         known: dict[Timeline, ReplayedSegment] = {}
-        whole, arrived = self.gradient_bytes(), 0.0
-        for visit in self.micro_batch_runs():
-            sends, done = visit.reduces, 0.0
-            for segment in visit.segments:
+        overlay.begin_step(memory)
+        for run in self.micro_batch_runs():
+            overlay.begin_run(run)
+            for segment in run.segments:
                 if segment.timeline not in known:
                     known[segment.timeline] = replay(segment.timeline, self.micro_batch)
-                played = known[segment.timeline]
-                reduced_rows: dict[str, float] = {"gradients": arrived}
-                then, made = played.completed_gradients
-                if sends and self.bucketed_reduction is not None:
-                    reduced_rows = self._bucket_rows(done + then, whole, arrived)
-                if self.sharded_parameters is not None:
-                    parts = max(
-                        arrived, done * self.sharded_parameters.reduce_dtype_ratio / self.sharded_parameters.shards
-                    )
-                    reduced_rows = self._unsharded_rows(
-                        segment, parts, reducing=done > 0 or self.rank_program is not None
-                    )
-                yield segment.phase, segment.part, _sum(_sum(rows, played.at_peak), reduced_rows)
-                rows = _sum(rows, played.at_end)
-                if sends and self.bucketed_reduction is not None and made:
-                    if visit.later and not self.bucketed_reduction.always:  # the sums move to the buckets
-                        rows = _sum(rows, {"gradients": -made})
-                    done += made
-                    last = {"temporaries": played.largest_gradient}
-                    yield segment.phase, segment.part, _sum(_sum(rows, self._bucket_rows(done, whole, arrived)), last)
-                if self.sharded_parameters is not None and segment.block is not None:  # leaves a shard
-                    if made:
-                        summed = self.sharded_parameters.reduced * (1 + 1 / self.sharded_parameters.shards)
-                        yield segment.phase, "reduce", _sum_all(rows, {"communication": summed, "gradients": parts})
-                    done += made
-                    rows = _sum(rows, {"gradients": -made})
-            if sends and self.bucketed_reduction is not None:
-                arrived = self.bucketed_reduction.rows_during(whole, whole)["gradients"]
-            if self.sharded_parameters is not None and visit.ends:
-                rest = rows["gradients"]
-                yield (
-                    "backward",
-                    "reduce",
-                    _sum_all(
-                        rows,
-                        {
-                            "gradients": max(
-                                arrived,
-                                done * self.sharded_parameters.reduce_dtype_ratio / self.sharded_parameters.shards,
-                            ),
-                            "communication": rest,
-                        },
-                    ),
-                )
-                rows = _sum(rows, {"gradients": -rest})
-                arrived = whole
-            if visit.updates:
-                yield "optimizer", "update", {**rows, "temporaries": rows["temporaries"] + self._update_bytes()}
-                rows, arrived = {**rows, "gradients": 0.0}, 0.0
-        if self.sharded_parameters is not None:
-            rows = _sum(rows, {"communication": -self.sharded_parameters.rest})
-        rows = _sum(rows, {"gradients": arrived})
+                replayed = known[segment.timeline]
+                memory.note(segment.phase, segment.part, replayed.at_peak, overlay.at_peak(segment, replayed))
+                memory.change(replayed.at_end)
+                overlay.end_segment(memory, segment, replayed)
+            overlay.end_run(memory, run)
+            if run.updates:
+                memory.note("optimizer", "update", update)
+                memory.free_gradients()
+                overlay.free_gradients()
+        overlay.end_backward(memory)
         if self.summed_bytes:
-            yield "backward", "reduce", {**rows, "temporaries": rows["temporaries"] + self.summed_bytes}
-        yield "optimizer", "update", {**rows, "temporaries": rows["temporaries"] + self._update_bytes()}
-        if self.bucketed_reduction is not None and self.bucketed_reduction.coming:
-            without = {**rows, "gradients": 0.0}
-            yield "optimizer", "gather", _sum_all(without, {"communication": self.bucketed_reduction.coming})
+            memory.note("backward", "reduce", {"temporaries": self.summed_bytes})
+        memory.note("optimizer", "update", update)
+        overlay.end_step(memory)
+        return memory.instants
 
-    def _bucket_rows(self, done: float, whole: float, arrived: float) -> dict[str, float]:
-        """Bytes by row of shards and buckets when `done` bytes of gradients are complete, and
-        `arrived` bytes of earlier micro-batches' gradients exist."""
-        assert self.bucketed_reduction is not None
-        found = self.bucketed_reduction.rows_during(done, whole)
-        if arrived and self.bucketed_reduction.shards > 1:  # a new shard, beside the sum
-            found["communication"] += 2 * self.bucketed_reduction.bucket / self.bucketed_reduction.shards
-        return {**found, "gradients": max(found["gradients"], arrived)}
-
-    def _unsharded_rows(self, segment: Segment, arrived: float, reducing: bool) -> dict[str, float]:
-        """Bytes by row beside a segment's own buffers under ZeRO-3.
-
-        The unsharded parameters of its block; the next block's, which are prefetched in backward;
-        in backward the gradients that are being reduced, if an earlier block has computed some; and
-        the gradient shards that have arrived.
-        """
-        assert self.sharded_parameters is not None
-        there = 0.0
-        if segment.block is not None:
-            there = self.sharded_parameters.block
-            if segment.phase == "backward" or self.sharded_parameters.ahead:
-                there += self.sharded_parameters.prefetched
-            if segment.phase == "backward" and reducing:
-                there += self.sharded_parameters.reduced
-        return {"communication": there, "gradients": arrived}
+    def _overlay(self) -> Overlay:
+        """What the plan's strategy for gradients and parameters holds beside the recorded step."""
+        if self.sharded_parameters is not None:
+            return ShardOverlay(self.sharded_parameters, self.gradient_bytes(), self.rank_program is not None)
+        if self.bucketed_reduction is not None:
+            return BucketOverlay(self.bucketed_reduction, self.gradient_bytes())
+        return Overlay()
 
     def model_flops(self) -> float:
         """Model FLOPs of a step, as MFU counts them (Chowdhery et al. 2022, arXiv:2204.02311,
@@ -295,31 +229,43 @@ class Ledger:
         Without a pipeline the first two micro-batches, because all later ones equal the second. In
         a pipeline every action of this rank.
         """
-        sent = self.bucketed_reduction
-        if self.rank_program is None:
-            programs = self.first_and_later(self.training, self.micro_batches)
-            for number, program in enumerate(programs):
-                yield MicroBatchRun(
-                    program, sent is not None and (sent.always or number == len(programs) - 1), number > 0
-                )
+        if self.rank_program is not None:
+            yield from self._actions_of_rank(self.rank_program)
             return
-        own = self.rank_program
-        backward = {stage: self.first_and_later(part.backward, 2) for stage, part in own.stage_programs.items()}
-        weights = {stage: self.first_and_later(part.weights, 2) for stage, part in own.stage_programs.items()}
-        seen: set[tuple[str, int]] = set()
-        for number, action in enumerate(own.schedule[own.pipeline_rank]):
-            kind, stage, place = action.kind, action.stage, action.micro_batch % self.micro_batches
-            allocate, free = _messages(own.resident_message_bytes(number), "forward" if kind == FORWARD else "backward")
-            if kind == FORWARD:
-                yield MicroBatchRun((allocate, *own.stage_programs[stage].forward, free), False, False, ends=False)
+        steps = self.first_and_later(self.training, self.micro_batches)
+        for number, segments in enumerate(steps):
+            yield MicroBatchRun(segments, reduces=self._reduces(last=number == len(steps) - 1), later=number > 0)
+
+    def _actions_of_rank(self, rank: RankProgram) -> Iterator[MicroBatchRun]:
+        """The actions of a pipeline rank, each between segments that allocate and free the messages
+        in memory beside it."""
+        backward = {stage: self.first_and_later(part.backward, 2) for stage, part in rank.stage_programs.items()}
+        weights = {stage: self.first_and_later(part.weights, 2) for stage, part in rank.stage_programs.items()}
+        done: set[tuple[str, int]] = set()  # kind and stage of the backward actions so far
+        for number, action in enumerate(rank.schedule[rank.pipeline_rank]):
+            stage, micro_batch = action.stage, action.micro_batch % self.micro_batches
+            phase = "forward" if action.kind == FORWARD else "backward"
+            allocate, free = _messages(rank.resident_message_bytes(number), phase)
+            if action.kind == FORWARD:
+                forward = rank.stage_programs[stage].forward
+                yield MicroBatchRun((allocate, *forward, free), reduces=False, later=False, ends=False)
                 continue
-            last, completes = place == self.micro_batches - 1, kind == WEIGHTS or not own.stage_programs[stage].weights
-            later = place > 0 if own.continuous else (kind, stage) in seen
-            segments = (weights if kind == WEIGHTS else backward)[stage][int(later)]
-            sends = sent is not None and (sent.always or last) and completes
-            updates = last and completes and own.continuous
-            yield MicroBatchRun((allocate, *segments, free), sends, later, ends=completes, updates=updates)
-            seen.add((kind, stage))
+            last = micro_batch == self.micro_batches - 1
+            completes = action.kind == WEIGHTS or not rank.stage_programs[stage].weights
+            later = micro_batch > 0 if rank.continuous else (action.kind, stage) in done
+            segments = (weights if action.kind == WEIGHTS else backward)[stage][int(later)]
+            yield MicroBatchRun(
+                (allocate, *segments, free),
+                reduces=self._reduces(last) and completes,
+                later=later,
+                ends=completes,
+                updates=last and completes and rank.continuous,
+            )
+            done.add((action.kind, stage))
+
+    def _reduces(self, last: bool) -> bool:
+        """Whether a micro-batch reduces its gradients in buckets. last: it is the last one."""
+        return self.bucketed_reduction is not None and (self.bucketed_reduction.always or last)
 
     def first_and_later(self, training: tuple[Segment, ...], micro_batches: int) -> list[tuple[Segment, ...]]:
         """The recorded steps of the first micro-batch and, if there are more, of a later one, as
@@ -334,16 +280,14 @@ class Ledger:
         if self.takes_gradients:
             edits.append(free_completed_gradients)
         first = edit_backward(training, edits)
-        if self.takes_gradients:
-            return [first] * min(micro_batches, 2)
-        if self.sharded_parameters is not None:
+        if self.takes_gradients or self.sharded_parameters is not None:
             return [first] * min(micro_batches, 2)
         if self.bucketed_reduction is not None and (self.bucketed_reduction.always or micro_batches == 1):
             first = edit_backward(first, [free_completed_gradients])
             return [first] * min(micro_batches, 2)
         return [first] if micro_batches == 1 else [first, edit_backward(first, [accumulate_gradients])]
 
-    def evaluation(self) -> Iterator[tuple[str, str, dict[str, float]]]:
+    def evaluation(self) -> Iterator[Instant]:
         """Like `instants`, for one micro-batch of an evaluation."""
         rows = self.row_bytes()
         rows["activations"] += self.batch_bytes * self.micro_batch * (1 + self.batches_ahead)
@@ -351,8 +295,8 @@ class Ledger:
             rows["temporaries"] += self._pool_bytes()
         for segment in self.inference():
             played = replay(segment.timeline, self.micro_batch)
-            yield "evaluation", segment.part, _sum(rows, played.at_peak)
-            rows = _sum(rows, played.at_end)
+            yield "evaluation", segment.part, add_rows(rows, played.at_peak)
+            rows = add_rows(rows, played.at_end)
 
     def peak(self) -> PeakInstant:
         """The peak of a step. With CUDA graphs, evaluations count too, because they need memory
@@ -416,15 +360,7 @@ def _messages(size: BatchLinear, phase: str) -> tuple[Segment, Segment]:
     return Segment("messages", phase, allocate), Segment("messages", phase, free)
 
 
-def _sum(rows: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    return {**rows, **{row: rows[row] + size for row, size in more.items() if size}}
-
-
-def _sum_all(rows: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    return {row: rows.get(row, 0.0) + more.get(row, 0.0) for row in {**rows, **more}}
-
-
-def _largest(instants: Iterable[tuple[str, str, dict[str, float]]]) -> PeakInstant:
+def _largest(instants: Iterable[Instant]) -> PeakInstant:
     best = PeakInstant()
     for phase, part, rows in instants:
         total = sum(rows.values())

@@ -7,8 +7,8 @@ shards). The axis that communicates most is innermost, so that its devices are c
 other. The devices of `context_parallel` share the same samples. They are neighbours along dp_shard
 or, without `zero`, along dp_replicate.
 
-The methods call `make_mesh` once for a plan. The cost functions of the methods call `message`,
-`bandwidth` and `latency`, which predict the time of the communication along an axis.
+`build` calls `make_mesh` once for a plan. `links.py` predicts the time of the communication along
+an axis.
 
 Source  PyTorch's DeviceMesh; the order of the axes is that of Narayanan et al. 2021,
         arXiv:2104.04473.
@@ -16,32 +16,23 @@ Source  PyTorch's DeviceMesh; the order of the axes is that of Narayanan et al. 
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._guards import active_fake_mode
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tightfit.cost.entries import Message
-from tightfit.distributed.rendezvous import choose_interface, join_store
-from tightfit.errors import InputError
-from tightfit.machine import Machine
+from tightfit.distributed.processes import BACKENDS, check_world, join, local_device
 from tightfit.plan import Plan
 from tightfit.target_device import has_own_memory
 
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 DATA = ("dp_replicate", "dp_shard")  # the axes along which samples are sharded
-DEFAULT_BYTES_PER_S = 1e9  # bytes/s; used until the machine has been calibrated
-_BufferRef = tuple[nn.Module, str]  # a module and the name of one of its buffers
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 @dataclass(frozen=True)
@@ -145,199 +136,38 @@ class Mesh:
         elsewhere = tensor.device.type != self.device.type
         return (tensor.to(self.device) if elsewhere else tensor).contiguous()
 
-    def begin_all_reduce(self, values: Tensor, axes: tuple[str, ...]) -> Callable[[], Tensor]:
-        """Begin an all-reduce (sum) of `values`, in place.
+    def begin_all_reduce(self, values: Tensor, axes: tuple[str, ...]) -> PendingSum:
+        """Begin an all-reduce (sum) of `values`, in place. The caller can compute meanwhile.
 
-        Returns a callable that waits for the result and returns it. The caller can compute
-        meanwhile. Only the first axis is reduced asynchronously: a second one is reduced in the
-        wait, because it needs the result of the first.
+        Only the first axis is reduced asynchronously: a second one is reduced in the wait, because
+        it needs the result of the first.
         """
-        first, *others = [axis for axis in axes if self.size(axis) > 1] or [""]
-        if not first:
-            return lambda: values
-        work = dist.all_reduce(values, group=self.group(first), async_op=True)
-
-        def end() -> Tensor:
-            work.wait()
-            return self.all_reduce(values, tuple(others))
-
-        return end
+        several = [axis for axis in axes if self.size(axis) > 1]
+        if not several:
+            return PendingSum(values)
+        work = dist.all_reduce(values, group=self.group(several[0]), async_op=True)
+        return PendingSum(values, work, partial(self.all_reduce, axes=tuple(several[1:])))
 
 
-@dataclass(frozen=True)
-class ParameterSharding:
-    """How a parameter is sharded along `dim` over the devices of the tp axis.
+class PendingSum:
+    """A sum over devices that is on its way.
 
-    mesh         the mesh, whose tp axis shards the parameter
-    shape        the shape of the full parameter
-    dim          the sharded dimension
-    fused_count  how many matrices the parameter holds side by side along `dim`. Each of them is
-                 sharded by itself
-
-    Example: a fused query-key-value weight of shape (3 x 64, 64) has dim=0 and fused_count=3. With
-    tp=2, rank 1 holds rows 32 to 63 of each of the three matrices. Its shard has shape (96, 64).
+    values  this device's part; the sum, once it is complete
+    work    the all-reduce that is waited for; None if `values` is the sum
+    finish  what is left to do with `values` afterwards
     """
 
-    mesh: Mesh
-    shape: torch.Size
-    dim: int
-    fused_count: int = 1
+    def __init__(self, values: Tensor, work: Any = None, finish: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._values, self._work, self._finish = values, work, finish
 
-    def range(self, rank: int | None = None) -> tuple[int, int]:
-        """(begin, end) along `dim` of a device's shard within one fused matrix; end is exclusive.
-
-        rank  the rank along tp; None: this process's
-        """
-        size, count = self.shape[self.dim] // self.fused_count, self.mesh.size("tp")
-        rank = self.mesh.rank("tp") if rank is None else rank
-        each = -(-size // count)
-        return min(rank * each, size), min((rank + 1) * each, size)
-
-    def shard(self, full: Tensor) -> Tensor:
-        """This device's shard of `full`, a tensor of the full parameter's shape."""
-        first, last = self.range()
-        if self.fused_count == 1:
-            return full.narrow(self.dim, first, last - first)
-        parts = [piece.narrow(self.dim, first, last - first) for piece in full.chunk(self.fused_count, self.dim)]
-        return torch.cat(parts, self.dim)
-
-    def unshard(self, shard: Tensor) -> Tensor:
-        """All-gather the full tensor from each device's shard. All devices of the tp axis must call
-        it.
-        """
-        count, shard = self.mesh.size("tp"), self.mesh.to_device(shard)
-        most = (self.range(0)[1] - self.range(0)[0]) * self.fused_count
-        missing = most - shard.shape[self.dim]
-        padded = (
-            torch.cat([shard, shard.new_zeros(*self._padding_shape(shard, missing))], self.dim) if missing else shard
-        )
-        parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in range(count)]
-        dist.all_gather(parts, padded.contiguous(), group=self.mesh.group("tp"))
-        lengths = [last - first for first, last in map(self.range, range(count))]
-        found = []
-        for piece in range(self.fused_count):
-            for there, length in zip(parts, lengths, strict=True):
-                found.append(there.narrow(self.dim, piece * length, length))
-        return torch.cat(found, self.dim)
-
-    def _padding_shape(self, part: Tensor, length: int) -> list[int]:
-        return [length if dim == self.dim else size for dim, size in enumerate(part.shape)]
-
-
-@torch.no_grad()
-def shard_parameter(parameter: Tensor, mesh: Mesh, full: Tensor) -> None:
-    """Replace a parameter's values by its ZeRO-3 shard on this device, stored in `parameter.rows`.
-
-    The parameter keeps its full shape, but its data occupies no memory (one number, expanded).
-
-    parameter  the parameter; changed in place
-    full       the full values, of the parameter's shape. They are sharded along dimension 0 over
-               dp_shard as torch's `chunk` does; a device beyond the last chunk has a shard of no
-               rows
-    """
-    rows = (full if full.dim() else full.view(1)).chunk(mesh.size("dp_shard"))
-    rank = mesh.rank("dp_shard")
-    mine = rows[rank] if rank < len(rows) else rows[0][:0]
-    parameter.rows = mine.clone()  # type: ignore[attr-defined]
-    if not parameter.is_meta:
-        parameter.data = torch.zeros((), dtype=full.dtype, device=full.device).expand(full.shape)
-
-
-def move_shards_to_meta(model: nn.Module) -> None:
-    """Move the parameters that `shard_parameter` has sharded to the meta device: fully_shard
-    accepts only full parameters or parameters on the meta device.
-    """
-    put: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or not hasattr(parameter, "rows"):
-                continue
-            if parameter not in put:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                put[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                put[parameter].rows = parameter.rows  # type: ignore[attr-defined]
-            module._parameters[name] = put[parameter]
-
-
-@torch.no_grad()
-def unshard_parameter(parameter: Tensor, mesh: Mesh) -> Tensor:
-    """The full values of a parameter. If `shard_parameter` has sharded it, its shards are
-    all-gathered, and all devices along dp_shard must call this.
-    """
-    rows: Tensor | None = getattr(parameter, "rows", None)
-    if rows is None:
-        return parameter.detach()
-    shape = parameter.shape or torch.Size([1])
-    stride = torch.empty(shape, device="meta").stride()
-    whole = DTensor.from_local(
-        rows, mesh.axes["dp_shard"], [Shard(0)], run_check=False, shape=shape, stride=stride
-    ).full_tensor()
-    return whole.view(parameter.shape)
-
-
-def on_mesh_device(tensor: DTensor) -> DTensor:
-    """`tensor` with its local shard on the device of its mesh, so that a collective can send it.
-    The shard of an offloaded tensor is in another memory, from which it is copied.
-    """
-    local, kind = tensor.to_local(), tensor.device_mesh.device_type
-    if local.device.type == kind:
-        return tensor
-    return DTensor(local.to(local_device(kind)), tensor._spec, requires_grad=False)
-
-
-def world_size() -> int:
-    """The number of processes of the run, as the process group or the launcher (torchrun, srun,
-    `tightfit train --nproc`) gives it.
-    """
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def rank() -> int:
-    """The rank of this process among all processes of the run, from 0."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
-
-
-def is_rank_zero() -> bool:
-    """Whether this process has rank 0: it writes files and prints for all processes."""
-    return rank() == 0
-
-
-def join(kind: str, store: dist.Store | None = None, timeout: timedelta | None = None) -> None:
-    """Initialize the default process group, unless that has been done.
-
-    kind     the kind of the processes' devices ("cpu" or "cuda"), which selects gloo or NCCL
-    store    the store through which the processes find each other; None: one is made
-    timeout  the time-out of each collective; None: torch's default
-
-    Raises InputError when this process has no GPU of its own.
-    """
-    if not dist.is_initialized():
-        if kind == "cuda":
-            torch.cuda.set_device(local_device(kind))
-        choose_interface(None)
-        count = world_size()
-        store = dist.HashStore() if count == 1 else dist.PrefixStore("groups", store or join_store())
-        dist.init_process_group(BACKENDS[kind], store=store, rank=rank(), world_size=count, timeout=timeout)
-
-
-def check_world(plan: Plan) -> None:
-    """Check that there is one process for each device of the plan. Raises InputError otherwise."""
-    there = world_size()
-    if plan.devices != there:
-        named = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-        sizes = " x ".join(f"{axis}={getattr(plan, axis)}" for axis in named if getattr(plan, axis) > 1)
-        sizes += " + a server" if plan.servers else ""
-        asked = f"plan: {plan.devices} devices ({sizes})" if sizes else "plan: one device"
-        raise InputError(
-            asked,
-            f"{there} {'process trains' if there == 1 else 'processes train'}",
-            f"start it with --nproc {plan.devices} (or torchrun --nproc-per-node {plan.devices}), or use dp_replicate: {there} "
-            "and zero: 0",
-        )
+    def wait(self) -> Tensor:
+        """Wait for the sum and return it. On a GPU the stream waits, not the host."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            if self._finish is not None:
+                self._finish(self._values)
+        return self._values
 
 
 def make_mesh(plan: Plan, device: torch.device) -> Mesh | None:
@@ -450,177 +280,3 @@ def _same_layers_group(devices: DeviceMesh) -> dist.ProcessGroup:
     groups = [(members, dist.new_group(members, backend=backend)) for members in devices.mesh.flatten(1).tolist()]
     (mine,) = [group for members, group in groups if dist.get_rank() in members]
     return mine
-
-
-def local_device(kind: str) -> torch.device:
-    """The device of this process on its host. A launcher may show each process only its own GPU,
-    which is then GPU 0.
-
-    Raises InputError when more than one GPU is visible, but fewer than there are processes.
-    """
-    if kind != "cuda":
-        return torch.device(kind)
-    number, visible = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if number >= visible > 1:
-        raise InputError(
-            f"process {number} of this host",
-            f"{visible} CUDA devices are visible to it",
-            "start as many processes on a host as it has GPUs, and show each either all of them or its own",
-        )
-    return torch.device(kind, 0 if visible == 1 else number)
-
-
-def copy_to_device(numbers: list[float], device: torch.device) -> Tensor:
-    """An fp32 tensor of `numbers` on `device`, without waiting: a copy from pageable memory would
-    wait for the device's other work.
-    """
-    there = torch.tensor(numbers, dtype=torch.float32)
-    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)
-
-
-@torch.no_grad()
-def broadcast_parameters(model: nn.Module, mesh: Mesh) -> None:
-    """Broadcast the parameters and buffers of the first replica to all others, in place. Models
-    that are initialized at random may differ between processes.
-    """
-    for tensor in (*model.parameters(), *model.buffers()):
-        for axis in DATA:
-            if mesh.size(axis) > 1:
-                dist.broadcast(tensor, group=mesh.group(axis), group_src=0)
-
-
-class ReplicatedBuffers:
-    """Averages over the replicas the buffers that a forward writes, such as BatchNorm's running
-    statistics.
-
-    Each replica computed them from its own samples. After `average`, all have the mean. BatchNorm's
-    buffers are known in advance; the other buffers that a forward writes are found in the first
-    step.
-    """
-
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self._written: list[_BufferRef] = []
-        self._candidates: list[tuple[_BufferRef, Tensor, int]] = []
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is None or not buffer.is_floating_point():
-                    continue
-                if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
-                    self._written.append((module, name))
-                else:
-                    self._candidates.append(((module, name), buffer, buffer._version))
-
-    @property
-    def buffers(self) -> list[Tensor]:
-        """The buffers that are averaged."""
-        found = [module._buffers[name] for module, name in self._written]
-        return [buffer for buffer in found if buffer is not None]
-
-    @torch.no_grad()
-    def average(self, counts: bool = True) -> None:
-        """Set each written buffer to its mean over the replicas.
-
-        counts  whether this replica had samples; False for a server, whose values are left out
-        """
-        self._find_written()
-        for dtype in sorted({buffer.dtype for buffer in self.buffers}, key=str):
-            buffers = [buffer for buffer in self.buffers if buffer.dtype == dtype]
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            if not counts:
-                flat.zero_()
-            self.mesh.all_reduce(flat, DATA).div_(self.mesh.data_rank_and_size[1] * self.mesh.cp)
-            for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-                # safe: no later backward reads these buffers
-                buffer.data.copy_(mean.view(buffer.shape))
-
-    def _find_written(self) -> None:
-        """Add the buffers that any replica has written since this object was made. The replicas
-        agree on them by an all-reduce.
-        """
-        if not self._candidates:
-            return
-        written = [
-            module._buffers[name] is not buffer or buffer._version != version
-            for (module, name), buffer, version in self._candidates
-        ]
-        if active_fake_mode() is None:
-            flags = torch.tensor(written, dtype=torch.int32, device=self._candidates[0][1].device)
-            written = [bool(flag) for flag in self.mesh.all_reduce(flags, DATA, dist.ReduceOp.MAX)]
-        self._written += [place for (place, _, _), changed in zip(self._candidates, written, strict=True) if changed]
-        self._candidates = []
-
-
-def _stride(plan: Plan, axes: tuple[str, ...]) -> tuple[int, int]:
-    """(stride, size) of `axes`: how many ranks are between neighbours along them, and their size.
-
-    axes  axes of AXES, or ("cp",)
-    """
-    sizes = {"tp": plan.tp, "dp_shard": plan.shards, "dp_replicate": plan.replicas, "pp": plan.pp}
-    if axes == ("cp",):
-        sizes = {"tp": plan.tp, "cp": plan.cp}
-    stride = 1
-    for axis, size in sizes.items():
-        if axis == axes[0]:
-            break
-        stride *= size
-    return stride, sizes[axes[0]]
-
-
-def bandwidth(plan: Plan, machine: Machine, axes: tuple[str, ...]) -> float:
-    """The bandwidth in bytes/s with which one device sends along `axes`.
-
-    It is that of the link inside a node if all devices along the axes are in one node, and that of
-    the network otherwise.
-
-    The rings of a collective leave a node through the links of all its devices that take part, each
-    with its share of the bytes. A point-to-point message (pp, cp, or to and from a server) leaves
-    through its own device's link only.
-
-    axes  axes of AXES, or ("cp",)
-    """
-    inside = machine.process_bytes_per_s
-    between = machine.network_bytes_per_s or inside
-    if inside is None or between is None:
-        return DEFAULT_BYTES_PER_S
-    stride, size = _stride(plan, axes)
-    if stride * size <= machine.devices_per_node:
-        return inside.value
-    alone = axes[0] in ("pp", "cp") or plan.servers
-    taking_part = 1 if alone else max(machine.devices_per_node // stride, 1)
-    return min(between.value * taking_part, max(inside.value, between.value))
-
-
-def latency(plan: Plan, machine: Machine, axes: tuple[str, ...], rounds: int) -> float:
-    """The seconds that one call along `axes` takes however few bytes it sends.
-
-    rounds  how many times a collective passes the ring: once for an all-gather or reduce-scatter,
-            twice for an all-reduce. Point-to-point messages (pp, cp, or to and from a server) pass
-            one link
-    """
-    inside = machine.process_latency_s.value if machine.process_latency_s else 0.0
-    between = machine.network_latency_s.value if machine.network_latency_s else inside
-    start = machine.call_s.value if machine.call_s else 0.0
-    stride, size = _stride(plan, axes)
-    # how many devices along the axis are in one node
-    within = max(machine.devices_per_node // stride, 1)
-    if axes[0] in ("pp", "cp") or plan.servers:
-        return start + (inside if stride * size <= machine.devices_per_node else between)
-    nodes = math.ceil(size / within)
-    return start + rounds * ((size - nodes) * inside + (nodes - 1) * between)
-
-
-def message(
-    name: str, size: float, plan: Plan, machine: Machine, axes: tuple[str, ...], calls: float = 1, rounds: int = 1
-) -> Message:
-    """The cost of communication along `axes` in a step, as the ledger records it.
-
-    It overlaps with computation on a GPU. On a CPU it does not, because the CPU itself has to do
-    it.
-
-    size    the bytes that each device sends in a step
-    calls   into how many calls they are divided
-    rounds  as for `latency`
-    """
-    waits = calls * latency(plan, machine, axes, rounds)
-    return Message(name, size, bandwidth(plan, machine, axes), overlaps=machine.device == "cuda", latency_s=waits)

@@ -2,7 +2,7 @@
 
 Processes on a single host listen on its loopback interface only. Processes on several hosts listen
 on the interface that the user named. Without a name they listen on the interface that has the
-address of the first process (MASTER_ADDR). `join` (the mesh module) and the commands that start
+address of the first process (MASTER_ADDR). `join` (the module processes) and the commands that start
 processes call this module.
 """
 

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 import torch
 
-from tightfit.distributed.mesh import local_device, make_mesh
+from tightfit.distributed.mesh import make_mesh
+from tightfit.distributed.processes import local_device
 from tightfit.engine.rng import seed_all
 from tightfit.job import Job, LossSpec
 from tightfit.machine import Machine

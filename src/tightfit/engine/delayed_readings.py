@@ -150,4 +150,4 @@ class StepTimer:
         return event
 
 
-__all__ = ["StepTimer", "begin_reading", "read_all", "read_late"]
+__all__ = ["Reading", "StepTimer", "begin_reading", "read_all", "read_late"]

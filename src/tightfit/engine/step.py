@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointError
 
-from tightfit.distributed.mesh import AXES, DATA, Mesh
-from tightfit.engine.delayed_readings import begin_reading, read_late
+from tightfit.distributed.mesh import AXES, DATA, Mesh, PendingSum
+from tightfit.engine.delayed_readings import Reading, begin_reading, read_late
 from tightfit.errors import InputError
 from tightfit.methods import optimizer_states
 from tightfit.methods.compile import naming_compiler_failures
@@ -85,36 +85,64 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
     note_activity("forward and backward", step)
     real = [batch for batch in micro_batches if not isinstance(batch, DummyMicroBatch)]
     counts = [sum(map(count, real)) for count in (run.objective.count, sample_count, processed_count)]
-    counted = all_reduce_counts(run, counts)
+    sums = CountSums(run, counts)
     learning_rate = run.learning_rate(step)
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate
     with naming_compiler_failures(run.plan):
-        losses = accumulate(run, micro_batches, lambda: counted()[0])
+        losses = accumulate(run, micro_batches, lambda: sums.wait()[0])
     norm, finite = update(run)
-    figures: dict[str, float | torch.Tensor] = {"loss": losses(), "finite": finite}
+    figures: dict[str, float | torch.Tensor] = {"loss": losses.wait(), "finite": finite}
     if norm is not None:
         figures["norm"] = norm
     cp = run.mesh.cp if run.mesh is not None else 1
-    items, samples, processed = counted()
+    items, samples, processed = sums.wait()
     if run.executor is not None and run.executor.counted is not None:
         (items, samples, processed), cp = run.executor.counted, 1
-    read = begin_reading({**figures, "items": items, "samples": samples, "processed": processed})
-
-    def late(value: Callable[[dict[str, float]], Any]) -> Any:
-        return lambda: value(read())
-
+    figures.update(items=items, samples=samples, processed=processed)
+    # a Step may have functions in place of figures: see `read_late`
+    late: Any = _LateFigures(begin_reading(figures), cp)
     return Step(
         step=step,
-        loss=late(lambda figures: figures["loss"] / max(figures["items"], 1)),
+        loss=late.loss,
         learning_rate=learning_rate,
-        gradient_norm=None if norm is None else late(lambda figures: figures["norm"]),
-        samples=late(lambda figures: int(figures["samples"]) // cp),  # each cp rank counts it
-        items=late(lambda figures: int(figures["items"])),
-        processed=late(lambda figures: int(figures["processed"])),
-        skipped=late(lambda figures: not figures["finite"]),
+        gradient_norm=None if norm is None else late.gradient_norm,
+        samples=late.samples,
+        items=late.items,
+        processed=late.processed,
+        skipped=late.skipped,
         staleness=max(run.executor.staleness, default=None) if run.executor is not None else None,
     )
+
+
+class _LateFigures:
+    """The figures of a step. Each method waits until the device has computed them.
+
+    read  waits for the figures by name
+    cp    how many ranks count the same samples
+    """
+
+    def __init__(self, read: Reading, cp: int) -> None:
+        self._read, self._cp = read, cp
+
+    def loss(self) -> float:
+        figures = self._read()
+        return figures["loss"] / max(figures["items"], 1)
+
+    def gradient_norm(self) -> float:
+        return self._read()["norm"]
+
+    def samples(self) -> int:
+        return int(self._read()["samples"]) // self._cp
+
+    def items(self) -> int:
+        return int(self._read()["items"])
+
+    def processed(self) -> int:
+        return int(self._read()["processed"])
+
+    def skipped(self) -> bool:
+        return not self._read()["finite"]
 
 
 def with_fields(step: Step, **fields: Any) -> Step:
@@ -125,28 +153,35 @@ def with_fields(step: Step, **fields: Any) -> Step:
     return Step(**{**vars(step), **fields})
 
 
-def all_reduce_counts(run: Run, counts: list[int]) -> Callable[[], list[int] | list[torch.Tensor]]:
-    """Start to all-reduce integers over the data-parallel ranks; returns a callable that waits for
-    the sums.
+class CountSums:
+    """Integers that are summed over the data-parallel ranks while the device computes.
 
     On CUDA the sums stay on the device, because reading one would make the host wait for all work
     that the device was given.
     """
-    if run.mesh is None or runs_unsynchronized(run) or all(run.mesh.size(axis) == 1 for axis in DATA):
-        return lambda: counts
-    numbers = torch.tensor(counts)
-    if run.device.type == "cuda":  # a copy from pageable memory would block
-        numbers = numbers.pin_memory().to(run.device, non_blocking=True)
-        sums = run.mesh.begin_all_reduce(numbers, DATA)
-        return cache(lambda: list(sums().unbind()))
-    sums = run.mesh.begin_all_reduce(numbers, DATA)
-    return cache(lambda: [int(count) for count in sums()])
+
+    def __init__(self, run: Run, counts: list[int]) -> None:
+        self._counts = counts
+        self._sums: PendingSum | None = None  # None: this device's counts are the sums
+        self._on_device = run.device.type == "cuda"
+        if run.mesh is None or runs_unsynchronized(run) or all(run.mesh.size(axis) == 1 for axis in DATA):
+            return
+        numbers = torch.tensor(counts)
+        if self._on_device:  # a copy from pageable memory would block
+            numbers = numbers.pin_memory().to(run.device, non_blocking=True)
+        self._sums = run.mesh.begin_all_reduce(numbers, DATA)
+
+    def wait(self) -> list[int] | list[torch.Tensor]:
+        if self._sums is None:
+            return self._counts
+        sums = self._sums.wait()
+        return list(sums.unbind()) if self._on_device else [int(count) for count in sums]
 
 
-def _begin_sum(run: Run, loss: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Start to all-reduce the loss over all devices; returns a callable that waits for the sum."""
+def _begin_sum(run: Run, loss: torch.Tensor) -> PendingSum:
+    """Start to all-reduce the loss over all devices."""
     if run.mesh is None or (run.executor is not None and run.executor.unsynchronized):
-        return lambda: loss
+        return PendingSum(loss)
     return run.mesh.begin_all_reduce(loss, (*DATA, "pp"))
 
 
@@ -156,27 +191,19 @@ def runs_unsynchronized(run: Run) -> bool:
     return run.executor is not None and run.executor.unsynchronized and not run.executor.loss_delay
 
 
-def accumulate(
-    run: Run, micro_batches: list[Batch], items: Callable[[], int | torch.Tensor]
-) -> Callable[[], torch.Tensor]:
+def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int | torch.Tensor]) -> PendingSum:
     """Accumulate into .grad the gradients of the mean loss over all items of the step.
 
-    Returns a callable that waits for the all-reduced loss. The all-reduce starts after the last
-    forward. A loss scale multiplies the mean before backward, so that 16-bit gradients of a step
-    with many items do not vanish.
+    Returns the sum of the loss over all devices, which is on its way: its all-reduce starts after
+    the last forward. A loss scale multiplies the mean before backward, so that 16-bit gradients of
+    a step with many items do not vanish.
 
     items  returns the number of items of the step on all devices; it is called after the first
            forward, so that its all-reduce overlaps with that forward
     """
 
-    def scale() -> float | torch.Tensor:
-        whole, count = run.loss_scale.factor if run.loss_scale else 1.0, items()
-        if isinstance(count, torch.Tensor):  # fp64, as on the host: the gradient is rounded once
-            return whole / count.clamp(min=1).double()
-        return whole / max(count, 1)
-
     if run.executor is not None:
-        return _begin_sum(run, run.executor.accumulate(run, micro_batches, scale()))
+        return _begin_sum(run, run.executor.accumulate(run, micro_batches, _loss_factor(run, items())))
     total = torch.zeros((), device=run.device)
     coming = device_batches(micro_batches, run)
     for number, batch in enumerate(micro_batches):
@@ -187,16 +214,25 @@ def accumulate(
             run.reduction.begin(last)
         with _compiled_indices_named(run):
             loss = run.loss_sum(next(coming))
-        share = scale()  # a collective: dummy micro-batches call it, too
+        factor = _loss_factor(run, items())  # `items` is a collective: dummy micro-batches call it
         if counts:
             total += loss.detach()
         if last:
             losses = _begin_sum(run, total)
         with _recomputation_named(run):
-            (loss * (share if counts else 0.0)).backward()
+            (loss * (factor if counts else 0.0)).backward()
         if run.reduction is not None:
             run.reduction.end(last)
     return losses
+
+
+def _loss_factor(run: Run, items: int | torch.Tensor) -> float | torch.Tensor:
+    """What a micro-batch's loss, a sum over its items, is multiplied by before backward: the loss
+    scale, over the items of the whole step."""
+    scale = run.loss_scale.factor if run.loss_scale else 1.0
+    if isinstance(items, torch.Tensor):  # fp64, as on the host: the gradient is rounded once
+        return scale / items.clamp(min=1).double()
+    return scale / max(items, 1)
 
 
 @contextmanager
@@ -340,31 +376,33 @@ def holds_everywhere(run: Run, holds: bool | torch.Tensor) -> bool | torch.Tenso
 
 def all_reduce_max(run: Run, number: int) -> int:
     """The largest of all devices' numbers. Waits for it."""
-    return int(_begin_greatest(run, number)()["greatest"])
+    return int(_begin_max(run, number)()["largest"])
 
 
-def _begin_greatest(run: Run, number: int) -> Callable[[], dict[str, float]]:
+def _begin_max(run: Run, number: int) -> Reading:
+    """Start to find the largest of all devices' numbers."""
     if run.mesh is None:
-        return begin_reading({"greatest": number})
+        return begin_reading({"largest": number})
     there = torch.full((), number, device=run.device)  # a copy from the host would block
-    return begin_reading({"greatest": run.mesh.all_reduce(there, AXES, dist.ReduceOp.MAX)})
+    return begin_reading({"largest": run.mesh.all_reduce(there, AXES, dist.ReduceOp.MAX)})
 
 
-def make_stop_poll(run: Run) -> Callable[[int], int]:
-    """Returns a function that is called once a step with this device's number and returns the
-    largest number of all devices, the same on each of them.
+class StopPoll:
+    """Finds, once a step, the largest of all devices' numbers: the same on each device.
 
-    On several CUDA devices it returns the answer of the step before, so that no device waits.
+    On several CUDA devices it finds that of the step before, so that no device waits.
     """
-    if run.mesh is None or run.device.type != "cuda":
-        return partial(all_reduce_max, run)
-    asked: list[Callable[[], dict[str, float]]] = [begin_reading({"greatest": 0})]
 
-    def ask(number: int) -> int:
-        asked.append(_begin_greatest(run, number))
-        return int(asked.pop(0)()["greatest"])
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._is_late = run.mesh is not None and run.device.type == "cuda"
+        self._before = begin_reading({"largest": 0})
 
-    return ask
+    def largest(self, number: int) -> int:
+        if not self._is_late:
+            return all_reduce_max(self._run, number)
+        before, self._before = self._before, _begin_max(self._run, number)
+        return int(before()["largest"])
 
 
 def clip(run: Run, limit: float) -> torch.Tensor:

@@ -122,38 +122,39 @@ class Observer:
     def record(self, machine: Machine) -> Record:
         """The Record of the training so far. On several devices all of them call it."""
         run, timed, peak = self.run, self.timed, self._largest_peak()
-        seconds = [step.seconds for step in timed]
-        median = statistics.median(seconds) if seconds else None
-        per_s = statistics.median(self.items(step) / step.seconds for step in timed) if timed else None
-        samples = statistics.median(step.samples / step.seconds for step in timed) if timed else None
-        first = self.steps[0].seconds if self.steps else None
-        compiled = run.plan.compile != "none" and first is not None and median is not None
-        reserved = torch.cuda.max_memory_reserved(run.device) if run.device.type == "cuda" else None
+        median_s = statistics.median(step.seconds for step in timed) if timed else None
+        items_per_s = statistics.median(self.items(step) / step.seconds for step in timed) if timed else None
+        samples_per_s = statistics.median(step.samples / step.seconds for step in timed) if timed else None
+        utilization = self.flops_per_step, median_s, machine, run.plan.precision, run.plan.devices
         return Record(
             job=json.loads(run.job.to_json()),
             plan=run.plan,
             machine=machine,
             code=code_version(),
-            step_s=seconds,
-            tokens_per_s=per_s if self.unit == "tokens" else None,
-            samples_per_s=samples,
+            step_s=[step.seconds for step in timed],
+            tokens_per_s=items_per_s if self.unit == "tokens" else None,
+            samples_per_s=samples_per_s,
             peak_bytes=PeakBytes(
                 measured=peak.total if peak else None,
-                reserved=reserved,
+                reserved=torch.cuda.max_memory_reserved(run.device) if run.device.type == "cuda" else None,
                 process=process_peak_bytes(),
                 rows=peak.rows if peak else {},
             ),
-            mfu=mfu(self.flops_per_step, median, machine, run.plan.precision, run.plan.devices),
-            matrix_utilization=matrix_utilization(
-                self.flops_per_step, median, machine, run.plan.precision, run.plan.devices
-            ),
-            compile_s=max(first - median, 0.0) if compiled and first is not None and median is not None else None,
+            mfu=mfu(*utilization),
+            matrix_utilization=matrix_utilization(*utilization),
+            compile_s=self._compile_s(median_s),
             loss=[(step.step + 1, step.loss if math.isfinite(step.loss) else None) for step in self.steps],
             skipped_steps=sum(step.skipped for step in self.steps),
             damaged_samples=run.data.damaged,
             parameters=parameter_count(run),
             attention=self.attention,
         )
+
+    def _compile_s(self, median_s: float | None) -> float | None:
+        """What the first step took longer than the median step, if it compiled."""
+        if self.run.plan.compile == "none" or not self.steps or median_s is None:
+            return None
+        return max(self.steps[0].seconds - median_s, 0.0)
 
 
 def _middle(ordered: list[float]) -> float:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tightfit.distributed.mesh import check_world, is_rank_zero, join
+from tightfit.distributed.processes import check_world, is_rank_zero, join
 from tightfit.engine.build import build
 from tightfit.engine.loop import train
 from tightfit.engine.pipeline_check import check_split

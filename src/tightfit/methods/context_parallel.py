@@ -30,7 +30,7 @@ from functools import partial
 from torch import nn
 
 from tightfit.cost.ledger import Ledger
-from tightfit.distributed.mesh import message
+from tightfit.distributed.links import message
 from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.models import task_of

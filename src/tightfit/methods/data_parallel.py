@@ -26,7 +26,9 @@ from torch import Tensor, nn
 
 from tightfit.cost.entries import BucketedReduction
 from tightfit.cost.ledger import Ledger
-from tightfit.distributed.mesh import Mesh, ReplicatedBuffers, broadcast_parameters, message
+from tightfit.distributed.links import message
+from tightfit.distributed.mesh import Mesh
+from tightfit.distributed.replicas import ReplicatedBuffers, broadcast_parameters
 from tightfit.machine import Machine
 from tightfit.parallel.gradient_buckets import AllReducedGradients, bucket_bytes, gradients_filled
 from tightfit.plan import Plan

@@ -414,41 +414,55 @@ def _sum_and_gradients(
     for_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
     loss = torch.zeros((), dtype=wide, device=hidden.device)
 
-    def compute_chunk(
-        here: slice,
-    ) -> None:  # a function, so that a chunk's tensors are freed before the next chunk's logits
+    # a function, so that a chunk's tensors are freed before the next chunk's logits
+    def compute_chunk(here: slice) -> None:
         nonlocal for_weight
         if which is None:
             rows, labels = hidden[here].to(dtype), targets[here]
         else:
             rows, labels = hidden.index_select(0, which[here]).to(dtype), targets.index_select(0, which[here])
         logits = linear(rows, narrow_weight, narrow_bias, kernels.pads)
-        if divided is not None:
-            part, gradient = vocab_parallel_cross_entropy_with_gradient(logits, labels, *divided)
-        elif kernels.fused is not None and any(wanted):
-            part, gradient = kernels.fused(logits, labels), logits
-        else:
-            part, gradient = cross_entropy_with_gradient(logits, labels, kernels.rows)
+        part, gradient = _chunk_loss(logits, labels, kernels, divided, any(wanted))
         loss.add_(part)
         counts = (labels != IGNORED).to(dtype).unsqueeze(1)
         if for_hidden is not None:
             torch.mm(gradient, narrow_weight, out=for_hidden[here]).mul_(counts)
         if wanted[1]:
             rows = rows * counts
-        if wanted[1] and one:
-            for_weight = gradient.t() @ rows
-        elif for_weight is not None and dtype == wide:
-            torch.addmm(for_weight, gradient.t(), rows, out=for_weight)
-        elif for_weight is not None and adds:
-            add_product(gradient.t(), rows, for_weight, here.start == 0)
-        elif for_weight is not None:
-            for_weight += gradient.t() @ rows
+            if for_weight is None or one:
+                for_weight = gradient.t() @ rows
+            else:
+                _add_weight_gradient(for_weight, gradient.t(), rows, adds, here.start == 0)
         if for_bias is not None:
             for_bias.add_((gradient.t() @ counts).squeeze(1))
 
     for start in repeated_iterations(range(0, count, chunk)):
         compute_chunk(slice(start, start + chunk))
     return loss, (for_hidden, for_weight, for_bias)
+
+
+def _chunk_loss(
+    logits: Tensor, labels: Tensor, kernels: LossKernels, divided: VocabularyShard | None, learning: bool
+) -> tuple[Tensor, Tensor]:
+    """The summed loss of a chunk, and its gradient for the logits, which may overwrite them."""
+    if divided is not None:
+        return vocab_parallel_cross_entropy_with_gradient(logits, labels, *divided)
+    if kernels.fused is not None and learning:
+        return kernels.fused(logits, labels), logits
+    return cross_entropy_with_gradient(logits, labels, kernels.rows)
+
+
+def _add_weight_gradient(total: Tensor, left: Tensor, right: Tensor, fused: bool, first: bool) -> None:
+    """Add the product of a chunk to the weight's gradient, in place.
+
+    fused  whether one kernel multiplies and adds in fp32. Then the first product overwrites `total`
+    """
+    if left.dtype == total.dtype:
+        torch.addmm(total, left, right, out=total)
+    elif fused:
+        add_product(left, right, total, first)
+    else:
+        total += left @ right
 
 
 def cross_entropy_with_gradient(logits: Tensor, labels: Tensor, rows: int = ROWS_IN_CACHE) -> tuple[Tensor, Tensor]:

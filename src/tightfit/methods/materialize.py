@@ -30,7 +30,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tightfit.cost.ledger import Ledger
-from tightfit.distributed.mesh import Mesh, move_shards_to_meta, shard_parameter, unshard_parameter
+from tightfit.distributed.mesh import Mesh
+from tightfit.distributed.sharding import move_shards_to_meta, shard_parameter, unshard_parameter
 from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Machine
@@ -59,36 +60,43 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     materialize=device: the weights in their final type; on a CPU also one of them in fp32.
     materialize=host: all weights in fp32, which are moved and then cast one by one.
     """
-    kept = [parameter.bytes for parameter in ledger.parameters]
-    single = [max(4 * parameter.count, parameter.bytes) for parameter in ledger.parameters]
-    narrow = [(size, whole) for size, whole in zip(kept, single, strict=True) if size < whole]
-    cast, staged = max((size for size, _ in narrow), default=0), max((whole for _, whole in narrow), default=0)
-    held = sum(kept)
-    if plan.zero == 3 and plan.materialize == "device":  # its shards, and one full parameter
-        held = math.ceil(held / plan.shards) + max(kept, default=0)
-    # parameters stay in the store
-    if "parameters" in plan.offload and plan.materialize == "device":
-        held = 0
-    if plan.pp > 1 and plan.materialize == "device":
-        pieces = stage_ranges(plan, ledger.blocks)
+    stored = [parameter.bytes for parameter in ledger.parameters]
+    single = [max(4 * parameter.count, parameter.bytes) for parameter in ledger.parameters]  # in fp32
+    cast = [(size, whole) for size, whole in zip(stored, single, strict=True) if size < whole]
+    on_gpu = machine.device == "cuda"
+    if plan.materialize == "device":
+        # on a CPU, a parameter that is cast exists twice
+        on_device = _kept_bytes(ledger, plan) + (0 if on_gpu else max((whole for _, whole in cast), default=0))
+        on_host = float(max(single, default=0) + SLACK_BYTES) if on_gpu else 0.0
+    else:
+        on_device = sum(single) + max((size for size, _ in cast), default=0)
+        on_host = float(sum(single)) if on_gpu else 0.0
+    if on_gpu and "parameters" in plan.offload:
+        on_device = 0
+    return replace(
+        ledger,
+        phases={**ledger.phases, "materialize": float(on_device)},
+        passing={**ledger.passing, "materialize": on_host},
+    )
+
+
+def _kept_bytes(ledger: Ledger, plan: Plan) -> int:
+    """Bytes of the parameters that a device keeps when it creates the model itself."""
+    if "parameters" in plan.offload:  # they stay in the store
+        return 0
+    sizes = [parameter.bytes for parameter in ledger.parameters]
+    kept = sum(sizes)
+    if plan.zero == 3:  # its shards, and one full parameter
+        kept = math.ceil(kept / plan.shards) + max(sizes, default=0)
+    if plan.pp > 1:
+        stages = stage_ranges(plan, ledger.blocks)
         own = [
             parameter.bytes
             for parameter in ledger.parameters
-            if any(piece % plan.pp == ledger.device for piece in stages_using(parameter.places, pieces))
+            if any(stage % plan.pp == ledger.device for stage in stages_using(parameter.places, stages))
         ]
-        held = math.ceil(held * sum(own) / max(sum(kept), 1))
-    on_device = held + (staged if machine.device == "cpu" else 0)
-    most = on_device if plan.materialize == "device" else sum(single) + cast
-    on_host = 0.0 if machine.device == "cpu" else float(max(single, default=0) + SLACK_BYTES)
-    if machine.device == "cuda" and plan.materialize == "host":
-        on_host = float(sum(single))
-    if machine.device == "cuda" and "parameters" in plan.offload:
-        most = 0
-    return replace(
-        ledger,
-        phases={**ledger.phases, "materialize": float(most)},
-        passing={**ledger.passing, "materialize": on_host},
-    )
+        kept = math.ceil(kept * sum(own) / max(sum(sizes), 1))
+    return kept
 
 
 def enabled(plan: Plan) -> bool:

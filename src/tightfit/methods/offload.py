@@ -26,7 +26,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -88,123 +88,202 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """Remove the named data from the device's memory, and add the copies that replace it as
     messages.
     """
-    on_disk = plan.offload_to == "disk"
-    link = machine.host_to_device_bytes_per_s.value if machine.host_to_device_bytes_per_s else HOST_BYTES_PER_S
-    rate = DISK_BYTES_PER_S if on_disk else link
-    buffer_bytes = float if on_disk else _pinned
-    apart, gathers = machine.device == "cuda", uses_fully_shard(plan, machine.device)
-    part = 1.0 / (plan.pp * (plan.shards if plan.zero else 1))  # this device's share of the states
-    moves: list[tuple[str, float, str, str]] = []  # data, bytes per step, phase, direction
-    held: dict[str, float] = {}  # bytes in the store
-    updates, parameters, training = ledger.updates, ledger.parameters, ledger.training
-    trained = {parameter.name: parameter.bytes for parameter in parameters if parameter.trainable}
-    whole, steps = part * sum(trained.values()), ledger.micro_batches
-    # bytes copied to the device for each update, and below, those copied back
-    comes = dict.fromkeys(updates, 0)
-    leaves = dict.fromkeys(updates, 0)
-    if "states" in plan.offload:
-        size = part * sum(update.state_bytes for update in updates.values())
-        moves += [("states", size, "update", way) for way in ("in", "out")]
-        # mostly two moments per parameter
-        held["states"] = sum(2 * buffer_bytes(part * update.state_bytes / 2) for update in updates.values())
-        if apart:  # a CPU updates them where they are mapped
-            comes = {name: update.state_bytes for name, update in updates.items()}
-            leaves = dict(comes)
-        updates = {name: replace(update, state_bytes=0, unpacked_bytes=0) for name, update in updates.items()}
-    if "gradients" in plan.offload:
-        moves += [("gradients", (2.0 * steps - 1) * whole, "backward", "out"), ("gradients", whole, "update", "in")]
-        held["gradients"] = sum(buffer_bytes(part * size) for size in trained.values())
-    if "parameters" in plan.offload:
-        if apart:
-            moves += [("parameters", steps * whole, phase, "in") for phase in ("forward", "backward")]
-        moves += [("parameters", whole, "update", way) for way in ("in", "out")]
-        held["parameters"] = sum(buffer_bytes(part * size) for size in trained.values())
-        if gathers and plan.zero < 3:
-            ledger = replace(ledger, sharded_parameters=sharded_parameters(ledger, plan, low_precision_names(ledger)))
-        if plan.zero < 3:
-            parameters = tuple(replace(p, bytes=0) if p.trainable else p for p in parameters)
-    if apart:
-        words = [word for word in ("parameters", "gradients") if word in plan.offload]
-        comes = {name: size + len(words) * trained.get(name, 0) for name, size in comes.items()}
-        if "parameters" in words:
-            leaves = {name: size + trained.get(name, 0) for name, size in leaves.items()}
-    updates = {name: replace(update, comes=comes[name], leaves=leaves[name]) for name, update in updates.items()}
-    if "activations" in plan.offload:
-        training, size = _offload_activations(training, ledger.micro_batch, apart, divided=plan.pp > 1)
-        moves += [
-            ("activations", size * steps / plan.pp, phase, way)
-            for phase, way in (("forward", "out"), ("backward", "in"))
-        ]
-        held["activations"] = size
-    waits = set[str]()
-    if gathers and plan.shards == 1:  # fully_shard then accumulates gradients without overlap
-        waits.add("gradients backward")
-    if plan.update_in_backward:
-        waits |= {f"{name} update" for name, *_ in moves}
-    messages = [
-        Message(name, size, rate, apart and not on_disk and f"{name} {phase}" not in waits, during=phase, way=way)
-        for name, size, phase, way in moves
-        if size
-    ]
-    elsewhere = {f"offloaded {name}": size for name, size in held.items()}
-    return replace(
-        ledger,
-        host=ledger.host if on_disk else {**ledger.host, **elsewhere},
-        disk={**ledger.disk, **elsewhere} if on_disk else ledger.disk,
-        updates=updates,
-        parameters=parameters,
-        training=training,
-        messages=(*ledger.messages, *messages),
-        takes_gradients="gradients" in plan.offload and not gathers,
-    )
+    place = _Place(plan, machine)
+    for name in plan.offload:
+        offloaded = _OFFLOADS[name](ledger, place)
+        messages = [place.message(name, copy) for copy in offloaded.copies if copy.bytes]
+        stored = {f"offloaded {name}": offloaded.stored}
+        ledger = replace(
+            offloaded.ledger,
+            messages=(*ledger.messages, *messages),
+            host=ledger.host if place.on_disk else {**ledger.host, **stored},
+            disk={**ledger.disk, **stored} if place.on_disk else ledger.disk,
+        )
+    return ledger
 
 
-def _pinned(size: float) -> float:
-    """Bytes of a page-locked buffer for `size` bytes: torch rounds up to a power of two."""
-    return 2.0 ** math.ceil(math.log2(size)) if size >= 1 else 0.0
+@dataclass(frozen=True)
+class _Copy:
+    """A copy between the device and the store.
 
-
-def _offload_activations(
-    training: tuple[Segment, ...], samples: int, apart: bool, divided: bool
-) -> tuple[tuple[Segment, ...], float]:
-    """The recorded step with offloaded activations, and how many bytes are offloaded.
-
-    Saved buffers are freed at the end of their forward segment, and allocated again before backward
-    frees them (on a device that can use them where they are mapped, they are not allocated again).
-    divided: the segments may run on several devices.
+    bytes   bytes in a step
+    during  the work that it overlaps with: forward, backward or update
+    way     in (to the device) or out
     """
-    saved = {
-        buffer
-        for segment in training
-        if segment.phase == "backward"
-        for buffer, sign in segment.timeline.events
-        if sign < 0 and buffer.row == "activations" and buffer.size.at(samples) > MIN_OFFLOAD_BYTES
-    }
-    for segment in training:
-        if segment.phase == "backward":  # allocated in backward, as in a recomputation
-            saved.difference_update(segment.timeline.allocated)
-    size, largest = 0.0, 0.0
-    forward: list[Segment] = []
-    for segment in training:
-        timeline = segment.timeline
-        leaving: list[Buffer] = []
-        if segment.phase == "forward":
-            gone = timeline.freed
-            leaving = [buffer for buffer in timeline.allocated if buffer in saved and buffer not in gone]
-            sizes = [buffer.size.at(samples) for buffer in leaving]
-            size, largest = size + sum(sizes), max(largest, *sizes, 0.0)
-        events = (*timeline.events, *((buffer, -1) for buffer in leaving))
-        forward.append(replace(segment, timeline=replace(timeline, events=events)))
-    backward = [number for number, segment in enumerate(forward) if segment.phase != "forward"]
-    stretches = [forward[number].timeline.events for number in backward]
-    if not apart:
-        found = [tuple(event for event in events if event[0] not in saved) for events in stretches]
+
+    bytes: float
+    during: str
+    way: str
+
+
+@dataclass(frozen=True)
+class _Offloaded:
+    """What offloading one kind of data costs.
+
+    ledger  without this data in the device's memory
+    stored  bytes in the store
+    copies  what is copied instead
+    """
+
+    ledger: Ledger
+    stored: float
+    copies: list[_Copy]
+
+
+class _Place:
+    """Where a plan's offloaded data is.
+
+    on_disk    whether it is in files; else in host memory
+    is_copied  whether the device works on copies in its own memory. A CPU works on the data where
+               it is mapped
+    gathers    whether fully_shard copies parameters to the device for each block
+    share      this device's share of all parameters, gradients and states
+    """
+
+    def __init__(self, plan: Plan, machine: Machine) -> None:
+        self.plan = plan
+        self.on_disk = plan.offload_to == "disk"
+        self.is_copied = machine.device == "cuda"
+        self.gathers = uses_fully_shard(plan, machine.device)
+        self.share = 1.0 / (plan.pp * (plan.shards if plan.zero else 1))
+        link = machine.host_to_device_bytes_per_s
+        host_rate = link.value if link else HOST_BYTES_PER_S
+        self.bytes_per_s = DISK_BYTES_PER_S if self.on_disk else host_rate
+
+    def stored_bytes(self, size: float) -> float:
+        """Bytes that a tensor of `size` bytes takes in the store. For a page-locked buffer, torch
+        rounds up to a power of two."""
+        if self.on_disk:
+            return size
+        return 2.0 ** math.ceil(math.log2(size)) if size >= 1 else 0.0
+
+    def message(self, name: str, copy: _Copy) -> Message:
+        overlaps = self.is_copied and not self.on_disk
+        if name == "gradients" and copy.during == "backward" and self.gathers and self.plan.shards == 1:
+            overlaps = False  # fully_shard then waits for each gradient that it adds
+        if copy.during == "update" and self.plan.update_in_backward:
+            overlaps = False
+        return Message(name, copy.bytes, self.bytes_per_s, overlaps, during=copy.during, way=copy.way)
+
+
+def _offload_states(ledger: Ledger, place: _Place) -> _Offloaded:
+    sizes = {name: update.state_bytes for name, update in ledger.updates.items()}
+    moved = place.share * sum(sizes.values())
+    # mostly two moments per parameter
+    stored = sum(2 * place.stored_bytes(place.share * size / 2) for size in sizes.values())
+    updates = {name: replace(update, state_bytes=0, unpacked_bytes=0) for name, update in ledger.updates.items()}
+    ledger = replace(ledger, updates=updates)
+    if place.is_copied:
+        ledger = _copied_for_updates(ledger, sizes, returns=True)
+    return _Offloaded(ledger, stored, [_Copy(moved, "update", way) for way in ("in", "out")])
+
+
+def _offload_gradients(ledger: Ledger, place: _Place) -> _Offloaded:
+    sizes = _trainable_bytes(ledger)
+    moved = place.share * sum(sizes.values())
+    stored = sum(place.stored_bytes(place.share * size) for size in sizes.values())
+    # each micro-batch but the first also copies the sum of the earlier ones
+    copies = [_Copy((2.0 * ledger.micro_batches - 1) * moved, "backward", "out"), _Copy(moved, "update", "in")]
+    if place.is_copied:
+        ledger = _copied_for_updates(ledger, sizes, returns=False)
+    return _Offloaded(replace(ledger, takes_gradients=not place.gathers), stored, copies)
+
+
+def _offload_parameters(ledger: Ledger, place: _Place) -> _Offloaded:
+    sizes, plan = _trainable_bytes(ledger), place.plan
+    moved = place.share * sum(sizes.values())
+    stored = sum(place.stored_bytes(place.share * size) for size in sizes.values())
+    copies = [_Copy(moved, "update", way) for way in ("in", "out")]
+    if place.is_copied:
+        gathered = ledger.micro_batches * moved
+        copies = [*(_Copy(gathered, phase, "in") for phase in ("forward", "backward")), *copies]
+        ledger = _copied_for_updates(ledger, sizes, returns=True)
+    if plan.zero < 3:  # else `zero` shards them and counts what is left
+        if place.gathers:
+            ledger = replace(ledger, sharded_parameters=sharded_parameters(ledger, plan, low_precision_names(ledger)))
+        parameters = tuple(replace(p, bytes=0) if p.trainable else p for p in ledger.parameters)
+        ledger = replace(ledger, parameters=parameters)
+    return _Offloaded(ledger, stored, copies)
+
+
+def _offload_activations(ledger: Ledger, place: _Place) -> _Offloaded:
+    """Saved buffers are freed at the end of their forward segment, and allocated again before
+    backward frees them. A device that uses them where they are mapped does not allocate them again.
+    """
+    samples, plan = ledger.micro_batch, place.plan
+    saved = _saved_for_backward(ledger.training, samples)
+    leaving = [_left_by_forward(segment, saved) for segment in ledger.training]
+    sizes = [[buffer.size.at(samples) for buffer in buffers] for buffers in leaving]
+    training = [_then_freed(*one) for one in zip(ledger.training, leaving, strict=True)]
+    backward = [number for number, segment in enumerate(training) if segment.phase != "forward"]
+    stretches = [training[number].timeline.events for number in backward]
+    if place.is_copied:
+        prefetch = _Prefetch(saved, samples, max_prefetch_bytes(max(itertools.chain(*sizes), default=0.0)))
+        # the segments of a pipeline may run on several devices
+        parts = [stretches] if plan.pp == 1 else [[events] for events in stretches]
+        stretches = [events for part in parts for events in prefetch.with_returns(part)]
     else:
-        ahead = _Prefetch(saved, samples, max_prefetch_bytes(largest))
-        found = ahead.with_returns(stretches) if not divided else [ahead.with_returns([one])[0] for one in stretches]
-    for number, events in zip(backward, found, strict=True):
-        forward[number] = replace(forward[number], timeline=replace(forward[number].timeline, events=events))
-    return tuple(forward), size
+        stretches = [tuple(event for event in events if event[0] not in saved) for events in stretches]
+    for number, events in zip(backward, stretches, strict=True):
+        training[number] = _with_events(training[number], events)
+    total = sum(map(sum, sizes), 0.0)
+    moved = total * ledger.micro_batches / plan.pp
+    copies = [_Copy(moved, "forward", "out"), _Copy(moved, "backward", "in")]
+    return _Offloaded(replace(ledger, training=tuple(training)), total, copies)
+
+
+_OFFLOADS: dict[str, Callable[[Ledger, _Place], _Offloaded]] = {
+    "states": _offload_states,
+    "gradients": _offload_gradients,
+    "parameters": _offload_parameters,
+    "activations": _offload_activations,
+}
+
+
+def _trainable_bytes(ledger: Ledger) -> dict[str, int]:
+    return {parameter.name: parameter.bytes for parameter in ledger.parameters if parameter.trainable}
+
+
+def _copied_for_updates(ledger: Ledger, sizes: dict[str, int], returns: bool) -> Ledger:
+    """The ledger if each parameter's update needs data that is copied to the device for it.
+
+    sizes    bytes by the parameter's name
+    returns  whether the update changes the data, so that it is copied back
+    """
+    updates = {}
+    for name, update in ledger.updates.items():
+        size = sizes.get(name, 0)
+        updates[name] = replace(update, comes=update.comes + size, leaves=update.leaves + size * returns)
+    return replace(ledger, updates=updates)
+
+
+def _saved_for_backward(training: tuple[Segment, ...], samples: int) -> set[Buffer]:
+    """The activations that forward allocates, backward frees, and that are large enough to
+    offload."""
+    saved: set[Buffer] = set()
+    again: set[Buffer] = set()  # allocated in backward, as in a recomputation
+    for segment in training:
+        if segment.phase == "backward":
+            again.update(segment.timeline.allocated)
+            saved.update(buffer for buffer in segment.timeline.freed if buffer.row == "activations")
+    return {buffer for buffer in saved - again if buffer.size.at(samples) > MIN_OFFLOAD_BYTES}
+
+
+def _left_by_forward(segment: Segment, saved: set[Buffer]) -> list[Buffer]:
+    """The buffers among `saved` that a forward segment leaves; none of another segment."""
+    if segment.phase != "forward":
+        return []
+    freed = segment.timeline.freed
+    return [buffer for buffer in segment.timeline.allocated if buffer in saved and buffer not in freed]
+
+
+def _then_freed(segment: Segment, buffers: list[Buffer]) -> Segment:
+    """The segment, which frees `buffers` at its end."""
+    return _with_events(segment, (*segment.timeline.events, *((buffer, -1) for buffer in buffers)))
+
+
+def _with_events(segment: Segment, events: Events) -> Segment:
+    return replace(segment, timeline=replace(segment.timeline, events=events))
 
 
 class _Prefetch:

@@ -24,7 +24,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tightfit.cost.ledger import Ledger
-from tightfit.distributed.mesh import ReplicatedBuffers, broadcast_parameters, message
+from tightfit.distributed.links import message
+from tightfit.distributed.replicas import ReplicatedBuffers, broadcast_parameters
 from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.parallel.server.processes import (

@@ -29,19 +29,23 @@ those of 4.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+from torch import nn
 
 from tightfit.cost.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.models import find_blocks, parameter_uses
+from tightfit.models.block_hooks import Hooks
 from tightfit.parallel.pipeline.boundaries import (
     boundary_inputs,
     buffers_updated_elsewhere,
     place_parameters,
     resolve_parameter_uses,
 )
-from tightfit.parallel.pipeline.executor import PipelineRank
+from tightfit.parallel.pipeline.executor import PipelineRank, RankBlocks
 from tightfit.parallel.pipeline.pipedream import PipeDream
 from tightfit.parallel.pipeline.pruned_model import ForwardState, StubBlock, prune
 from tightfit.parallel.pipeline.stages import rank_ledger, refuse_idle_ranks, stage_ranges, stages_using
@@ -83,36 +87,49 @@ def apply(run: Run, plan: Plan) -> Run:
     """
     assert run.mesh is not None
     blocks = find_blocks(run.model, run.job.blocks_name)
-    pieces = stage_ranges(plan, len(blocks))
+    stages = stage_ranges(plan, len(blocks))
     own = [number for number in range(plan.stages) if number % plan.pp == run.mesh.rank("pp")]
     assert run.dataflow is not None
     flow = run.dataflow
-    places = resolve_parameter_uses(parameter_uses(run.model, blocks), flow)
-    trained = [places[name] for name, parameter in run.model.named_parameters() if parameter.requires_grad]
-    refuse_idle_ranks(plan, pieces, trained)
+    uses = resolve_parameter_uses(parameter_uses(run.model, blocks), flow)
+    trained = [uses[name] for name, parameter in run.model.named_parameters() if parameter.requires_grad]
+    refuse_idle_ranks(plan, stages, trained)
+    state = ForwardState(flow.block_outputs, boundary_inputs(flow, plan, stages), flow.shapes)
+    part = _rank_blocks(run.model, blocks, stages, own, state, flow.hooks)
+    mine = {name for name, where in uses.items() if stages_using(where, stages) & set(own)}
+    prune(run.model, {parameter for name, parameter in run.model.named_parameters() if name not in mine})
+    for number, (parent, child) in enumerate(part.slots):
+        if number not in part.own_blocks:
+            parent._modules[child] = part.stubs[number]
     # parameters used on the first device and on the last
-    ends = {name for name, where in places.items() if len(stages_using(where, pieces)) > 1}
-    state = ForwardState(flow.block_outputs, boundary_inputs(flow, plan, pieces), flow.shapes)
-    divided = [sequence_parallel_of(block) for _, block in blocks]
-    stubs = [
-        StubBlock(number, state, block, one.stub_input if one else None, hooks)
-        for number, ((_, block), one, hooks) in enumerate(zip(blocks, divided, flow.hooks, strict=True))
-    ]
-    kept = {number: block for piece in own for number, (_, block) in enumerate(blocks) if number in pieces[piece]}
-    names = [name for name, _ in blocks]
-    parents = [run.model.get_submodule(name.rpartition(".")[0]) for name in names]
-    slots = [(parent, name.rpartition(".")[2]) for parent, name in zip(parents, names, strict=True)]
-    parameters = dict(run.model.named_parameters())
-    mine = {name for name, where in places.items() if stages_using(where, pieces) & set(own)}
-    foreign = {parameter for name, parameter in parameters.items() if name not in mine}
-    prune(run.model, foreign)
-    for number, (parent, child) in enumerate(slots):
-        if number not in kept:
-            parent._modules[child] = stubs[number]
+    shared = frozenset(name for name in mine if len(stages_using(uses[name], stages)) > 1)
     kind = PipeDream if plan.schedule == "pipedream" else PipelineRank
-    shared, stale = frozenset(ends & mine), buffers_updated_elsewhere(flow, pieces, own)
-    stages = kind(run.mesh, plan, pieces, own, state, slots, kept, stubs, shared, stale)
-    slices = {name: cut for name, cut in run.tp_shards.items() if name in mine}
-    if stages.deferred is not None:
-        stages.deferred.attach(run.model)
-    return replace(run, executor=stages, blocks=tuple(kept.values()), tp_shards=slices)
+    executor = kind(run.mesh, plan, part, shared, buffers_updated_elsewhere(flow, stages, own))
+    if executor.deferred is not None:
+        executor.deferred.attach(run.model)
+    tp_shards = {name: shard for name, shard in run.tp_shards.items() if name in mine}
+    return replace(run, executor=executor, blocks=tuple(part.own_blocks.values()), tp_shards=tp_shards)
+
+
+def _rank_blocks(
+    model: nn.Module,
+    blocks: list[tuple[str, nn.Module]],
+    stages: list[range],
+    own: list[int],
+    state: ForwardState,
+    hooks: Sequence[Hooks],
+) -> RankBlocks:
+    """This rank's blocks, a stub for each block of the model, and where the model holds them.
+
+    stages  the range of blocks of each stage; own: numbers of this rank's stages
+    """
+    slots = []
+    for name, _ in blocks:
+        parent, _, child = name.rpartition(".")
+        slots.append((model.get_submodule(parent), child))
+    stubs = []
+    for number, (_, block) in enumerate(blocks):
+        sharding = sequence_parallel_of(block)
+        stubs.append(StubBlock(number, state, block, sharding.stub_input if sharding else None, hooks[number]))
+    kept = {number: blocks[number][1] for stage in own for number in stages[stage]}
+    return RankBlocks(stages, own, slots, kept, stubs, state)

@@ -37,7 +37,7 @@ from typing import Any
 from torch import nn
 
 from tightfit.cost.ledger import Ledger
-from tightfit.distributed.mesh import latency, message
+from tightfit.distributed.links import latency, message
 from tightfit.errors import InputError
 from tightfit.job import Job, ModelSpec
 from tightfit.machine import Machine

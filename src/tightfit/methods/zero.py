@@ -32,7 +32,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tightfit.cost.entries import EVERYWHERE, BucketedReduction, Update
 from tightfit.cost.ledger import Ledger
-from tightfit.distributed.mesh import Mesh, ReplicatedBuffers, broadcast_parameters, message
+from tightfit.distributed.links import message
+from tightfit.distributed.mesh import Mesh
+from tightfit.distributed.replicas import ReplicatedBuffers, broadcast_parameters
 from tightfit.machine import Machine
 from tightfit.optim.blockwise_quantization import is_packed
 from tightfit.parallel.fsdp.fully_shard import (
@@ -65,44 +67,65 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """Replace what is sharded by the share of the first device, which has the largest shards, and
     add the communication.
     """
-    shares = {p.name: _share(p.shape, plan.shards) for p in ledger.parameters}
-    size, pieces = ledger.gradient_bytes(), plan.shards
-    moved = (pieces - 1) / pieces * size
-    held = size / pieces
-    bucket = bucket_bytes(pieces)
-    messages, buckets = [], math.ceil(size / bucket)
-    if plan.zero < 3:
-        times = ledger.micro_batches if plan.zero == 2 else 1
-        messages.append(message("gradients", moved * times, plan, machine, ("dp_shard",), buckets * times))
-        updated = message("parameters", moved, plan, machine, ("dp_shard",), buckets)
-        beside = updated.overlaps and overlaps_gathers(plan)
-        messages.append(replace(updated, overlaps=beside, at_start=_at_start(ledger, bucket) / size if beside else 0.0))
-        buffered = [p.bytes for p in ledger.parameters if p.trainable and not gathers_in_place(p.bytes, pieces)]
-        # on a GPU, the stream reuses one bucket's memory for the next
-        at_once = machine.device == "cpu"
-        coming = float(sum(buffered)) if at_once else min(bucket, size)
-        stays = at_once and overlaps_gathers(plan)
-        ledger = replace(
-            ledger, bucketed_reduction=BucketedReduction(pieces, min(bucket, size), plan.zero == 2, coming, stays)
-        )
-    else:
-        # buffers are excluded: they stay replicated
-        known = [p for p in ledger.parameters if p.places != EVERYWHERE]
-        check_shardable(((p.name, len(p.shape), p.places) for p in known), ledger.blocks, plan)
-        narrow = low_precision_names(ledger)
-        gathered = sum(gathered_bytes(p, narrow) for p in ledger.parameters if p.trainable)
-        gathers = 2 * ledger.micro_batches * (pieces - 1) / pieces * gathered
-        units = (ledger.blocks + 1) * ledger.micro_batches
-        messages.append(message("parameters", gathers, plan, machine, ("dp_shard",), 2 * units))
-        messages.append(message("gradients", moved * ledger.micro_batches, plan, machine, ("dp_shard",), units))
-        ledger = replace(ledger, sharded_parameters=sharded_parameters(ledger, plan, narrow))
+    size = ledger.gradient_bytes()
+    ledger = (_with_full_parameters if plan.zero < 3 else _with_gathered_parameters)(ledger, plan, machine)
     if plan.replicas > 1:
-        across = 2 * (plan.replicas - 1) / plan.replicas * held
+        across = 2 * (plan.replicas - 1) / plan.replicas * (size / plan.shards)
         calls = ledger.blocks + 1 if plan.zero == 3 else 1
-        messages.append(message("gradients", across, plan, machine, ("dp_replicate",), calls, rounds=2))
-    whole = {p.name: _stay_whole(p.shape, plan) for p in ledger.parameters}
+        reduced = message("gradients", across, plan, machine, ("dp_replicate",), calls, rounds=2)
+        ledger = replace(ledger, messages=(*ledger.messages, reduced))
+    return _with_shards(ledger, plan)
+
+
+def _with_full_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
+    """Stages 1 and 2: add the reduce-scatter of gradients and the all-gather of updated
+    parameters."""
+    size, devices = ledger.gradient_bytes(), plan.shards
+    sent, bucket = (devices - 1) / devices * size, bucket_bytes(devices)
+    calls = math.ceil(size / bucket)
+    times = ledger.micro_batches if plan.zero == 2 else 1
+    gradients = message("gradients", sent * times, plan, machine, ("dp_shard",), calls * times)
+    parameters = message("parameters", sent, plan, machine, ("dp_shard",), calls)
+    overlaps = parameters.overlaps and overlaps_gathers(plan)
+    at_start = _at_start(ledger, bucket) / size if overlaps else 0.0
+    buffered = [p.bytes for p in ledger.parameters if p.trainable and not gathers_in_place(p.bytes, devices)]
+    # on a GPU, the stream reuses one bucket's memory for the next
+    at_once = machine.device == "cpu"
+    coming = float(sum(buffered)) if at_once else min(bucket, size)
+    stays = at_once and overlaps_gathers(plan)
+    return replace(
+        ledger,
+        bucketed_reduction=BucketedReduction(devices, min(bucket, size), plan.zero == 2, coming, stays),
+        messages=(*ledger.messages, gradients, replace(parameters, overlaps=overlaps, at_start=at_start)),
+    )
+
+
+def _with_gathered_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
+    """Stage 3: add the all-gathers of parameters, and the reduce-scatter of gradients, for each
+    block of each micro-batch."""
+    # buffers are excluded: they stay replicated
+    known = [p for p in ledger.parameters if p.places != EVERYWHERE]
+    check_shardable(((p.name, len(p.shape), p.places) for p in known), ledger.blocks, plan)
+    narrow, devices = low_precision_names(ledger), plan.shards
+    gathered = sum(gathered_bytes(p, narrow) for p in ledger.parameters if p.trainable)
+    gathers = 2 * ledger.micro_batches * (devices - 1) / devices * gathered
+    reduced = (devices - 1) / devices * ledger.gradient_bytes() * ledger.micro_batches
+    calls = (ledger.blocks + 1) * ledger.micro_batches
+    messages = (
+        message("parameters", gathers, plan, machine, ("dp_shard",), 2 * calls),
+        message("gradients", reduced, plan, machine, ("dp_shard",), calls),
+    )
+    sharded = sharded_parameters(ledger, plan, narrow)
+    return replace(ledger, sharded_parameters=sharded, messages=(*ledger.messages, *messages))
+
+
+def _with_shards(ledger: Ledger, plan: Plan) -> Ledger:
+    """Replace each update by that of the first device's shard, and in stage 3 each parameter by its
+    shard."""
+    shares = {p.name: _share(p.shape, plan.shards) for p in ledger.parameters}
+    unpacked = {p.name: _stay_whole(p.shape, plan) for p in ledger.parameters}
     updates = {
-        name: _scaled(update, shares.get(name, 1 / pieces), whole.get(name, False))
+        name: _scaled(update, shares.get(name, 1 / plan.shards), unpacked.get(name, False))
         for name, update in ledger.updates.items()
     }
     parameters = ledger.parameters
@@ -111,7 +134,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         parameters = tuple(
             replace(p, bytes=math.ceil(there * p.bytes * shares[p.name])) if p.trainable else p for p in parameters
         )
-    return replace(ledger, updates=updates, parameters=parameters, messages=(*ledger.messages, *messages))
+    return replace(ledger, updates=updates, parameters=parameters)
 
 
 def overlaps_gathers(plan: Plan) -> bool:

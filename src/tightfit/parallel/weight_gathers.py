@@ -64,8 +64,8 @@ class _Bucket:
     """
 
     parameters: list[nn.Parameter]
-    buffered: list[nn.Parameter] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
+    buffered: list[nn.Parameter]
+    offsets: list[int]
     buffer: Tensor | None = None
     works: list[Any] = field(default_factory=list)
     event: Any = None
@@ -102,19 +102,23 @@ class WeightGathers:
         inside = dict.fromkeys(parameter for own in owned.values() for parameter in own)
         self._outside_blocks = [parameter for parameter in rows.shards if parameter not in inside]
         order = [*self._outside_blocks, *inside]
-        self._buckets = [_Bucket(one.parameters) for one in make_buckets(order[::-1], bucket_bytes(rows.count))]
+        self._buckets = [
+            self._make_bucket(one.parameters) for one in make_buckets(order[::-1], bucket_bytes(rows.count))
+        ]
         self._bucket = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
-        for bucket in self._buckets:
-            bucket.buffered = [
-                p for p in bucket.parameters if not (in_place and p.dim() and gathers_in_place(p.nbytes, rows.count))
-            ]
-            bucket.offsets = rows.offsets(bucket.buffered)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and self.overlaps else None
         self._pending = 0  # number of pending buckets
         # until the first training forward has ended
         self._reads = _ReadTracker(owned) if owned else None
         for block, own in owned.items():
             self._wait_before_calls(block, own)
+
+    def _make_bucket(self, parameters: list[nn.Parameter]) -> _Bucket:
+        buffered = [p for p in parameters if not self._is_received_in_place(p)]
+        return _Bucket(parameters, buffered, self.sharding.offsets(buffered))
+
+    def _is_received_in_place(self, parameter: nn.Parameter) -> bool:
+        return self.in_place and parameter.dim() > 0 and gathers_in_place(parameter.nbytes, self.sharding.count)
 
     @torch.no_grad()
     def begin(self) -> None:

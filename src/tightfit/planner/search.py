@@ -93,29 +93,15 @@ def search(
     machine = machine or Machine.detect()
     estimator = estimator or Estimator(job, machine)
     pins = dict(pins or {})
+    lean: Plan | None = None  # where the search continues if no plan fits
     if choices is None:
-        supplied = limited_to_batch(machine, job, pins)
-        start, _ = complete(job, supplied, pins)
-        start, leaner = _first_supported(
-            lambda one: _with_best_kernels(estimator, one, pins), with_sequence_parallel(estimator, start, pins)
-        )
-        start = _with_workers(estimator, start, pins)
-        if start.pp > 1:
-            start = start.replace(**balanced_split(estimator, start, pins, start.pp))
-        found = _with_leaner_kernels(estimator, start, pins, leaner) if supplied is machine else []
-        if machine.devices_per_node * machine.nodes > 1:
-            found += _estimate_parallelism(estimator, start.replace(**leaner), pins, found)
-        if not found:
-            complete(job, machine, pins)  # raises the InputError that says what is wrong
-        if not any(one.fits for one in found):
-            for where in offloads(estimator, pins)[1:]:
-                found += estimate_candidates(estimator, start.replace(**leaner, **where), {**pins, **where})
+        found, lean = _estimate_possible_plans(estimator, job, machine, pins)
     else:
         found = [estimator.estimate(plan) for plan in choices if is_legal(plan, job, machine.device)]
     finals = DryRunResults()
     _dry_run_fastest(finals, estimator, found)
-    if finals.chosen is None and choices is None:
-        more = _fallback_estimates(estimator, start.replace(**leaner), pins, found, finals)
+    if finals.chosen is None and lean is not None:
+        more = _fallback_estimates(estimator, lean, pins, found, finals)
         _dry_run_fastest(finals, estimator, more)
         found += more
     if finals.chosen is None and not finals.unconfirmed:
@@ -137,6 +123,34 @@ def search_or_estimate(estimator: Estimator, pins: dict[str, Any]) -> list[Estim
     if set(pins) >= set(Plan.field_names()):
         return [estimator.include_allocator(estimator.estimate(Plan.parse(pins, "plan")))]
     return search(estimator.job, estimator.machine, pins, estimator)
+
+
+def _estimate_possible_plans(
+    estimator: Estimator, job: Job, machine: Machine, pins: dict[str, Any]
+) -> tuple[list[Estimate], Plan]:
+    """Estimate the plans that the job and the machine allow, and that may be the fastest.
+
+    Also returns the plan to continue from if none of them fits: it has the kernels that need the
+    least memory. Raises InputError if the pins cannot work.
+    """
+    supplied = limited_to_batch(machine, job, pins)
+    start, _ = complete(job, supplied, pins)
+    start, leaner = _first_supported(
+        lambda one: _with_best_kernels(estimator, one, pins), with_sequence_parallel(estimator, start, pins)
+    )
+    start = _with_workers(estimator, start, pins)
+    if start.pp > 1:
+        start = start.replace(**balanced_split(estimator, start, pins, start.pp))
+    lean = start.replace(**leaner)
+    found = _with_leaner_kernels(estimator, start, pins, leaner) if supplied is machine else []
+    if machine.devices_per_node * machine.nodes > 1:
+        found += _estimate_parallelism(estimator, lean, pins, found)
+    if not found:
+        complete(job, machine, pins)  # raises the InputError that says what is wrong
+    if not any(one.fits for one in found):
+        for where in offloads(estimator, pins)[1:]:
+            found += estimate_candidates(estimator, lean.replace(**where), {**pins, **where})
+    return found, lean
 
 
 def _dry_run_fastest(finals: DryRunResults, estimator: Estimator, found: list[Estimate]) -> None:
@@ -451,31 +465,40 @@ def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) 
     """
     distributed = start.tp * start.pp * start.cp > 1
     best = estimator.estimate(start if "compile" in pins else start.replace(compile="none"))
+    for fields in _kernels_to_try(estimator, start, best, pins):
+        try:
+            best = _faster(estimator, best, best.plan.replace(**fields))
+        except InputError:  # the model does not support it
+            continue
+    wider = "tf32" if has_fast_tf32(estimator.machine) else "fp32"
+    if "precision" not in pins and not distributed and _wider_may_be_faster(estimator, best, wider):
+        best = _faster(estimator, best, best.plan.replace(precision=wider))
+    for plan in _in_float8(estimator, best.plan, pins):
+        best = _faster(estimator, best, plan)
+    names = [name for name in ("chunked_loss", "precision") if getattr(best.plan, name) != getattr(start, name)]
+    return best.plan, {name: getattr(start, name) for name in names}
+
+
+def _faster(estimator: Estimator, best: Estimate, plan: Plan) -> Estimate:
+    """The faster one of an estimate and that of `plan`."""
+    other = estimator.estimate(plan)
+    return other if other.total_s < best.total_s else best
+
+
+def _kernels_to_try(estimator: Estimator, start: Plan, best: Estimate, pins: dict[str, Any]) -> list[dict[str, Any]]:
+    """Values of kernel options that may be faster than those of `best`, each as plan fields.
+
+    best  the estimate of `start` without compile
+    """
     tried: list[dict[str, Any]] = []
     if "attention" not in pins and start.attention != "sdpa":
         tried.append({"attention": "sdpa"})
+    distributed = start.tp * start.pp * start.cp > 1
     if "chunked_loss" not in pins and start.chunked_loss is not None and not distributed:
         tried.append({"chunked_loss": None})
     if best.plan.compile != start.compile and COMPILE_S[estimator.machine.device] < _max_compile_saving_s(best):
         tried.append({"compile": start.compile})
-    for fields in tried:
-        try:
-            other = estimator.estimate(best.plan.replace(**fields))
-        except InputError:  # the model does not support it
-            continue
-        if other.total_s < best.total_s:
-            best = other
-    wider = "tf32" if has_fast_tf32(estimator.machine) else "fp32"
-    if "precision" not in pins and not distributed and _wider_may_be_faster(estimator, best, wider):
-        other = estimator.estimate(best.plan.replace(precision=wider))
-        if other.total_s < best.total_s:
-            best = other
-    for plan in _in_float8(estimator, best.plan, pins):
-        other = estimator.estimate(plan)
-        if other.total_s < best.total_s:
-            best = other
-    names = [name for name in ("chunked_loss", "precision") if getattr(best.plan, name) != getattr(start, name)]
-    return best.plan, {name: getattr(start, name) for name in names}
+    return tried
 
 
 def _in_float8(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> list[Plan]:

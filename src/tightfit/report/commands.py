@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -38,6 +38,9 @@ from tightfit.report.processes import (
 from tightfit.report.unexpected_errors import not_writable
 from tightfit.rules import needed_permissions
 from tightfit.units import format_bytes, format_count, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from tightfit.planner.estimate import Estimate
 
 
 def quiet_libraries() -> None:
@@ -134,7 +137,7 @@ def train_command(
         with never_silent(say, "predicting plans"):
             predicted, chosen, reasons = decide(job, machine, kept, say)
         announce(say, job, chosen, reasons)
-        from tightfit.distributed.mesh import check_world
+        from tightfit.distributed.processes import check_world
 
         check_world(chosen)
         return predicted, chosen
@@ -222,13 +225,7 @@ def explain_command(
     job, pins = read_job(path, plan, [*changes, *limit])
     console = Console(stderr=True, soft_wrap=True) if as_json else Console()
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    if analyze and machine_name is not None:
-        raise InputError("--analyze", f"runs on this machine, but --machine is {machine_name}", "leave one of them out")
-    for option, file in (("--picture", picture), ("--timeline", timeline)):
-        if file is not None:
-            from tightfit.report.figures import check_picture
-
-            check_picture(option, file)
+    _check_explain_options(machine_name, analyze, picture, timeline)
     machine = this_machine(say) if machine_name is None else Machine.named(machine_name)
     if analyze:  # it runs in this process, on one device
         machine = machine.per_process(1)
@@ -247,30 +244,46 @@ def explain_command(
         if as_json and refusal.content is not None:
             print(json.dumps({**refusal.content, "plans": refusal.content["plans"][:top]}))
         raise
-    estimates = estimates[:top]
-    if picture is not None:
-        from tightfit.report.figures import draw_memory
-
-        draw_memory(estimates[0], picture)
-    if timeline is not None:
-        if not estimates[0].schedule:
-            raise InputError(f"--timeline {timeline}", "the plan has no pipeline", "set plan.pp: --set plan.pp=4")
-        from tightfit.report.figures import draw_timeline
-
-        draw_timeline(estimates[0].schedule, str(estimates[0].plan), timeline)
+    estimates, best = estimates[:top], estimates[0]
+    _draw(best, picture, timeline)
     if as_json:
         print(json.dumps(explained(estimates)))
     else:
         say(f"job      {job!r}\nmachine  {machine!r}")
         with never_silent(say, "predicting the plan method by method"):
-            stages = waterfall(estimator, estimates[0].plan)
+            stages = waterfall(estimator, best.plan)
         show(console, estimates, stages)
     if analyze:
         from tightfit.measure.analyze import analyze as run_steps
 
-        show_analysis(console, estimates[0], run_steps(job, estimates[0].plan, machine))
-    if not estimates[0].fits:
-        raise DoesNotFit(describe_shortages(estimates[0]))
+        show_analysis(console, best, run_steps(job, best.plan, machine))
+    if not best.fits:
+        raise DoesNotFit(describe_shortages(best))
+
+
+def _check_explain_options(machine: str | None, analyze: bool, picture: Path | None, timeline: Path | None) -> None:
+    """Raise InputError for options that cannot work, before anything is predicted."""
+    if analyze and machine is not None:
+        raise InputError("--analyze", f"runs on this machine, but --machine is {machine}", "leave one of them out")
+    for option, file in (("--picture", picture), ("--timeline", timeline)):
+        if file is not None:
+            from tightfit.report.figures import check_picture
+
+            check_picture(option, file)
+
+
+def _draw(estimate: Estimate, picture: Path | None, timeline: Path | None) -> None:
+    """Draw a plan's memory, and the timeline of its pipeline, into the files that are given."""
+    if picture is not None:
+        from tightfit.report.figures import draw_memory
+
+        draw_memory(estimate, picture)
+    if timeline is not None:
+        if not estimate.schedule:
+            raise InputError(f"--timeline {timeline}", "the plan has no pipeline", "set plan.pp: --set plan.pp=4")
+        from tightfit.report.figures import draw_timeline
+
+        draw_timeline(estimate.schedule, str(estimate.plan), timeline)
 
 
 def _bytes_of(option: str, text: str) -> int:
@@ -401,7 +414,7 @@ def verify_command(
         with never_silent(say, "predicting plans"):
             _, chosen, reasons = decide(job, machine, pins, say)
         announce(say, job, chosen, reasons)
-        from tightfit.distributed.mesh import check_world
+        from tightfit.distributed.processes import check_world
 
         check_world(chosen)
         return chosen

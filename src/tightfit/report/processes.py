@@ -56,7 +56,7 @@ def watched_process(world: int, around: LaunchOptions) -> Iterator[Callable[[str
         return
     from datetime import timedelta
 
-    from tightfit.distributed.mesh import join, rank
+    from tightfit.distributed.processes import join, rank
     from tightfit.distributed.rendezvous import choose_interface, join_store
     from tightfit.engine.watchdog import FIRST_TIMEOUT_S, watched
 
@@ -84,7 +84,7 @@ def on_rank_zero(make: Callable[[], Any], join: Callable[[], None]) -> Any:
     """
     import torch.distributed as dist
 
-    from tightfit.distributed.mesh import is_rank_zero
+    from tightfit.distributed.processes import is_rank_zero
     from tightfit.runtime.activity import note_activity
 
     answer: list[Any] = [None, None]

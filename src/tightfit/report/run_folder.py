@@ -21,13 +21,13 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from tightfit.distributed.mesh import is_rank_zero
+from tightfit.distributed.processes import is_rank_zero
 from tightfit.engine.build import build
 from tightfit.engine.checkpoint.resume import resume
 from tightfit.engine.checkpoint.save import check_folder, checkpoints, newest, save
 from tightfit.engine.launch import PASSED_ON
 from tightfit.engine.loop import evaluate, total_steps, train
-from tightfit.engine.step import Step, holds_everywhere, local, make_stop_poll
+from tightfit.engine.step import Step, StopPoll, holds_everywhere, local
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import Job
 from tightfit.machine import Machine
@@ -152,43 +152,28 @@ def _train(
 
     trackers, metrics  None on the ranks that do not write them
     """
-    settings, last, done, overflows, stopped = run.job.train, total_steps(run), start, 0, 0
+    settings, last, done, stopped = run.job.train, total_steps(run), start, 0
     every = settings.checkpoint_every if isinstance(settings.checkpoint_every, int) else None
+    report = _StepReport(run, out, observer, view, trackers, metrics)
     unread: deque[Step] = deque()
-
-    def note(result: Step) -> None:
-        nonlocal overflows
-        number, overflows = result.step + 1, overflows + 1 if result.skipped else 0
-        observer.add(result)
-        line = metrics_line(result, observer)
-        if _is_due(settings.evaluate_every, number) and math.isfinite(result.loss):
-            line["evaluation_loss"] = evaluate(run)
-            view.say(f"step {number}  evaluation loss {line['evaluation_loss']:.4f}")
-        if metrics is not None and trackers is not None:
-            metrics.write(json.dumps({name: _finite(value) for name, value in line.items()}) + "\n")
-            metrics.flush()
-            trackers.log(line)
-        _check_loss(result, overflows, out)
-        view.show(result, line["items_per_s"], line["peak_bytes"], observer.step_s(result) * (last - number))
-
     with stop_signals() as stop:
-        ask = make_stop_poll(run)
+        poll = StopPoll(run)
         for result in train(run, start, take=observer.take, weights_at_yield=False):
             done = result.step + 1
             unread.append(result)
             saves = _is_due(every, done) and done < last
             at_once = saves or done == last or _is_due(settings.evaluate_every, done) or run.device.type != "cuda"
             while len(unread) > (0 if at_once else 1):
-                note(unread.popleft())
+                report.add(unread.popleft())
             asks = run.executor is None or not run.executor.unsynchronized or done % STOP_POLL_STEPS == 0
-            stopped = ask(stop.signal or 0) if asks else 0  # all ranks stop after the same step
+            stopped = poll.largest(stop.signal or 0) if asks else 0  # all ranks stop after the same step
             if stopped:
                 break
             if saves:
                 _check_weights(run, out, done)
                 save(run, out / "checkpoints", done)
         while unread:
-            note(unread.popleft())
+            report.add(unread.popleft())
         saved = settings.checkpoint_every != "never"
         if stopped:
             way_on = "continue with --resume" if saved else "nothing was saved: train.checkpoint_every is never"
@@ -197,6 +182,44 @@ def _train(
         if saved:
             save(run, out / "checkpoints", done)
     return stopped or None
+
+
+class _StepReport:
+    """Shows the figures of one step after another, and writes them to metrics.jsonl and trackers.
+
+    It evaluates after the steps after which that is due.
+
+    overflows  steps in a row whose update was skipped
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        out: Path,
+        observer: Observer,
+        view: ProgressBar | ProgressLines,
+        trackers: Trackers | None,
+        metrics: TextIO | None,
+    ) -> None:
+        self.run, self.out, self.observer, self.view = run, out, observer, view
+        self.trackers, self.metrics = trackers, metrics
+        self.overflows = 0
+
+    def add(self, result: Step) -> None:
+        number, observer = result.step + 1, self.observer
+        self.overflows = self.overflows + 1 if result.skipped else 0
+        observer.add(result)
+        line = metrics_line(result, observer)
+        if _is_due(self.run.job.train.evaluate_every, number) and math.isfinite(result.loss):
+            line["evaluation_loss"] = evaluate(self.run)
+            self.view.say(f"step {number}  evaluation loss {line['evaluation_loss']:.4f}")
+        if self.metrics is not None and self.trackers is not None:
+            self.metrics.write(json.dumps({name: _finite(value) for name, value in line.items()}) + "\n")
+            self.metrics.flush()
+            self.trackers.log(line)
+        _check_loss(result, self.overflows, self.out)
+        left_s = observer.step_s(result) * (total_steps(self.run) - number)
+        self.view.show(result, line["items_per_s"], line["peak_bytes"], left_s)
 
 
 def _is_due(every: int | None, done: int) -> bool:

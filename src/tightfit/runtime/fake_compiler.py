@@ -221,35 +221,34 @@ def _is_view(node: fx.Node) -> bool:
 def _plan_buffers(graph: fx.Graph) -> _BufferPlan:
     """Decide for each node whether it has a buffer, and which node uses that buffer last."""
     nodes = list(graph.nodes)
-    output = nodes[-1]
     calls = [node for node in nodes if node.op == "call_function"]
     fused = {node for node in calls if _is_fused(node) and not _is_view(node)}
     views = {node for node in calls if _is_view(node)}
-    wanted: set[fx.Node] = set()  # fused nodes whose values have to be in memory
-    for node in nodes:
-        if node is output or (node.op == "call_function" and node not in fused and node not in views):
-            wanted |= {_view_base(source, views) for source in node.all_input_nodes}
-    wanted |= {node for node in fused if _needs_full_read(node)}
-    plan = _BufferPlan()
-    reads: dict[fx.Node, list[fx.Node]] = {}
-    for node in nodes:
-        if node in fused and node not in wanted:
-            plan.inlined.add(node)
-            continue
-        if node in fused:
-            plan.kernels[node] = _buffers_read(node, fused - wanted, views)
-            reads[node] = plan.kernels[node]
-        elif node in calls and node not in views:
+    inlined = fused - _stored_nodes(nodes, fused, views)
+    plan = _BufferPlan(inlined=inlined)
+    reads: dict[fx.Node, list[fx.Node]] = {}  # by node that runs: the buffers that it reads
+    for node in calls:
+        if node in fused and node not in inlined:
+            reads[node] = plan.kernels[node] = _buffers_read(node, inlined, views)
+        elif node not in fused and node not in views:
             reads[node] = [_view_base(source, views) for source in node.all_input_nodes]
-    kept = {_view_base(source, views) for source in output.all_input_nodes}
-    final: dict[fx.Node, fx.Node] = {}
-    for node in reads:
-        for source in reads[node]:
-            final[source] = node
-    for source, node in final.items():
-        if source not in kept:
+    last_use = {source: node for node, sources in reads.items() for source in sources}
+    returned = {_view_base(source, views) for source in nodes[-1].all_input_nodes}
+    for source, node in last_use.items():
+        if source not in returned:
             plan.last[node].append(source)
     return plan
+
+
+def _stored_nodes(nodes: list[fx.Node], fused: set[fx.Node], views: set[fx.Node]) -> set[fx.Node]:
+    """The nodes whose values have to be in memory: operations that are not fused, and the graph's
+    output, read them."""
+    stored = {node for node in fused if _needs_full_read(node)}
+    for node in nodes:
+        is_kernel = node.op == "call_function" and node not in fused and node not in views
+        if is_kernel or node is nodes[-1]:
+            stored |= {_view_base(source, views) for source in node.all_input_nodes}
+    return stored
 
 
 def _view_base(node: fx.Node, views: set[fx.Node]) -> fx.Node:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from tightfit.distributed.mesh import Mesh, ParameterSharding
+from tightfit.distributed.mesh import Mesh
+from tightfit.distributed.sharding import ParameterSharding
 from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.models.dataflow import Dataflow

@@ -213,7 +213,7 @@ def pipedream_steps(stops: bool) -> tuple[list[float], set[int]]:
     forward = rank.forward
 
     def counting(run: Any, action: Action, *rest: Any) -> Any:
-        posted.add(sum(one.kind == BACKWARD for one in rank.posted_receives))
+        posted.add(sum(one.kind == BACKWARD for one in rank.messages.posted_receives))
         return forward(run, action, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -247,16 +247,17 @@ def ragged_losses(fields: dict[str, Any], stops: bool) -> tuple[list[float], int
     run, ahead = tightfit.build(ragged_job(), tightfit.Plan(**fields)), 0
     assert run.data.ragged
     assert isinstance(run.executor, PipelineRank)
-    expect = run.executor._post_receive
+    messages = run.executor.messages
+    expect = messages.post_receive
 
     def counting(run: Any, action: Action, batch: Any) -> bool:
         nonlocal ahead
         found = expect(run, action, batch)
-        ahead += found and action in run.executor.posted_receives
+        ahead += found and action in messages.posted_receives
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run.executor, "_post_receive", counting)
+        patch.setattr(messages, "post_receive", counting)
         if stops:
             patch.setattr(executor, "kind_of", lambda device: "cuda")
         return [

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tightfit.distributed.mesh import on_mesh_device
+from tightfit.distributed.sharding import on_mesh_device
 from tightfit.optim.per_parameter import dequantize_state
 from tightfit.optim.whole_parameters import has_parameter_shape
 from tightfit.runtime.run import Run, unshard

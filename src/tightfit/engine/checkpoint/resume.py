@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tightfit.distributed.mesh import is_rank_zero, rank
+from tightfit.distributed.processes import is_rank_zero, rank
 from tightfit.engine.checkpoint.contents import is_sharded, names_of, unsharded_shape
 from tightfit.engine.checkpoint.save import EARLIER, STATE, all_gather_values, checkpoints, newest
 from tightfit.engine.rng import seed_all, set_random_states

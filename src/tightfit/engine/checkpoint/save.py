@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from tightfit.distributed.mesh import is_rank_zero, rank
+from tightfit.distributed.processes import is_rank_zero, rank
 from tightfit.engine.checkpoint.contents import SavedTensors, model_of, states_of
 from tightfit.engine.rng import random_states
 from tightfit.engine.step import drain

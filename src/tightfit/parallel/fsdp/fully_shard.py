@@ -35,7 +35,10 @@ from torch.distributed.tensor import DTensor
 from tightfit.cost.entries import Parameter, ShardedParameters
 from tightfit.cost.ledger import Ledger
 from tightfit.distributed.collectives import RowAllGather, RowReduceScatter, uses_row_collectives
-from tightfit.distributed.mesh import DATA, Mesh, ReplicatedBuffers, local_device, on_mesh_device
+from tightfit.distributed.mesh import DATA, Mesh
+from tightfit.distributed.processes import local_device
+from tightfit.distributed.replicas import ReplicatedBuffers
+from tightfit.distributed.sharding import on_mesh_device
 from tightfit.errors import InputError
 from tightfit.models import find_blocks, parameter_uses
 from tightfit.models.block_hooks import run_hooks_on_direct_calls
@@ -284,6 +287,65 @@ def _refuse_sharded_use(loss_sum: Callable[[Batch], Tensor], asked: str) -> Call
     return computed
 
 
+def _offload_policy(store: Store | None) -> OffloadPolicy:
+    """Where fully_shard keeps the shards of a run with this store."""
+    if store is None or store.device.type == "cpu":
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=not store.on_disk)
+
+
+def _shard_modules(
+    model: nn.Module, blocks: list[nn.Module], mesh: Mesh, gather_dtype: torch.dtype | None, offload: OffloadPolicy
+) -> None:
+    """Apply fully_shard to each block, and then to the rest of the model.
+
+    gather_dtype  the dtype in which weights of products are gathered; None: their own
+    """
+    # the warning concerns the logits, which nobody writes to
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+    devices = mesh.axes[DATA if mesh.size("dp_replicate") > 1 else "dp_shard"]
+    narrow = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False)
+    shard = partial(fully_shard, mesh=devices, offload_policy=offload)
+    for module in _modules_of_other_dtype(model, blocks):
+        shard(module, reshard_after_forward=True, mp_policy=policy)
+    for block in blocks:
+        products, others = split_by_autocast(block)
+        if gather_dtype is None or not products or block in others:
+            shard(block, reshard_after_forward=True, mp_policy=policy)
+            continue
+        if others:  # such as norms: parameters that are gathered together must have one dtype
+            shard(others, reshard_after_forward=True, mp_policy=policy)
+        for module in products:
+            _keep_dtype(module)
+        halved = replace(policy, param_dtype=gather_dtype, reduce_dtype=torch.float32)
+        shard(block, reshard_after_forward=True, mp_policy=halved)
+    shard(model, mp_policy=policy)
+
+
+def _sum_gradients(model: nn.Module, mesh: Mesh) -> None:
+    """Make fully_shard sum gradients instead of averaging them: the step divides by the count of
+    targets over all devices. gloo gets collectives that send whole rows.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if mesh.size("dp_shard") > 1 and uses_row_collectives(mesh.group("dp_shard")):
+                module.set_custom_reduce_scatter(RowReduceScatter())  # type: ignore[arg-type]
+                module.set_custom_all_gather(RowAllGather())  # type: ignore[arg-type]
+
+
+def _shards_of(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """For each trained parameter, this device's shard of it, which the optimizer updates."""
+    shards: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            assert isinstance(parameter, DTensor)
+            shards[parameter] = nn.Parameter(parameter._local_tensor.detach())
+    return shards
+
+
 class FullyShardReduction:
     """The `Reduction` of a model that fully_shard shards. fully_shard gathers the parameters and
     reduce-scatters the gradients.
@@ -305,72 +367,35 @@ class FullyShardReduction:
         store: Store | None = None,
         offloads_gradients: bool = False,
     ) -> None:
-        # the warning concerns the logits, which nobody writes to
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
         self.mesh, self.model, self.device = mesh, model, local_device(mesh.axes["dp_shard"].device_type)
         self.shard_axes: tuple[str, ...] = ("dp_shard",) if mesh.size("dp_shard") > 1 else ()
-        devices = mesh.axes[DATA if mesh.size("dp_replicate") > 1 else "dp_shard"]
-        narrow = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False)
-        apart = store is not None and store.device.type != "cpu"
-        pinned = store is not None and not store.on_disk
-        offloads = CPUOffloadPolicy(pin_memory=pinned) if apart else OffloadPolicy()
-        shard = partial(fully_shard, mesh=devices, offload_policy=offloads)
         rows = {name: p.rows for name, p in model.named_parameters() if hasattr(p, "rows")}
-        for module in _modules_of_other_dtype(model, blocks):
-            shard(module, reshard_after_forward=True, mp_policy=policy)
-        for block in blocks:
-            products, others = split_by_autocast(block)
-            if gather_dtype is None or not products or block in others:
-                shard(block, reshard_after_forward=True, mp_policy=policy)
-                continue
-            if others:  # such as norms: parameters that are gathered together must have one dtype
-                shard(others, reshard_after_forward=True, mp_policy=policy)
-            for module in products:
-                _keep_dtype(module)
-            halved = replace(policy, param_dtype=gather_dtype, reduce_dtype=torch.float32)
-            shard(block, reshard_after_forward=True, mp_policy=halved)
-        shard(model, mp_policy=policy)
+        policy = _offload_policy(store)
+        _shard_modules(model, blocks, mesh, gather_dtype, policy)
+        _sum_gradients(model, mesh)
         for module in model.modules():
-            if isinstance(module, FSDPModule):
-                # the step divides by the count of targets over all devices
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
-                if mesh.size("dp_shard") > 1 and uses_row_collectives(mesh.group("dp_shard")):
-                    module.set_custom_reduce_scatter(RowReduceScatter())  # type: ignore[arg-type]
-                    module.set_custom_all_gather(RowAllGather())  # type: ignore[arg-type]
             if isinstance(module, FSDPModule) and module is not model:
                 run_hooks_on_direct_calls(module, partial(_is_running, module))
         self.statistics = ReplicatedBuffers(model, mesh)
         _load_shards(model, rows)
-        # fully_shard itself holds shards in page-locked memory
-        if store is not None and not (apart and pinned):
+        # fully_shard itself offloads shards and gradients to page-locked memory
+        in_store = store is not None and not (isinstance(policy, CPUOffloadPolicy) and policy.pin_memory)
+        if store is not None and in_store:
             _move_to_store(model, store)
         if store is not None and has_own_memory(store.device) and mesh.size("dp_shard") == 1:
             prefetch_blocks(model, blocks, _fsdp_param_groups(model), store.device)
-        self.weights: dict[nn.Parameter, nn.Parameter] = {}
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                assert isinstance(parameter, DTensor)
-                self.weights[parameter] = nn.Parameter(parameter._local_tensor.detach())
+        self.weights = _shards_of(model)
         self.owner = {weight: parameter for parameter, weight in self.weights.items()}
-        several = mesh.size("dp_shard") * mesh.size("dp_replicate") > 1
-        first = None if self.device.type == "cpu" else CHECKED_BACKWARDS
-        self.collective_order = (
-            CollectiveOrder(model, list(_fsdp_param_groups(model)), mesh.p2p_groups["layers"], first)
-            if several
-            else None
-        )
-        self.used_parameters = (
-            UsedParameters(_fsdp_param_groups(model), self.collective_order)
-            if self.collective_order is not None
-            else None
-        )
-        self.offloaded_gradients = (
-            OffloadedGradients(self.weights, store)
-            if offloads_gradients and store is not None and not (apart and pinned)
-            else None
-        )
+        self.collective_order: CollectiveOrder | None = None
+        self.used_parameters: UsedParameters | None = None
+        if mesh.size("dp_shard") * mesh.size("dp_replicate") > 1:
+            checked = None if self.device.type == "cpu" else CHECKED_BACKWARDS
+            groups = list(_fsdp_param_groups(model))
+            self.collective_order = CollectiveOrder(model, groups, mesh.p2p_groups["layers"], checked)
+            self.used_parameters = UsedParameters(_fsdp_param_groups(model), self.collective_order)
+        self.offloaded_gradients: OffloadedGradients | None = None
+        if offloads_gradients and store is not None and in_store:
+            self.offloaded_gradients = OffloadedGradients(self.weights, store)
 
     def begin(self, last: bool) -> None:
         """Call before a micro-batch. last: whether it is the step's last one, after which HSDP's

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tightfit.distributed.mesh import copy_to_device
+from tightfit.distributed.processes import copy_to_device
 from tightfit.parallel.fsdp.collective_order import CollectiveOrder
 from tightfit.parallel.gradient_buckets import missing_everywhere
 

@@ -21,6 +21,7 @@ from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, Action
 from tightfit.distributed.mesh import DATA
 from tightfit.models.objective import Batch
 from tightfit.parallel.pipeline.executor import PipelineRank, add_losses
+from tightfit.parallel.pipeline.messages import StageMessages
 from tightfit.runtime.run import Run
 from tightfit.target_device import kind_of
 
@@ -41,6 +42,20 @@ class _StepInFlight:
     micro_batches: int
     rate: float
     version: int
+
+
+class _StepMessages(StageMessages):
+    """The messages of several steps in flight: an action's position includes its step."""
+
+    def position_of(self, action: Action) -> Any:
+        """The position of an action among its rank's: (round, whether it is a backward,
+        micro-batch).
+
+        In each round a rank runs a step's forward before the backward of the step that is due.
+        """
+        step, number = divmod(action.micro_batch, MAX_MICRO_BATCHES)
+        behind = self.pp_size - 1 - action.stage if action.kind == BACKWARD else 0
+        return step + behind, action.kind == BACKWARD, number
 
 
 class PipeDream(PipelineRank):
@@ -65,6 +80,7 @@ class PipeDream(PipelineRank):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.messages = _StepMessages(self.mesh, self.blocks.last_stage)
         self.behind = self.pp_size - 1 - self.rank
         self.loss_delay = self.pp_size - 1
         self.steps_in_flight: deque[_StepInFlight] = deque()
@@ -95,7 +111,7 @@ class PipeDream(PipelineRank):
                 self._free_completed_sends(run)
                 if due and number == len(forwards) - 1:
                     self._request_loss(self.steps_in_flight[0].number)
-                self._post_receives(run, [*forwards, *due][number : number + 2])
+                self.messages.post_receives(run, [*forwards, *due][number : number + 2])
                 total = add_losses(total, self.forward(run, action, batch, scale))
         if self.rank == self.pp_size - 1:
             here = torch.zeros((), device=run.device) if total is None else total
@@ -115,12 +131,12 @@ class PipeDream(PipelineRank):
         while self.steps_in_flight:
             self._run_backward(run)
             yield
-        self.finish()
+        self.messages.finish()
         self.steps_begun = self.updates_done = 0
         self.versions.clear()
 
     def _backwards(self, step: _StepInFlight) -> list[tuple[Action, Batch]]:
-        """A step's backwards in the form of `_post_receives`. What they receive does not depend on
+        """A step's backwards in the form of `post_receives`. What they receive does not depend on
         a batch."""
         places = (self._unique_number(step, number) for number in range(step.micro_batches))
         return [(Action(BACKWARD, self.rank, place), None) for place in places]
@@ -128,16 +144,6 @@ class PipeDream(PipelineRank):
     def _unique_number(self, step: _StepInFlight, number: int) -> int:
         """A number for a micro-batch that is unique over all steps in flight."""
         return step.number * MAX_MICRO_BATCHES + number
-
-    def position_of(self, action: Action) -> Any:
-        """The position of an action among its rank's: (round, whether it is a backward,
-        micro-batch).
-
-        In each round a rank runs a step's forward before the backward of the step that is due.
-        """
-        step, number = divmod(action.micro_batch, MAX_MICRO_BATCHES)
-        behind = self.pp_size - 1 - action.stage if action.kind == BACKWARD else 0
-        return step + behind, action.kind == BACKWARD, number
 
     def _run_backward(self, run: Run) -> None:
         """Run the backward of the oldest step in flight, and assign its gradients to the newest
@@ -149,7 +155,7 @@ class PipeDream(PipelineRank):
         backwards = self._backwards(step)
         with self._using_version(run, step.version):
             for number, (action, _) in enumerate(backwards):
-                self._post_receives(run, backwards[number : number + 2])
+                self.messages.post_receives(run, backwards[number : number + 2])
                 self.backward(run, action, False)
         self.requested_losses.pop(step.number, None)
         if run.reduction is not None:
@@ -165,7 +171,7 @@ class PipeDream(PipelineRank):
         """Post the receive of a step's loss, which is sent before its first gradients."""
         if self.rank < self.pp_size - 1 and number not in self.requested_losses:
             loss = torch.zeros((), device=self.device)
-            group, device = self._link(self.rank, self.rank + 1, "backward")
+            group, device = self.messages.link(self.rank, self.rank + 1, "backward")
             work = None if active_fake_mode() is not None else dist.irecv(loss, group=group, group_src=device)
             self.requested_losses[number] = work, loss
 
@@ -177,20 +183,20 @@ class PipeDream(PipelineRank):
         """
         self._request_loss(self.steps_in_flight[0].number)
         action, _ = due[0]
-        if specs := self.tensor_specs[action.stage, "gradient", action.micro_batch]:
-            self._outputs_with_gradient(action, len(specs))
-        self._post_receives(run, due)
+        if specs := self.messages.tensor_specs[action.stage, "gradient", action.micro_batch]:
+            self.messages.outputs_with_gradient(action, len(specs))
+        self.messages.post_receives(run, due)
 
     def _forward_loss(self, run: Run, step: _StepInFlight) -> None:
         """Send a step's loss on from the last rank to the first, before the gradients."""
         if self.rank < self.pp_size - 1:
             self._request_loss(step.number)
             work, loss = self.requested_losses[step.number]
-            self._wait_for(work)
+            self.messages.wait_for(work)
         else:
             loss = self.pending_losses.pop(step.number).to(torch.float32)
         if self.rank:
-            self._send(loss, Action(BACKWARD, self.rank, self._unique_number(step, 0)), "backward")
+            self.messages.send(loss, Action(BACKWARD, self.rank, self._unique_number(step, 0)), "backward")
         self.losses.append(loss)
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from tightfit.cost.ledger import Ledger
 from tightfit.cost.pipeline_schedule import coming, late, make_schedule, sent, split_evenly
 from tightfit.cost.pipeline_stage import Sections, StageInput, sections_of, stage_program
 from tightfit.cost.recorded_step import BatchLinear, BlockInput, Segment
-from tightfit.distributed.mesh import bandwidth, latency
+from tightfit.distributed.links import bandwidth, latency
 from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.models.dataflow import PathTo
@@ -75,62 +75,67 @@ def rank_ledger(
 ) -> Ledger:
     """The ledger of one rank: its stages' segments, parameters and updates, and its schedule.
 
-    crosses: by the first block of each stage but the first, the paths of the arguments that are
-    sent to it. Raises InputError where the model does not call its blocks in order, where there are
-    too few blocks, or where a rank has nothing to train.
+    boundary_inputs: by the first block of each stage but the first, the paths of the arguments that
+    are sent to it. Raises InputError where the model does not call its blocks in order, where there
+    are too few blocks, or where a rank has nothing to train.
     """
-    pieces = stage_ranges(plan, ledger.blocks)
+    stages, rank = stage_ranges(plan, ledger.blocks), ledger.device
     called = [segment.block for segment in ledger.training if segment.phase == "forward" and segment.block is not None]
     if called != sorted(set(called)):
         raise blocks_out_of_order()
-    refuse_idle_ranks(plan, pieces, [parameter.places for parameter in ledger.parameters if parameter.trainable])
-    number = ledger.device
-    own = [piece for piece in range(plan.stages) if piece % plan.pp == number]
-    mine = {p.name for p in ledger.parameters if stages_using(p.places, pieces) & set(own)}
-    sections = sections_of(ledger.training, ledger.blocks, plan.schedule == "zero-bubble")
-    given = [_block_inputs(ledger.training, piece.start, boundary_inputs.get(piece.start, ())) for piece in pieces]
-    crossings = {
-        piece: StageBoundary(
-            tuple(one.size for one in tensors),
-            tuple(one.size for one in tensors if one.has_gradient),
-            _sum(one.size for one in tensors if sections.saves_output(pieces[piece - 1], one.buffer)),
-        )
-        for piece, tensors in enumerate(given)
-        if piece
-    }
-    parts = {}
-    for piece in own:
-        comes = _stage_input(sections, pieces[piece], given[piece])
-        gradients = crossings[piece + 1].backward if piece + 1 in crossings else ()
-        parts[piece] = stage_program(sections, pieces[piece], comes, _sum(gradients))
-    said = {
-        name: _communicated_bytes(segments)
-        for name, segments in (("all", ledger.training), ("own", _segments_of(parts)))
-    }
-    share = said["own"] / said["all"] if said["all"] else 1.0  # of the tp communication volume
+    refuse_idle_ranks(plan, stages, [parameter.places for parameter in ledger.parameters if parameter.trainable])
+    own = range(rank, plan.stages, plan.pp)
+    programs, boundaries = _stage_programs(ledger, stages, own, boundary_inputs, plan)
+    training = tuple(segment for one in programs.values() for segment in one.segments)
+    sent_by_all = _communicated_bytes(ledger.training)
+    share = _communicated_bytes(training) / sent_by_all if sent_by_all else 1.0  # of the tp communication volume
     shape = plan.schedule, plan.pp, plan.virtual_stages, ledger.micro_batches
-    table, stops = make_schedule(*shape), machine.device != "cpu"
-    ahead = coming(*shape, number, stops)
-    stays = ((),) * len(ahead) if stops else sent(table, number)  # a GPU frees what has arrived
+    schedule, on_gpu = make_schedule(*shape), machine.device != "cpu"
+    arriving = coming(*shape, rank, on_gpu)
+    leaving = ((),) * len(arriving) if on_gpu else sent(schedule, rank)  # a GPU frees what has arrived
+    names = {p.name for p in ledger.parameters if stages_using(p.places, stages) & set(own)}
     return replace(
         ledger,
-        training=_segments_of(parts),
+        training=training,
         messages=tuple(message.times(share) for message in ledger.messages),
-        parameters=tuple(p for p in ledger.parameters if p.name in mine),
-        updates={name: update for name, update in ledger.updates.items() if name in mine},
+        parameters=tuple(p for p in ledger.parameters if p.name in names),
+        updates={name: update for name, update in ledger.updates.items() if name in names},
         rank_program=RankProgram(
-            stage_programs=parts,
-            schedule=table,
-            pipeline_rank=number,
-            boundaries=crossings,
+            stage_programs=programs,
+            schedule=schedule,
+            pipeline_rank=rank,
+            boundaries=boundaries,
             bytes_per_s=bandwidth(plan, machine, ("pp",)),
             latency_s=latency(plan, machine, ("pp",), 1),
-            messages=tuple(zip(stays, ahead, strict=True)),
-            versions=_weight_versions(plan, number),
-            late=late(*shape) if stops else frozenset(),
+            messages=tuple(zip(leaving, arriving, strict=True)),
+            versions=_weight_versions(plan, rank),
+            late=late(*shape) if on_gpu else frozenset(),
             continuous=plan.schedule == "pipedream",
         ),
     )
+
+
+def _stage_programs(
+    ledger: Ledger, stages: list[range], own: range, boundary_inputs: Mapping[int, tuple[PathTo, ...]], plan: Plan
+) -> tuple[dict[int, StageProgram], dict[int, StageBoundary]]:
+    """The programs of a rank's `own` stages, and the boundary before each stage but the first."""
+    sections = sections_of(ledger.training, ledger.blocks, plan.schedule == "zero-bubble")
+    inputs = [_block_inputs(ledger.training, blocks.start, boundary_inputs.get(blocks.start, ())) for blocks in stages]
+    boundaries = {
+        stage: StageBoundary(
+            tuple(one.size for one in tensors),
+            tuple(one.size for one in tensors if one.has_gradient),
+            _sum(one.size for one in tensors if sections.saves_output(stages[stage - 1], one.buffer)),
+        )
+        for stage, tensors in enumerate(inputs)
+        if stage
+    }
+    programs = {}
+    for stage in own:
+        received = _stage_input(sections, stages[stage], inputs[stage])
+        gradients = boundaries[stage + 1].backward if stage + 1 in boundaries else ()
+        programs[stage] = stage_program(sections, stages[stage], received, _sum(gradients))
+    return programs, boundaries
 
 
 def _block_inputs(training: Iterable[Segment], block: int, paths: tuple[PathTo, ...]) -> list[BlockInput]:
@@ -153,10 +158,6 @@ def _stage_input(sections: Sections, piece: range, given: list[BlockInput]) -> S
 
 def _sum(sizes: Iterable[BatchLinear]) -> BatchLinear:
     return sum(sizes, BatchLinear())
-
-
-def _segments_of(parts: dict[int, StageProgram]) -> tuple[Segment, ...]:
-    return tuple(segment for one in parts.values() for segment in one.segments)
 
 
 def _communicated_bytes(segments: Iterable[Segment]) -> float:

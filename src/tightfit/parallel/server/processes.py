@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
-from tightfit.distributed.mesh import Mesh, ReplicatedBuffers
+from tightfit.distributed.mesh import Mesh
+from tightfit.distributed.replicas import ReplicatedBuffers
 from tightfit.models.objective import Batch, processed_count, sample_count
 from tightfit.plan import Plan
 from tightfit.runtime.run import Data, DummyMicroBatch, Run, UnshardedReduction, to_device

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.distributed.collectives import all_gather, all_reduced
-from tightfit.distributed.mesh import Mesh, ParameterSharding, shard_parameter, unshard_parameter
+from tightfit.distributed.mesh import Mesh
+from tightfit.distributed.sharding import ParameterSharding, shard_parameter, unshard_parameter
 from tightfit.errors import InputError
 from tightfit.models.objective import Batch, Objective
 from tightfit.parallel.tensor.sequence_parallel import SequenceParallel, transform_input

@@ -62,6 +62,7 @@ from tightfit.planner.tracing.repeated_blocks import BlockMap, create_without_re
 from tightfit.planner.tracing.storages import tensor_bytes
 from tightfit.runtime.fake_compiler import can_generate_kernels
 from tightfit.runtime.method import traced_fields
+from tightfit.runtime.recomputed_segments import check_segments
 from tightfit.runtime.run import Run
 
 MAX_TRACED_CHUNKS = 64  # of a chunked loss; a larger micro-batch is extrapolated from fewer chunks
@@ -173,7 +174,7 @@ class Profiler:
             batch, objective = zeros_like_batch(self.batch, min(self.samples, EXAMPLE_SAMPLES)), self._objective()
             segments = [blocks] if depth.removed else recompute.make_segments(blocks)
             with untraceable_errors(model):
-                recompute.check_segments(model, segments, lambda: objective.total(model, batch))
+                check_segments(model, segments, lambda: objective.total(model, batch))
 
     def _batch_bytes(self, plan: Plan) -> float:
         """Bytes of one sample on one device."""

@@ -1,0 +1,88 @@
+"""Replicas of a model: they start from the same weights, and average what their forwards write.
+
+Gradients are no part of this module; `parallel/gradient_buckets.py` reduces them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._guards import active_fake_mode
+
+from tightfit.distributed.mesh import DATA, Mesh
+
+_BufferRef = tuple[nn.Module, str]  # a module and the name of one of its buffers
+
+
+@torch.no_grad()
+def broadcast_parameters(model: nn.Module, mesh: Mesh) -> None:
+    """Broadcast the parameters and buffers of the first replica to all others, in place. Models
+    that are initialized at random may differ between processes.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        for axis in DATA:
+            if mesh.size(axis) > 1:
+                dist.broadcast(tensor, group=mesh.group(axis), group_src=0)
+
+
+class ReplicatedBuffers:
+    """Averages over the replicas the buffers that a forward writes, such as BatchNorm's running
+    statistics.
+
+    Each replica computed them from its own samples. After `average`, all have the mean. BatchNorm's
+    buffers are known in advance; the other buffers that a forward writes are found in the first
+    step.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._written: list[_BufferRef] = []
+        self._candidates: list[tuple[_BufferRef, Tensor, int]] = []
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or not buffer.is_floating_point():
+                    continue
+                if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+                    self._written.append((module, name))
+                else:
+                    self._candidates.append(((module, name), buffer, buffer._version))
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The buffers that are averaged."""
+        found = [module._buffers[name] for module, name in self._written]
+        return [buffer for buffer in found if buffer is not None]
+
+    @torch.no_grad()
+    def average(self, counts: bool = True) -> None:
+        """Set each written buffer to its mean over the replicas.
+
+        counts  whether this replica had samples; False for a server, whose values are left out
+        """
+        self._find_written()
+        for dtype in sorted({buffer.dtype for buffer in self.buffers}, key=str):
+            buffers = [buffer for buffer in self.buffers if buffer.dtype == dtype]
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            if not counts:
+                flat.zero_()
+            self.mesh.all_reduce(flat, DATA).div_(self.mesh.data_rank_and_size[1] * self.mesh.cp)
+            for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                # safe: no later backward reads these buffers
+                buffer.data.copy_(mean.view(buffer.shape))
+
+    def _find_written(self) -> None:
+        """Add the buffers that any replica has written since this object was made. The replicas
+        agree on them by an all-reduce.
+        """
+        if not self._candidates:
+            return
+        written = [
+            module._buffers[name] is not buffer or buffer._version != version
+            for (module, name), buffer, version in self._candidates
+        ]
+        if active_fake_mode() is None:
+            flags = torch.tensor(written, dtype=torch.int32, device=self._candidates[0][1].device)
+            written = [bool(flag) for flag in self.mesh.all_reduce(flags, DATA, dist.ReduceOp.MAX)]
+        self._written += [place for (place, _, _), changed in zip(self._candidates, written, strict=True) if changed]
+        self._candidates = []

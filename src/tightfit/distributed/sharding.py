@@ -1,0 +1,138 @@
+"""Shards of parameters: along a dimension over tp, or along dimension 0 over dp_shard (ZeRO-3).
+
+Tensor parallelism shards by `ParameterSharding`. `materialize` shards by `shard_parameter` while it
+creates a model, so that a device never holds the full model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from tightfit.distributed.mesh import Mesh
+from tightfit.distributed.processes import local_device
+
+
+@dataclass(frozen=True)
+class ParameterSharding:
+    """How a parameter is sharded along `dim` over the devices of the tp axis.
+
+    mesh         the mesh, whose tp axis shards the parameter
+    shape        the shape of the full parameter
+    dim          the sharded dimension
+    fused_count  how many matrices the parameter holds side by side along `dim`. Each of them is
+                 sharded by itself
+
+    Example: a fused query-key-value weight of shape (3 x 64, 64) has dim=0 and fused_count=3. With
+    tp=2, rank 1 holds rows 32 to 63 of each of the three matrices. Its shard has shape (96, 64).
+    """
+
+    mesh: Mesh
+    shape: torch.Size
+    dim: int
+    fused_count: int = 1
+
+    def range(self, rank: int | None = None) -> tuple[int, int]:
+        """(begin, end) along `dim` of a device's shard within one fused matrix; end is exclusive.
+
+        rank  the rank along tp; None: this process's
+        """
+        size, count = self.shape[self.dim] // self.fused_count, self.mesh.size("tp")
+        rank = self.mesh.rank("tp") if rank is None else rank
+        each = -(-size // count)
+        return min(rank * each, size), min((rank + 1) * each, size)
+
+    def shard(self, full: Tensor) -> Tensor:
+        """This device's shard of `full`, a tensor of the full parameter's shape."""
+        first, last = self.range()
+        if self.fused_count == 1:
+            return full.narrow(self.dim, first, last - first)
+        parts = [piece.narrow(self.dim, first, last - first) for piece in full.chunk(self.fused_count, self.dim)]
+        return torch.cat(parts, self.dim)
+
+    def unshard(self, shard: Tensor) -> Tensor:
+        """All-gather the full tensor from each device's shard. All devices of the tp axis must call
+        it.
+        """
+        count, shard = self.mesh.size("tp"), self.mesh.to_device(shard)
+        most = (self.range(0)[1] - self.range(0)[0]) * self.fused_count
+        missing = most - shard.shape[self.dim]
+        padded = (
+            torch.cat([shard, shard.new_zeros(*self._padding_shape(shard, missing))], self.dim) if missing else shard
+        )
+        parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in range(count)]
+        dist.all_gather(parts, padded.contiguous(), group=self.mesh.group("tp"))
+        lengths = [last - first for first, last in map(self.range, range(count))]
+        found = []
+        for piece in range(self.fused_count):
+            for there, length in zip(parts, lengths, strict=True):
+                found.append(there.narrow(self.dim, piece * length, length))
+        return torch.cat(found, self.dim)
+
+    def _padding_shape(self, part: Tensor, length: int) -> list[int]:
+        return [length if dim == self.dim else size for dim, size in enumerate(part.shape)]
+
+
+@torch.no_grad()
+def shard_parameter(parameter: Tensor, mesh: Mesh, full: Tensor) -> None:
+    """Replace a parameter's values by its ZeRO-3 shard on this device, stored in `parameter.rows`.
+
+    The parameter keeps its full shape, but its data occupies no memory (one number, expanded).
+
+    parameter  the parameter; changed in place
+    full       the full values, of the parameter's shape. They are sharded along dimension 0 over
+               dp_shard as torch's `chunk` does; a device beyond the last chunk has a shard of no
+               rows
+    """
+    rows = (full if full.dim() else full.view(1)).chunk(mesh.size("dp_shard"))
+    rank = mesh.rank("dp_shard")
+    mine = rows[rank] if rank < len(rows) else rows[0][:0]
+    parameter.rows = mine.clone()  # type: ignore[attr-defined]
+    if not parameter.is_meta:
+        parameter.data = torch.zeros((), dtype=full.dtype, device=full.device).expand(full.shape)
+
+
+def move_shards_to_meta(model: nn.Module) -> None:
+    """Move the parameters that `shard_parameter` has sharded to the meta device: fully_shard
+    accepts only full parameters or parameters on the meta device.
+    """
+    put: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not hasattr(parameter, "rows"):
+                continue
+            if parameter not in put:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                put[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                put[parameter].rows = parameter.rows  # type: ignore[attr-defined]
+            module._parameters[name] = put[parameter]
+
+
+@torch.no_grad()
+def unshard_parameter(parameter: Tensor, mesh: Mesh) -> Tensor:
+    """The full values of a parameter. If `shard_parameter` has sharded it, its shards are
+    all-gathered, and all devices along dp_shard must call this.
+    """
+    rows: Tensor | None = getattr(parameter, "rows", None)
+    if rows is None:
+        return parameter.detach()
+    shape = parameter.shape or torch.Size([1])
+    stride = torch.empty(shape, device="meta").stride()
+    whole = DTensor.from_local(
+        rows, mesh.axes["dp_shard"], [Shard(0)], run_check=False, shape=shape, stride=stride
+    ).full_tensor()
+    return whole.view(parameter.shape)
+
+
+def on_mesh_device(tensor: DTensor) -> DTensor:
+    """`tensor` with its local shard on the device of its mesh, so that a collective can send it.
+    The shard of an offloaded tensor is in another memory, from which it is copied.
+    """
+    local, kind = tensor.to_local(), tensor.device_mesh.device_type
+    if local.device.type == kind:
+        return tensor
+    return DTensor(local.to(local_device(kind)), tensor._spec, requires_grad=False)

@@ -1,0 +1,216 @@
+"""Recomputes a block's forward in backward: only its inputs are saved (activation checkpointing).
+
+The method `recompute` wraps blocks in `recomputed`, which calls torch's checkpoint. The second
+forward must be equal to the first one. So this module restores what the first one changed: buffers
+such as BatchNorm's running statistics, and autocast's cached copies of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tightfit.cost.recomputed_step import COMPUTE_INTENSIVE_OPS, WEIGHT_MATMUL_OPS
+from tightfit.errors import InputError
+from tightfit.models.tensors import tensors_in
+
+Forward = Callable[..., Any]
+SavedBuffers = list[tuple[nn.Module, str, Tensor, Tensor]]  # (module, name, buffer, copy of its values)
+
+
+def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -> Forward:
+    """`forward` of `modules`, which saves only its inputs for backward.
+
+    selective: also save its attention, and one in this many products with weights; 0 saves neither.
+
+    The second forward draws dropout's random numbers again. It starts from the buffers that the
+    first one started from, and leaves them as it found them: running statistics are updated once,
+    and a buffer on which the output depends has the same value. Raises InputError where the block
+    writes in place to its inputs.
+    """
+    buffers = ChangingBuffers(modules)
+    casts = AutocastCache()
+
+    def forward_again_in_backward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if torch.compiler.is_compiling():  # compile.py refuses blocks that change buffers
+            contexts: dict[str, Any] = {"context_fn": partial(selective_contexts, selective)} if selective else {}
+            return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+        before = buffers.values()
+        given = [(leaf, leaf._version) for leaf in tensors_in((args, kwargs))]
+        contexts = {"context_fn": partial(recompute_contexts, buffers, before, casts, selective)}
+        with casts.first_forward() if selective else nullcontext():
+            output = checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+        if any(leaf._version != version for leaf, version in given):
+            raise InputError(
+                "plan: recompute",
+                f"{type(modules[0]).__name__} writes in place to its inputs, from which it would be recomputed",
+                "use recompute: none, or write to a new tensor",
+            )
+        buffers.track_changed(before)
+        return output
+
+    return forward_again_in_backward
+
+
+class ChangingBuffers:
+    """The buffers of a block that its forward changes, in place or by assignment.
+
+    They are found in the first forward, by comparing values: batch_norm changes its buffers without
+    incrementing their version counters.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        each = dict.fromkeys(module for block in modules for module in block.modules())
+        self.tracked = [(module, name) for module in each for name in module._buffers]
+        self.known = False
+
+    def values(self) -> SavedBuffers:
+        """(module, name, buffer, copy of its values) for each buffer that may change."""
+        found = [(module, name, module._buffers[name]) for module, name in self.tracked]
+        return [(module, name, buffer, buffer.clone()) for module, name, buffer in found if buffer is not None]
+
+    def track_changed(self, before: SavedBuffers) -> None:
+        """After the first forward: track only the buffers that it changed."""
+        if not self.known:
+            self.tracked = [
+                (module, name)
+                for module, name, buffer, copy in before
+                if module._buffers[name] is not buffer or not torch.equal(buffer, copy)
+            ]
+            self.known = True
+
+    @contextmanager
+    def rewound(self, before: SavedBuffers) -> Iterator[None]:
+        """Within, the buffers have their values from before the forward; afterwards, those from
+        before this context.
+        """
+        places = {(id(module), name) for module, name in self.tracked}
+        changed = [one for one in before if (id(one[0]), one[1]) in places]
+        now = self.values()
+        restore_buffers(changed)
+        try:
+            yield
+        finally:
+            restore_buffers(now)
+
+
+@torch.no_grad()
+def restore_buffers(values: SavedBuffers) -> None:
+    for module, name, buffer, copy in values:
+        buffer.copy_(copy)
+        module._buffers[name] = buffer
+
+
+class AutocastCache:
+    """Controls autocast's cached copies of a block's weights.
+
+    Autocast makes the copies once in a forward and reuses them in later calls of the block. A
+    recomputation makes its own. A later call must therefore make its own in the first forward too,
+    because both forwards must run the same operations.
+    """
+
+    def __init__(self) -> None:
+        self.pending_recomputations = 0  # calls that are not recomputed yet
+
+    @contextmanager
+    def first_forward(self) -> Iterator[None]:
+        used = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(used and self.pending_recomputations == 0)
+        self.pending_recomputations += 1
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(used)
+
+    @contextmanager
+    def second_forward(self) -> Iterator[None]:
+        self.pending_recomputations = max(self.pending_recomputations - 1, 0)
+        yield
+
+
+def recompute_contexts(
+    buffers: ChangingBuffers, before: SavedBuffers, casts: AutocastCache, selective: int
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The context managers around the first forward and around its recomputation."""
+    first, second = selective_contexts(selective) if selective else (nullcontext(), nullcontext())
+    return first, _RecomputeContext([lambda: buffers.rewound(before), casts.second_forward], second)
+
+
+class _RecomputeContext:
+    """The context manager around each recomputation. It can be entered twice: the first forward may
+    have taken gradients itself.
+    """
+
+    def __init__(
+        self, around: list[Callable[[], AbstractContextManager[None]]], kept: AbstractContextManager[Any]
+    ) -> None:
+        self.around, self.kept = around, kept
+        self.open: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for begin in self.around:
+                stack.enter_context(begin())
+            stack.enter_context(self.kept)
+            self.open.append(stack.pop_all())
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool | None:
+        return self.open.pop().__exit__(kind, error, trace)
+
+
+def selective_contexts(selective: int) -> Any:
+    """The contexts around one block's forward and its recomputation.
+
+    Attention and one in `selective` matrix products and convolutions are saved; operations that are
+    cheap to recompute are not. Raises InputError where a block writes in place to a saved tensor.
+    """
+    counted = {False: 0, True: 0}  # products seen in the first forward, and in the second
+    storages: set[int] = set()  # of the saved tensors, which the contexts keep alive
+
+    def keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = operation in COMPUTE_INTENSIVE_OPS
+        if operation in WEIGHT_MATMUL_OPS:
+            kept = counted[context.is_recompute] % selective == 0
+            counted[context.is_recompute] += 1
+        if not torch.compiler.is_compiling() and not context.is_recompute:
+            if not storages.isdisjoint(_storages(written_tensors(operation, args, kwargs))):
+                raise _overwrites_saved()
+            if kept:
+                storages.update(_storages(tree_leaves(context.op_output)))
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(keep)
+
+
+def written_tensors(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors that an operation writes to, according to its schema.
+
+    Version counters are not enough: a write through the chunks of torch.chunk or of a recurrent
+    cell does not increment that of the full tensor.
+    """
+    if not operation._schema.is_mutable:
+        return []
+    given = {**dict(zip((one.name for one in operation._schema.arguments), args, strict=False)), **kwargs}
+    writes = [one.name for one in operation._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    return tree_leaves([given.get(name) for name in writes])
+
+
+def _storages(leaves: list[Any]) -> set[int]:
+    return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def _overwrites_saved() -> InputError:
+    return InputError(
+        "plan: recompute=selective",
+        "a block writes in place to one of its saved tensors (relu(inplace=True), add_, the gates of a recurrent cell)",
+        "use recompute: full, or write to a new tensor",
+    )
