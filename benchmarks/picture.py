@@ -41,6 +41,7 @@ def draw(ladder: list[dict], contenders: list[dict]) -> str:
         "lean: as above": "lean",
         "compiled, fused": "compiled",
         "bf16 autocast": "autocast",
+        "glibc's defaults": "glibc",
     }
     speed = []
     for row in contenders:
