@@ -120,9 +120,7 @@ SOURCES = {
             "what each setting of glibc's allocator does to speed and process memory",
             ZEN3,
         ),
-        Source(
-            "search", _script("search"), "how long a search takes with nothing in the cache", ZEN3
-        ),
+        Source("search", _script("search"), "how long a search takes with nothing in the cache", ZEN3),
         Source(
             "distributed",
             _script("distributed"),
@@ -270,9 +268,7 @@ Lean contenders hold bf16 weights and train 8 micro-batches of 2 sequences.
 
 def memory_ladder() -> str:
     record = read("memory_ladder")
-    rows = [
-        [row["name"], gb(row["peak_bytes"]), gb(row["published_bytes"]), row["phase"]] for row in record["rungs"]
-    ]
+    rows = [[row["name"], gb(row["peak_bytes"]), gb(row["published_bytes"]), row["phase"]] for row in record["rungs"]]
     return f"""## Peak memory, method by method
 
 ViT-L/16 at 224 x 224 with 10 classes. Each rung adds one change to those above it. tightfit's own
