@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,6 +166,15 @@ def read(name: str) -> dict[str, Any]:
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)]) + "\n"
+
+
+def wrapped(text: str) -> str:
+    """The text with its prose at 100 characters a line. Headings and tables stay as they are."""
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(
+        one if one.lstrip("\n").startswith(("#", "|")) else textwrap.fill(one, 100, break_on_hyphens=False)
+        for one in paragraphs
+    )
 
 
 def gb(size: float | None) -> str:
@@ -585,7 +595,8 @@ def page() -> str:
 Written by `python -m benchmarks.tables` from `records/`. Each section names the command that measures it,
 the record, and the machine. A figure holds for that model and that machine. GB is 10^9 bytes.
 """
-    return "\n".join([head, *(write() for name, write in SECTIONS.items() if SOURCES[name].there)])
+    sections = [write() for name, write in SECTIONS.items() if SOURCES[name].there]
+    return wrapped("\n".join([head, *sections]).strip()) + "\n"
 
 
 # --- the README's five results, and the index of the records ----------------------------------------
@@ -665,7 +676,7 @@ def index() -> str:
             code = read(one.name).get("code", {})
             versions = f"torch {code['torch']}, Python {code['python']}" if "torch" in code else "-"
             rows.append([f"[`{one.name}.json`]({one.name}.json)", one.what, f"`{one.command}`", one.machine, versions])
-    return f"""# Records
+    text = f"""# Records
 
 Written by `python -m benchmarks.tables`. Every figure of the docs comes from one of these files, and each file comes
 from one command. `git log -- records/NAME.json` says when it was measured, and by which commit.
@@ -673,6 +684,7 @@ from one command. `git log -- records/NAME.json` says when it was measured, and 
 record to it. [Benchmarks](../docs/benchmarks.md) shows the records as tables.
 
 {table(["record", "what it holds", "command", "machine", "versions"], rows)}"""
+    return wrapped(text.strip()) + "\n"
 
 
 def with_results(readme: str) -> str:
