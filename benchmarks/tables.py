@@ -661,7 +661,7 @@ def readme_table() -> str:
                 what,
                 result,
                 machines.get(name, "2 cores of an AMD EPYC Zen 5"),
-                f"`benchmarks/{name}.py`, [`{SOURCES[name].path}`]({SOURCES[name].path})",
+                f"`benchmarks/{name}.py`, [record]({SOURCES[name].path})",
             ]
             for what, result, name in rows
         ],
