@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from benchmarks.record_shapes import SHAPES, schema
 from pydantic import ValidationError
 
+import tightfit
 from benchmarks import picture, tables
 from tightfit.machine import Machine
 
@@ -81,6 +85,44 @@ def test_a_record_with_another_field_is_refused() -> None:
     record = tables.read("search")
     with pytest.raises(ValidationError, match="Extra inputs"):
         SHAPES["search"].model_validate({**record, "fastest": 1})
+
+
+def pages_of(nav: object) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for entry in nav.values() if isinstance(nav, dict) else nav:  # type: ignore[attr-defined]
+            yield from pages_of(entry)
+
+
+def test_site_has_every_page_and_no_other() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    hook = ast.parse((ROOT / "scripts" / "docs_pages.py").read_text())
+    (added,) = [
+        ast.literal_eval(node.value)
+        for node in hook.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PAGES"
+    ]
+    pages = list(pages_of(site["nav"]))
+    assert len(pages) == len(set(pages))
+    assert not [source for source in added if not (ROOT / source).exists()]
+    assert not [page for page in pages if page not in added.values() and not (ROOT / "docs" / page).exists()]
+    written = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert written <= set(pages), "a page that mkdocs.yml does not list"
+
+
+def test_reference_has_every_public_name() -> None:
+    texts = [path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md")]
+    named = re.findall(r"^::: tightfit\.([\w.]+)\.(\w+)$", "\n".join(texts), re.M)
+    public = {(getattr(tightfit, name).__module__.removeprefix("tightfit."), name) for name in tightfit.__all__}
+    assert sorted(named) == sorted(public)
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in [*DOCUMENTS, ROOT / "SECURITY.md", ROOT / "CHANGELOG.md", ROOT / "records" / "README.md"]:
+        for target in re.findall(r"\]\(([^()\s#]+)(?:#[^()\s]*)?\)", document.read_text()):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
 def test_every_method_says_what_it_saves_and_costs() -> None:
