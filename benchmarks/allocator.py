@@ -1,11 +1,12 @@
-"""What each setting of the allocator does to a training on a processor: speed, and bytes that the process takes.
+"""Compare the settings of glibc's allocator in a training on a CPU: speed and process memory.
 
     .venv/bin/python benchmarks/allocator.py --out records/allocator.json
 
-The demo's job runs through `tightfit train` with glibc left alone, told to keep memory, told so and to keep no caches of small
-blocks (`allocator: tuned`, as the command line starts it), and told to give all back at once (lean); keeping what forward
-computes, and recomputing it. Every setting runs once in each turn; medians of the turns are given, speed as a ratio to glibc
-left alone in the same turn.
+The demo's job runs through `tightfit train` with four settings: glibc's defaults; freed memory is
+kept; freed memory is kept and small blocks are not cached (`allocator: tuned`, as the command line
+starts it); freed memory is returned at once (`lean`). Each runs with saved activations and with
+recomputed ones. Every setting runs once in each turn. The figures are medians over turns, and speed
+is the ratio to glibc's defaults in the same turn.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
-"""The plan that search chooses against the best of all: every legal plan of a list, really run, on jobs whose memory
-limits bite.
+"""Compare the plan that search chooses with every legal plan of a list, on jobs with memory limits.
 
     .venv/bin/python benchmarks/choice.py --out records/choice.json
 
-For each job search chooses among the plans of the list, within a limit on memory that the reference plan does not meet.
-Then each plan runs by itself, in a process of its own that has searched before, as `tightfit train` does. The chosen plan should
-be within 5 % of the fastest of those that fit, and stay within the limit itself. A plan fits if its process leaves as much of the
-limit as search leaves (3 %); the fastest of all that merely stayed below it is shown beside. On the jobs marked so, the limit is
-enforced for real (RLIMIT_DATA): the chosen plan has to live with it, and the reference plan has to die of it.
+For each job, search chooses among the plans of the list within a limit that the reference plan does
+not meet. Then each plan runs in a process of its own that has searched before, as `tightfit train`
+does. The chosen plan should stay within the limit, and be within 5 % of the fastest plan that fits.
 
-The machine is shared: a fixed piece of work (`measure/clock_drift.py`) is timed before and after each process, and `step_s`
-is at the pace of the calibration; `pace` says which it was.
+A plan fits if its process leaves as much of the limit free as search does (3 %). The fastest plan
+that merely stayed below the limit is recorded too. On some jobs the limit is enforced
+(RLIMIT_DATA): the chosen plan has to train, and the reference plan has to run out of memory.
 
-`--measured FILE` takes what the plans took and how fast they were from an earlier comparison of this machine, and chooses anew.
+The machine is shared. A fixed piece of work (`measure/clock_drift.py`) is timed before and after
+each process. `step_s` is at the speed of the calibration, and `pace` says what the speed was.
+
+`--measured FILE` takes the measurements of an earlier comparison on this machine, and only chooses
+again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""A plain compiled loop, transformers' Trainer and tightfit on the same job, each in a process of its own, that take turns.
+"""Run a plain compiled loop, transformers' Trainer and tightfit on the same job, in turns.
 
-benchmarks/gpu.py starts a Crew of them. Each prepares itself (model, compiler, a few steps of every micro-batch) while the others
-do; from then on one works at a time, when it is told to, and a slow spell of the machine falls on all. A turn is timed as a whole,
-between two points at which the device is idle: none waits for the device at every step because it is watched.
+benchmarks/gpu.py starts a Crew of them, each in a process of its own. They prepare themselves side by
+side (model, compiler, a few steps of every micro-batch). From then on one works at a time, when it is
+told to, so that a slow period of the machine affects all of them. A turn is timed as a whole, between
+two points at which the device is idle. So the timing makes no contender wait for the device at each
+step.
 
 All contenders start with the same allocator settings: those that `tightfit train` starts with.
 """

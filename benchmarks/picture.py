@@ -1,4 +1,4 @@
-"""The README's picture, from the records: python benchmarks/picture.py writes docs/picture.svg."""
+"""Draw the README's picture from the records: python benchmarks/picture.py writes docs/picture.svg."""
 
 from __future__ import annotations
 

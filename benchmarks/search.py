@@ -1,7 +1,9 @@
-"""How long a search takes when nothing was traced before: each in a process of its own, with an empty cache, once torch, its
-compiler and the model's code are imported.
+"""Measure how long a search takes when nothing was traced before.
 
-.venv/bin/python benchmarks/search.py --out records/search.json
+    .venv/bin/python benchmarks/search.py --out records/search.json
+
+Each search runs in a process of its own with an empty cache. The time begins once torch, its compiler
+and the model's code are imported.
 """
 
 from __future__ import annotations

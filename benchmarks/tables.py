@@ -679,7 +679,7 @@ def index() -> str:
     text = f"""# Records
 
 Written by `python -m benchmarks.tables`. Every figure of the docs comes from one of these files, and each file comes
-from one command. `git log -- records/NAME.json` says when it was measured, and by which commit.
+from one command. `git log -- records/NAME.json` says when a record was committed, and with which code.
 `schema.json` is the JSON schema of all records; `python benchmarks/record_shapes.py` writes it, and a test holds every
 record to it. [Benchmarks](../docs/benchmarks.md) shows the records as tables.
 
