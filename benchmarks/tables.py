@@ -189,6 +189,10 @@ def percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
+def speed_of(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
+
+
 def signed(share: float) -> str:
     return f"{100 * share:+.1f} %"
 
@@ -383,12 +387,12 @@ def _published_row(row: dict[str, Any]) -> list[str]:
         return signed(row[kind] / row[of] - 1) if row.get(kind) and row.get(of) else "-"
 
     return [
-        f"`{row['id']}`",
+        row["id"],
         row["framework"],
         row["machine"] or "not stated",
-        gb(row.get("published_bytes")),
+        gb(row.get("published_bytes")).removesuffix(" GB"),
         error("predicted_bytes", "published_bytes"),
-        "-" if row["published_speed"] is None else f"{row['published_speed']:,.6g}",
+        "-" if row["published_speed"] is None else speed_of(row["published_speed"]),
         error("predicted_speed", "published_speed"),
         error("calibrated_speed", "published_speed"),
     ]
@@ -401,7 +405,7 @@ def published() -> str:
          percent(one["worst"])]
         for name, one in record["summary"].items()
     ]  # fmt: skip
-    columns = ["run", "framework", "machine", "memory", "predicted", "speed", "predicted", "calibrated"]
+    columns = ["run", "framework", "machine", "GB", "predicted", "speed", "predicted", "calibrated"]
     return f"""## Runs that others published, on GPUs
 
 Facts of {len(record["rows"])} runs stand with their sources in `benchmarks/published.yaml` and
