@@ -98,10 +98,9 @@ def main() -> None:
                 f"(predicted {error:+.1%}), tensors {row['tensor_bytes'] / 1e9:.2f} GB"
             )
     if arguments.out:
-        from tightfit.machine import Machine
-        from tightfit.record import code_version
+        from provenance import provenance  # beside this file, which runs as a script
 
-        what = {"code": code_version(), "machine": Machine.detect().name, "turns": len(turns), "rows": rows}
+        what = {**provenance(), "turns": len(turns), "rows": rows}
         arguments.out.write_text(json.dumps(what, indent=1) + "\n")
 
 

@@ -305,10 +305,9 @@ def calibrated_control() -> Callable[[], float]:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    from tightfit.machine import Machine
-    from tightfit.record import code_version
+    from provenance import provenance  # beside this file, which runs as a script
 
-    what = {"code": code_version(), "machine": Machine.detect().name, "jobs": rows}
+    what = {**provenance(), "jobs": rows}
     path.write_text(json.dumps(what, indent=1) + "\n")
 
 

@@ -478,11 +478,9 @@ def main() -> None:
     def write() -> None:
         """After each measurement, so that a run that is cut short leaves what it has."""
         if arguments.out:
-            from tightfit.machine import Machine
-            from tightfit.record import code_version
+            from provenance import provenance  # beside this file, which runs as a script
 
-            what = {"code": code_version(), "machine": Machine.detect().name}
-            what |= {"compared": rows, "states": states, "bubbles": bubbles}
+            what = {**provenance(), "compared": rows, "states": states, "bubbles": bubbles}
             arguments.out.write_text(json.dumps(what, indent=1) + "\n")
 
     for processes in arguments.processes:

@@ -265,10 +265,9 @@ def run_alone(pair: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def write(path: Path, rows: list[dict[str, Any]], summary: dict[str, Any] | None = None) -> None:
-    from tightfit.machine import Machine
-    from tightfit.record import code_version
+    from provenance import provenance  # beside this file, which runs as a script
 
-    what = {"code": code_version(), "machine": Machine.detect().name, "summary": summary, "pairs": rows}
+    what = {**provenance(), "summary": summary, "pairs": rows}
     path.write_text(json.dumps(what, indent=1) + "\n")
 
 

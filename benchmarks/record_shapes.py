@@ -32,6 +32,16 @@ class Code(Shape):
     system: str
 
 
+class Measured(Shape):
+    """What a record says of its origin: see provenance.py."""
+
+    code: Code
+    commit: str | None = None
+    date: str | None = None
+    machine: str
+    processor: str | None = None
+
+
 class Contender(Shape):
     """One program on the demo's job. step_s has a list of steps for each round."""
 
@@ -55,9 +65,8 @@ class Limits(Shape):
     square_flops_per_s: float
 
 
-class SingleDevice(Shape):
-    machine: dict[str, Any]
-    code: Code
+class SingleDevice(Measured):
+    machine: dict[str, Any]  # type: ignore[assignment]
     limits: Limits
     contenders: list[Contender]
 
@@ -105,9 +114,7 @@ class Pair(Shape):
     runs_s: list[float] | None = None
 
 
-class Prediction(Shape):
-    code: Code
-    machine: str
+class Prediction(Measured):
     summary: dict[str, Errors]
     pairs: list[Pair]
 
@@ -135,7 +142,7 @@ class Published(Shape):
     rows: list[Row]
 
 
-class Choice(Shape):
+class Choice(Measured):
     class Seen(Shape):
         plan: Plan
         process_bytes: int
@@ -158,12 +165,10 @@ class Choice(Shape):
         lives_within_enforced_limit: bool | None = None
         reference_dies_of_it: bool | None = None
 
-    code: Code
-    machine: str
     jobs: list[Job]
 
 
-class Allocator(Shape):
+class Allocator(Measured):
     class Row(Shape):
         recompute: str
         allocator: str
@@ -173,13 +178,11 @@ class Allocator(Shape):
         predicted_process_bytes: float
         tensor_bytes: float
 
-    code: Code
-    machine: str
     turns: int
     rows: list[Row]
 
 
-class Search(Shape):
+class Search(Measured):
     class One(Shape):
         search: str
         seconds: float
@@ -187,12 +190,10 @@ class Search(Shape):
         plan: Plan
         step_s: float
 
-    code: Code
-    machine: str
     searches: list[One]
 
 
-class Distributed(Shape):
+class Distributed(Measured):
     class Compared(Shape):
         """tightfit beside another program. Ratios of speed above 1 and of peaks below 1 are in
         tightfit's favour."""
@@ -224,8 +225,6 @@ class Distributed(Shape):
         waited: float
         theory: float
 
-    code: Code
-    machine: str
     compared: list[Compared]
     states: list[States]
     bubbles: list[Bubble]

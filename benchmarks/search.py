@@ -81,10 +81,9 @@ def main() -> None:
         rows.append(json.loads(lines[0].removeprefix("RESULT ")))
         print(f"{name:30s} {rows[-1]['seconds']:5.1f} s, imports before it {rows[-1]['imports_s']:.1f} s", flush=True)
     if arguments.out:
-        from tightfit.machine import Machine
-        from tightfit.record import code_version
+        from provenance import provenance  # beside this file, which runs as a script
 
-        what = {"code": code_version(), "machine": Machine.detect().name, "searches": rows}
+        what = {**provenance(), "searches": rows}
         arguments.out.write_text(json.dumps(what, indent=1) + "\n")
 
 

@@ -471,10 +471,12 @@ def main() -> None:
     rows = summarise(rounds)
     print_table(rows, limit)
     if arguments.out:
-        from tightfit.machine import Machine
-        from tightfit.record import code_version
+        from provenance import provenance  # beside this file, which runs as a script
 
-        content = {"machine": Machine.detect().content(), "code": code_version(), "limits": limit, "contenders": rows}
+        from tightfit.machine import Machine
+
+        machine = Machine.detect().content()
+        content = {**provenance(), "machine": machine, "limits": limit, "contenders": rows}
         arguments.out.write_text(json.dumps(content, indent=1) + "\n")
 
 

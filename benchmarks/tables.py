@@ -20,8 +20,8 @@ ROOT = Path(__file__).parent.parent
 RECORDS = ROOT / "records"
 BEGIN, END = "<!-- results: begin -->\n", "<!-- results: end -->\n"
 
-ZEN5 = "2 cores of an AMD EPYC (Zen 5, with bf16 instructions)"
-ZEN3 = "2 cores of an AMD EPYC (Zen 3, without bf16 instructions)"
+ZEN5 = "2 cores, AMD EPYC (Zen 5, with bf16 instructions)"
+ZEN3 = "2 cores, AMD EPYC (Zen 3, without bf16 instructions)"
 ANY = "any: it predicts, or runs on tensors without values"
 PEERS = {
     "same": "The compiled peers had exactly tightfit's allocator settings, except where a name says so.",
@@ -39,13 +39,22 @@ IN_SHORT = {
 
 @dataclass(frozen=True)
 class Source:
-    """A record: the command that writes it, what it holds, and the machine that it was measured on
-    (a record names the processor, but not its generation)."""
+    """A record: the command that writes it, what it holds, and the machine that it was measured on,
+    as it was noted then. A record that names its processor itself needs no note."""
 
     name: str
     command: str
     what: str
-    machine: str
+    noted: str
+
+    @property
+    def machine(self) -> str:
+        record = read(self.name)
+        if not record.get("processor"):
+            return self.noted
+        name = record["machine"] if isinstance(record["machine"], str) else record["machine"]["name"]
+        model, _, cores = name.rpartition(" x")
+        return f"{cores} cores, {model} ({record['processor']})"
 
     @property
     def path(self) -> str:
@@ -132,13 +141,13 @@ SOURCES = {
             "large_batch",
             _script("large_batch"),
             "16 times the batch: LAMB and LARS beside AdamW at the base batch",
-            "2 cores of an AMD EPYC; the losses do not depend on its speed",
+            "2 cores, AMD EPYC; the losses do not depend on its speed",
         ),
         Source(
             "machine",
             "tightfit machine --calibrate --json > records/machine.json",
             "a calibration: the rates of one machine, measured",
-            "2 cores of an AMD EPYC (with bf16 instructions)",
+            "2 cores, AMD EPYC (with bf16 instructions)",
         ),
         Source(
             "gpu",
@@ -664,7 +673,7 @@ def readme_table() -> str:
             [
                 what,
                 result,
-                machines.get(name, "2 cores of an AMD EPYC Zen 5"),
+                machines.get(name, SOURCES[name].machine),
                 f"`benchmarks/{name}.py`, [record]({SOURCES[name].path})",
             ]
             for what, result, name in rows
@@ -677,15 +686,19 @@ def index() -> str:
     rows = []
     for one in SOURCES.values():
         if one.there:
-            code = read(one.name).get("code", {})
-            versions = f"torch {code['torch']}, Python {code['python']}" if "torch" in code else "-"
+            record = read(one.name)
+            code = record.get("code", {})
+            versions = [f"torch {code['torch']}", f"Python {code['python']}"] if "torch" in code else []
+            measured = [record.get("date"), record.get("commit") and f"commit {record['commit']}"]
+            versions = ", ".join([*versions, *filter(None, measured)]) or "-"
             rows.append([f"[`{one.name}.json`]({one.name}.json)", one.what, f"`{one.command}`", one.machine, versions])
     text = f"""# Records
 
-Written by `python -m benchmarks.tables`. Every figure of the docs comes from one of these files, and each file comes
-from one command. `git log -- records/NAME.json` says when a record was committed, and with which code.
-`schema.json` is the JSON schema of all records; `python benchmarks/record_shapes.py` writes it, and a test holds every
-record to it. [Benchmarks](../docs/benchmarks.md) shows the records as tables.
+Written by `python -m benchmarks.tables`. Every figure of the docs comes from one of these files, and
+each file comes from one command. A newer record has the date, the commit and the processor of its
+measurement. For the others, `git log -- records/NAME.json` says when they were committed, and with
+which code. `schema.json` is the JSON schema of all records. `python benchmarks/record_shapes.py` writes
+it, and a test holds every record to it. [Benchmarks](../docs/benchmarks.md) shows the records as tables.
 
 {table(["record", "what it holds", "command", "machine", "versions"], rows)}"""
     return wrapped(text.strip()) + "\n"
