@@ -1,12 +1,12 @@
-"""The allocator's settings on a processor: the speed of a training, and the bytes of its process.
+"""Compare the settings of glibc's allocator in a training on a CPU: speed and process memory.
 
     .venv/bin/python benchmarks/allocator.py --out records/allocator.json
 
-The demo's job runs through `tightfit train` with four settings of glibc: its defaults; memory is
-kept; memory is kept without caches of small blocks (`allocator: tuned`, as the command starts it);
-memory is returned at once (lean). Each runs with and without recomputation. Every setting runs once
-in each round. The results are medians over rounds; speed is a ratio to the defaults in the same
-round.
+The demo's job runs through `tightfit train` with four settings: glibc's defaults; freed memory is
+kept; freed memory is kept and small blocks are not cached (`allocator: tuned`, as the command line
+starts it); freed memory is returned at once (`lean`). Each runs with saved activations and with
+recomputed ones. Every setting runs once in each turn. The figures are medians over turns, and speed
+is the ratio to glibc's defaults in the same turn.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""The plan that search chooses, compared with every legal plan of a list, on jobs with tight memory limits.
+"""Compare the plan that search chooses with every legal plan of a list, on jobs with memory limits.
 
     .venv/bin/python benchmarks/choice.py --out records/choice.json
 
-For each job search chooses among the plans of the list, within a memory limit that the reference
-plan exceeds. Then each plan runs in a process of its own, which searches first, as `tightfit train`
-does. The chosen plan should stay within the limit and be at most 5 % slower than the fastest plan
-that fits. A plan fits if its process leaves the same share of the limit free as search does (3 %).
-The fastest plan that merely stayed below the limit is shown beside it. The first jobs also run with
-the limit enforced by the system (RLIMIT_DATA): the chosen plan has to complete, and the reference
-plan has to fail.
+For each job, search chooses among the plans of the list within a limit that the reference plan does
+not meet. Then each plan runs in a process of its own that has searched before, as `tightfit train`
+does. The chosen plan should stay within the limit, and be within 5 % of the fastest plan that fits.
+
+A plan fits if its process leaves as much of the limit free as search does (3 %). The fastest plan
+that merely stayed below the limit is recorded too. On some jobs the limit is enforced
+(RLIMIT_DATA): the chosen plan has to train, and the reference plan has to run out of memory.
 
 The machine is shared. A fixed piece of work (`measure/clock_drift.py`) is timed before and after
-each process. `step_s` is at the pace of the calibration, and `pace` is the ratio of the two.
+each process. `step_s` is at the speed of the calibration, and `pace` says what the speed was.
 
-`--measured FILE` takes the plans' bytes and times from an earlier comparison on this machine, and
-chooses again.
+`--measured FILE` takes the measurements of an earlier comparison on this machine, and only chooses
+again.
 """
 
 from __future__ import annotations

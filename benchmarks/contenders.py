@@ -1,8 +1,12 @@
-"""A plain compiled loop, transformers' Trainer and tightfit on the same job, each in a process of its own, that take turns.
+"""Run a plain compiled loop, transformers' Trainer and tightfit on the same job, in turns.
 
-benchmarks/gpu.py starts a Crew of them. Each prepares itself (model, compiler, a few steps of every micro-batch) while the others
-do; from then on one works at a time, when it is told to, and a slow spell of the machine falls on all. A turn is timed as a whole,
-between two points at which the device is idle: none waits for the device at every step because it is watched.
+benchmarks/gpu.py starts a Crew of them, each in a process of its own. They prepare themselves side by
+side (model, compiler, a few steps of every micro-batch). From then on one works at a time, when it is
+told to, so that a slow period of the machine affects all of them. A turn is timed as a whole, between
+two points at which the device is idle. So the timing makes no contender wait for the device at each
+step.
+
+All contenders start with the same allocator settings: those that `tightfit train` starts with.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -41,8 +46,12 @@ class Crew:
         self._answers: dict[str, queue.Queue[dict[str, Any]]] = {}
 
     def __enter__(self) -> Crew:
+        from tightfit import Plan
+        from tightfit.engine import launch
+
         path = self.work / "contenders.asked.json"
         path.write_text(json.dumps(self.asked))
+        added = launch.environment(Plan(allocator="tuned"), self.asked["device"], os.environ)
         for kind in KINDS:
             log = (self.work / f"{kind}.contender.txt").open("w")
             process = subprocess.Popen(
@@ -51,6 +60,7 @@ class Crew:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
+                env={**os.environ, **added},
             )
             log.close()
             self._processes[kind], self._answers[kind] = process, queue.Queue()

@@ -1,15 +1,19 @@
-"""Several devices: tightfit's data parallelism, ZeRO, tensor parallelism and pipeline beside the same written in PyTorch.
+"""Compare tightfit on several devices with the same parallelism written in PyTorch.
 
     .venv/bin/python benchmarks/distributed.py --out records/distributed.json
     .venv/bin/python benchmarks/distributed.py --out records/distributed.json --rounds 6 --only "data parallel"
 
-The second command measures a pair again, in more turns, and leaves the rest of the record as it is.
+The second command measures one pair again, in more turns, and keeps the rest of the record.
 
-Processes are gloo's, one thread each, on this machine, started afresh in each round. The two of a pair are both there, and take
-turns of a few steps each; ratios are medians over the turns of all rounds. DeepSpeed's ZeRO takes part where it is installed
-(pip install deepspeed). Bytes that a device sends are counted from the collectives' sizes, as rings send them. Then the bytes of
-model states that a device holds under each stage of ZeRO at 1, 2, 4 and 8 devices, beside the formulas; and the share of a step that
-the first device of a pipeline waits, beside theory, of a model whose pieces have equal work (its head is small).
+It compares data parallelism, ZeRO, tensor parallelism and a pipeline. Processes use gloo, with one
+thread each, on this machine, and start afresh in each round. The two of a pair exist at the same time
+and take turns of a few steps. Ratios are medians over the turns of all rounds. DeepSpeed's ZeRO takes
+part where it is installed (pip install deepspeed). The bytes that a device sends are computed from
+the sizes of the collectives, as rings send them.
+
+Two more tables follow: the bytes of model states that a device holds under each ZeRO stage at 1, 2, 4
+and 8 devices, beside the formulas; and the share of a step that a pipeline's first device waits,
+beside theory, for a model whose stages have equal work (its head is small).
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
-"""tightfit on one GPU, proved by one command: its tests, every method, predictions beside what was measured, speed beside others'.
+"""Check tightfit on one GPU with one command: tests, every method, predictions, speed beside others.
 
     python benchmarks/gpu.py --out results --wheels wheels      # on a machine with a GPU, from the source tree
-    python benchmarks/gpu.py --cpu --out results                # a small copy of every part, on a processor, in a minute
-    python benchmarks/gpu.py --only 5,6 --out results           # some of the parts; a record there keeps the others
+    python benchmarks/gpu.py --cpu --out results                # a small copy of every part, on a CPU, in a minute
+    python benchmarks/gpu.py --only 5,6 --out results           # some parts; a record there keeps the others
     python benchmarks/gpu.py --readme                           # the table of records/gpu.json, in Markdown
 
-Nothing has to be installed but torch: what else is missing comes from a folder of wheels (scripts/collect_wheels fills one).
-Parts are processes of their own, each with a time-out, the most important first. When the budget of all is nearly spent the
-rest is left out, and said to be. --out is given gpu.json (what all parts found), tests.txt and log.txt.
+Only torch has to be installed. Other missing packages come from a folder of wheels, which
+scripts/collect_wheels fills. Each part is a process of its own with a time-out. The most important
+parts run first. When the time budget is nearly spent, the remaining parts are left out, and the output
+says so. `--out` receives gpu.json (what all parts found), tests.txt and log.txt.
 
-Ends with 0 when all parts that were asked for are done, 1 when one failed or ran out of its time, 3 when time for some was short.
+Exit codes: 0 if all requested parts are done, 1 if one failed or ran out of its time, 3 if there was
+too little time for some.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The parts of benchmarks/gpu.py, each a function that saves what it has found so far: a time-out then costs the rest only.
+"""The parts of benchmarks/gpu.py. Each is a function that saves what it has found so far, so that a
+time-out loses only the rest.
 
-A part is given the kind of its device and its sizes as data (benchmarks/gpu_sizes.py), and is the same code on both kinds.
+A part is given the kind of its device and its sizes as data (benchmarks/gpu_sizes.py). Its code is the
+same on GPUs and CPUs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""How large each part of benchmarks/gpu.py is, on one GPU and as the small copy that a processor runs in a minute.
+"""The sizes of each part of benchmarks/gpu.py: on one GPU, and as the small copy that a CPU runs in a
+minute.
 
-The parts are the same code for both: what differs stands here, as data. Imports nothing but the standard library.
+Both run the same code. Only these sizes differ. Imports nothing but the standard library.
 """
 
 from __future__ import annotations

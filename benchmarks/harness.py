@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from benchmarks.provenance import provenance
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = "RESULT "  # begins the line of a process that is its result; libraries print others
 ERROR_CHARACTERS = 3000  # of a failed process's output in the error
@@ -143,12 +145,8 @@ def usual_control_s() -> float:
 
 def write_record(path: Path | None, content: Mapping[str, Any]) -> None:
     """Write results with what they depend on. path: None where no record is asked for."""
-    from tightfit.machine import Machine
-    from tightfit.record import code_version
-
     if path is not None:
-        origin = {"code": code_version(), "commit": commit(), "machine": Machine.detect().name}
-        write_json(path, {**origin, **content})
+        write_json(path, {**provenance(), **content})
 
 
 def read_record(path: Path | None) -> dict[str, Any]:
@@ -161,15 +159,6 @@ def write_json(path: Path, content: Any) -> None:
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")
     partial.replace(path)
-
-
-def commit() -> str | None:
-    """The commit of the source tree, with a mark where files differ from it; None where git does not know."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1, width: int = 150) -> None:

@@ -1,13 +1,16 @@
-"""Large batches: LAMB and LARS at 16 times the batch, beside AdamW at the base batch, after as many samples.
+"""Compare LAMB and LARS at 16 times the batch with AdamW at the base batch, after as many samples.
 
     .venv/bin/python benchmarks/large_batch.py --out records/large_batch.json
 
-The task is real and small: scikit-learn's handwritten digits by a small convolutional network of matrices alone (LARS gives
-biases and gains the plain rate, which is far above theirs), and held-out samples that no run trains on. Every contender has
-as many learning rates to choose from (powers of two about its own usual one, by two seeds) and its family's usual weight
-decay, so none is tuned more than another; AdamW and SGD at the large batch are there as controls. Means over eight other
-seeds, each of which also draws what is held out, and the mean difference of its pairs with its standard error. About a
-quarter of an hour on two cores.
+The task is real and small: scikit-learn's handwritten digits, a small convolutional network that has
+only matrices (LARS gives biases and gains the plain learning rate, which is far too high for them),
+and held-out samples on which no run trains.
+
+Every contender chooses among equally many learning rates (powers of two around its usual one, with
+two seeds) and has its family's usual weight decay, so none is tuned more than another. AdamW and SGD
+at the large batch are controls. The losses are means over eight other seeds, each of which also draws
+the held-out samples. The record has the mean difference of the pairs and its standard error. It takes
+about a quarter of an hour on two cores.
 """
 
 from __future__ import annotations

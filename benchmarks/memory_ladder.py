@@ -1,17 +1,19 @@
-"""The memory ladder of ViT-L/16 at 224 x 224: one change more at each rung, and what a step takes at its peak.
+"""Measure the memory ladder of ViT-L/16 at 224 x 224: the peak of a step, with one more change at each
+rung.
 
     .venv/bin/python benchmarks/memory_ladder.py --out records/memory_ladder.json
     .venv/bin/python benchmarks/memory_ladder.py --real      # a small ViT: real tensors beside fake ones
 
-Each rung is a job and a plan, built by tightfit's own `build` and stepped by its own engine on fake tensors, which
-have shapes and types but no values: a step that takes 25 GB is seen on any machine. The bytes are logical: those of
-the storages alive at once. The published ones beside them are what an allocator had reserved on a GPU, which is more:
-S. Raschka, github.com/rasbt/pytorch-memory-optim at f6eddcd (2023-07-14), ViT-L/16 with a head of 10 classes; its
-mixed precision is fp16's.
+Each rung is a job and a plan. tightfit's own `build` and engine run it on fake tensors, which have
+shapes and types but no values, so any machine can measure a step that takes 25 GB. The bytes are
+logical: those of the storages that are alive at once. The published bytes beside them are what an
+allocator had reserved on a GPU, which is more: S. Raschka, github.com/rasbt/pytorch-memory-optim at
+f6eddcd (2023-07-14), ViT-L/16 with a head of 10 classes. Its mixed precision is fp16's.
 
-The published ladder ends with SGD without momentum. AdamW's states in 8 bits stand before it, as SGD has none. The
-last rung takes the batch in one piece again, for an update in backward sees each gradient once and so excludes
-micro-batches; with recompute the larger piece costs less than the gradients it saves.
+The published ladder ends with SGD without momentum. AdamW's 8-bit states come before it, because SGD
+has no states. The last rung processes the batch in one piece again: an update in backward sees each
+gradient once, so it excludes micro-batches. With recompute, the larger piece costs less memory than
+the gradients that it saves.
 """
 
 from __future__ import annotations

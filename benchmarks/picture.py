@@ -1,4 +1,4 @@
-"""The README's picture, from the records: python benchmarks/picture.py writes docs/picture.svg."""
+"""Draw the README's picture from the records: python benchmarks/picture.py writes docs/picture.svg."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def draw(ladder: list[dict], contenders: list[dict]) -> str:
         "lean: as above": "lean",
         "compiled, fused": "compiled",
         "bf16 autocast": "autocast",
+        "glibc's defaults": "glibc",
     }
     speed = []
     for row in contenders:

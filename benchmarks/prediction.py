@@ -1,18 +1,25 @@
-"""Predicted against measured: the peak bytes and the step time of many (model, plan) pairs, each really run.
+"""Compare predicted and measured peak memory and step time of many (model, plan) pairs.
 
     .venv/bin/python benchmarks/prediction.py --out records/prediction.json
     .venv/bin/python benchmarks/prediction.py --only llama     # the pairs of one model
     .venv/bin/python benchmarks/prediction.py --single --out records/prediction_single.json    # the pairs in fp32
 
-For each pair there are three figures of memory. `estimate_bytes`: every method's cost applied to the profiled ledger.
-`dry_run_bytes`: the assembled run on fake tensors. `measured_bytes`: the live storages of a real step, or the allocator's
-events where the plan compiles. Seconds are predicted at the rates that `tightfit machine --calibrate` measured.
+Each pair runs in a process of its own. It has three figures of memory:
 
-The machine is shared. A fixed piece of work (`measure/clock_drift.py`) is timed before and after each step. `measured_s` is
-the median ratio of a step to it, at the pace of the calibration; `step_s` and `pace` keep both. Each pair runs in a process
-of its own. Another tenant of the machine can slow a whole process, so a pair whose time is off by more than 20 % runs
-twice more, and the median of the three counts (`runs_s` keeps all). Nothing is fitted to the pairs.
-`--single` is for processors without instructions for bf16, on which a step in bf16 takes minutes.
+    estimate_bytes  the estimate: every method's cost over the profiled ledger
+    dry_run_bytes   the dry run: the assembled run on fake tensors
+    measured_bytes  logical bytes of the live storages of a real step, or of the allocator's events where
+               the plan compiles
+
+Its time is predicted at the rates that `tightfit machine --calibrate` measured, and compared with the
+median of real steps. Nothing is fitted to the pairs.
+
+The machine is shared. A fixed piece of work (`measure/clock_drift.py`) is timed before and after each
+step. `measured_s` is the median of the steps' ratios to it, at the speed of the calibration; `step_s`
+and `pace` keep both. A pair whose time is off by more than 20 % runs twice more, because another
+tenant of the machine can slow a whole process. The median of the three counts, and `runs_s` keeps all.
+
+`--single` is for CPUs without bf16 instructions, on which a step in bf16 takes minutes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Published training runs against what explain says of them: memory and speed, on machines that are not here.
+"""Compare what explain predicts with training runs that others published: memory and speed.
 
     .venv/bin/python benchmarks/published.py --out records/published.json
 
-The runs are facts in published.yaml (one device) and published_devices.yaml (several, up to thousands). Nothing is fitted to a
-row. Speed is compared in two ways: as predicted from the device's published figures, and after one calibration for each
-(machine, framework) of its efficiencies in products, memory, launches and links (planner/fit_machine.py), of its runs without a
-pipeline where it has any.
+The runs are facts in published.yaml (one device) and published_devices.yaml (several, up to
+thousands). Nothing is fitted to a row. Speed is compared in two ways: as predicted from the device's
+published figures, and after one calibration for each (machine, framework) of its efficiencies in
+products, memory, launches and links (planner/fit_machine.py). The calibration uses its runs without a
+pipeline, where it has any.
 """
 
 from __future__ import annotations

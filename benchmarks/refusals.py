@@ -1,17 +1,15 @@
-"""Refusals of a search, checked against lists of all plans.
-
-If search says that nothing fits, no plan of the list may fit. If one plan of the list just fits,
-search has to find one.
+"""Check that search refuses a job only if no plan of a complete list fits, and finds a plan if one fits.
 
     .venv/bin/python benchmarks/refusals.py --minutes 60 --seed 0 --out records/refusals.json
 
-A draw is one of 20 presets and 6 machines, with a batch, a length, permissions and pins; a seed gives
-the order. For each draw all legal plans are estimated, the smallest lower bound first. They differ in
-precision, states, rounding, recomputation, micro-batch, update in backward, kernels and in how the
-devices share the work. Plans that cannot be leaner than the leanest so far are skipped. The leanest
-plan gets a dry run. Then search runs twice: with the machine's memory, which it may refuse only if
-the leanest plan does not fit; and with a limit that the leanest plan just meets, which it may not
-refuse.
+A draw has one of 20 presets and 6 machines, with a batch, a length, permissions and pins. The seed
+gives the order of the draws. For each draw, every legal plan is estimated that differs in precision,
+states, rounding, recompute, micro-batch, update in backward, kernels and in how the devices share the
+work, the smallest bound first. Plans that cannot be leaner than a known one are left out. The leanest
+plan gets a dry run.
+
+Then search is asked twice: with the machine's memory, which it may refuse only if the leanest plan
+does not fit; and with a limit that the leanest plan just meets, which it may not refuse.
 """
 
 from __future__ import annotations

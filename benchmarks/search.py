@@ -1,8 +1,9 @@
-"""How long a search takes without earlier traces: each runs in a process of its own, with an empty cache.
+"""Measure how long a search takes when nothing was traced before.
 
     .venv/bin/python benchmarks/search.py --out records/search.json
 
-The time begins when torch, its compiler and the model's code are imported.
+Each search runs in a process of its own with an empty cache. The time begins once torch, its compiler
+and the model's code are imported.
 """
 
 from __future__ import annotations

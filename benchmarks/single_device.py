@@ -6,8 +6,13 @@
 
 Every contender trains the same 13.8M-parameter Llama on the same tokens (16 x 256 a step, gradient clipped to 1).
 The lean plan has lean peers: bf16 weights and 8 micro-batches of 2 sequences, with and without checkpointing.
-Contenders take turns for `--rounds` rounds, so that a slow spell of the machine falls on all; tokens/s is that of the
-median step of all rounds, ratios are medians over rounds of the ratio within a round. RSS is the process's largest.
+
+Every tuned peer starts with exactly the allocator settings that tightfit's plans start with (`GLIBC_TUNABLES` in
+`tightfit/engine/launch.py`). The record keeps them in each row's `environment`. The lean plain loops also run with glibc's
+defaults, because either setting may take less memory.
+
+Contenders take turns for `--rounds` rounds, so that a slow period of the machine affects all of them. tokens/s is that of
+the median step of all rounds. Ratios are medians over rounds of the ratio within a round. RSS is the process's largest.
 """
 
 from __future__ import annotations
@@ -25,10 +30,6 @@ if __name__ == "__main__":
 from benchmarks import harness
 
 JOB = harness.ROOT / "examples" / "demo.yaml"
-KEEP_MEMORY = {
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=1099511627776:"
-    "glibc.malloc.mmap_threshold=1099511627776:glibc.malloc.top_pad=67108864"
-}
 
 BEST = {
     "precision": "bf16-mixed",
@@ -56,14 +57,14 @@ CONTENDERS: dict[str, dict[str, Any]] = {
         "autocast": True,
         "compile": True,
         "fused": True,
-        "environment": KEEP_MEMORY,
+        "allocator": "tuned",
     },
     "plain loop, bf16 weights, compiled, fused": {
         "kind": "plain",
         "bf16": True,
         "compile": True,
         "fused": True,
-        "environment": KEEP_MEMORY,
+        "allocator": "tuned",
     },
     "Trainer, defaults": {"kind": "trainer"},
     "Trainer, bf16 autocast, compiled, fused": {
@@ -71,14 +72,14 @@ CONTENDERS: dict[str, dict[str, Any]] = {
         "autocast": True,
         "compile": True,
         "fused": True,
-        "environment": KEEP_MEMORY,
+        "allocator": "tuned",
     },
     "Trainer, bf16 weights, compiled, fused": {
         "kind": "trainer",
         "bf16": True,
         "compile": True,
         "fused": True,
-        "environment": KEEP_MEMORY,
+        "allocator": "tuned",
     },
     "plain loop, lean: bf16 weights, compiled, fused, 8 x 2": {
         "kind": "plain",
@@ -86,8 +87,25 @@ CONTENDERS: dict[str, dict[str, Any]] = {
         "compile": True,
         "fused": True,
         "micro_batch": 2,
+        "allocator": "tuned",
     },
     "plain loop, lean: as above, checkpointing": {
+        "kind": "plain",
+        "bf16": True,
+        "compile": True,
+        "fused": True,
+        "micro_batch": 2,
+        "recompute": True,
+        "allocator": "tuned",
+    },
+    "plain loop, lean, glibc's defaults": {
+        "kind": "plain",
+        "bf16": True,
+        "compile": True,
+        "fused": True,
+        "micro_batch": 2,
+    },
+    "plain loop, lean, checkpointing, glibc's defaults": {
         "kind": "plain",
         "bf16": True,
         "compile": True,
@@ -102,6 +120,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
         "fused": True,
         "micro_batch": 2,
         "recompute": True,
+        "allocator": "tuned",
     },
     "tightfit, reference plan": {"kind": "tightfit", "plan": {}},
     "tightfit, best plan": {"kind": "tightfit", "plan": BEST},
@@ -282,22 +301,26 @@ def tokens_of(job: Any) -> Iterator[Any]:
 
 
 def measure(name: str, steps: int) -> dict[str, Any]:
-    """Run one contender in a new process with the environment it is given; a plan's as `tightfit train` would start it."""
+    """Run one contender in a new process, in the environment of its allocator setting."""
+    added = environment(CONTENDERS[name])
+    return {**harness.in_fresh_process(run_contender, name, steps, environment=added), "environment": added}
+
+
+def environment(contender: dict[str, Any]) -> dict[str, str]:
+    """The variables that `tightfit train` would add for this allocator setting: the same for peers
+    and plans."""
     from tightfit import Plan
     from tightfit.engine import launch
 
-    contender = CONTENDERS[name]
-    added = contender.get("environment", {})
-    if contender["kind"] == "tightfit":
-        added = launch.environment(Plan(**contender["plan"]), "cpu", os.environ)
-    return harness.in_fresh_process(run_contender, name, steps, environment=added)
+    allocator = contender.get("plan", contender).get("allocator", "default")
+    return launch.environment(Plan(allocator=allocator), "cpu", os.environ)
 
 
 def summarise(rounds: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """A row for each contender: tokens/s of the median step, largest RSS, loss, ratios to three controls round by round."""
     rows = []
     rate = {n: [TOKENS / statistics.median(r[n]["step_s"]) for r in rounds] for n in rounds[0]}
-    tuned = [n for n in rate if "compiled" in n]
+    tuned = [n for n in rate if CONTENDERS[n]["kind"] != "tightfit" and CONTENDERS[n].get("compile")]
     for name, rates in rate.items():
         best_peer = [max(rate[n][i] for n in tuned) if tuned else float("nan") for i in range(len(rounds))]
         rows.append(
@@ -307,6 +330,7 @@ def summarise(rounds: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
                 "step_s": [r[name]["step_s"] for r in rounds],
                 "rss_bytes": max(r[name]["rss_bytes"] for r in rounds),
                 "loss": rounds[-1][name]["loss"],
+                "environment": rounds[-1][name]["environment"],
                 "to_trainer_default": _ratio(rates, rate.get("Trainer, defaults")),
                 "to_plain_default": _ratio(rates, rate.get("plain loop, defaults (fp32)")),
                 "to_best_tuned_other": _ratio(rates, best_peer),

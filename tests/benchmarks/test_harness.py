@@ -55,7 +55,7 @@ def test_a_record_names_versions_commit_and_machine(tmp_path: Path) -> None:
     assert harness.read_record(path) == harness.read_record(None) == {}
     harness.write_record(path, {"rows": [1]})
     record = harness.read_record(path)
-    assert list(record) == ["code", "commit", "machine", "rows"]
+    assert list(record) == ["code", "commit", "date", "machine", "processor", "rows"]
     assert {"tightfit", "torch", "python"} <= record["code"].keys()
     assert record == json.loads(path.read_text())
     assert os.listdir(tmp_path) == ["record.json"]

@@ -103,7 +103,8 @@ def test_a_method_that_is_only_listed_is_found_everywhere(toy: ModuleType) -> No
     stages = waterfall(estimator, Plan(prefetch=4))
     assert [stage.method for stage in stages][1:] == ["+ toy"]
     assert ("toy", {"prefetch": 3}) in test_contract.variants()
-    assert "| `toy` | `prefetch` | Toy: a method that takes `prefetch` over from the loader. |" in method_docs.table(
-        test_contract.METHODS
+    assert (
+        "| [toy](#toy) | `prefetch` | Toy: a method that takes `prefetch` over from the loader. |"
+        in method_docs.table(test_contract.METHODS)
     )
     assert "## toy" in method_docs.page(test_contract.METHODS)

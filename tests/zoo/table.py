@@ -35,12 +35,16 @@ SAID = {
 }
 HEAD = """# What each architecture supports
 
-Written by `python -m tests.zoo.table`, and held to by `tests/zoo`. Each of transformers' architectures below was made in a tiny
-size and trained for two steps with each method alone, and with plain PyTorch.
+`python -m tests.zoo.table` writes this page, and `tests/zoo` holds the code to it. Each architecture of transformers was
+made in a tiny size. It was trained for two steps with each method alone, and with plain PyTorch.
 
-`=` says that losses and all weights are equal to rounding. A number says that the plan is refused before the first step, and why.
-`!` marks what is known to be wrong, and `.` what has not been run.
-What is listed says nothing of speed, nor of pairs of methods: `scripts/test --zoo` draws those.
+- `=` means that the losses and all weights are equal up to rounding.
+- A number means that the plan is refused before the first step. The list at the end says why.
+- `!` marks what is known to be wrong, and `.` what was not run.
+
+The tables say nothing about speed or about pairs of methods. `scripts/test --zoo` draws pairs.
+
+The columns are these plans:
 
 """
 

@@ -1,8 +1,7 @@
-"""Writes the README's table of methods and docs/methods.md from METHODS: python -m
-tightfit.report.method_docs.
+"""Writes docs/methods.md from METHODS: python -m tightfit.report.method_docs.
 
-A row of the table is the first paragraph of a method module's docstring; a section of the page is
-the whole docstring. A test checks that both agree with METHODS.
+The page begins with a table, whose rows are the first paragraphs of the method modules' docstrings.
+Each section is a whole docstring. A test checks that the page agrees with METHODS.
 """
 
 from __future__ import annotations
@@ -16,32 +15,33 @@ from types import ModuleType
 from tightfit.methods import METHODS
 from tightfit.runtime.method import name_of
 
-BEGIN, END = "<!-- methods: begin -->\n", "<!-- methods: end -->\n"
 PARTS = ("Saves", "Costs", "When", "Order", "Source")  # of every method's docstring
 HEAD = """# The methods
 
 Written by `python -m tightfit.report.method_docs` from the docstrings in `src/tightfit/methods`. Each method says what it
 saves, what it costs, when to use it, its place in the order in which methods compose, and its source. They are listed in
 that order.
+
 """
 
 
 def table(methods: Iterable[ModuleType] = METHODS) -> str:
     """A Markdown table: each method's name, its plan fields, and its summary."""
     rows = [
-        f"| `{name_of(one)}` | {', '.join(f'`{field}`' for field in one.FIELDS)} | {_summary(one)} |" for one in methods
+        f"| [{_title(one)}](#{_anchor(one)}) | {', '.join(f'`{field}`' for field in one.FIELDS)} | {_summary(one)} |"
+        for one in methods
     ]
-    return "\n".join(["| module in `methods/` | plan fields | what it is |", "| --- | --- | --- |", *rows]) + "\n"
+    return "\n".join(["| method | plan fields | what it is |", "| --- | --- | --- |", *rows]) + "\n"
 
 
 def page(methods: Iterable[ModuleType] = METHODS) -> str:
     """The text of docs/methods.md."""
-    return HEAD + "".join(_section(one) for one in methods)
+    return HEAD + table(methods) + "".join(_section(one) for one in methods)
 
 
 def _section(method: ModuleType) -> str:
     lines = [
-        f"\n## {name_of(method).replace('_', ' ')}\n",
+        f"\n## {_title(method)}\n",
         f"Plan fields: {', '.join(f'`{f}`' for f in method.FIELDS)}\n",
     ]
     for paragraph in inspect.cleandoc(method.__doc__ or "").split("\n\n"):
@@ -62,14 +62,13 @@ def _joined(text: str) -> str:
     return " ".join(text.split())
 
 
-def with_table(readme: str) -> str:
-    """The README's text with the table replaced by the current one."""
-    before, rest = readme.split(BEGIN)
-    return before + BEGIN + table() + END + rest.split(END)[1]
+def _title(method: ModuleType) -> str:
+    return name_of(method).replace("_", " ")
+
+
+def _anchor(method: ModuleType) -> str:
+    return name_of(method).replace("_", "-")
 
 
 if __name__ == "__main__":
-    root = Path(__file__).parents[3]
-    readme = root / "README.md"
-    readme.write_text(with_table(readme.read_text()))
-    (root / "docs" / "methods.md").write_text(page())
+    (Path(__file__).parents[3] / "docs" / "methods.md").write_text(page())

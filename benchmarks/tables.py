@@ -1,0 +1,725 @@
+"""Writes every table of results from the records.
+
+    .venv/bin/python -m benchmarks.tables
+
+It writes docs/benchmarks.md and records/README.md, and the README's results between their markers.
+A test holds these files to what this module writes. To change a figure, measure it again.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "records"
+BEGIN, END = "<!-- results: begin -->\n", "<!-- results: end -->\n"
+
+ZEN5 = "2 cores, AMD EPYC (Zen 5, with bf16 instructions)"
+ZEN3 = "2 cores, AMD EPYC (Zen 3, without bf16 instructions)"
+ANY = "any: it predicts, or runs on tensors without values"
+PEERS = {
+    "same": "The compiled peers had exactly tightfit's allocator settings, except where a name says so.",
+    "other": "The compiled peers had other allocator settings than tightfit: see the record.",
+    "older": "The record is older than the benchmark's present settings. Its tuned peers had glibc keep freed"
+    " memory, as tightfit does, but without `tcache_count=0` and `mxfast=0`. Its lean peers had"
+    " glibc's defaults. The benchmark now gives peers exactly tightfit's settings.",
+}
+IN_SHORT = {
+    "same": "the same as tightfit's",
+    "other": "not tightfit's",
+    "older": "tightfit's but for `tcache_count=0` and `mxfast=0`, which the record's peers lacked",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A record: the command that writes it, what it holds, and the machine that it was measured on,
+    as it was noted then. A record that names its processor itself needs no note."""
+
+    name: str
+    command: str
+    what: str
+    noted: str
+
+    @property
+    def machine(self) -> str:
+        record = read(self.name)
+        if not record.get("processor"):
+            return self.noted
+        name = record["machine"] if isinstance(record["machine"], str) else record["machine"]["name"]
+        model, _, cores = name.rpartition(" x")
+        return f"{cores} cores, {model} ({record['processor']})"
+
+    @property
+    def path(self) -> str:
+        return f"records/{self.name}.json"
+
+    @property
+    def there(self) -> bool:
+        return (ROOT / self.path).exists()
+
+    def cite(self) -> str:
+        return f"`{self.command}` writes `{self.path}`. Machine: {self.machine}."
+
+
+def _script(name: str, more: str = "", record: str = "") -> str:
+    """The command that writes a record with one of the scripts of benchmarks/."""
+    return f"python benchmarks/{name}.py {more}--out records/{record or name}.json"
+
+
+SOURCES = {
+    one.name: one
+    for one in (
+        Source(
+            "single_device",
+            _script("single_device"),
+            "the demo's job: tightfit, plain PyTorch loops and transformers' Trainer, in turns",
+            ZEN5,
+        ),
+        Source(
+            "lean",
+            _script("single_device", "--only lean ", "lean"),
+            "the same job with little memory: lean plans and lean peers, in turns",
+            ZEN5,
+        ),
+        Source(
+            "memory_ladder",
+            _script("memory_ladder"),
+            "ViT-L/16: peak memory with one method more at each rung",
+            ANY,
+        ),
+        Source(
+            "prediction",
+            _script("prediction"),
+            "107 (model, plan) pairs: predicted against measured memory and time",
+            ZEN5,
+        ),
+        Source(
+            "prediction_single",
+            _script("prediction", "--single ", "prediction_single"),
+            "70 (model, plan) pairs in fp32: predicted against measured memory and time",
+            ZEN3,
+        ),
+        Source(
+            "published",
+            _script("published"),
+            "training runs that others published, on GPUs: predicted against published",
+            ANY,
+        ),
+        Source(
+            "choice",
+            _script("choice"),
+            "10 jobs with memory limits: the chosen plan against all plans of a list, all run",
+            ZEN5,
+        ),
+        Source(
+            "choice_process",
+            _script("choice", record="choice_process"),
+            "the same in fp32, with an earlier rule for what glibc's heap holds",
+            ZEN3,
+        ),
+        Source(
+            "allocator",
+            _script("allocator"),
+            "what each setting of glibc's allocator does to speed and process memory",
+            ZEN3,
+        ),
+        Source("search", _script("search"), "how long a search takes with nothing in the cache", ZEN3),
+        Source(
+            "distributed",
+            _script("distributed"),
+            "2 and 4 gloo processes: tightfit beside PyTorch's own parallelism and DeepSpeed",
+            ZEN3,
+        ),
+        Source(
+            "large_batch",
+            _script("large_batch"),
+            "16 times the batch: LAMB and LARS beside AdamW at the base batch",
+            "2 cores, AMD EPYC; the losses do not depend on its speed",
+        ),
+        Source(
+            "machine",
+            "tightfit machine --calibrate --json > records/machine.json",
+            "a calibration: the rates of one machine, measured",
+            "2 cores, AMD EPYC (with bf16 instructions)",
+        ),
+        Source(
+            "gpu",
+            "python benchmarks/gpu.py --out results --record records/gpu.json",
+            "one GPU: tests, every method, predictions, and speed beside others'",
+            "the GPU that it names",
+        ),
+        Source(
+            "refusals",
+            _script("refusals"),
+            "what search refuses as too large, against lists of all plans",
+            ANY,
+        ),
+    )
+}
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((RECORDS / f"{name}.json").read_text())
+
+
+# --- text ------------------------------------------------------------------------------------------
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)]) + "\n"
+
+
+def wrapped(text: str) -> str:
+    """The text with its prose at 100 characters a line. Headings and tables stay as they are."""
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(
+        one if one.lstrip("\n").startswith(("#", "|")) else textwrap.fill(one, 100, break_on_hyphens=False)
+        for one in paragraphs
+    )
+
+
+def gb(size: float | None) -> str:
+    return "-" if size is None else f"{size / 1e9:.2f} GB"
+
+
+def mb(size: float) -> str:
+    return f"{size / 1e6:.1f} MB"
+
+
+def percent(share: float, digits: int = 1) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def speed_of(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
+
+
+def signed(share: float) -> str:
+    return f"{100 * share:+.1f} %"
+
+
+def times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def fields(plan: dict[str, Any]) -> str:
+    """A plan's fields on one line, in words."""
+    return ", ".join(f"{name}: {value}" for name, value in plan.items()) or "reference plan"
+
+
+def median_and_worst(errors: Iterable[float]) -> tuple[str, str]:
+    found = [abs(error) for error in errors]
+    return percent(statistics.median(found)), percent(max(found))
+
+
+# --- sections of docs/benchmarks.md ----------------------------------------------------------------
+
+
+def contenders(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in record["contenders"]}
+
+
+def peers_settings(record: dict[str, Any]) -> str:
+    """The allocator settings of the compiled peers beside those of tightfit's plans: "same",
+    "other", or "older" where a record is older than its note of them."""
+    rows = record["contenders"]
+    if any(row.get("environment") is None for row in rows):
+        return "older"
+    ours = [row["environment"] for row in rows if row["name"] in ("tightfit, best plan", "tightfit, lean plan")]
+    tuned = [row["environment"] for row in rows if "compiled" in row["name"] or "as above" in row["name"]]
+    return "same" if all(one == ours[0] for one in (*ours, *tuned)) else "other"
+
+
+def _contender_table(record: dict[str, Any]) -> str:
+    limit = record["limits"]
+    return table(
+        ["contender", "tokens/s", "x Trainer's defaults", "x best tuned peer", "process", "loss", "of its products"],
+        [
+            [
+                row["name"],
+                f"{row['tokens_per_s']:,.0f}",
+                times(row["to_trainer_default"]),
+                times(row["to_best_tuned_other"]),
+                gb(row["rss_bytes"]),
+                f"{row['loss']:.3f}",
+                percent(row["tokens_per_s"] / limit["products_tokens_per_s"], 0),
+            ]
+            for row in record["contenders"]
+        ],
+    )  # fmt: skip
+
+
+def single_device() -> str:
+    record, lean = read("single_device"), read("lean")
+    limit, best = record["limits"], contenders(record)["tightfit, best plan"]
+    return f"""## One device: the demo's job
+
+The demo's 13.8M-parameter Llama, 16 x 256 tokens a step, gradients clipped to 1. Every contender
+trains the same tokens in a process of its own, and they take turns. tokens/s is that of the median
+step. Ratios are medians over rounds of the ratio within a round. "process" is the largest resident
+set (RSS).
+
+{SOURCES["single_device"].cite()}
+{PEERS[peers_settings(record)]}
+
+{_contender_table(record)}
+"of its products" compares with {limit["products_tokens_per_s"]:,.0f} tokens/s. That would be the speed
+if a step were nothing but its own bf16 matrix products, each timed alone at its own shape, those of
+attention included. At the rate of the output layer's product the step would reach
+{limit["head_tokens_per_s"]:,.0f} tokens/s; the best plan reaches
+{times(best["tokens_per_s"] / limit["head_tokens_per_s"])} times that.
+
+The Trainer shuffles its samples in its own way, so its loss is of other samples.
+
+### Lean plans
+
+Lean contenders hold bf16 weights and train 8 micro-batches of 2 sequences.
+
+{SOURCES["lean"].cite()}
+{PEERS[peers_settings(lean)]}
+
+{_contender_table(lean)}"""
+
+
+def memory_ladder() -> str:
+    record = read("memory_ladder")
+    rows = [[row["name"], gb(row["peak_bytes"]), gb(row["published_bytes"]), row["phase"]] for row in record["rungs"]]
+    return f"""## Peak memory, method by method
+
+ViT-L/16 at 224 x 224 with 10 classes. Each rung adds one change to those above it. tightfit's own
+engine runs the step on tensors without values, so the figures are of live tensors. The published
+figures are what the allocator of a GPU had reserved, which is more. The last rung takes
+{record["times_less"]:.1f} times less than the first.
+
+{SOURCES["memory_ladder"].cite()}
+Published: S. Raschka, github.com/rasbt/pytorch-memory-optim at f6eddcd.
+
+{table(["rung", "peak of live tensors", "published, reserved", "peak is in"], rows)}"""
+
+
+ERRORS = {
+    "memory, estimated": ("estimate_bytes", "measured_bytes"),
+    "memory, dry run": ("dry_run_bytes", "measured_bytes"),
+    "memory of the process": ("predicted_process_bytes", "process_bytes"),
+    "step time": ("predicted_s", "measured_s"),
+}
+
+
+def errors(pairs: list[dict[str, Any]], what: str) -> list[float]:
+    """Signed relative errors of the pairs that have this figure."""
+    predicted, measured = ERRORS[what]
+    return [pair[predicted] / pair[measured] - 1 for pair in pairs if pair.get(measured)]
+
+
+def _error_table(pairs: list[dict[str, Any]]) -> str:
+    rows = []
+    for what in ERRORS:
+        found = errors(pairs, what)
+        rows.append([what, len(found), *median_and_worst(found)])
+    return table(["predicted against measured", "pairs", "median error", "worst"], rows)
+
+
+def _errors_by_model(pairs: list[dict[str, Any]]) -> str:
+    rows = []
+    for model in dict.fromkeys(pair["model"] for pair in pairs):
+        those = [pair for pair in pairs if pair["model"] == model]
+        found = [
+            "{} / {}".format(*median_and_worst(errors(those, what))) if errors(those, what) else "-"
+            for what in ("memory, estimated", "memory of the process", "step time")
+        ]
+        rows.append([model, len(those), *found])
+    return table(["model", "pairs", "memory: median / worst", "process", "step time"], rows)
+
+
+def _worst_times(pairs: list[dict[str, Any]], count: int = 5) -> str:
+    def error(pair: dict[str, Any]) -> float:
+        return pair["predicted_s"] / pair["measured_s"] - 1
+
+    worst = sorted(pairs, key=lambda pair: -abs(error(pair)))[:count]
+    return table(
+        ["largest errors of time", "plan", "error"],
+        [[pair["model"], fields(pair["plan"]), signed(error(pair))] for pair in worst],
+    )
+
+
+def prediction() -> str:
+    bf16, fp32 = read("prediction"), read("prediction_single")
+    pace = [one for pair in bf16["pairs"] for one in pair["pace"]]
+    again = sum("runs_s" in pair for pair in bf16["pairs"])
+    return f"""## Predicted against measured
+
+{len(bf16["pairs"])} pairs of a model and a plan: small Llama, GPT-2, BERT, ViT and T5 models and a
+network with BatchNorm, under all methods of one device. Each pair runs in a process of its own.
+Memory is the peak of live tensors. Times are predicted after `tightfit machine --calibrate`. Nothing
+is fitted to the pairs.
+
+{SOURCES["prediction"].cite()}
+
+{_error_table(bf16["pairs"])}
+{_errors_by_model(bf16["pairs"])}
+{_worst_times(bf16["pairs"])}
+The machine was shared with others. A fixed piece of work (a control) was timed beside each step, and
+times are given at the pace of the calibration. The pace moved between {min(pace):.2f} and
+{max(pace):.2f} times that of the calibration, and the control follows it only in part. {again} pairs
+were off by more than 20 % and ran twice more; the median of their three runs counts. Figures of
+memory do not depend on the pace. The process memory of this record was predicted by a rule that has
+changed since (`src/tightfit/planner/allocators/glibc.py`).
+
+### In fp32
+
+{len(fp32["pairs"])} pairs in fp32, on a processor without bf16 instructions. Process memory was
+predicted for those whose states are narrow or whose update runs in backward, with glibc's defaults.
+
+{SOURCES["prediction_single"].cite()}
+
+{_error_table(fp32["pairs"])}
+{_worst_times(fp32["pairs"])}"""
+
+
+SUMMARIES = {
+    "memory": "peak memory",
+    "speed": "speed, from the devices' published figures",
+    "speed, calibrated": "speed, after one calibration for each (machine, framework)",
+}
+
+
+def _published_row(row: dict[str, Any]) -> list[str]:
+    def error(kind: str, of: str) -> str:
+        return signed(row[kind] / row[of] - 1) if row.get(kind) and row.get(of) else "-"
+
+    return [
+        row["id"],
+        row["framework"],
+        row["machine"] or "not stated",
+        gb(row.get("published_bytes")).removesuffix(" GB"),
+        error("predicted_bytes", "published_bytes"),
+        "-" if row["published_speed"] is None else speed_of(row["published_speed"]),
+        error("predicted_speed", "published_speed"),
+        error("calibrated_speed", "published_speed"),
+    ]
+
+
+def published() -> str:
+    record = read("published")
+    rows = [
+        [SUMMARIES[name.rpartition(", ")[0]], name.rpartition(", ")[2], one["rows"], percent(one["median"]),
+         percent(one["worst"])]
+        for name, one in record["summary"].items()
+    ]  # fmt: skip
+    columns = ["run", "framework", "machine", "GB", "predicted", "speed", "predicted", "calibrated"]
+    return f"""## Runs that others published, on GPUs
+
+Facts of {len(record["rows"])} runs stand with their sources in `benchmarks/published.yaml` and
+`benchmarks/published_devices.yaml`. tightfit predicts each from its model, plan and machine. What is
+known of a run's loop (gradients zeroed before backward, an optimizer that went over parameters one by
+one) is taken into account. Nothing is fitted to a run. A calibration fits four shares (products, memory,
+launches, links) once for each pair of machine and framework.
+
+{SOURCES["published"].cite()}
+
+{table(["predicted against published", "on", "runs", "median error", "worst"], rows)}
+Memory on several devices is compared for torchtitan's ZeRO-3 only. Other frameworks hold 16-bit weights
+beside fp32 ones, or whole gradients over micro-batches, which no plan here does. Runs with 8-bit products
+are left out. What a framework divides otherwise is counted as it does: KempnerForge's pipelines leave the
+head whole on every tensor-parallel device, and its other runs gather the logits. MPT was measured with
+the first FlashAttention, whose published rates its rows have.
+
+Speeds are in tokens/s, or in samples/s for images and short sequences, of all devices together.
+
+{table(columns, map(_published_row, record["rows"]))}"""
+
+
+def _choice_table(record: dict[str, Any]) -> str:
+    rows = []
+    for job in record["jobs"]:
+        used = job["chosen"]["process_bytes"]
+        enforced = job.get("lives_within_enforced_limit")
+        rows.append(
+            [
+                job["job"],
+                f"{job['limit_bytes'] / 1e6:,.0f} MB",
+                percent(used / job["limit_bytes"], 0),
+                signed(job["predicted_bytes"] / used - 1),
+                job["fitting"],
+                "the fastest" if job["slower"] <= 0 else f"{percent(job['slower'])} slower",
+                "-" if enforced is None else ("yes" if enforced and job["reference_dies_of_it"] else "no"),
+            ]
+        )
+    columns = ["job", "limit", "used", "predicted", "plans that fit", "chosen plan", "enforced: held"]
+    return table(columns, rows)
+
+
+def choice() -> str:
+    now, before = read("choice"), read("choice_process")
+    plans = len(now["jobs"][0]["rows"])
+    beyond = [job for job in now["jobs"] if job["slower_than_any_below_the_limit"] > 0]
+    said = "".join(
+        f" On \"{job['job']}\", a plan that stayed below the limit without leaving that margin was"
+        f" {percent(job['slower_than_any_below_the_limit'], 0)} faster."
+        for job in beyond
+    )  # fmt: skip
+    return f"""## The plan that search chooses
+
+{len(now["jobs"])} jobs whose memory limit the reference plan does not meet. For each, {plans} plans ran, each in
+a process of its own. A plan fits if its process leaves 3 % of the limit free, which is the margin that search
+keeps.{said} "enforced" are jobs on which the limit was enforced (`RLIMIT_DATA`): "yes" means that the chosen plan
+trained and the reference plan ran out of memory.
+
+{SOURCES["choice"].cite()}
+
+{_choice_table(now)}
+What glibc's heap holds beyond the tensors was read off processes of the same jobs, so these jobs are no
+test of that rule on others.
+
+### In fp32, with an earlier rule
+
+{SOURCES["choice_process"].cite()}
+
+{_choice_table(before)}"""
+
+
+def allocator() -> str:
+    record = read("allocator")
+    rows = [
+        [row["recompute"], row["allocator"], times(row["speed"]), gb(row["process_bytes"]),
+         signed(row["predicted_process_bytes"] / row["process_bytes"] - 1), gb(row["tensor_bytes"])]
+        for row in record["rows"]
+    ]  # fmt: skip
+    columns = ["recompute", "allocator", "speed", "process", "predicted", "live tensors"]
+    return f"""## The allocator on a CPU
+
+The demo's job in fp32 through `tightfit train`. `default` leaves glibc alone. `tuned` has it keep freed
+memory and hold no caches of small blocks. `lean` returns freed memory at once. Speed is the ratio to
+`default` in the same turn; figures are medians of {record["turns"]} turns.
+
+{SOURCES["allocator"].cite()}
+
+{table(columns, rows)}"""
+
+
+def search() -> str:
+    rows = [
+        [one["search"], f"{one['seconds']:.1f} s", f"{one['imports_s']:.1f} s", fields(one["plan"])]
+        for one in read("search")["searches"]
+    ]
+    return f"""## How long a search takes
+
+Each search ran in a process of its own with an empty cache. Later searches reuse what was traced.
+Imports (torch, its compiler, the model's code) come before the search.
+
+{SOURCES["search"].cite()}
+
+{table(["search", "time", "imports", "plan found"], rows)}"""
+
+
+def distributed() -> str:
+    record = read("distributed")
+    compared = [
+        [row["kind"], row["processes"], row["beside"], times(row["speed_ratio"]), len(row["speed_ratios"]),
+         times(row["peak_ratio"]), times(row["deepspeed_speed_ratio"])]
+        for row in record["compared"]
+    ]  # fmt: skip
+    states = [
+        [row["stage"], row["processes"], mb(row["bytes"]), mb(row["formula"]), signed(row["bytes"] / row["formula"] - 1)]
+        for row in record["states"]
+    ]  # fmt: skip
+    bubbles = [
+        [row["schedule"], row["micro_batches"], percent(row["waited"], 0), percent(row["theory"], 0)]
+        for row in record["bubbles"]
+    ]
+    return f"""## Several devices, beside PyTorch's own
+
+A 7.2M-parameter Llama on gloo processes of one thread each. tightfit and its peer are both there and
+take turns of two steps. Ratios are tightfit's over its peer's, medians over turns: a speed above 1 is
+faster, a peak below 1 is smaller. DeepSpeed runs the same ZeRO stage.
+
+{SOURCES["distributed"].cite()}
+
+{table(["kind", "processes", "beside", "speed", "turns", "peak bytes", "speed beside DeepSpeed"], compared)}
+### Model states under ZeRO
+
+Bytes of parameters, gradients and AdamW's states that a device holds, beside the formulas: 8 + 8/N, 4 + 12/N
+and 16/N bytes a parameter for stages 1, 2 and 3 on N devices.
+
+{table(["stage", "devices", "measured", "formula", "difference"], states)}
+### The bubble of a pipeline
+
+The share of a step that the first of two devices waits, beside theory.
+
+{table(["schedule", "micro-batches", "measured", "theory"], bubbles)}"""
+
+
+def large_batch() -> str:
+    record = read("large_batch")
+    rows = [
+        [name, one["batch"], f"{one['learning_rate']:g}", f"{one['held_out_loss']:.4f}", f"{one['above_base']:+.4f}",
+         f"{one['standard_error']:.4f}"]
+        for name, one in record["results"].items()
+    ]  # fmt: skip
+    columns = ["optimizer", "batch", "learning rate", "held-out loss", "above the base batch", "standard error"]
+    return f"""## Large batches
+
+Handwritten digits (scikit-learn's), a small convolutional network, {record["samples"]:,} samples for every
+contender. Each chooses its learning rate from a grid of the same size. Losses are means over
+{len(record["seeds"])} seeds.
+
+{SOURCES["large_batch"].cite()}
+
+{table(columns, rows)}"""
+
+
+def gpu() -> str:
+    from benchmarks.gpu import readme
+
+    return f"""## One GPU
+
+{SOURCES["gpu"].cite()}
+
+{readme(read("gpu"))}
+"""
+
+
+SECTIONS = {
+    "single_device": single_device,
+    "memory_ladder": memory_ladder,
+    "prediction": prediction,
+    "published": published,
+    "choice": choice,
+    "distributed": distributed,
+    "allocator": allocator,
+    "search": search,
+    "large_batch": large_batch,
+    "gpu": gpu,
+}
+
+
+def page() -> str:
+    """The text of docs/benchmarks.md."""
+    head = """# Benchmarks
+
+Written by `python -m benchmarks.tables` from `records/`. Each section names the command that measures it,
+the record, and the machine. A figure holds for that model and that machine. GB is 10^9 bytes.
+"""
+    sections = [write() for name, write in SECTIONS.items() if SOURCES[name].there]
+    return wrapped("\n".join([head, *sections]).strip()) + "\n"
+
+
+# --- the README's five results, and the index of the records ----------------------------------------
+
+
+def readme_table() -> str:
+    """Five results, each with the machine, the command and the record."""
+    single = read("single_device")
+    best = contenders(single)["tightfit, best plan"]
+    rungs = read("memory_ladder")["rungs"]
+    pairs = read("prediction")["pairs"]
+    memory, time = (median_and_worst(errors(pairs, what)) for what in ("memory, estimated", "step time"))
+    summary = read("published")["summary"]
+    one, several = summary["memory, one device"], summary["speed, calibrated, several devices"]
+    jobs = read("choice")["jobs"]
+    fastest = sum(job["slower"] <= 0 for job in jobs)
+    within = sum(job["within_limit"] for job in jobs)
+    rows = [
+        (
+            "speed",
+            f"The demo's 13.8M-parameter Llama trains at {best['tokens_per_s']:,.0f} tokens/s. That is"
+            f" {times(best['to_best_tuned_other'])} times the fastest plain loop or Trainer with bf16,"
+            f" torch.compile and fused AdamW, and {times(best['to_trainer_default'])} times the Trainer with"
+            f" its defaults. The tuned peers' allocator settings are {IN_SHORT[peers_settings(single)]}.",
+            "single_device",
+        ),
+        (
+            "memory",
+            f"A training step of ViT-L/16 falls from {gb(rungs[0]['peak_bytes'])} (fp32, batch 64) to"
+            f" {gb(rungs[-1]['peak_bytes'])} (batch 16, SGD) at its peak in {len(rungs)} rungs.",
+            "memory_ladder",
+        ),
+        (
+            "prediction",
+            f"{len(pairs)} pairs of a small model and a plan. Peak memory: median error {memory[0]}, worst"
+            f" {memory[1]}. Step time after calibration: {time[0]}, {time[1]}.",
+            "prediction",
+        ),
+        (
+            "GPUs",
+            f"Runs that others published. Memory of {one['rows']} runs on one GPU: median error"
+            f" {percent(one['median'])}, worst {percent(one['worst'])}. Speed of {several['rows']} runs on 2 to"
+            f" {max(row['devices'] for row in read('published')['rows']):,} GPUs, after one calibration for each"
+            f" machine and framework: {percent(several['median'])}, {percent(several['worst'])}.",
+            "published",
+        ),
+        (
+            "choice",
+            f"{len(jobs)} jobs with a memory limit, {len(jobs[0]['rows'])} plans each, all run. The chosen plan"
+            f" stayed within the limit on {within} and was the fastest that fits on {fastest}.",
+            "choice",
+        ),
+    ]
+    machines = {
+        "memory_ladder": "any: tensors without values",
+        "published": "the GPUs of the runs",
+    }  # where not the one below
+    return table(
+        ["what", "result", "machine", "command, record"],
+        [
+            [
+                what,
+                result,
+                machines.get(name, SOURCES[name].machine),
+                f"`benchmarks/{name}.py`, [record]({SOURCES[name].path})",
+            ]
+            for what, result, name in rows
+        ],
+    )
+
+
+def index() -> str:
+    """The text of records/README.md."""
+    rows = []
+    for one in SOURCES.values():
+        if one.there:
+            record = read(one.name)
+            code = record.get("code", {})
+            versions = [f"torch {code['torch']}", f"Python {code['python']}"] if "torch" in code else []
+            measured = [record.get("date"), record.get("commit") and f"commit {record['commit']}"]
+            versions = ", ".join([*versions, *filter(None, measured)]) or "-"
+            rows.append([f"[`{one.name}.json`]({one.name}.json)", one.what, f"`{one.command}`", one.machine, versions])
+    text = f"""# Records
+
+Written by `python -m benchmarks.tables`. Every figure of the docs comes from one of these files, and
+each file comes from one command. A newer record has the date, the commit and the processor of its
+measurement. For the others, `git log -- records/NAME.json` says when they were committed, and with
+which code. `schema.json` is the JSON schema of all records. `python benchmarks/record_shapes.py` writes
+it, and a test holds every record to it. [Benchmarks](../docs/benchmarks.md) shows the records as tables.
+
+{table(["record", "what it holds", "command", "machine", "versions"], rows)}"""
+    return wrapped(text.strip()) + "\n"
+
+
+def with_results(readme: str) -> str:
+    """The README's text with its table of results replaced by the current one."""
+    before, rest = readme.split(BEGIN)
+    return before + BEGIN + readme_table() + END + rest.split(END)[1]
+
+
+def written() -> dict[Path, str]:
+    """Every file that this module writes, with its text."""
+    readme = ROOT / "README.md"
+    return {
+        ROOT / "docs" / "benchmarks.md": page(),
+        RECORDS / "README.md": index(),
+        readme: with_results(readme.read_text()),
+    }
+
+
+if __name__ == "__main__":
+    for path, text in written().items():
+        path.write_text(text)
