@@ -47,7 +47,10 @@ def test_the_environment_of_a_pytorch(tree: Path, options: tuple[str, ...], envi
     assert compile_all == "-m compileall -q src tests"
     assert tests == "-m pytest -n auto -m not gpu tests/parallel"
     run_tests(tree, *options, "tests/parallel")
-    assert asked(tree, environment)[4:] == [compile_all, "-m pytest -n auto tests/parallel"]  # nothing is installed again
+    assert asked(tree, environment)[4:] == [
+        compile_all,
+        "-m pytest -n auto tests/parallel",
+    ]  # nothing is installed again
     others = {".venv", ".venv-torch2.11"} - {environment}
     assert not any(asked(tree, other) for other in others)
 
