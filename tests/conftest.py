@@ -28,6 +28,7 @@ _SEVERAL = re.compile(
     r"|methods/test_(context_parallel|offload|gradcheck|gathers|float8)"
     r"|zoo/test_zoo.*several|measure/test_verify_several"
     r"|planner/test_(measured_devices|crossings)"
+    r"|test_examples.py::test_several"
     r"|contract/.*[\[,+](dp_replicate|dp_shard|cp|tp|pp|parameter_server)="
 )
 

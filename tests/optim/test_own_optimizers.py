@@ -15,7 +15,7 @@ from tightfit.optim.lion import Lion
 
 
 @pytest.mark.parametrize(("kind", "rate"), [(LAMB, 0.1), (LARS, 1.0), (Lion, 0.1)])
-def test_parameter_without_gradient_is_left_alone_and_closure_is_called(kind: type[Optimizer], rate: float) -> None:
+def test_closure_is_called_and_missing_gradients_are_skipped(kind: type[Optimizer], rate: float) -> None:
     used, unused = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2))
     options: dict[str, Any] = {"lr": rate}
     optimizer = kind([used, unused], **options)

@@ -25,12 +25,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def load_python(reference: str) -> Callable[..., Any]:
-    """The function that "file.py:function" or "package.module:function" names.
+def load_python(reference: str) -> Any:
+    """The function that "file.py:function" or "package.module:function" names; for a loss it may
+    also name an Objective.
 
     A file runs once in each process. Raises InputError if there is no such file, module or
     function, or if running the file or importing the module fails.
     """
+    from tightfit.models.objective import Objective
+
     source, colon, name = reference.rpartition(":")
     asked = f"python: {reference}"
     if not colon or not source or not name:
@@ -44,7 +47,7 @@ def load_python(reference: str) -> Callable[..., Any]:
             nearest(name, functions) if functions else f"define it: def {name}(): ...",
         )
     function = getattr(module, name)
-    if not callable(function):
+    if not callable(function) and not isinstance(function, Objective):
         raise InputError(asked, f"{name} is a {type(function).__name__}, not a function", f"write def {name}(): ...")
     return function
 
