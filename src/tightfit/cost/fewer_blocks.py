@@ -22,8 +22,11 @@ def without_blocks(ledger: Ledger, removed: Collection[int]) -> Ledger:
                 found.append(segment)
         return tuple(found)
 
-    parameters = tuple(p for p in ledger.parameters if not p.places or any(place not in removed for place in p.places))
-    names = {parameter.name for parameter in ledger.parameters} - {parameter.name for parameter in parameters}
+    def remains(parameter: Parameter) -> bool:
+        return not parameter.places or any(place not in removed for place in parameter.places)
+
+    parameters = tuple(filter(remains, ledger.parameters))
+    left_out = {parameter.name for parameter in ledger.parameters if not remains(parameter)}
     stage = ledger.rank_program
     if stage is not None:
         parts = {
@@ -40,7 +43,7 @@ def without_blocks(ledger: Ledger, removed: Collection[int]) -> Ledger:
         ledger,
         training=remaining(ledger.training),
         parameters=parameters,
-        updates={name: update for name, update in ledger.updates.items() if name not in names},
+        updates={name: update for name, update in ledger.updates.items() if name not in left_out},
         blocks=ledger.blocks - len(removed),
         rank_program=stage,
     )

@@ -32,7 +32,7 @@ def test_medium_blocks_share_20_mib_and_large_ones_do_not() -> None:
 
 
 def reserved_after_frees(count: int, size: int, larger: int, expandable: bool) -> float:
-    """The reserved bytes when `count` blocks have been freed and a larger one has been allocated."""
+    """Reserved bytes after `count` blocks are freed and a larger one is allocated."""
     heap = CachingAllocator(expandable=expandable)
     for _ in range(count):
         heap.allocate_for("one", size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,10 +85,10 @@ def test_blocks_that_do_not_repeat_are_all_simulated(monkeypatch: pytest.MonkeyP
     heads = [index for index, one in enumerate(known.training) if one.block is not None]
     odd = [heads[number] for number in (9, 14, 16)]  # of three blocks a forward that does something else
     segments = tuple(
-        one if place not in odd else deep_models.replace(one, timeline=one.timeline.then(one.timeline))
+        one if place not in odd else replace(one, timeline=one.timeline.then(one.timeline))
         for place, one in enumerate(known.training)
     )
-    ledger, seen = deep_models.replace(known, training=segments), []
+    ledger, seen = replace(known, training=segments), []
 
     def played(one: Ledger) -> float:
         seen.append(one.blocks)

@@ -84,7 +84,7 @@ class StorageTracker(StorageMode[_LiveStorage]):
         self._without_gradient: list[Tensor] = []  # parameters that the current backward has made no gradient for yet
         self._phase = ""  # before the step
         self._node: int | None = None  # sequence number of the autograd node that runs
-        self._made_in_forward: list[int] = []  # ids of the storages that the current forward allocated
+        self._made_in_forward: list[int] = []  # ids of storages, of the current forward
         self._events: list[tuple[_LiveStorage, int, str]] = []  # storage, change of its bytes, phase
         self.assign(self._parameters, "parameters")
 

@@ -35,7 +35,8 @@ class StorageMode(TorchDispatchMode, Generic[Note]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._live: dict[int, tuple[Note, weakref.ref[torch.UntypedStorage]]] = {}  # by id of the storage
+        # by id of the storage
+        self._live: dict[int, tuple[Note, weakref.ref[torch.UntypedStorage]]] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
