@@ -1,15 +1,18 @@
-"""Several devices: tightfit's data parallelism, ZeRO, tensor parallelism and pipeline beside the same written in PyTorch.
+"""Several devices: tightfit's data parallelism, ZeRO, tensor parallelism and pipeline, compared with PyTorch's own.
 
     .venv/bin/python benchmarks/distributed.py --out records/distributed.json
     .venv/bin/python benchmarks/distributed.py --out records/distributed.json --rounds 6 --only "data parallel"
 
-The second command measures a pair again, in more turns, and leaves the rest of the record as it is.
+The second command measures one pair again, in more rounds, and keeps the rest of the record.
 
-Processes are gloo's, one thread each, on this machine, started afresh in each round. The two of a pair are both there, and take
-turns of a few steps each; ratios are medians over the turns of all rounds. DeepSpeed's ZeRO takes part where it is installed
-(pip install deepspeed). Bytes that a device sends are counted from the collectives' sizes, as rings send them. Then the bytes of
-model states that a device holds under each stage of ZeRO at 1, 2, 4 and 8 devices, beside the formulas; and the share of a step that
-the first device of a pipeline waits, beside theory, of a model whose pieces have equal work (its head is small).
+Processes use gloo and one thread each, on this machine, and start anew in each round. Both contenders
+of a pair are in the same processes and take turns of a few steps. Ratios are medians over the turns
+of all rounds. DeepSpeed's ZeRO takes part where it is installed (pip install deepspeed). The bytes
+that a device sends are counted from the collectives' sizes, as rings send them.
+
+Two more comparisons follow. The bytes of model states on a device, under each stage of ZeRO at 1, 2,
+4 and 8 devices, are shown beside the formulas. The share of a step that a pipeline's first device
+waits is shown beside theory, for a model whose stages have equal work (its head is small).
 """
 
 from __future__ import annotations
@@ -269,7 +272,7 @@ def watched_contender(step: Callable[[], None], tracker: Any, optimizer: Any) ->
 
 
 def plain_pipeline(model: Any, rank: int, world: int) -> Contender:
-    """Schedule1F1B over pieces of the model cut by hand."""
+    """Schedule1F1B over stages of the model that are split by hand."""
     import torch
     from torch import nn
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B

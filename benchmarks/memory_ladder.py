@@ -1,11 +1,11 @@
-"""The memory ladder of ViT-L/16 at 224 x 224: one change more at each rung, and what a step takes at its peak.
+"""The memory ladder of ViT-L/16 at 224 x 224: one more change at each rung, and the peak memory of a step.
 
     .venv/bin/python benchmarks/memory_ladder.py --out records/memory_ladder.json
     .venv/bin/python benchmarks/memory_ladder.py --real      # a small ViT: real tensors beside fake ones
 
 Each rung is a job and a plan, built by tightfit's own `build` and stepped by its own engine on fake tensors, which
-have shapes and types but no values: a step that takes 25 GB is seen on any machine. The bytes are logical: those of
-the storages alive at once. The published ones beside them are what an allocator had reserved on a GPU, which is more:
+have shapes and types but no values: a step of 25 GB can be tracked on any machine. The bytes are logical: those of the
+storages alive at once. The published ones are larger, because they are an allocator's reserved bytes on a GPU:
 S. Raschka, github.com/rasbt/pytorch-memory-optim at f6eddcd (2023-07-14), ViT-L/16 with a head of 10 classes; its
 mixed precision is fp16's.
 
@@ -39,7 +39,7 @@ ALLOW = ["bf16", "8-bit-states"]
 
 @dataclass(frozen=True)
 class Rung:
-    """What changes here, in the job's Train and in the plan, on top of all before; and the published GB."""
+    """The changes to the job's Train and to the plan, on top of those before; and the published GB."""
 
     name: str
     train: dict[str, Any] = field(default_factory=dict)
@@ -101,7 +101,7 @@ def second_step(spec: dict[str, Any], train: tightfit.Train, plan: tightfit.Plan
 
 
 def take_step(run: Run, size: int) -> None:
-    """The engine's own step on black images of `size` x `size`; every one counts, as no label needs to be looked at."""
+    """The engine's own step on black images of `size` x `size`; every image counts, as no label needs to be read."""
     batch = run.job.train.batch
     micro_batch = run.plan.micro_batch_of(batch)
     micro_batches = [
