@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/distributed.py --out records/distributed.json
     .venv/bin/python benchmarks/distributed.py --out records/distributed.json --rounds 6 --only "data parallel"
 
-The second command measures one pair again, in more turns, and keeps the rest of the record.
+The second command measures one pair again, in more rounds, and keeps the rest of the record.
 
 It compares data parallelism, ZeRO, tensor parallelism and a pipeline. Processes use gloo, with one
 thread each, on this machine, and start afresh in each round. The two of a pair exist at the same time
@@ -273,7 +273,7 @@ def watched_contender(step: Callable[[], None], tracker: Any, optimizer: Any) ->
 
 
 def plain_pipeline(model: Any, rank: int, world: int) -> Contender:
-    """Schedule1F1B over pieces of the model cut by hand."""
+    """Schedule1F1B over stages of the model that are split by hand."""
     import torch
     from torch import nn
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B

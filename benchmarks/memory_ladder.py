@@ -41,7 +41,7 @@ ALLOW = ["bf16", "8-bit-states"]
 
 @dataclass(frozen=True)
 class Rung:
-    """What changes here, in the job's Train and in the plan, on top of all before; and the published GB."""
+    """The changes to the job's Train and to the plan, on top of those before; and the published GB."""
 
     name: str
     train: dict[str, Any] = field(default_factory=dict)
@@ -103,7 +103,7 @@ def second_step(spec: dict[str, Any], train: tightfit.Train, plan: tightfit.Plan
 
 
 def take_step(run: Run, size: int) -> None:
-    """The engine's own step on black images of `size` x `size`; every one counts, as no label needs to be looked at."""
+    """The engine's own step on black images of `size` x `size`; every image counts, as no label needs to be read."""
     batch = run.job.train.batch
     micro_batch = run.plan.micro_batch_of(batch)
     micro_batches = [

@@ -72,7 +72,7 @@ def compare(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_their_kernels(machine: Machine, loop: dict[str, Any]) -> Machine:
-    """The machine with the rates of attention kernels that are not ours, where that is known."""
+    """The machine with the rates of another framework's attention kernels, where they are known."""
     if loop.get("attention") != "flash-1":
         return machine
     rates = {
@@ -106,7 +106,7 @@ def compare_memory(row: dict[str, Any], ledger: Ledger, settled: Estimate) -> di
 
 
 def as_their_loop(ledger: Ledger, loop: dict[str, Any]) -> Ledger:
-    """The ledger of a loop that is not ours: what its optimizer's kernels hold, where that is known to be otherwise."""
+    """The ledger of another framework's loop, with the bytes of its optimizer's kernels where they are known."""
     times = loop.get("temporaries_of_update", 1)
     updates = {
         name: replace(update, foreach_bytes=times * update.foreach_bytes) for name, update in ledger.updates.items()
@@ -154,7 +154,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def summed_up(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Median and worst error, of one device and of several."""
+    """Median and worst error, on one device and on several."""
     found = {}
     for several in (False, True):
         those = [row for row in rows if (row["devices"] > 1) == several]
