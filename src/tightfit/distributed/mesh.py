@@ -25,11 +25,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import _disable_current_modes
 
+from tightfit._torch.dispatch import without_dispatch_modes
+from tightfit._torch.distributed import group_timeout, set_group_timeout, sharded_like
+from tightfit._torch.fake import active_fake_mode
+from tightfit._torch.modules import BatchNorm, own_buffers, own_parameters
+from tightfit._torch.tensors import version_of
 from tightfit.cost.entries import Message
 from tightfit.distributed.rendezvous import choose_interface, join_store
 from tightfit.errors import InputError
@@ -249,14 +252,14 @@ def move_shards_to_meta(model: nn.Module) -> None:
     """
     put: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is None or not hasattr(parameter, "rows"):
                 continue
             if parameter not in put:
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 put[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 put[parameter].rows = parameter.rows  # type: ignore[attr-defined]
-            module._parameters[name] = put[parameter]
+            own_parameters(module)[name] = put[parameter]
 
 
 @torch.no_grad()
@@ -282,7 +285,7 @@ def on_mesh_device(tensor: DTensor) -> DTensor:
     local, kind = tensor.to_local(), tensor.device_mesh.device_type
     if local.device.type == kind:
         return tensor
-    return DTensor(local.to(local_device(kind)), tensor._spec, requires_grad=False)
+    return sharded_like(local.to(local_device(kind)), tensor)
 
 
 def world_size() -> int:
@@ -369,7 +372,7 @@ def _mesh(kind: str, sizes: tuple[int, ...], servers: int, cp: int) -> Mesh:
         _world = dist.group.WORLD
     known = kind, sizes, servers, cp
     if known not in _meshes:
-        with _disable_current_modes():  # the groups are real, also under FakeTensorMode
+        with without_dispatch_modes():  # the groups are real, also under FakeTensorMode
             devices = init_device_mesh(kind, sizes, mesh_dim_names=AXES)
             axes: dict[str | tuple[str, ...], DeviceMesh] = {
                 **{axis: devices[axis] for axis in AXES},
@@ -396,9 +399,9 @@ def _set_timeouts(groups: list[dist.ProcessGroup]) -> None:
     if dist.get_backend() not in BACKENDS.values():
         return
     device = torch.device({backend: kind for kind, backend in BACKENDS.items()}[dist.get_backend()])
-    timeout = _world_group()._get_backend(device).options._timeout
+    timeout = group_timeout(_world_group(), device)
     for group in groups:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        set_group_timeout(timeout, group)
 
 
 def _world_group() -> dist.ProcessGroup:
@@ -503,18 +506,18 @@ class ReplicatedBuffers:
         self._written: list[_BufferRef] = []
         self._candidates: list[tuple[_BufferRef, Tensor, int]] = []
         for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is None or not buffer.is_floating_point():
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                if not buffer.is_floating_point():
                     continue
-                if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+                if isinstance(module, BatchNorm) and module.track_running_stats:
                     self._written.append((module, name))
                 else:
-                    self._candidates.append(((module, name), buffer, buffer._version))
+                    self._candidates.append(((module, name), buffer, version_of(buffer)))
 
     @property
     def buffers(self) -> list[Tensor]:
         """The buffers that are averaged."""
-        found = [module._buffers[name] for module, name in self._written]
+        found = [own_buffers(module)[name] for module, name in self._written]
         return [buffer for buffer in found if buffer is not None]
 
     @torch.no_grad()
@@ -541,7 +544,7 @@ class ReplicatedBuffers:
         if not self._candidates:
             return
         written = [
-            module._buffers[name] is not buffer or buffer._version != version
+            own_buffers(module)[name] is not buffer or version_of(buffer) != version
             for (module, name), buffer, version in self._candidates
         ]
         if active_fake_mode() is None:

@@ -32,6 +32,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from tightfit._torch.modules import own_children
 from tightfit.cost.ledger import Ledger
 from tightfit.job import ModelSpec
 from tightfit.machine import Machine
@@ -110,7 +111,7 @@ def apply(run: Run, plan: Plan) -> Run:
     prune(run.model, foreign)
     for number, (parent, child) in enumerate(slots):
         if number not in kept:
-            parent._modules[child] = stubs[number]
+            own_children(parent)[child] = stubs[number]
     kind = PipeDream if plan.schedule == "pipedream" else PipelineRank
     shared, stale = frozenset(ends & mine), buffers_updated_elsewhere(flow, pieces, own)
     stages = kind(run.mesh, plan, pieces, own, state, slots, kept, stubs, shared, stale)

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_leaves
 
+from tightfit._torch.pytree import TreeSpec, tree_leaves
 from tightfit.errors import InputError
 from tightfit.models.block_hooks import Hooks
 from tightfit.models.objective import Batch

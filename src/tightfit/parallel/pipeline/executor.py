@@ -36,11 +36,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
 
+from tightfit._torch.fake import active_fake_mode
+from tightfit._torch.modules import own_children
+from tightfit._torch.pytree import tree_leaves
 from tightfit.cost.pipeline_schedule import (
     BACKWARD,
     FORWARD,
@@ -315,6 +315,8 @@ class PipelineRank:
 
         final: whether it is the last backward of the step, after which FSDP reduces gradients.
         """
+        from torch.distributed.fsdp import FSDPModule  # here, because a single device does not need it
+
         in_flight = self.in_flight.pop((action.stage, action.micro_batch))
         if isinstance(run.model, FSDPModule):  # StageEnd ended the forward before FSDP's own hooks
             run.model.unshard()
@@ -358,13 +360,13 @@ class PipelineRank:
         self.forward_state.begin_stage(self.stages[piece], take, sample_count(batch), sample_shapes(batch))
         for number in self.own_blocks:
             parent, child = self.slots[number]
-            parent._modules[child] = self.wrappers[number] if number in self.stages[piece] else self.stubs[number]
+            own_children(parent)[child] = self.wrappers[number] if number in self.stages[piece] else self.stubs[number]
 
     def _leave_stage(self, piece: int) -> None:
         """Put all of the rank's blocks back into the model."""
         for number, block in self.own_blocks.items():
             parent, child = self.slots[number]
-            parent._modules[child] = block
+            own_children(parent)[child] = block
 
     def _link(self, piece: int, other: int, direction: str) -> tuple[dist.ProcessGroup, int]:
         """The process group in which two neighbouring stages communicate, and the other stage's

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from tightfit._torch.modules import own_children
 from tightfit.cost.entries import EVERYWHERE, Parameter
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.recorded_step import Segment
@@ -91,16 +92,16 @@ def remove_repeated_layers(model: nn.Module, name: str | None) -> LayerMap:
     if mixed or len(set(owned)) < len(owned) or not whole:
         return depth
     missing = representatives([block for _, block in blocks], lists)
-    before = {path: dict(parent._modules) for path, parent in parents.items()}
+    before = {path: dict(own_children(parent)) for path, parent in parents.items()}
     for number in missing:
         path, _, key = depth.names[number].rpartition(".")
-        del parents[path]._modules[key]
+        del own_children(parents[path])[key]
     thin = LayerMap(depth.names, missing)
     if [path for path, _ in find_blocks(model, name)] == [thin.names[number] for number in thin.numbers]:
         return thin
     for path, parent in parents.items():  # the remaining blocks are not recognised: restore
-        parent._modules.clear()
-        parent._modules.update(before[path])
+        own_children(parent).clear()
+        own_children(parent).update(before[path])
     return depth
 
 
@@ -132,7 +133,7 @@ def _stand_for_full_depth(model: nn.Module, name: str | None, count: int) -> Lay
     if len(few.names) != FEW_BLOCKS or len(few.removed) != FEW_BLOCKS - 3 or len(lists) != 1:
         return None
     (path,) = lists
-    blocks = model.get_submodule(path)._modules
+    blocks = own_children(model.get_submodule(path))
     blocks[str(count - 1)] = blocks.pop(str(FEW_BLOCKS - 1))
     depth = LayerMap(tuple(f"{path}.{number}" for number in range(count)), dict.fromkeys(range(2, count - 1), 1))
     there = [depth.names[number] for number in depth.numbers]

@@ -16,13 +16,15 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import (
+
+from tightfit._torch.dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
-from torch.utils._pytree import tree_leaves
-
+from tightfit._torch.patches import after_resize
+from tightfit._torch.pytree import tree_leaves
+from tightfit._torch.tensors import in_backward, running_sequence_number, sparse_parts
 from tightfit.models.objective import Batch
 from tightfit.runtime.run import Run
 
@@ -149,20 +151,14 @@ class StorageTracker(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._phase = "forward"
-        self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._recording_resize()  # type: ignore[method-assign, assignment]
+        self._resizes = after_resize(self._note_resize)
+        self._resizes.__enter__()
         return super().__enter__()
 
-    def _recording_resize(self) -> Callable[[torch.UntypedStorage, int], None]:
-        """An UntypedStorage.resize_ that records. fully_shard frees gathered parameters with it,
-        and a dispatch mode does not see it."""
-
-        def resize(storage: torch.UntypedStorage, size: int) -> None:
-            self._resize(storage, size)
-            if id(storage) in self._live:
-                self._record(storage)
-
-        return resize
+    def _note_resize(self, storage: torch.UntypedStorage) -> None:
+        """Record the new size of a storage that is tracked."""
+        if id(storage) in self._live:
+            self._record(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -179,7 +175,7 @@ class StorageTracker(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._resizes.__exit__(None, None, None)
         self._assign_gradients(self._parameters)
         if not self.again or error[0] is not None:
             self._forget()
@@ -193,11 +189,12 @@ class StorageTracker(TorchDispatchMode):
     def _update_phase(self) -> None:
         """Find the phase of an operation, and the gradients that were set since the last
         operation."""
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             if self._phase != "backward":
                 self._phase, self._without_gradient, self._node = "backward", list(self._parameters), None
-            node = torch._C._current_autograd_node()
-            number = node._sequence_nr() if node is not None else ACCUMULATES
+            number = running_sequence_number()
+            if number is None:
+                number = ACCUMULATES
             if number != self._node or number >= ACCUMULATES:  # no gradient is set within a node
                 self._without_gradient = self._assign_gradients(self._without_gradient)
             self._node = number
@@ -241,8 +238,8 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
     elif tensor.layout is torch.sparse_coo:
-        yield from storages_of(tensor._indices())
-        yield from storages_of(tensor._values())
+        for part in sparse_parts(tensor):
+            yield from storages_of(part)
 
 
 class RunTracker:

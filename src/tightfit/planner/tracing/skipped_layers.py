@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from tightfit._torch.modules import forward_attribute
+from tightfit._torch.pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
 class SegmentRecorder(Protocol):
@@ -71,7 +73,7 @@ def record_layers(
     absent = removed or {}
     numbers = [number for number in range(len(blocks) + len(absent)) if number not in absent]
     second = {numbers[number]: numbers[like] for number, like in ({} if run_all else representatives(blocks)).items()}
-    names = ["forward" if block._compiled_call_impl is None else "_compiled_call_impl" for block in blocks]
+    names = [forward_attribute(block) for block in blocks]
     before = [block.__dict__.get(name) for block, name in zip(blocks, names, strict=True)]
     outputs: dict[int, Any] = {}
     reached = 0
