@@ -8,6 +8,7 @@ are reached through the functions below only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,8 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as ParameterRecord
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as ParameterGroup
-
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
@@ -74,20 +73,37 @@ def wrap_all_gather(group: ParameterGroup, wrap: Callable[[Any], Any]) -> None:
     group._all_gather_comm = wrap(group._all_gather_comm)
 
 
-def wrap_unshard(group: ParameterGroup, begin: Wrap, end: Wrap) -> None:
-    """Replace the functions that begin and end the gather of a group.
+def add_to_gather(
+    group: ParameterGroup, begun: Callable[[], None], ending: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Call functions of our own during each gather of a group.
 
-    begin  makes a new function of `unshard(async_op)`, which begins it
-    end    makes a new function of `wait_for_unshard()`, which waits for it and makes the gathered
-           parameters
+    begun   called after the gather has begun
+    ending  its context surrounds the end of the gather, which makes the gathered parameters
     """
-    group.unshard = begin(group.unshard)  # type: ignore[method-assign]
-    group.wait_for_unshard = end(group.wait_for_unshard)  # type: ignore[method-assign]
+    unshard, wait_for_unshard = group.unshard, group.wait_for_unshard
+
+    def begin(async_op: bool = False) -> None:
+        unshard(async_op)
+        begun()
+
+    def end() -> None:
+        with ending():
+            wait_for_unshard()
+
+    group.unshard, group.wait_for_unshard = begin, end  # type: ignore[method-assign]
 
 
-def wrap_post_backward(group: ParameterGroup, wrap: Wrap) -> None:
-    """Replace the function that reduces a group's gradients after its backward by `wrap` of it."""
-    group.post_backward = wrap(group.post_backward)  # type: ignore[method-assign]
+def before_reduction(group: ParameterGroup, call: Callable[[], None]) -> None:
+    """Call a function of our own after each backward of a group, before its gradients are
+    reduced."""
+    post_backward = group.post_backward
+
+    def call_and_reduce(*unused: Any) -> None:
+        call()
+        post_backward(*unused)
+
+    group.post_backward = call_and_reduce  # type: ignore[method-assign]
 
 
 # records of parameters
@@ -142,6 +158,8 @@ def take_new_shard(record: ParameterRecord) -> None:
 __all__ = [
     "ParameterGroup",
     "ParameterRecord",
+    "add_to_gather",
+    "before_reduction",
     "gathered_buffers",
     "gathered_parameter",
     "has_gradient",
@@ -160,6 +178,4 @@ __all__ = [
     "sharded_parameter",
     "take_new_shard",
     "wrap_all_gather",
-    "wrap_post_backward",
-    "wrap_unshard",
 ]

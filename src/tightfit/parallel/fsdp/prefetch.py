@@ -12,8 +12,8 @@ Source  Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv:2104.07857, section 6.2 (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,11 +23,11 @@ from torch.distributed.fsdp import FSDPModule
 from tightfit._torch.fsdp import (
     ParameterGroup,
     ParameterRecord,
+    add_to_gather,
     has_pending_gather,
     padded_shard,
     records,
     set_padded_shard,
-    wrap_unshard,
 )
 
 
@@ -53,19 +53,18 @@ def prefetch_blocks(
 
 
 class _Prefetch:
-    """Wraps `unshard` and `wait_for_unshard` of one of fully_shard's parameter groups. `unshard`
-    begins the copy. `wait_for_unshard` then uses the copy in place of the shard in host memory.
+    """Adds a copy to each gather of one of fully_shard's parameter groups. The copy begins with the
+    gather. The gather then ends with the copy in place of the shard in host memory.
     """
 
     def __init__(self, group: ParameterGroup, device: torch.device, stream: Any) -> None:
         self.group, self.device, self.stream = group, device, stream
         self.streams = torch.get_device_module(device)
         self.prefetched: dict[ParameterRecord, Tensor] = {}
-        wrap_unshard(group, partial(partial, self.begin), partial(partial, self.end))
+        add_to_gather(group, self.begin, self.using_copies)
 
-    def begin(self, unshard: Callable[..., None], async_op: bool = False) -> None:
-        """Replaces `unshard`."""
-        unshard(async_op)
+    def begin(self) -> None:
+        """Begin the copy, after fully_shard has begun the gather."""
         if not has_pending_gather(self.group) or self.prefetched:
             return
         # a copy of updated weights to the host may be in flight
@@ -76,8 +75,9 @@ class _Prefetch:
                 here = torch.empty_like(there, device=self.device, pin_memory=False)
                 self.prefetched[held] = here.copy_(there, non_blocking=True)
 
-    def end(self, wait_for_unshard: Callable[..., None]) -> None:
-        """Replaces `wait_for_unshard`."""
+    @contextmanager
+    def using_copies(self) -> Iterator[None]:
+        """Inside, fully_shard ends the gather with the copies in place of the shards."""
         current = self.streams.current_stream()
         current.wait_stream(self.stream)
         there = {held: padded_shard(held) for held in self.prefetched}
@@ -86,7 +86,7 @@ class _Prefetch:
             if self.device.type != "cpu":
                 here.record_stream(current)
         try:
-            wait_for_unshard()
+            yield
         finally:
             for held, rows in there.items():
                 set_padded_shard(held, rows)

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tightfit._torch.fsdp import (
     ParameterGroup,
+    before_reduction,
     gathered_parameter,
     has_gradient,
     is_gathered_once,
@@ -30,7 +30,6 @@ from tightfit._torch.fsdp import (
     records,
     reduces_gradients,
     sharded_parameter,
-    wrap_post_backward,
 )
 from tightfit.distributed.mesh import copy_to_device
 from tightfit.parallel.fsdp.collective_order import CollectiveOrder
@@ -49,14 +48,10 @@ class UsedParameters:
         self.made: set[Tensor] = set()
         self.agreement = agreement
         for number, group in enumerate(groups):
-            wrap_post_backward(group, partial(partial, self._after_backward, number, group))
+            before_reduction(group, partial(self._after_backward, number, group))
 
-    def _after_backward(
-        self, number: int, group: ParameterGroup, post_backward: Callable[..., None], *unused: Any
-    ) -> None:
-        """Replaces the group's `post_backward`: fills missing gradients, checks the order, then
-        reduces.
-        """
+    def _after_backward(self, number: int, group: ParameterGroup) -> None:
+        """Fill a group's missing gradients, and check the order, before they are reduced."""
         which = 0
         for place, record in enumerate(records(group)):
             parameter = sharded_parameter(record)
@@ -72,7 +67,6 @@ class UsedParameters:
             which = (31 * which + place + 1) % 2**31
         if which and reduces_gradients(group):
             self.agreement.check_reduce(number, which)
-        post_backward(*unused)
 
     def missing_everywhere(
         self, parameters: list[nn.Parameter], all_reduce: Callable[[Tensor], object], device: torch.device
