@@ -43,7 +43,6 @@ from tightfit._torch.operations import (
 )
 from tightfit.errors import InputError
 
-aten = torch.ops.aten
 NAME = "tightfit_ring"
 ALIGNED = 8  # elements: CUDA's kernels need head widths and mask rows of a multiple of this
 WIDEST_FLASH = 256  # elements: the widest head of the flash kernel
