@@ -31,6 +31,7 @@ LAYERS = (
     ("tensor_files", "values", "target_device"),
     ("yaml_input", "units"),
     ("errors",),
+    ("_torch",),
 )  # from the top to the bottom
 RANK = {package: rank for rank, packages in enumerate(LAYERS) for package in packages}
 

@@ -48,6 +48,33 @@ def test_commands_show_their_plan_before_importing_torch() -> None:
     assert "torch" not in modules_after("import tightfit.report.commands")
 
 
+TRAIN_ON_ONE_DEVICE = """
+import torch
+import tightfit
+
+samples = [(torch.randn(4), torch.randn(2)) for _ in range(8)]
+train = tightfit.Train(optimizer="sgd", learning_rate=0.1, batch=4, steps=1, trackers=[])
+job = tightfit.Job(model=lambda: torch.nn.Linear(4, 2), data=samples, loss=torch.nn.MSELoss(), train=train)
+print(*[type(step).__name__ for step in tightfit.train(tightfit.build(job, tightfit.Plan()))])
+"""
+
+
+def test_training_on_one_device_imports_no_internals_of_several() -> None:
+    """torch itself imports its fully_shard and its fake process group in the first update of any
+    optimizer, so this looks at the modules of tightfit that use them."""
+    imported = modules_after(TRAIN_ON_ONE_DEVICE)
+    assert "Step" in imported  # what the code printed
+    assert "tightfit._torch.modules" in imported
+    assert not {
+        "tightfit._torch.fsdp",
+        "tightfit.parallel.fsdp.collective_order",
+        "tightfit.parallel.fsdp.fully_shard",
+        "tightfit.parallel.fsdp.prefetch",
+        "tightfit.parallel.fsdp.unused_parameters",
+        "tightfit.planner.tracing.device_emulation",
+    } & set(imported)
+
+
 def test_imports_point_one_way() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "import_directions.py"))
     assert script["violations"]() == []

@@ -17,9 +17,7 @@ TUNED_PEERS = [
 
 @pytest.mark.parametrize("name", TUNED_PEERS)
 @pytest.mark.parametrize("plan", [BEST, LEAN], ids=["best", "lean"])
-def test_tuned_peers_get_a_plan_s_allocator_settings(
-    name: str, plan: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tuned_peers_get_a_plan_s_allocator_settings(name: str, plan: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     expected = launch.environment(tightfit.Plan(**plan), "cpu", {})
     assert environment(CONTENDERS[name]) == expected != {}

@@ -207,7 +207,7 @@ def run_case(job: Any, fields: dict[str, Any], rank: int) -> None:
     from tightfit.engine.build import build
     from tightfit.engine.step import drain, take_step
     from tightfit.machine import Figure, Machine
-    from tightfit.parallel.fsdp import fully_shard
+    from tightfit.parallel.fsdp import planning
     from tightfit.planner.dry_run import DryRunData
     from tightfit.planner.tracing.device_emulation import fake_process_group
     from tightfit.planner.tracing.fake_inputs import example_batch
@@ -217,7 +217,7 @@ def run_case(job: Any, fields: dict[str, Any], rank: int) -> None:
     machine = Machine(name="stand-in", device="cuda", memory_bytes=figure, host_memory_bytes=figure)
     plan = tightfit.Plan(**fields)
     shapes = DryRunData(example_batch(job)[0], job, plan)
-    gathers = fully_shard.uses_fully_shard(plan, "cuda")
+    gathers = planning.uses_fully_shard(plan, "cuda")
     with fake_process_group(plan.devices, rank, gathers), FakeTensorMode(), FakeValues(), _nccl():
         run = build(job, plan, machine, shapes)
         for step, micro_batches in zip(range(3), run.data.steps(0, None), strict=False):

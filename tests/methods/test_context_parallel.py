@@ -265,7 +265,9 @@ def test_cuda_kernels_get_valid_arguments(
         return  # which takes none
     kernels = KernelsOfCuda()
     monkeypatch.setattr(ring_attention, "select_kernel", lambda query, seen: kernel)
-    monkeypatch.setattr(ring_attention, "aten", kernels)
+    for name in ("flash_attention", "efficient_attention"):
+        for part in (name, f"{name}_backward"):
+            monkeypatch.setattr(ring_attention, part.upper(), getattr(kernels, f"_scaled_dot_product_{part}"))
     monkeypatch.setattr(ring_attention, "_is_on_accelerator", lambda tensor: True)
     hold_a_part(causal, masked, "cpu", 13)
     assert kernels.called == (set() if kernel == "plain" else {kernel, f"{kernel} backward"})

@@ -4,6 +4,7 @@ they had stayed."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -205,26 +206,28 @@ def test_parameters_are_prefetched_during_the_block_before(recompute: str, monke
     """Both in forward and in backward the prefetched copy is the one that is used, and it is freed
     then."""
     seen: list[str] = []
-    begin, end = prefetch._Prefetch.begin, prefetch._Prefetch.end
+    begin, using_copies = prefetch._Prefetch.begin, prefetch._Prefetch.using_copies
 
     def name_of(one: Any) -> str:
         return str(one.group._module_fqn or "model")
 
-    def begins(one: Any, async_op: bool = False) -> None:
+    def begins(one: Any) -> None:
         before = len(one.prefetched)
-        begin(one, async_op)
+        begin(one)
         if len(one.prefetched) > before:
             seen.append(f"{name_of(one)} comes")
 
-    def ends(one: Any) -> None:
+    @contextmanager
+    def ends(one: Any) -> Iterator[None]:
         had = bool(one.prefetched)
-        end(one)
+        with using_copies(one):
+            yield
         if had:
             seen.append(f"{name_of(one)} is there")
         assert not one.prefetched
 
     monkeypatch.setattr(prefetch._Prefetch, "begin", begins)
-    monkeypatch.setattr(prefetch._Prefetch, "end", ends)
+    monkeypatch.setattr(prefetch._Prefetch, "using_copies", ends)
     plan = tightfit.Plan(offload=("gradients", "parameters"), offload_to="disk", recompute=recompute)
     run = tightfit.build(cases.make_case("llama").job, plan)
     take_step(run, next(iter(run.data.steps(0, None))), 0)

@@ -22,27 +22,35 @@ from functools import lru_cache
 
 import torch
 
+from tightfit._torch.operations import (
+    CPU_FLASH_ATTENTION,
+    CUDNN_ATTENTION,
+    EFFICIENT_ATTENTION,
+    FLASH_ATTENTION,
+    MPS_ATTENTION,
+    SCALED_MM,
+)
 from tightfit.cost.recorded_step import BatchLinear, Buffer, Operation, Segment, Timeline
 
 COMPUTE_INTENSIVE_OPS = frozenset(
     {
         torch.ops.aten.mm.default,
-        torch.ops.aten._scaled_mm.default,
+        SCALED_MM.default,
         torch.ops.aten.addmm.default,
         torch.ops.aten.bmm.default,
         torch.ops.aten.baddbmm.default,
         torch.ops.aten.convolution.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_attention_math_for_mps.default,
+        FLASH_ATTENTION.default,
+        EFFICIENT_ATTENTION.default,
+        CUDNN_ATTENTION.default,
+        CPU_FLASH_ATTENTION.default,
+        MPS_ATTENTION.default,
     }
 )
 WEIGHT_MATMUL_OPS = frozenset(  # products with weights: selective-2 saves every second one
     (
         torch.ops.aten.mm.default,
-        torch.ops.aten._scaled_mm.default,
+        SCALED_MM.default,
         torch.ops.aten.addmm.default,
         torch.ops.aten.convolution.default,
     )

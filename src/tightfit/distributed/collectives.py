@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_reduce
+
+from tightfit._torch.distributed import functional_all_reduce
 
 # renamed in torch 2.13
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,7 +56,7 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     place, torch 2.11 computes zero gradients for it.
     """
     if torch.compiler.is_compiling():
-        return all_reduce(tensor.contiguous(), "sum", group)
+        return functional_all_reduce(tensor.contiguous(), "sum", group)
     total = tensor.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total

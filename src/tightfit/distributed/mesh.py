@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._python_dispatch import _disable_current_modes
 
+from tightfit._torch.dispatch import without_dispatch_modes
+from tightfit._torch.distributed import group_timeout, set_group_timeout
 from tightfit.distributed.processes import BACKENDS, check_world, join, local_device
 from tightfit.plan import Plan
 from tightfit.target_device import has_own_memory
@@ -199,7 +200,7 @@ def _mesh(kind: str, sizes: tuple[int, ...], servers: int, cp: int) -> Mesh:
         _world = dist.group.WORLD
     known = kind, sizes, servers, cp
     if known not in _meshes:
-        with _disable_current_modes():  # the groups are real, also under FakeTensorMode
+        with without_dispatch_modes():  # the groups are real, also under FakeTensorMode
             devices = init_device_mesh(kind, sizes, mesh_dim_names=AXES)
             axes: dict[str | tuple[str, ...], DeviceMesh] = {
                 **{axis: devices[axis] for axis in AXES},
@@ -226,9 +227,9 @@ def _set_timeouts(groups: list[dist.ProcessGroup]) -> None:
     if dist.get_backend() not in BACKENDS.values():
         return
     device = torch.device({backend: kind for kind, backend in BACKENDS.items()}[dist.get_backend()])
-    timeout = _world_group()._get_backend(device).options._timeout
+    timeout = group_timeout(_world_group(), device)
     for group in groups:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        set_group_timeout(timeout, group)
 
 
 def _world_group() -> dist.ProcessGroup:

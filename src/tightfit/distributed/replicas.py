@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
 
+from tightfit._torch.fake import active_fake_mode
+from tightfit._torch.modules import BatchNorm, own_buffers
+from tightfit._torch.tensors import version_of
 from tightfit.distributed.mesh import DATA, Mesh
 
 _BufferRef = tuple[nn.Module, str]  # a module and the name of one of its buffers
@@ -40,18 +42,18 @@ class ReplicatedBuffers:
         self._written: list[_BufferRef] = []
         self._candidates: list[tuple[_BufferRef, Tensor, int]] = []
         for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is None or not buffer.is_floating_point():
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                if not buffer.is_floating_point():
                     continue
-                if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+                if isinstance(module, BatchNorm) and module.track_running_stats:
                     self._written.append((module, name))
                 else:
-                    self._candidates.append(((module, name), buffer, buffer._version))
+                    self._candidates.append(((module, name), buffer, version_of(buffer)))
 
     @property
     def buffers(self) -> list[Tensor]:
         """The buffers that are averaged."""
-        found = [module._buffers[name] for module, name in self._written]
+        found = [own_buffers(module)[name] for module, name in self._written]
         return [buffer for buffer in found if buffer is not None]
 
     @torch.no_grad()
@@ -78,7 +80,7 @@ class ReplicatedBuffers:
         if not self._candidates:
             return
         written = [
-            module._buffers[name] is not buffer or buffer._version != version
+            own_buffers(module)[name] is not buffer or version_of(buffer) != version
             for (module, name), buffer, version in self._candidates
         ]
         if active_fake_mode() is None:

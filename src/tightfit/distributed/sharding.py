@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from tightfit._torch.distributed import sharded_like
+from tightfit._torch.modules import own_parameters
 from tightfit.distributed.mesh import Mesh
 from tightfit.distributed.processes import local_device
 
@@ -102,14 +104,14 @@ def move_shards_to_meta(model: nn.Module) -> None:
     """
     put: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is None or not hasattr(parameter, "rows"):
                 continue
             if parameter not in put:
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 put[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 put[parameter].rows = parameter.rows  # type: ignore[attr-defined]
-            module._parameters[name] = put[parameter]
+            own_parameters(module)[name] = put[parameter]
 
 
 @torch.no_grad()
@@ -135,4 +137,4 @@ def on_mesh_device(tensor: DTensor) -> DTensor:
     local, kind = tensor.to_local(), tensor.device_mesh.device_type
     if local.device.type == kind:
         return tensor
-    return DTensor(local.to(local_device(kind)), tensor._spec, requires_grad=False)
+    return sharded_like(local.to(local_device(kind)), tensor)

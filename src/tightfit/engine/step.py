@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointError
 
+from tightfit._torch.operations import foreach_mul_
 from tightfit.distributed.mesh import AXES, DATA, Mesh, PendingSum
 from tightfit.engine.delayed_readings import Reading, begin_reading, read_late
 from tightfit.errors import InputError
@@ -422,7 +423,7 @@ def clip(run: Run, limit: float) -> torch.Tensor:
         assert run.store is not None
         run.store.factor = factor
     elif gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        foreach_mul_(gradients, factor.to(gradients[0].device))
     return norm
 
 

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 
+from tightfit._torch.operations import scaled_mm
 from tightfit.errors import TightfitError, TightfitWarning
 from tightfit.machine import Figure, Machine
 from tightfit.machines.gpus import architecture_of, multiplies_float8
@@ -219,7 +220,7 @@ def _square_product(kind: str, size: int, device: torch.device) -> Callable[[], 
         narrow = torch.float8_e4m3fnuz if of_mi300 else torch.float8_e4m3fn
         left, right = left.to(narrow), right.to(narrow).t()  # by columns, as the hardware takes it
         one = torch.ones((), device=device)
-        return lambda: torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        return lambda: scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
     left, right = left.to(TYPES[kind]), right.to(TYPES[kind])
     out = torch.empty_like(left)
     return lambda: torch.mm(left, right, out=out)

@@ -6,12 +6,12 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tightfit._torch.fake import FakeTensorMode
 from tightfit.job import LossSpec
 from tightfit.machine import Machine
 from tightfit.models import load_python, model_factory, task_of

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from tightfit._torch.devices import attention_backend
 from tightfit.runtime.run import Run
 
 # by the number of torch.nn.attention.SDPBackend; the CPU has a fused kernel of its own
@@ -65,7 +66,7 @@ class AttentionCalls(TorchFunctionMode):
             for one in (query, key, value):
                 assert one is not None
                 one.requires_grad_()
-            return _KERNELS.get(torch._fused_sdp_choice(query, key, value, mask, **options))  # type: ignore[arg-type]
+            return _KERNELS.get(attention_backend(query, key, value, mask, **options))  # type: ignore[arg-type]
 
 
 def _like(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from tightfit._torch.devices import spin
+
 Pick = Callable[[list[float]], float]  # seconds of several runs -> the figure, such as their median
 
 WARM_UPS = 3  # calls before a GPU is timed: libraries select and load their kernels in the first
@@ -85,7 +87,7 @@ def _batch_s(work: Callable[[], object], calls: int, started_s: float) -> float:
     """Mean seconds of one of `calls` calls on the current GPU. started_s: the host's seconds to
     launch one."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(int(2 * calls * started_s * (AMD_SPIN_HZ if torch.version.hip else SPIN_HZ)))
+    spin(int(2 * calls * started_s * (AMD_SPIN_HZ if torch.version.hip else SPIN_HZ)))
     first.record()
     for _ in range(calls):
         work()

@@ -28,8 +28,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
-
+from tightfit._torch.devices import set_allocator_settings
 from tightfit.cost.ledger import Ledger
 from tightfit.job import Job
 from tightfit.machine import Machine
@@ -66,7 +65,7 @@ def apply(run: Run, plan: Plan) -> Run:
     """Set the allocator of this process. Does nothing where the environment already has settings."""
     if run.device.type == "cuda":
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+            set_allocator_settings("expandable_segments:True")
     elif "GLIBC_TUNABLES" not in os.environ and plan.allocator == "tuned":
         keep_freed_memory()
     elif "GLIBC_TUNABLES" not in os.environ:

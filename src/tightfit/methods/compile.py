@@ -26,8 +26,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
 
+from tightfit._torch.compiler import is_compiler_error, is_compiler_file
+from tightfit._torch.fake import active_fake_mode
+from tightfit._torch.modules import RunningNorm, own_buffers
 from tightfit.capabilities import missing_for_compile
 from tightfit.cost.ledger import Ledger
 from tightfit.errors import InputError
@@ -144,10 +146,10 @@ def naming_compiler_failures(plan: Plan) -> Iterator[None]:
 
 
 def _is_compiler_error(error: RuntimeError) -> bool:
-    if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+    if is_compiler_error(error):
         return True
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    return any("_functorch/_aot_autograd" in name or "/_inductor/" in name for name in frames)
+    return any(map(is_compiler_file, frames))
 
 
 def refusing_buffer_changes(
@@ -163,9 +165,8 @@ def refusing_buffer_changes(
         (f"{path}.{inner}.{key}".replace("..", "."), module, key)
         for path, block in find_blocks(model, name)
         for inner, module in block.named_modules()
-        if not isinstance(module, nn.modules.batchnorm._NormBase)
-        for key in module._buffers
-        if module._buffers[key] is not None
+        if not isinstance(module, RunningNorm)
+        for key, _ in module.named_buffers(recurse=False, remove_duplicate=False)
     ]
     looked = not held
 
@@ -173,11 +174,11 @@ def refusing_buffer_changes(
         nonlocal looked
         if looked:
             return compiled(batch)
-        before = [module._buffers[key].clone() for _, module, key in held]  # type: ignore[union-attr]
+        before = [own_buffers(module)[key].clone() for _, module, key in held]  # type: ignore[union-attr]
         total = compiled(batch)
         looked = True
         for (path, module, key), value in zip(held, before, strict=True):
-            if not torch.equal(module._buffers[key], value):  # type: ignore[arg-type]
+            if not torch.equal(own_buffers(module)[key], value):  # type: ignore[arg-type]
                 raise InputError(
                     "plan: compile with recompute",
                     f"forward changes the buffer {path}, and its recomputation would change it again",

@@ -34,6 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tightfit._torch.loggers import PYTREE
+from tightfit._torch.modules import has_hooks
 from tightfit.cost.ledger import Ledger
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
@@ -134,7 +136,7 @@ def _can_be_replaced(layer: nn.Module) -> bool:
         type(layer) is nn.Linear
         and layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0
         and layer.weight.requires_grad  # torchao always computes the gradient of a weight
-        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+        and not has_hooks(layer)
         and "forward" not in vars(layer)
     )
 
@@ -165,7 +167,7 @@ def _torchao(recipe: str) -> Any:
     """Import `torchao.float8` without its log messages and warnings. Raises InputError where that
     fails.
     """
-    notes = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    notes = [logging.getLogger(name) for name in ("torchao", PYTREE)]
     before = [one.level for one in notes]
     for one in notes:
         one.setLevel(logging.CRITICAL)

@@ -30,9 +30,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional
 
+from tightfit._torch.fake import is_fake
+from tightfit._torch.modules import own_buffers
 from tightfit.cost.ledger import Ledger
 from tightfit.data import model_input
 from tightfit.errors import InputError
@@ -182,7 +183,7 @@ class Head:
         """A buffer that the model adds to the logits (BART's final_logits_bias); it is zero while
         the product is skipped.
         """
-        return self.model._buffers.get(LOGITS_BIAS)
+        return own_buffers(self.model).get(LOGITS_BIAS)
 
     def bias(self, first: int) -> Tensor | None:
         """The bias added to the products, for this layer's classes, which begin at class `first`;
@@ -200,7 +201,7 @@ class Head:
         added, self.hidden_states = self.logits_bias, None
         self.skips_product = True
         if added is not None:
-            self.model._buffers[LOGITS_BIAS] = added.new_zeros(1, 1)
+            own_buffers(self.model)[LOGITS_BIAS] = added.new_zeros(1, 1)
         try:
             returned = logits(model, batch)
         except RuntimeError as error:
@@ -211,7 +212,7 @@ class Head:
         finally:
             self.skips_product = False
             if added is not None:
-                self.model._buffers[LOGITS_BIAS] = added
+                own_buffers(self.model)[LOGITS_BIAS] = added
         self._check(returned)
         self.hidden_states = None
         return returned

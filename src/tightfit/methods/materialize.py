@@ -29,6 +29,9 @@ from torch.nn.modules import module as registration
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tightfit._torch.modules import RunningNorm, own_buffers
+from tightfit._torch.patches import after_deepcopy
+from tightfit._torch.tensors import storage_use_count
 from tightfit.cost.ledger import Ledger
 from tightfit.distributed.mesh import Mesh
 from tightfit.distributed.sharding import move_shards_to_meta, shard_parameter, unshard_parameter
@@ -38,7 +41,7 @@ from tightfit.machine import Machine
 from tightfit.models import find_blocks, parameter_uses
 from tightfit.models.caches import isolated_model_caches
 from tightfit.models.create import model_factory
-from tightfit.parallel.fsdp.fully_shard import uses_fully_shard
+from tightfit.parallel.fsdp.planning import uses_fully_shard
 from tightfit.parallel.pipeline.boundaries import MAX_REPLICATED_SHARE
 from tightfit.parallel.pipeline.stages import stage_ranges, stages_using
 from tightfit.plan import Plan
@@ -185,7 +188,7 @@ def storage_dtype(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dty
         return tensor.dtype
     if name.endswith("inv_freq"):
         return torch.float32
-    if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+    if isinstance(module, RunningNorm) and module.track_running_stats:
         return torch.float32
     return dtype
 
@@ -248,7 +251,7 @@ def _finished(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.
             if parameter.dtype != (kept := storage_dtype(module, name, parameter, dtype)):
                 parameter.data = parameter.data.to(kept)
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(storage_dtype(module, name, buffer, dtype))
+            own_buffers(module)[name] = buffer.to(storage_dtype(module, name, buffer, dtype))
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     return model
@@ -305,13 +308,13 @@ class _Staging(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         self.hook = registration.register_module_parameter_registration_hook(self._on_register)
-        self.deepcopy = nn.Parameter.__deepcopy__
-        nn.Parameter.__deepcopy__ = self._tracking_deepcopy()  # type: ignore[method-assign, assignment]
+        self.deepcopies = after_deepcopy(self._track_copy)
+        self.deepcopies.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        nn.Parameter.__deepcopy__ = self.deepcopy  # type: ignore[method-assign]
+        self.deepcopies.__exit__(None, None, None)
         self.hook.remove()
         for parameter in list(self.staged.values()):
             self._place(parameter)
@@ -334,18 +337,10 @@ class _Staging(TorchFunctionMode):
             self.count += 1
             self._keep(parameter, storage_dtype(module, name, parameter, self.dtype))
 
-    def _tracking_deepcopy(self) -> Callable[[nn.Parameter, dict[int, Any]], nn.Parameter]:
-        """Parameter.__deepcopy__ that also tracks the copies, for they are registered nowhere:
-        nn.TransformerEncoder copies its first layer.
-        """
-
-        def deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-            copy = self.deepcopy(parameter, memo)
-            if parameter in self.kept and copy not in self.kept:
-                self._keep(copy, self.kept[parameter])
-            return copy
-
-        return deepcopy
+    def _track_copy(self, parameter: nn.Parameter, copy: nn.Parameter) -> None:
+        """Track a copy of a tracked parameter too: a copy is registered nowhere."""
+        if parameter in self.kept and copy not in self.kept:
+            self._keep(copy, self.kept[parameter])
 
     def _keep(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         elsewhere = parameter.device != self.device or parameter.dtype != dtype
@@ -403,7 +398,7 @@ def _is_shared(parameter: nn.Parameter) -> bool:
     """Whether another tensor uses the parameter's storage. Two references always exist: the
     parameter, and this call's.
     """
-    return torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > 2
+    return storage_use_count(parameter) > 2
 
 
 def _flat(arguments: Any) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import nn
 
+from tightfit._torch.modules import BatchNorm
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.recorded_step import WEIGHT_PRODUCTS
 from tightfit.errors import TightfitWarning
@@ -80,7 +81,7 @@ def correct_batch_norm(model: nn.Module, pieces: int) -> None:
     is 0.026.
     """
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None:
+        if isinstance(module, BatchNorm) and module.momentum is not None:
             module.momentum = 1 - (1 - module.momentum) ** (1 / pieces)
 
 

@@ -30,14 +30,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from tightfit._torch.tensors import storage_id
 from tightfit.cost.entries import Message
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.recorded_step import Buffer, Segment
 from tightfit.machine import Machine
 from tightfit.models.objective import Batch
-from tightfit.parallel.fsdp.fully_shard import (
-    apply_fully_shard,
-    compute_weights,
+from tightfit.parallel.fsdp.planning import (
     low_precision_names,
     sharded_parameters,
     uses_fully_shard,
@@ -337,6 +336,9 @@ def apply(run: Run, plan: Plan) -> Run:
         return run
     if "parameters" in plan.offload:
         if has_own_memory(run.device):
+            # here, because it imports torch's fully_shard, which other plans do not need
+            from tightfit.parallel.fsdp.fully_shard import apply_fully_shard
+
             return apply_fully_shard(run, plan)
         for parameter in run.model.parameters():
             if parameter.requires_grad and not _is_stored(parameter):
@@ -364,8 +366,10 @@ def with_offloaded_activations(
 ) -> Callable[[Batch], Tensor]:
     """`loss_sum` whose saved tensors are moved to the store, except the model's parameters."""
 
+    from tightfit.parallel.fsdp.fully_shard import compute_weights  # here, as in `apply`
+
     def loss_sum_with_activations_elsewhere(batch: Batch) -> Tensor:
-        with store.offload_saved({weights.untyped_storage()._cdata for weights in compute_weights(model)}):
+        with store.offload_saved({storage_id(weights) for weights in compute_weights(model)}):
             return loss_sum(batch)
 
     return loss_sum_with_activations_elsewhere

@@ -35,6 +35,7 @@ from typing import Any
 
 from torch import nn
 
+from tightfit._torch.modules import own_children
 from tightfit.cost.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.models import find_blocks, parameter_uses
@@ -100,7 +101,7 @@ def apply(run: Run, plan: Plan) -> Run:
     prune(run.model, {parameter for name, parameter in run.model.named_parameters() if name not in mine})
     for number, (parent, child) in enumerate(part.slots):
         if number not in part.own_blocks:
-            parent._modules[child] = part.stubs[number]
+            own_children(parent)[child] = part.stubs[number]
     # parameters used on the first device and on the last
     shared = frozenset(name for name in mine if len(stages_using(uses[name], stages)) > 1)
     kind = PipeDream if plan.schedule == "pipedream" else PipelineRank

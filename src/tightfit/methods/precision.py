@@ -27,6 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tightfit._torch.operations import foreach_mul_, foreach_norm
 from tightfit.capabilities import has_fast_bf16, has_fast_fp16, has_fast_tf32
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.recorded_step import Operation, Segment, Timeline
@@ -198,7 +199,7 @@ class LossScaler:
         gradients = _gradients(parameters)
         if not gradients:
             return True
-        torch._foreach_mul_(gradients, 1.0 / self.value)
+        foreach_mul_(gradients, 1.0 / self.value)
         return bool(_are_finite(gradients))
 
     def update(self, finite: bool | Tensor) -> None:
@@ -271,9 +272,9 @@ class LossScalerOnDevice(LossScaler):
         if not gradients:
             return torch.ones((), dtype=torch.bool, device=self._numbers.device)
         if self._fixed is None and all(gradient.dtype is torch.float32 for gradient in gradients):
-            torch._foreach_mul_(gradients, self._numbers[0].reciprocal().to(gradients[0].device, torch.float32))
+            foreach_mul_(gradients, self._numbers[0].reciprocal().to(gradients[0].device, torch.float32))
         else:  # a scalar tensor would first be rounded to 16 bits: to zero where the scale is large
-            torch._foreach_mul_(gradients, 1.0 / (self.value if self._fixed is None else self._fixed))
+            foreach_mul_(gradients, 1.0 / (self.value if self._fixed is None else self._fixed))
         return _are_finite(gradients)
 
     @torch.no_grad()
@@ -295,4 +296,4 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _are_finite(gradients: list[Tensor]) -> Tensor:
-    return torch.stack([norm.isfinite() for norm in torch._foreach_norm(gradients, float("inf"))]).all()
+    return torch.stack([norm.isfinite() for norm in foreach_norm(gradients, float("inf"))]).all()

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
 
+from tightfit._torch.fake import active_fake_mode
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.recomputed_step import with_recomputation
 from tightfit.errors import InputError

@@ -37,8 +37,7 @@ from tightfit.distributed.mesh import Mesh
 from tightfit.distributed.replicas import ReplicatedBuffers, broadcast_parameters
 from tightfit.machine import Machine
 from tightfit.optim.blockwise_quantization import is_packed
-from tightfit.parallel.fsdp.fully_shard import (
-    apply_fully_shard,
+from tightfit.parallel.fsdp.planning import (
     check_shardable,
     gathered_bytes,
     low_precision_names,
@@ -205,6 +204,9 @@ def apply(run: Run, plan: Plan) -> Run:
         return replace(
             run, reduction=rows, optimizer_weights=rows.weights, loss_sum=rows.gathers.with_waits(run.loss_sum)
         )
+    # here, because it imports torch's fully_shard, which other plans do not need
+    from tightfit.parallel.fsdp.fully_shard import apply_fully_shard
+
     return apply_fully_shard(run, plan)
 
 

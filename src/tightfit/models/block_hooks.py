@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from tightfit._torch.modules import forward_hooks, forward_pre_hooks
+
 Hook = tuple[Callable[..., Any], bool]  # the hook, and whether it takes keyword arguments
 
 
@@ -38,11 +40,7 @@ class Hooks:
 
 def hooks_of(block: nn.Module) -> Hooks:
     """The hooks that are registered on a block now."""
-    before = tuple(
-        (hook, key in block._forward_pre_hooks_with_kwargs) for key, hook in block._forward_pre_hooks.items()
-    )
-    after = tuple((hook, key in block._forward_hooks_with_kwargs) for key, hook in block._forward_hooks.items())
-    return Hooks(before, after)
+    return Hooks(tuple(forward_pre_hooks(block)), tuple(forward_hooks(block)))
 
 
 def run_hooks_on_direct_calls(module: nn.Module, running: Callable[[], bool]) -> None:

@@ -16,7 +16,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from tightfit._torch.fake import FakeTensor
 
 _PACKAGES_WITHOUT_MODELS = frozenset(sys.stdlib_module_names) | {
     "torch", "torchgen", "numpy", "tightfit", "pydantic", "pydantic_core", "sympy", "rich", "yaml", "tokenizers", "typer", "click",

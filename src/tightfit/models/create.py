@@ -219,7 +219,9 @@ def model_factory(model: Any, sequential: bool = False) -> Callable[[], nn.Modul
     make = _make_factory(model, sequential)
 
     def create() -> nn.Module:
-        with _skip_trunc_normal() if _shapes_only() else nullcontext():
+        from tightfit._torch.patches import without_truncated_normal
+
+        with without_truncated_normal() if _shapes_only() else nullcontext():
             return _switch_off_cache(make())
 
     return create
@@ -285,20 +287,6 @@ def _shapes_only() -> bool:
 
     probe = torch.empty(0)
     return probe.is_meta or type(probe) is not torch.Tensor
-
-
-@contextmanager
-def _skip_trunc_normal() -> Iterator[None]:
-    """Replace torch's trunc_normal_ by a function that does nothing: it reads the values it drew,
-    and tensors without values have none."""
-    from torch.nn import init
-
-    drawn = init._no_grad_trunc_normal_
-    init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor
-    try:
-        yield
-    finally:
-        init._no_grad_trunc_normal_ = drawn
 
 
 def _architecture(spec: ModelSpec) -> str:
@@ -474,8 +462,7 @@ def has_complex_parameters(model: Any) -> bool:
     """
     if isinstance(model, ModelSpec) and not model.python:
         return False
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+    from tightfit._torch.fake import FakeTensorMode
     from tightfit.models.caches import isolated_model_caches
 
     try:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec
 
+from tightfit._torch.pytree import TreeSpec
 from tightfit.errors import InputError
 from tightfit.models.block_hooks import Hooks
 from tightfit.models.objective import Batch

@@ -14,10 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from tightfit._torch.dispatch import TorchDispatchMode
+from tightfit._torch.fake import FakeTensor, known_value
+from tightfit._torch.modules import own_buffers
+from tightfit._torch.operations import LOCAL_SCALAR_DENSE, schema_of
+from tightfit._torch.pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
+from tightfit._torch.tensors import storage_id
 from tightfit.errors import InputError
 from tightfit.models.block_hooks import hooks_of, run_hooks_on_direct_calls
 from tightfit.models.caches import clear_tensor_caches
@@ -46,7 +49,7 @@ _SHAPE_ONLY = frozenset(  # operations that read the shape and type of a tensor,
     {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
     | {"rand_like", "randn_like", "new_empty_strided"}
 )
-_VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+_VALUES = (LOCAL_SCALAR_DENSE.default, torch.ops.aten.equal.default)
 
 
 @dataclass
@@ -89,16 +92,12 @@ class Recorder(TorchDispatchMode):
         self.buffers: list[tuple[str, dict[str, Tensor | None], str, Tensor]] = []
         self.replaced: dict[str, int] = {}
         for path, module in model.named_modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    self.parameters.setdefault(self.tensor_id(parameter).storage, set()).add(
-                        f"{path}.{name}".lstrip(".")
-                    )
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    full_name = f"{path}.{name}".lstrip(".")
-                    self.persistent.setdefault(self.tensor_id(buffer).storage, full_name)
-                    self.buffers.append((full_name, module._buffers, name, buffer))
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                self.parameters.setdefault(self.tensor_id(parameter).storage, set()).add(f"{path}.{name}".lstrip("."))
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                full_name = f"{path}.{name}".lstrip(".")
+                self.persistent.setdefault(self.tensor_id(buffer).storage, full_name)
+                self.buffers.append((full_name, own_buffers(module), name, buffer))
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.parameters.setdefault(self.tensor_id(parameter).storage, set()).add(name)
         tensors = tensors_in(batch)
@@ -109,10 +108,10 @@ class Recorder(TorchDispatchMode):
         """The identity of a tensor; a new one if it was not seen before."""
         if id(tensor) not in self.tensors:
             self.tensors[id(tensor)] = len(self.tensors), tensor
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.storages:
-            self.storages[storage._cdata] = len(self.storages), storage
-        return TensorId(self.tensors[id(tensor)][0], self.storages[storage._cdata][0])
+        storage = storage_id(tensor)
+        if storage not in self.storages:
+            self.storages[storage] = len(self.storages), tensor.untyped_storage()
+        return TensorId(self.tensors[id(tensor)][0], self.storages[storage][0])
 
     def forward(self, total: Callable[[nn.Module, Batch], Tensor]) -> None:
         """Record one forward. total: (model, batch) -> the loss.
@@ -315,7 +314,7 @@ class Recorder(TorchDispatchMode):
         """The answer to an operation that reads a value: of a fake tensor without one, False or
         1."""
         tensor = args[0]
-        if isinstance(tensor, FakeTensor) and tensor.constant is None:
+        if isinstance(tensor, FakeTensor) and known_value(tensor) is None:
             if func is torch.ops.aten.equal.default or tensor.dtype is torch.bool:
                 return False
             return 1.0 if tensor.is_floating_point() else 1
@@ -341,12 +340,12 @@ def _overwritten(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     BatchNorm, which some schemas do not declare."""
     statistics = (
         ("running_mean", "running_var")
-        if "batch_norm" in func._schema.name and _updates_statistics(func, args, kwargs)
+        if "batch_norm" in schema_of(func).name and _updates_statistics(func, args, kwargs)
         else ()
     )
-    if not (func._schema.is_mutable or statistics):
+    if not (schema_of(func).is_mutable or statistics):
         return
-    for index, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(schema_of(func).arguments):
         if argument.name in statistics or (argument.alias_info is not None and argument.alias_info.is_write):
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             yield from tensors_in(value)
@@ -355,9 +354,9 @@ def _overwritten(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 def _updates_statistics(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a BatchNorm operation updates its running statistics; backward and evaluation only
     read them."""
-    if "backward" in func._schema.name:
+    if "backward" in schema_of(func).name:
         return False
-    for index, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(schema_of(func).arguments):
         if argument.name == "training":
             return bool(args[index] if index < len(args) else kwargs.get("training"))
     return False
@@ -366,7 +365,7 @@ def _updates_statistics(func: Any, args: Any, kwargs: Any) -> bool:
 def _draws_random_numbers(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operation that can draw random numbers does draw some: attention without dropout
     does not."""
-    for index, argument in enumerate(func._schema.arguments):
+    for index, argument in enumerate(schema_of(func).arguments):
         if argument.name == "dropout_p":
             value = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
             return bool(value)

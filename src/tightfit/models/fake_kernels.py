@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-GROUPED_MM = torch.ops.aten._grouped_mm
+from tightfit._torch.dispatch import TorchDispatchMode
+from tightfit._torch.loggers import FAKE_TENSORS
+from tightfit._torch.operations import GROUPED_MM
 
 
 class GroupedMatmuls(TorchDispatchMode):
@@ -99,7 +100,7 @@ def fake_output(func: Any, args: Any, kwargs: Any) -> Any:
 def without_fake_tensor_logs() -> Iterator[None]:
     """Inside, torch does not log a traceback for an operation that fails on fake tensors. The
     caller catches the error and explains it."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FAKE_TENSORS)
     logger.addFilter(_drop_record)
     try:
         yield

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tightfit._torch.modules import Loss, own_buffers, set_own_buffers
 from tightfit.errors import InputError
 
 _PER_ELEMENT = (
@@ -69,9 +70,9 @@ def torch_loss(loss: Any) -> TorchLoss | None:
     has class weights, or it takes more than an output and a target.
     """
     kind = loss if isinstance(loss, type) else _FUNCTIONS.get(loss) if callable(loss) and _hashable(loss) else None
-    if kind is not None and issubclass(kind, nn.modules.loss._Loss):
+    if kind is not None and issubclass(kind, Loss):
         loss = kind()
-    if not isinstance(loss, nn.modules.loss._Loss):
+    if not isinstance(loss, Loss):
         return None
     name, reduction = type(loss).__name__, loss.reduction
     if not isinstance(loss, (*_PER_ELEMENT, *_PER_SAMPLE, *_PER_CLASS)):
@@ -115,7 +116,8 @@ class _Total:
         loss = self._loss
         if self._constants:  # on the device and in the type of the output
             loss = copy.copy(loss)
-            loss._buffers = {**loss._buffers, **{name: output.new_tensor(one) for name, one in self._constants.items()}}
+            constants = {name: output.new_tensor(one) for name, one in self._constants.items()}
+            set_own_buffers(loss, {**own_buffers(loss), **constants})
         return loss(output, target.to(output.dtype) if self._is_per_element else target)
 
 

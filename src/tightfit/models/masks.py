@@ -32,8 +32,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 
+from tightfit._torch.fake import is_fake
 from tightfit.models.objective import Batch
 
 # functions that compute position ids from the content of a batch

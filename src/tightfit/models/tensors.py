@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from tightfit._torch.pytree import tree_leaves
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

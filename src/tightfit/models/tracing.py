@@ -15,9 +15,9 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from tightfit._torch.fake import FakeTensor, FakeTensorMode, active_fake_mode
+from tightfit._torch.modules import own_buffers, own_parameters, plain_attributes
 from tightfit.errors import InputError, Untraceable
 from tightfit.models.dataflow import PP_FIELD, Dataflow, describe_line, innermost_model_line
 from tightfit.models.dataflow_recorder import Recorder
@@ -86,9 +86,8 @@ class _Attributes:
     def read(self) -> dict[tuple[str, str], Any]:
         found = {}
         for path, module in self.model.named_modules():
-            for name, value in vars(module).items():
-                if name not in ("_parameters", "_buffers", "_modules", "training") and not name.endswith("_hooks"):
-                    found[path, name] = list(value) if isinstance(value, list | tuple | set | dict) else value
+            for name, value in plain_attributes(module):
+                found[path, name] = list(value) if isinstance(value, list | tuple | set | dict) else value
         return found
 
     def changed(self, before: dict[tuple[str, str], Any] | None = None) -> list[str]:
@@ -160,7 +159,7 @@ def _with_fake_tensors(model: nn.Module) -> dict[int, Tensor]:
         return fakes[id(tensor)]
 
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
+        for held in (own_parameters(module), own_buffers(module)):
             for name, tensor in held.items():
                 if tensor is not None:
                     held[name] = fake(tensor)  # type: ignore[assignment]

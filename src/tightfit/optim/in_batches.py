@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tightfit._torch.operations import foreach_copy_
 from tightfit.optim.norms import copy_shard_mark
 from tightfit.optim.per_parameter import ROUNDING_STATES, PerParameter, add_noise_, rounding_seed
 
@@ -126,11 +127,11 @@ class MultiTensor(PerParameter):
             return None, here
         flat = self._empty_flat(here, torch.float32)
         weights = _views_of(flat, here)
-        torch._foreach_copy_(weights, here)
+        foreach_copy_(weights, here)
         if isinstance(carried[0], Tensor):
             flat.add_(_concatenate(carried))
         gradients = _views_of(self._empty_flat(here, torch.float32), here)
-        torch._foreach_copy_(gradients, [one.grad for one in here if one.grad is not None])
+        foreach_copy_(gradients, [one.grad for one in here if one.grad is not None])
         for weight, one, gradient in zip(weights, here, gradients, strict=True):
             copy_shard_mark(weight, one).grad = gradient
         return flat, weights
@@ -166,7 +167,7 @@ class MultiTensor(PerParameter):
                 else:
                     flat = self._empty_flat(like, like[0].dtype)
                     views = _views_of(flat, like)
-                    torch._foreach_copy_(views, [states[number][name] for number in numbers])
+                    foreach_copy_(views, [states[number][name] for number in numbers])
                 views = [_with_layout_of(weight, view) for weight, view in zip(like, views, strict=True)]
                 wide[name] = flat, views
                 for number, view in zip(numbers, views, strict=True):
@@ -232,7 +233,7 @@ class MultiTensor(PerParameter):
         # a foreach kernel takes tensors of one type
         for dtype in dict.fromkeys(one.dtype for one in into):
             pairs = [pair for pair in zip(into, source, strict=True) if pair[0].dtype == dtype]
-            torch._foreach_copy_([one for one, _ in pairs], [one for _, one in pairs])
+            foreach_copy_([one for one, _ in pairs], [one for _, one in pairs])
         return kept
 
     def _quantize(self, name: str, flat: Tensor, like: list[Tensor]) -> Iterable[dict[str, Tensor]]:
@@ -269,14 +270,14 @@ class MultiTensor(PerParameter):
             add_noise_(flat, noise)
             del noise
         if self._rounding != "kahan":
-            torch._foreach_copy_(here, weights)
+            foreach_copy_(here, weights)
             return
         narrow = flat.to(here[0].dtype)
-        torch._foreach_copy_(here, _views_of(narrow, here))
+        foreach_copy_(here, _views_of(narrow, here))
         flat.sub_(narrow)
         del narrow
         if isinstance(carried[0], Tensor):
-            torch._foreach_copy_(carried, weights)
+            foreach_copy_(carried, weights)
         else:
             carried = [lost.to(one.dtype) for lost, one in zip(weights, here, strict=True)]
         for parameter, lost, old in zip(parameters, carried, backups, strict=True):

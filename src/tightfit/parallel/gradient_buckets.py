@@ -32,8 +32,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
 
+from tightfit._torch.fake import active_fake_mode
 from tightfit.distributed.collectives import begin_reduce_scatter
 from tightfit.errors import InputError
 from tightfit.optim.gradient_hooks import on_gradient_ready

@@ -25,15 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import is_fake
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
-from torch.utils._pytree import tree_leaves
 
+from tightfit._torch.dispatch import TorchDispatchMode, current_dispatch_modes, without_dispatch_modes
+from tightfit._torch.fake import active_fake_mode, is_fake
+from tightfit._torch.modules import call_of, compiled_in_place, replace_call
+from tightfit._torch.pytree import tree_leaves
+from tightfit._torch.tensors import storage_id
 from tightfit.distributed.collectives import all_gather
 from tightfit.models.objective import Batch
 from tightfit.parallel.gradient_buckets import ReduceScatteredGradients, bucket_bytes, make_buckets
@@ -184,11 +181,9 @@ class WeightGathers:
         """Make calls of `block` wait for its weights first.
 
         The wait precedes the call and is no forward hook: the hooks of a compiled block are
-        compiled with it, and a wait would break its graph. torch does not copy
-        `_compiled_call_impl` to copies of a model.
+        compiled with it, and a wait would break its graph. Copies of a model do not wait.
         """
-        is_compiled = block._compiled_call_impl is not None
-        call: Callable[..., Any] = block._compiled_call_impl or block._call_impl
+        is_compiled, call = compiled_in_place(block), call_of(block)
 
         def arrived_first(*args: Any, **kwargs: Any) -> Any:
             self.wait(own)
@@ -197,7 +192,7 @@ class WeightGathers:
             with self._reads.within(block, is_compiled):
                 return call(*args, **kwargs)
 
-        block._compiled_call_impl = arrived_first
+        replace_call(block, arrived_first)
 
     def _gather(self, bucket: _Bucket) -> None:
         """All-gather a bucket through a buffer, and wait (on a GPU: in the current stream)."""
@@ -230,7 +225,7 @@ class WeightGathers:
         """Wait for a bucket's gather and complete its parameters."""
         # outside of a FakeTensorMode that is active around a run with real weights, such as that of counting FLOPs:
         # it would lose the copies
-        with nullcontext() if self._are_fake else _disable_current_modes():
+        with nullcontext() if self._are_fake else without_dispatch_modes():
             for work in bucket.works:
                 work.wait()
             bucket.works = []
@@ -282,7 +277,7 @@ class _ReadTracker(TorchDispatchMode):
         )  # a storage, which views share -> the blocks
         for block, parameters in owned.items():
             for parameter in parameters:
-                self._blocks_by_storage[_storage(parameter)].add(block)
+                self._blocks_by_storage[storage_id(parameter)].add(block)
         self._called: set[nn.Module] = set()
         self._depth = 0  # of calls of blocks
         self._read_early: set[nn.Module] = set()
@@ -290,7 +285,7 @@ class _ReadTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                owners = self._blocks_by_storage.get(_storage(leaf), set())
+                owners = self._blocks_by_storage.get(storage_id(leaf), set())
                 if owners and not (self._depth and owners & self._called):
                     self._read_early |= owners
         return func(*args, **(kwargs or {}))
@@ -300,7 +295,7 @@ class _ReadTracker(TorchDispatchMode):
         """The context of one call of a block."""
         self._called.add(block)
         self._depth += 1
-        leaves = is_compiled and _get_current_dispatch_mode_stack()[-1:] == [self]
+        leaves = is_compiled and current_dispatch_modes()[-1:] == [self]
         if leaves:
             self.__exit__(None, None, None)
         try:
@@ -313,11 +308,6 @@ class _ReadTracker(TorchDispatchMode):
     def found(self) -> list[nn.Parameter]:
         """The parameters of blocks that other code reads."""
         return [parameter for block, own in self._owned.items() if block in self._read_early for parameter in own]
-
-
-def _storage(tensor: Tensor) -> int:
-    """An identity of a tensor's storage, the same for all views of it."""
-    return tensor.untyped_storage()._cdata
 
 
 class WaitForWeights:

@@ -90,8 +90,9 @@ def model_supports(job: Job, plan: Plan) -> bool:
 
 def _runs_with(job: Job, plan: Plan) -> bool:
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from tightfit._torch.fake import FakeTensorMode
+    from tightfit._torch.loggers import FAKE_TENSORS
     from tightfit.methods import attention, loss
     from tightfit.models import find_blocks, model_factory, with_fewer_blocks
     from tightfit.models.caches import isolated_model_caches
@@ -101,7 +102,7 @@ def _runs_with(job: Job, plan: Plan) -> bool:
     from tightfit.runtime.run import Run
 
     with (
-        _quiet("torch._subclasses.fake_tensor", "transformers"),
+        _quiet(FAKE_TENSORS, "transformers"),
         isolated_model_caches(),
         FakeTensorMode(),
         GroupedMatmuls(),

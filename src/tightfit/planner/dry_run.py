@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tightfit._torch.fake import FakeTensorMode
 from tightfit.engine.build import build
 from tightfit.engine.step import Step, accumulate, drain, take_step, update
 from tightfit.errors import InputError
@@ -22,7 +22,7 @@ from tightfit.machine import Figure, Machine
 from tightfit.methods import loader, optimizer_states
 from tightfit.models.objective import LABEL_COUNT_KEY, Batch, LabelCount, processed_count, sample_count
 from tightfit.models.tensors import tensors_in
-from tightfit.parallel.fsdp import fully_shard
+from tightfit.parallel.fsdp import planning
 from tightfit.plan import Plan
 from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
 from tightfit.planner.tracing.fake_inputs import example_batch, is_padded, label_share, zeros_like_batch
@@ -128,14 +128,14 @@ def dry_run(job: Job, plan: Plan, device: str = "cpu", pipeline_rank: int = 0) -
     ahead = loader.overlaps_uploads(plan, device)
     plan = _without_device_options(plan)
     if plan.compile != "none":
-        torch._dynamo.reset()  # else compilations of earlier dry runs count against the recompile limit
+        torch.compiler.reset()  # else compilations of earlier dry runs count against the recompile limit
     batch = example_batch(job)[0]
     shapes = DryRunData(batch, job, plan, None if plan.chunked_loss is None else label_share(job, batch))
     values = FakeValues(is_padded(shapes.batch))
     first = (
         pipeline_rank * plan.devices // plan.pp + plan.servers
     )  # the first rank that has this stage; not a parameter server
-    gathers = fully_shard.uses_fully_shard(plan, device)
+    gathers = planning.uses_fully_shard(plan, device)
     with fake_process_group(plan.devices, first, gathers), FakeTensorMode(), values, emulate_device(device):
         run = build(job, plan, DRY_RUN_MACHINE, shapes)
         if optimizer_states.uses_foreach(plan, device):
@@ -168,7 +168,7 @@ def _first_step(run: Run, micro_batches: list[Batch]) -> None:
         return
     apart = run.plan.compile != "model" and run.plan.recompute != "sqrt"  # whether each block is called on its own
     try:
-        with untraceable_errors(), skip_repeated_blocks(fully_shard.model_blocks(run) if apart else []):
+        with untraceable_errors(), skip_repeated_blocks(planning.model_blocks(run) if apart else []):
             accumulate(run, micro_batches, lambda: 1)
     except InputError:  # perhaps because a skipped block did not set something that the model uses
         accumulate(run, micro_batches, lambda: 1)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
+from tightfit._torch.loggers import PYTREE, WRAPPED_OPERATIONS
 from tightfit.engine.launch import enter_environment, read_launcher, start_processes
 from tightfit.errors import DoesNotFit, InputError, TightfitWarning, Untraceable
 from tightfit.job import Job, apply_change
@@ -52,7 +53,7 @@ def quiet_libraries() -> None:
     warnings.showwarning = _show_in_a_line
     # the last one warns about in-place writes under selective recomputation, which tightfit checks
     # itself
-    for name in ("torchao", "torch.utils._pytree", "torch.utils.flop_counter", "torch._higher_order_ops.wrap"):
+    for name in ("torchao", PYTREE, "torch.utils.flop_counter", WRAPPED_OPERATIONS):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

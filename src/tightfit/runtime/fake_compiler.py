@@ -29,11 +29,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_map_only
 
+from tightfit._torch.compiler import (
+    aot_backend,
+    import_inductor_lowerings,
+    inductor_decompositions,
+    rng_state_wrappers,
+    takes_list,
+)
+from tightfit._torch.dispatch import OpOverload, current_dispatch_modes, without_dispatch_modes
+from tightfit._torch.fake import FakeTensorMode, detect_fake_mode
+from tightfit._torch.pytree import tree_map_only
 from tightfit.models.tensors import tensors_in
 
 
@@ -41,21 +47,12 @@ def fake_backend() -> Callable[..., Any]:
     """A backend for torch.compile that allocates and frees buffers as generated code does, and
     computes nothing.
     """
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.decomposition import select_decomp_table
-
-    decompositions = dict(select_decomp_table())
+    decompositions = inductor_decompositions()
     for name in ("max_pool2d_with_indices", "max_pool3d_with_indices"):
         pooling = getattr(torch.ops.aten, name).default
         if pooling in decompositions:
             decompositions[pooling] = _importing_lowerings(decompositions[pooling])
-    return aot_autograd(
-        fw_compiler=_fake_compiled,
-        bw_compiler=_fake_compiled,
-        decompositions=decompositions,
-        partition_fn=min_cut_rematerialization_partition,
-    )
+    return aot_backend(_fake_compiled, decompositions)
 
 
 @cache
@@ -79,7 +76,7 @@ def _importing_lowerings(decomposition: Callable[..., Any]) -> Callable[..., Any
     """
 
     def ask(*args: Any, **kwargs: Any) -> Any:
-        importlib.import_module("torch._inductor.lowering")
+        import_inductor_lowerings()
         return decomposition(*args, **kwargs)
 
     return ask
@@ -136,8 +133,7 @@ def _use_seeds(graph: fx.Graph) -> None:
     torch's partitioner makes the wrappers save the generator's state. The code generator saves a
     seed instead, and fuses the drawing with the operations that use the numbers.
     """
-    from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
-
+    run_and_save_rng_state, run_with_rng_state = rng_state_wrappers()
     for node in list(graph.nodes):
         if node.target is run_and_save_rng_state:
             operation, *arguments = node.args
@@ -164,7 +160,7 @@ def _replace(
     graph = node.graph
     known = [one.meta["val"] for one in graph.nodes if one.op == "placeholder" and "val" in one.meta]
     args, kwargs = fx.map_arg((arguments, keywords), lambda source: source.meta["val"])
-    with _disable_current_modes(), detect_fake_mode(known) or FakeTensorMode():
+    with without_dispatch_modes(), detect_fake_mode(known) or FakeTensorMode():
         made = operation(*args, **kwargs)
     with graph.inserting_before(node):
         call = graph.call_function(operation, arguments, keywords)
@@ -175,7 +171,7 @@ def _replace(
 
 def _is_fused(node: fx.Node) -> bool:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return target is not None and getattr(target, "__name__", "") == "getitem"
     return any(tag in target.tags for tag in _FUSED_TAGS) or str(target).rsplit(".", 1)[0] in _FUSED_NAMES
 
@@ -209,7 +205,7 @@ def _needs_full_read(node: fx.Node) -> bool:
 
 def _is_view(node: fx.Node) -> bool:
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return target.is_view or str(target) in (
             "aten.view.default",
             "aten.reshape.default",
@@ -315,8 +311,7 @@ def _fake_compiled(module: fx.GraphModule, example: Sequence[Any]) -> Callable[.
                 _release(node, plan, values, holders)
         raise AssertionError("a graph without output")
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return takes_list(run)
 
 
 def _can_run(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
@@ -381,7 +376,7 @@ def see_kernel(bytes_accessed: int, dtype: torch.dtype, kind: str = "compiled") 
     kind            "compiled" for memory traffic, else the kind of arithmetic, such as "compiled
                     exp"
     """
-    for mode in _get_current_dispatch_mode_stack():
+    for mode in current_dispatch_modes():
         if hasattr(mode, "see_kernel"):
             mode.see_kernel(bytes_accessed, dtype, kind)
 

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import active_fake_mode
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
+from tightfit._torch.compiler import is_compiler_error, may_be_dynamic
+from tightfit._torch.fake import active_fake_mode
 from tightfit.errors import InputError
 from tightfit.models.objective import IGNORED
 from tightfit.runtime.fake_compiler import can_generate_kernels, see_kernel
@@ -160,10 +161,12 @@ def compiled_loss(backend: str | Callable[..., Any] = "inductor") -> FusedLoss:
 
     def fused(logits: Tensor, labels: Tensor) -> Tensor:
         for tensor in (logits, labels):
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)  # the last chunk is shorter
+            may_be_dynamic(tensor, 0)  # the last chunk is shorter
         try:
             return kernel(logits, labels)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except Exception as error:
+            if not is_compiler_error(error):
+                raise
             raise InputError(
                 "plan: chunked_loss",
                 f"torch.compile fails on its softmax ({str(error).strip().partition(chr(10))[0]})",

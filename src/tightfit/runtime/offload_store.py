@@ -28,10 +28,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from tightfit._torch.distributed import local_shard
+from tightfit._torch.fake import active_fake_mode
+from tightfit._torch.tensors import storage_id
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.optim.gradient_hooks import on_gradient_ready
 from tightfit.plan import Plan
@@ -301,7 +303,7 @@ class Store:
         order = _SaveOrder(self)
 
         def pack(tensor: Tensor) -> Any:
-            if tensor.nbytes <= MIN_OFFLOAD_BYTES or tensor.untyped_storage()._cdata in parameters:
+            if tensor.nbytes <= MIN_OFFLOAD_BYTES or storage_id(tensor) in parameters:
                 return tensor
             return order.put(tensor.detach())
 
@@ -325,7 +327,7 @@ class PendingSend:
 
 def _storage_key(value: Tensor) -> tuple[int, int]:
     """An id of a tensor's storage, and the tensor's offset in it."""
-    return value.untyped_storage()._cdata, int(value.storage_offset())
+    return storage_id(value), int(value.storage_offset())
 
 
 class PendingFetch:
@@ -478,7 +480,7 @@ class OffloadedGradients:
         gradient: Any = parameter.grad
         assert gradient is not None
         if isinstance(gradient, DTensor):
-            gradient = gradient._local_tensor
+            gradient = local_shard(gradient)
         if parameter not in self.kept:
             self.kept[parameter] = self.store.empty(gradient.shape, gradient.dtype)
         kept = self.kept[parameter]

@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tightfit._torch.modules import own_buffers
+from tightfit._torch.operations import schema_of
+from tightfit._torch.pytree import tree_leaves
+from tightfit._torch.tensors import storage_id, version_of
 from tightfit.cost.recomputed_step import COMPUTE_INTENSIVE_OPS, WEIGHT_MATMUL_OPS
 from tightfit.errors import InputError
 from tightfit.models.tensors import tensors_in
@@ -45,11 +48,11 @@ def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -
             contexts: dict[str, Any] = {"context_fn": partial(selective_contexts, selective)} if selective else {}
             return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
         before = buffers.values()
-        given = [(leaf, leaf._version) for leaf in tensors_in((args, kwargs))]
+        given = [(leaf, version_of(leaf)) for leaf in tensors_in((args, kwargs))]
         contexts = {"context_fn": partial(recompute_contexts, buffers, before, casts, selective)}
         with casts.first_forward() if selective else nullcontext():
             output = checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
-        if any(leaf._version != version for leaf, version in given):
+        if any(version_of(leaf) != version for leaf, version in given):
             raise InputError(
                 "plan: recompute",
                 f"{type(modules[0]).__name__} writes in place to its inputs, from which it would be recomputed",
@@ -70,12 +73,12 @@ class ChangingBuffers:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         each = dict.fromkeys(module for block in modules for module in block.modules())
-        self.tracked = [(module, name) for module in each for name in module._buffers]
+        self.tracked = [(module, name) for module in each for name in own_buffers(module)]
         self.known = False
 
     def values(self) -> SavedBuffers:
         """(module, name, buffer, copy of its values) for each buffer that may change."""
-        found = [(module, name, module._buffers[name]) for module, name in self.tracked]
+        found = [(module, name, own_buffers(module)[name]) for module, name in self.tracked]
         return [(module, name, buffer, buffer.clone()) for module, name, buffer in found if buffer is not None]
 
     def track_changed(self, before: SavedBuffers) -> None:
@@ -84,7 +87,7 @@ class ChangingBuffers:
             self.tracked = [
                 (module, name)
                 for module, name, buffer, copy in before
-                if module._buffers[name] is not buffer or not torch.equal(buffer, copy)
+                if own_buffers(module)[name] is not buffer or not torch.equal(buffer, copy)
             ]
             self.known = True
 
@@ -107,7 +110,7 @@ class ChangingBuffers:
 def restore_buffers(values: SavedBuffers) -> None:
     for module, name, buffer, copy in values:
         buffer.copy_(copy)
-        module._buffers[name] = buffer
+        own_buffers(module)[name] = buffer
 
 
 class AutocastCache:
@@ -197,15 +200,17 @@ def written_tensors(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     Version counters are not enough: a write through the chunks of torch.chunk or of a recurrent
     cell does not increment that of the full tensor.
     """
-    if not operation._schema.is_mutable:
+    if not schema_of(operation).is_mutable:
         return []
-    given = {**dict(zip((one.name for one in operation._schema.arguments), args, strict=False)), **kwargs}
-    writes = [one.name for one in operation._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    given = {**dict(zip((one.name for one in schema_of(operation).arguments), args, strict=False)), **kwargs}
+    writes = [
+        one.name for one in schema_of(operation).arguments if one.alias_info is not None and one.alias_info.is_write
+    ]
     return tree_leaves([given.get(name) for name in writes])
 
 
 def _storages(leaves: list[Any]) -> set[int]:
-    return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
+    return {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def _overwrites_saved() -> InputError:

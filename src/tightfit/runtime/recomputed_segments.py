@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
+from tightfit._torch.pytree import tree_leaves
 from tightfit.errors import InputError
 from tightfit.models.tensors import tensors_in
 from tightfit.models.tracing import restoring_state

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 
+from tightfit._torch.fake import is_fake
+from tightfit._torch.tensors import has_gradient_hooks
 from tightfit.distributed.mesh import Mesh
 from tightfit.distributed.sharding import ParameterSharding
 from tightfit.errors import InputError
@@ -328,7 +329,7 @@ def refuse_hooks(model: nn.Module, asked: str) -> None:
     For methods that replace parameters by shards: the hook would be lost. asked: the plan's field.
     """
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if has_gradient_hooks(parameter):
             raise InputError(
                 asked,
                 f"{name} has a hook on its gradient, but a device has only a shard of that gradient",

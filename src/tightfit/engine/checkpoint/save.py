@@ -29,7 +29,6 @@ from typing import Any
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from tightfit.distributed.processes import is_rank_zero, rank
 from tightfit.engine.checkpoint.contents import SavedTensors, model_of, states_of
@@ -222,6 +221,8 @@ def _describe(run: Run, folder: Path) -> None:
 
 def _plain_name(model: nn.Module) -> str:
     """The name of the model's class: fully_shard derives a class of its own from it."""
+    from torch.distributed.fsdp import FSDPModule  # here, because a plan without ZeRO-3 does not need it
+
     return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 

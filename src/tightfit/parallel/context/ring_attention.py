@@ -33,9 +33,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tightfit._torch.operations import (
+    CPU_FLASH_ATTENTION,
+    CPU_FLASH_ATTENTION_BACKWARD,
+    EFFICIENT_ATTENTION,
+    EFFICIENT_ATTENTION_BACKWARD,
+    FLASH_ATTENTION,
+    FLASH_ATTENTION_BACKWARD,
+)
 from tightfit.errors import InputError
 
-aten = torch.ops.aten
 NAME = "tightfit_ring"
 ALIGNED = 8  # elements: CUDA's kernels need head widths and mask rows of a multiple of this
 WIDEST_FLASH = 256  # elements: the widest head of the flash kernel
@@ -304,22 +311,19 @@ def attention(
     """
     kernel = select_kernel(query, seen)
     if kernel == "flash":
-        output, sums, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+        output, sums, *_ = FLASH_ATTENTION(query, key, value, 0.0, causal, False, scale=scale)
         return output, sums
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     bias = None if seen is None else _as_bias(seen, query, key)
     if kernel == "cpu":
-        flash = aten._scaled_dot_product_flash_attention_for_cpu
-        return flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+        return CPU_FLASH_ATTENTION(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
     if kernel == "plain":
         scores = _scores(query, key, bias, causal, scale)
         sums = scores.logsumexp(-1)
         return (scores - sums.unsqueeze(-1)).exp() @ value, sums
-    output, sums, *_ = aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, True, 0.0, causal, scale=scale
-    )
+    output, sums, *_ = EFFICIENT_ATTENTION(query, key, value, bias, True, 0.0, causal, scale=scale)
     return output, sums[..., : query.shape[2]]  # the kernel pads them to its tiles
 
 
@@ -336,7 +340,7 @@ def attention_backward(
     kernel, heads = select_kernel(query, seen), key.shape[1]
     if kernel == "flash":
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # for dropout, which is 0
-        return aten._scaled_dot_product_flash_attention_backward(
+        return FLASH_ATTENTION_BACKWARD(
             gradient.contiguous(), query, key, value, output.contiguous(), sums.contiguous(), None, None, query.shape[2],
             key.shape[2], 0.0, causal, seed, seed, scale=scale,
         )  # fmt: skip
@@ -345,7 +349,7 @@ def attention_backward(
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     bias = None if seen is None else _as_bias(seen, query, key)
     if kernel == "cpu":
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        found = CPU_FLASH_ATTENTION_BACKWARD(
             gradient, query, key, value, output, sums.transpose(1, 2).contiguous().transpose(1, 2), 0.0, causal,
             attn_mask=bias, scale=scale,
         )  # fmt: skip
@@ -357,7 +361,7 @@ def attention_backward(
         # padded as in the forward
         padded = functional.pad(sums, (0, -sums.shape[-1] % 32), value=float("inf"))
         seed = torch.zeros((), dtype=torch.int64, device=query.device)  # for dropout, which is 0
-        found = aten._scaled_dot_product_efficient_attention_backward(
+        found = EFFICIENT_ATTENTION_BACKWARD(
             gradient,
             query,
             key,

@@ -21,13 +21,15 @@ Source  our own. For what it checks: Zhao et al. 2023, arXiv:2304.11277, section
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
 
+from tightfit._torch.fake import active_fake_mode
+from tightfit._torch.fsdp import ParameterGroup, modules_of, wrap_all_gather
 from tightfit.errors import InputError
 from tightfit.runtime.activity import note_activity
 
@@ -53,16 +55,16 @@ class CollectiveOrder:
     """
 
     def __init__(
-        self, model: nn.Module, groups: Iterable[Any], group: dist.ProcessGroup, first: int | None = None
+        self, model: nn.Module, groups: Iterable[ParameterGroup], group: dist.ProcessGroup, first: int | None = None
     ) -> None:
         self.group = group
         self.first, self.passes, self.checksum = first, 0, 0
         names = {module: name.replace("_orig_mod.", "") for name, module in model.named_modules()}
         self.names: list[str] = []
         for number, sharded in enumerate(groups):
-            found = [names[module] for module in sharded.modules]
+            found = [names[module] for module in modules_of(sharded)]
             self.names.append(" and ".join(name for name in found[:2] if name) or "what is in no layer")
-            sharded._all_gather_comm = _CheckedAllGather(sharded._all_gather_comm, self, number)
+            wrap_all_gather(sharded, partial(_CheckedAllGather, agreement=self, number=number))
         model.register_forward_hook(lambda *_: self._check(_FORWARD))
 
     def end_backward(self, last: bool) -> None:

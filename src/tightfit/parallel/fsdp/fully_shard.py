@@ -17,8 +17,6 @@ Source  Zhao et al. 2023, arXiv:2304.11277; Ren et al. 2021 (ZeRO-Offload), arXi
 
 from __future__ import annotations
 
-import math
-import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -29,11 +27,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
-from tightfit.cost.entries import Parameter, ShardedParameters
-from tightfit.cost.ledger import Ledger
+from tightfit._torch.distributed import local_shard, set_local_shard, sharded_like
+from tightfit._torch.fsdp import (
+    gathered_buffers,
+    is_running,
+    model_records,
+    padded_shard,
+    padded_shard_size,
+    parameter_groups,
+    set_padded_shard,
+    sharded_parameter,
+    take_new_shard,
+)
+from tightfit._torch.modules import Conversion, wrap_conversion
 from tightfit.distributed.collectives import RowAllGather, RowReduceScatter, uses_row_collectives
 from tightfit.distributed.mesh import DATA, Mesh
 from tightfit.distributed.processes import local_device
@@ -45,6 +53,7 @@ from tightfit.models.block_hooks import run_hooks_on_direct_calls
 from tightfit.models.dataflow import describe_line, innermost_model_line
 from tightfit.models.objective import Batch
 from tightfit.parallel.fsdp.collective_order import CHECKED_BACKWARDS, CollectiveOrder
+from tightfit.parallel.fsdp.planning import check_shardable, gather_dtype, model_blocks, split_by_autocast
 from tightfit.parallel.fsdp.prefetch import prefetch_blocks
 from tightfit.parallel.fsdp.unused_parameters import UsedParameters
 from tightfit.plan import Plan
@@ -53,113 +62,21 @@ from tightfit.runtime.run import Run, refuse_hooks
 from tightfit.target_device import has_own_memory
 
 
-def low_precision_names(ledger: Ledger) -> set[str]:
-    """Names of the parameters that are gathered in a narrower dtype than they are stored in, with *
-    for a block's number. In the recorded step, their gradients have fewer bytes than they have.
-    """
-    kept = {parameter.name: parameter.bytes for parameter in ledger.parameters}
-    return {
-        _wildcard_name(buffer.parameter)
-        for segment in ledger.training
-        for buffer in segment.timeline.allocated
-        if buffer.row == "gradients" and buffer.size.fixed < kept.get(buffer.parameter, 0)
-    }
-
-
-def _wildcard_name(name: str) -> str:
-    """A parameter's name with * for the numbers of blocks, as "blocks.*.weight"."""
-    return re.sub(r"\.\d+\.", ".*.", name)
-
-
-def gathered_bytes(parameter: Parameter, narrow: set[str]) -> float:
-    """Bytes of a full parameter when it is gathered. `narrow`: see `low_precision_names`."""
-    return parameter.bytes / 2 if _wildcard_name(parameter.name) in narrow else parameter.bytes
-
-
-def sharded_parameters(ledger: Ledger, plan: Plan, narrow: set[str]) -> ShardedParameters:
-    """The entry of sharded parameters in the ledger: bytes of the largest block, and of the
-    parameters outside of blocks. A parameter's block is recognized by the number in its name.
-    """
-    blocks: Counter[str] = Counter()
-    reduced: Counter[str] = Counter()
-    rest = 0.0
-    for parameter in ledger.parameters:
-        found = re.match(r"(.*?\.\d+)\.", parameter.name)
-        if found is None:
-            rest += parameter.bytes
-        else:
-            blocks[found.group(1)] += math.ceil(gathered_bytes(parameter, narrow))
-            reduced[found.group(1)] += parameter.bytes
-    # 1/devices of a gradient stays on this device
-    devices = math.inf if "gradients" in plan.offload else plan.shards
-    block = float(max(blocks.values(), default=0))
-    as_kept = float(max(reduced.values(), default=0))
-    # then blocks are copied in their stored dtype, and prefetched in forward too
-    alone = plan.shards == 1
-    return ShardedParameters(devices, block, rest, as_kept, as_kept if alone else block, alone)
-
-
-def uses_fully_shard(plan: Plan, kind: str) -> bool:
-    """Whether parameters are on a device of this kind ("cpu" or "cuda") only while their block
-    computes. A CPU computes with offloaded parameters where they are mapped, so it needs no copy of
-    them.
-    """
-    return plan.zero == 3 or (kind == "cuda" and "parameters" in plan.offload)
-
-
-def check_shardable(described: Iterable[tuple[str, int, tuple[int, ...]]], blocks: int, plan: Plan) -> None:
-    """Raise InputError for parameters that fully_shard cannot shard along dimension 0, or cannot
-    gather for one block at a time.
-
-    described  (name, number of dimensions, positions of the modules that use it: see
-               `parameter_uses`) of each parameter
-    blocks     the number of blocks
-    """
-    asked, fix = (
-        ("plan: zero=3", "use zero: 2") if plan.zero == 3 else ("plan: offload=parameters", "leave them out of it")
-    )
-    for name, dims, places in described:
-        if dims == 0:
-            raise InputError(asked, f"{name} is a single number, without rows", f"make it torch.ones(1), say, or {fix}")
-        if len(places) > 1 and any(0 <= place < blocks for place in places):
-            raise InputError(asked, f"{name} is used by several blocks, of which one is there at a time", fix)
-
-
-def model_blocks(run: Run) -> list[nn.Module]:
-    """The model's blocks, or in a pipeline those of this device's stages."""
-    return list(run.blocks or [block for _, block in find_blocks(run.model, run.job.blocks_name)])
-
-
-def gather_dtype(plan: Plan) -> torch.dtype | None:
-    """The dtype in which weights of matrix products are gathered: in mixed precision the 16-bit
-    one. None: the parameters' own.
-    """
-    return {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(plan.precision)
-
-
-def split_by_autocast(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Modules of a block with parameters of their own: those whose weights autocast converts
-    (linear and convolution), and the others.
-    """
-    own = [module for module in block.modules() if next(module.parameters(recurse=False), None) is not None]
-    kinds = (nn.Linear, nn.modules.conv._ConvNd)
-    products = [module for module in own if isinstance(module, kinds) or type(module).__name__ == "Conv1D"]
-    return products, [module for module in own if module not in products]
-
-
 def _keep_dtype(module: nn.Module) -> None:
     """Make `module.to(dtype)` do nothing while the module's parameters are gathered.
 
     Some models convert a module in their forward, such as `router.to(torch.float32)`. Autocast
     decides in which dtype a product runs. A converted weight would not be gathered again.
     """
-    convert = module._apply
 
-    def unless_gathered(fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        gathered = any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
-        return module if gathered else convert(fn, recurse)
+    def unless_gathered(convert: Conversion) -> Conversion:
+        def apply(fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+            gathered = any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))
+            return module if gathered else convert(fn, recurse)
 
-    module._apply = unless_gathered  # type: ignore[method-assign]
+        return apply
+
+    wrap_conversion(module, unless_gathered)
 
 
 def _modules_of_other_dtype(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
@@ -194,31 +111,13 @@ def _load_shards(model: nn.Module, rows: dict[str, Tensor]) -> None:
     filled: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         if name in rows:
-            spec = parameter._spec  # type: ignore[attr-defined]
-            local = rows[name].view(parameter._local_tensor.shape)  # type: ignore[attr-defined]
-            filled[id(parameter)] = nn.Parameter(
-                DTensor(local, spec, requires_grad=False), requires_grad=parameter.requires_grad
-            )
+            local = rows[name].view(local_shard(parameter).shape)
+            filled[id(parameter)] = nn.Parameter(sharded_like(local, parameter), requires_grad=parameter.requires_grad)
     names = {name: filled[id(p)] for name, p in model.state_dict(keep_vars=True).items() if id(p) in filled}
     model.load_state_dict(names, strict=False, assign=True)
-    for held in _fsdp_params(model):
+    for held in model_records(model):
         # now, because it may replace the tensors that the optimizer gets next
-        held.reset_sharded_param()
-
-
-def _fsdp_param_groups(model: nn.Module) -> Iterator[Any]:
-    """fully_shard's groups of parameters that are gathered together."""
-    for state in [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]:
-        groups = getattr(state, "_fsdp_param_groups", None) or [
-            getattr(state, "_fsdp_param_group", None)
-        ]  # until torch 2.12
-        yield from (group for group in groups if group is not None)
-
-
-def _fsdp_params(model: nn.Module) -> Iterator[Any]:
-    """fully_shard's records (FSDPParam) of a model's parameters."""
-    for group in _fsdp_param_groups(model):
-        yield from group.fsdp_params
+        take_new_shard(held)
 
 
 def compute_weights(model: nn.Module) -> Iterator[Tensor]:
@@ -226,20 +125,20 @@ def compute_weights(model: nn.Module) -> Iterator[Tensor]:
     parameters are gathered.
     """
     yield from (parameter for parameter in model.parameters() if not isinstance(parameter, DTensor))
-    for held in _fsdp_params(model):
-        yield from held.all_gather_outputs
+    for held in model_records(model):
+        yield from gathered_buffers(held)
 
 
 @torch.no_grad()
 def _move_to_store(model: nn.Module, store: Store) -> None:
     """Move this device's shards of all trained parameters to the store."""
-    for held in _fsdp_params(model):
-        parameter = held.sharded_param
+    for held in model_records(model):
+        parameter: Any = sharded_parameter(held)
         if parameter.requires_grad:
-            there, local = store.put(held._sharded_param_data), parameter._local_tensor
-            held._sharded_param_data = there
-            rows = there.view(held.padded_sharded_param_size).narrow(0, 0, local.shape[0] if local.numel() else 0)
-            parameter._local_tensor = rows.view(local.shape)
+            there, local = store.put(padded_shard(held)), local_shard(parameter)
+            set_padded_shard(held, there)
+            rows = there.view(padded_shard_size(held)).narrow(0, 0, local.shape[0] if local.numel() else 0)
+            set_local_shard(parameter, rows.view(local.shape))
             parameter.stored = True
 
 
@@ -263,7 +162,7 @@ def apply_fully_shard(run: Run, plan: Plan) -> Run:
 
 def _is_running(module: FSDPModule) -> bool:
     """Whether fully_shard has gathered a module's parameters for its forward."""
-    return torch.compiler.is_compiling() or module._get_fsdp_state()._training_state is not TrainingState.IDLE
+    return torch.compiler.is_compiling() or is_running(module)
 
 
 def _refuse_sharded_use(loss_sum: Callable[[Batch], Tensor], asked: str) -> Callable[[Batch], Tensor]:
@@ -342,7 +241,7 @@ def _shards_of(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
     for parameter in model.parameters():
         if parameter.requires_grad:
             assert isinstance(parameter, DTensor)
-            shards[parameter] = nn.Parameter(parameter._local_tensor.detach())
+            shards[parameter] = nn.Parameter(local_shard(parameter).detach())
     return shards
 
 
@@ -383,16 +282,16 @@ class FullyShardReduction:
         if store is not None and in_store:
             _move_to_store(model, store)
         if store is not None and has_own_memory(store.device) and mesh.size("dp_shard") == 1:
-            prefetch_blocks(model, blocks, _fsdp_param_groups(model), store.device)
+            prefetch_blocks(model, blocks, parameter_groups(model), store.device)
         self.weights = _shards_of(model)
         self.owner = {weight: parameter for parameter, weight in self.weights.items()}
         self.collective_order: CollectiveOrder | None = None
         self.used_parameters: UsedParameters | None = None
         if mesh.size("dp_shard") * mesh.size("dp_replicate") > 1:
             checked = None if self.device.type == "cpu" else CHECKED_BACKWARDS
-            groups = list(_fsdp_param_groups(model))
+            groups = list(parameter_groups(model))
             self.collective_order = CollectiveOrder(model, groups, mesh.p2p_groups["layers"], checked)
-            self.used_parameters = UsedParameters(_fsdp_param_groups(model), self.collective_order)
+            self.used_parameters = UsedParameters(parameter_groups(model), self.collective_order)
         self.offloaded_gradients: OffloadedGradients | None = None
         if offloads_gradients and store is not None and in_store:
             self.offloaded_gradients = OffloadedGradients(self.weights, store)
@@ -418,7 +317,7 @@ class FullyShardReduction:
         else:
             for parameter, weight in self.weights.items():
                 gradient: Any = parameter.grad
-                weight.grad = None if gradient is None else gradient._local_tensor
+                weight.grad = None if gradient is None else local_shard(gradient)
                 parameter.grad = None
         if self.used_parameters is not None:
             weights = list(self.weights.items())
@@ -445,7 +344,7 @@ class FullyShardReduction:
         must call it.
         """
         owner: Any = self.owner[weight]  # type: ignore[index]
-        return on_mesh_device(DTensor(value, owner._spec, requires_grad=False)).full_tensor()
+        return on_mesh_device(sharded_like(value, owner)).full_tensor()
 
     def shard(self, weight: Tensor, value: Tensor) -> Tensor:
         """This device's shard of `value`, a tensor of the full parameter's shape."""

@@ -12,15 +12,28 @@ Source  Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv:2104.07857, section 6.2 (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from tightfit._torch.fsdp import (
+    ParameterGroup,
+    ParameterRecord,
+    add_to_gather,
+    has_pending_gather,
+    padded_shard,
+    records,
+    set_padded_shard,
+)
 
-def prefetch_blocks(model: nn.Module, blocks: Sequence[nn.Module], groups: Iterable[Any], device: torch.device) -> None:
+
+def prefetch_blocks(
+    model: nn.Module, blocks: Sequence[nn.Module], groups: Iterable[ParameterGroup], device: torch.device
+) -> None:
     """Prefetch each block's parameters while the block before it computes, in forward and in
     backward.
 
@@ -40,42 +53,41 @@ def prefetch_blocks(model: nn.Module, blocks: Sequence[nn.Module], groups: Itera
 
 
 class _Prefetch:
-    """Wraps `unshard` and `wait_for_unshard` of one of fully_shard's parameter groups. `unshard`
-    begins the copy. `wait_for_unshard` then uses the copy in place of the shard in host memory.
+    """Adds a copy to each gather of one of fully_shard's parameter groups. The copy begins with the
+    gather. The gather then ends with the copy in place of the shard in host memory.
     """
 
-    def __init__(self, group: Any, device: torch.device, stream: Any) -> None:
+    def __init__(self, group: ParameterGroup, device: torch.device, stream: Any) -> None:
         self.group, self.device, self.stream = group, device, stream
         self.streams = torch.get_device_module(device)
-        self.unshard, self.wait_for_unshard = group.unshard, group.wait_for_unshard
-        self.prefetched: dict[Any, Tensor] = {}
-        group.unshard, group.wait_for_unshard = self.begin, self.end
+        self.prefetched: dict[ParameterRecord, Tensor] = {}
+        add_to_gather(group, self.begin, self.using_copies)
 
-    def begin(self, async_op: bool = False) -> None:
-        """Replaces `unshard`."""
-        self.unshard(async_op)
-        if self.group._all_gather_result is None or self.prefetched:
+    def begin(self) -> None:
+        """Begin the copy, after fully_shard has begun the gather."""
+        if not has_pending_gather(self.group) or self.prefetched:
             return
         # a copy of updated weights to the host may be in flight
         self.stream.wait_stream(self.streams.current_stream())
         with self.streams.stream(self.stream):
-            for held in self.group.fsdp_params:
-                there = held._sharded_param_data
+            for held in records(self.group):
+                there = padded_shard(held)
                 here = torch.empty_like(there, device=self.device, pin_memory=False)
                 self.prefetched[held] = here.copy_(there, non_blocking=True)
 
-    def end(self) -> None:
-        """Replaces `wait_for_unshard`."""
+    @contextmanager
+    def using_copies(self) -> Iterator[None]:
+        """Inside, fully_shard ends the gather with the copies in place of the shards."""
         current = self.streams.current_stream()
         current.wait_stream(self.stream)
-        there = {held: held._sharded_param_data for held in self.prefetched}
+        there = {held: padded_shard(held) for held in self.prefetched}
         for held, here in self.prefetched.items():
-            held._sharded_param_data = here
+            set_padded_shard(held, here)
             if self.device.type != "cpu":
                 here.record_stream(current)
         try:
-            self.wait_for_unshard()
+            yield
         finally:
             for held, rows in there.items():
-                held._sharded_param_data = rows
+                set_padded_shard(held, rows)
             self.prefetched.clear()

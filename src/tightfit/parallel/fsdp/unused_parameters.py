@@ -16,11 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tightfit._torch.fsdp import (
+    ParameterGroup,
+    before_reduction,
+    gathered_parameter,
+    has_gradient,
+    is_gathered_once,
+    is_unsharded,
+    records,
+    reduces_gradients,
+    sharded_parameter,
+)
 from tightfit.distributed.processes import copy_to_device
 from tightfit.parallel.fsdp.collective_order import CollectiveOrder
 from tightfit.parallel.gradient_buckets import missing_everywhere
@@ -34,30 +44,29 @@ class UsedParameters:
     agreement  checks that the devices reduce the same parameters
     """
 
-    def __init__(self, groups: Iterable[Any], agreement: CollectiveOrder) -> None:
+    def __init__(self, groups: Iterable[ParameterGroup], agreement: CollectiveOrder) -> None:
         self.made: set[Tensor] = set()
         self.agreement = agreement
         for number, group in enumerate(groups):
-            group.post_backward = partial(self._after_backward, number, group, group.post_backward)
+            before_reduction(group, partial(self._after_backward, number, group))
 
-    def _after_backward(self, number: int, group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-        """Replaces the group's `post_backward`: fills missing gradients, checks the order, then
-        reduces.
-        """
+    def _after_backward(self, number: int, group: ParameterGroup) -> None:
+        """Fill a group's missing gradients, and check the order, before they are reduced."""
         which = 0
-        for place, held in enumerate(group.fsdp_params):
-            if not held.sharded_param.requires_grad or not hasattr(held, "_unsharded_param"):
+        for place, record in enumerate(records(group)):
+            parameter = sharded_parameter(record)
+            if not parameter.requires_grad or not is_gathered_once(record):
                 continue
-            if held.unsharded_param.grad is not None or held.unsharded_accumulated_grad is not None:
-                self.made.add(held.sharded_param)
-            elif group.is_unsharded:
-                held.unsharded_param.grad = torch.zeros_like(held.unsharded_param)
+            if has_gradient(record):
+                self.made.add(parameter)
+            elif is_unsharded(group):
+                gathered = gathered_parameter(record)
+                gathered.grad = torch.zeros_like(gathered)
             else:
                 continue
             which = (31 * which + place + 1) % 2**31
-        if which and group.reduce_grads:
+        if which and reduces_gradients(group):
             self.agreement.check_reduce(number, which)
-        post_backward(*unused)
 
     def missing_everywhere(
         self, parameters: list[nn.Parameter], all_reduce: Callable[[Tensor], object], device: torch.device

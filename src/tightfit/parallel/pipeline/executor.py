@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.fsdp import FSDPModule
 
+from tightfit._torch.modules import own_children
 from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Action, coming, make_schedule
 from tightfit.distributed.mesh import Mesh
 from tightfit.models.dataflow import blocks_out_of_order, sample_shapes
@@ -100,13 +100,13 @@ class RankBlocks:
         self.forward_state.begin_stage(blocks, receive, sample_count(batch), sample_shapes(batch))
         for number in self.own_blocks:
             parent, child = self.slots[number]
-            parent._modules[child] = self.wrappers[number] if number in blocks else self.stubs[number]
+            own_children(parent)[child] = self.wrappers[number] if number in blocks else self.stubs[number]
         try:
             yield
         finally:
             for number, block in self.own_blocks.items():
                 parent, child = self.slots[number]
-                parent._modules[child] = block
+                own_children(parent)[child] = block
 
 
 class PipelineRank:
@@ -246,6 +246,8 @@ class PipelineRank:
 
         final: whether it is the last backward of the step, after which FSDP reduces gradients.
         """
+        from torch.distributed.fsdp import FSDPModule  # here, because a single device does not need it
+
         in_flight = self.in_flight.pop((action.stage, action.micro_batch))
         if isinstance(run.model, FSDPModule):  # StageEnd ended the forward before FSDP's own hooks
             run.model.unshard()

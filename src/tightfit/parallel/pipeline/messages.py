@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._guards import active_fake_mode
 
+from tightfit._torch.fake import active_fake_mode
 from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, Action, consumer_of, producer_of
 from tightfit.distributed.mesh import Mesh
 from tightfit.errors import InputError

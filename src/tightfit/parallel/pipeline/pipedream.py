@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
 
+from tightfit._torch.fake import active_fake_mode
+from tightfit._torch.modules import own_parameters
 from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, Action
 from tightfit.distributed.mesh import DATA
 from tightfit.models.objective import Batch
@@ -231,13 +232,13 @@ class PipeDream(PipelineRank):
         places = [
             (module, name, parameter)
             for module in run.model.modules()
-            for name, parameter in module._parameters.items()
+            for name, parameter in own_parameters(module).items()
             if parameter is not None and parameter in used
         ]
         for module, name, parameter in places:
-            module._parameters[name] = used[parameter]
+            own_parameters(module)[name] = used[parameter]
         try:
             yield
         finally:
             for module, name, parameter in places:
-                module._parameters[name] = parameter
+                own_parameters(module)[name] = parameter

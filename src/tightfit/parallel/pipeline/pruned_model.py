@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_unflatten
 
+from tightfit._torch.modules import own_parameters
+from tightfit._torch.pytree import tree_unflatten
+from tightfit._torch.tensors import swap_contents
 from tightfit.errors import InputError
 from tightfit.models.block_hooks import Hooks
 from tightfit.models.dataflow import PP_FIELD, Leaf, OutputStructure, PathTo, blocks_out_of_order, leaf_at
@@ -35,9 +37,9 @@ def prune(model: nn.Module, foreign: set[nn.Parameter]) -> None:
     blocks runs with them, and its output is not used. nn.Embedding returns a stub as well.
     """
     for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
+        for name, parameter in list(own_parameters(module).items()):
             if parameter is not None and parameter in foreign:
-                del module._parameters[name]
+                del own_parameters(module)[name]
                 setattr(module, name, stub_tensor(parameter.shape, parameter.dtype, parameter.device))
                 if type(module) is nn.Embedding:  # subclasses may do more than look up
                     module.forward = _StubEmbedding(module.embedding_dim, parameter.dtype)  # type: ignore[method-assign]
@@ -132,7 +134,7 @@ class ForwardState:
                     f"block {number} is called with a {type(tensor).__name__}, which a received tensor cannot replace",
                     "use pp: 1",
                 )
-            torch._C._swap_tensor_impl(tensor, sent)  # type: ignore[attr-defined]
+            swap_contents(tensor, sent)
 
     def sent_tensors(self, number: int, arguments: tuple[Any, dict[str, Any]]) -> list[Tensor]:
         """Those arguments of the stage's first block `number` that are sent. Raises InputError."""

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
 
+from tightfit._torch.fake import active_fake_mode
 from tightfit.distributed.mesh import Mesh
 from tightfit.distributed.replicas import ReplicatedBuffers
 from tightfit.models.objective import Batch, processed_count, sample_count

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from tightfit._torch.tensors import storage_id
 from tightfit.distributed.collectives import all_gather, reduce_scatter
 from tightfit.errors import InputError
 from tightfit.plan import Plan
@@ -152,7 +153,7 @@ class SequenceParallel:
         kept = _SavedShard(hidden.detach(), self.length, self.group)
         whole = _AllGather.apply(hidden, self.length, self.group, kept)
         whole.kept = kept
-        kept.storage = whole.untyped_storage()._cdata
+        kept.storage = storage_id(whole)
         return whole
 
 
@@ -209,7 +210,7 @@ class _SavedShard:
 
     def pack(self, saved: Tensor) -> Any:
         """Save only the shape if the tensor is a view of the gathered one."""
-        if saved.untyped_storage()._cdata != self.storage:
+        if storage_id(saved) != self.storage:
             return saved
         return saved.shape, saved.stride(), saved.storage_offset()
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tightfit._torch.modules import own_parameters
 from tightfit.distributed.collectives import all_gather, all_reduced
 from tightfit.distributed.mesh import Mesh
 from tightfit.distributed.sharding import ParameterSharding, shard_parameter, unshard_parameter
@@ -55,9 +56,8 @@ class Sharder:
         self.made: set[nn.Parameter] = set()
         self.owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
         for module in model.modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    self.owners[parameter].append((module, key))
+            for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                self.owners[parameter].append((module, key))
         self.rng_tracker = RNGTracker(model, self.rank)
         self.compiled = None if blocks is None else [block for _, block in blocks]
         self.regions: set[nn.Module] = set()
@@ -148,7 +148,7 @@ class Sharder:
             self.cut[whole] = mine, part
             self.made.add(mine)
         for owner, key in self.owners[whole]:
-            owner._parameters[key] = self.cut[whole][0]
+            own_parameters(owner)[key] = self.cut[whole][0]
 
     def _copy_input(self, name: str, module: nn.Module) -> None:
         """Let the module's input gradient be all-reduced (Megatron's f), or its input be gathered."""
@@ -200,14 +200,14 @@ class Sharder:
             self.copied = None
             if self.sequences is None:
                 self.rng_tracker.leave()
-            held = module._parameters.get("bias")
+            held = own_parameters(module).get("bias")
             if bias is None or held is None:
                 return self._reduce(product(input))
-            module._parameters["bias"] = None if isinstance(module, nn.Linear) else torch.zeros_like(held)
+            own_parameters(module)["bias"] = None if isinstance(module, nn.Linear) else torch.zeros_like(held)  # type: ignore[assignment]
             try:
                 summed = self._reduce(product(input))
             finally:
-                module._parameters["bias"] = held
+                own_parameters(module)["bias"] = held
             return summed + held.to(summed.dtype)
 
         module.forward = forward

@@ -17,8 +17,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from tightfit._torch.dispatch import (
+    OpOverload,
+    clear_dispatch_cache,
+    has_kernel,
+    operation_names,
+    remove_kernels,
+    without_cpu_autocast_rules,
+)
+from tightfit._torch.distributed import init_fake_process_group
+from tightfit._torch.operations import schema_of
+from tightfit._torch.pytree import tree_map
 from tightfit.errors import InputError
 from tightfit.target_device import TARGET
 
@@ -34,7 +44,6 @@ _WIDEST = {
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
     "scatter_add",
 }  # fmt: skip
-_AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 @contextmanager
@@ -58,37 +67,32 @@ def _cuda_rules() -> Iterator[None]:
         for overload in overloads:
             library.impl(overload, _autocast_rule(overload), "AutocastCPU")
         library.impl(attention, partial(_without_dropout, attention), "AutogradCPU")
-        _clear_dispatch_cache([*overloads, attention])
+        for overload in (*overloads, attention):
+            clear_dispatch_cache(overload)
         yield
     finally:
-        library._destroy()
-        _clear_dispatch_cache([*overloads, attention])
-
-
-def _clear_dispatch_cache(overloads: list[torch._ops.OpOverload]) -> None:
-    """torch caches the kernels that it resolved for an operation, and does not clear the cache
-    when a library is destroyed."""
-    for overload in overloads:
-        overload._dispatch_cache.clear()
+        remove_kernels(library)
+        for overload in (*overloads, attention):
+            clear_dispatch_cache(overload)
 
 
 @cache
-def _cuda_autocast_overloads() -> tuple[torch._ops.OpOverload, ...]:
+def _cuda_autocast_overloads() -> tuple[OpOverload, ...]:
     """Operations with an autocast rule on CUDA and none on a CPU.
 
     The reverse is ignored, because it is rare: reflection padding, 3-d pooling, Fourier transforms
     and matrix decompositions run in fp32 on a CPU.
     """
-    has, found = torch._C._dispatch_has_kernel_for_dispatch_key, []
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("aten::") and has(name, "AutocastCUDA") and not has(name, "AutocastCPU"):
+    found = []
+    for name in operation_names():
+        if name.startswith("aten::") and has_kernel(name, "AutocastCUDA") and not has_kernel(name, "AutocastCPU"):
             base, _, overload = name.removeprefix("aten::").partition(".")
             found.append(getattr(getattr(torch.ops.aten, base), overload or "default"))
     return tuple(found)
 
 
-def _autocast_rule(overload: torch._ops.OpOverload) -> Callable[..., Any]:
-    name = overload._schema.name.removeprefix("aten::")
+def _autocast_rule(overload: OpOverload) -> Callable[..., Any]:
+    name = schema_of(overload).name.removeprefix("aten::")
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if name in _LOW:
@@ -98,7 +102,7 @@ def _autocast_rule(overload: torch._ops.OpOverload) -> Callable[..., Any]:
             dtype = torch.float32 if wide else torch.get_autocast_dtype("cpu")
         else:
             dtype = torch.float32
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
+        with without_cpu_autocast_rules():
             args, kwargs = tree_map(partial(_cast, dtype), (args, kwargs))
             return overload(*args, **kwargs)
 
@@ -111,7 +115,7 @@ def _cast(dtype: torch.dtype, value: Any) -> Any:
 
 
 def _without_dropout(
-    attention: torch._ops.OpOverload,
+    attention: OpOverload,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -142,9 +146,7 @@ def fake_process_group(count: int, rank: int = 0, group: bool = False) -> Iterat
         raise InputError(
             "predict", "torch.distributed is initialised already", "predict before torch.distributed is initialised"
         )
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
+    init_fake_process_group(rank, count)
     try:
         yield
     finally:

@@ -16,15 +16,19 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
+
+from tightfit._torch.dispatch import TorchDispatchMode
+from tightfit._torch.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    device_of,
+    known_value,
+    set_known_value,
     unset_fake_temporarily,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
+from tightfit._torch.operations import LOCAL_SCALAR_DENSE
+from tightfit._torch.pytree import tree_leaves
 from tightfit.errors import InputError, Untraceable
 from tightfit.models.caches import isolated_model_caches
 from tightfit.models.fake_kernels import GROUPED_MM, grouped_mm_output, without_fake_tensor_logs
@@ -84,21 +88,21 @@ class FakeValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _FILLS and isinstance(args[0], FakeTensor):
-            args[0].constant = None
+            set_known_value(args[0], None)
             return args[0]
         if (
             func is torch.ops.aten.lift_fresh.default
         ):  # from `torch.tensor(1.0)`: a parameter may start so and be cast later
             made = func(*args)
             if isinstance(made, FakeTensor) and made.is_floating_point():
-                made.constant = None  # torch would otherwise keep the constant's dtype after a cast
+                set_known_value(made, None)  # torch would otherwise keep the constant's dtype after a cast
             return made
-        if func is torch.ops.aten.linspace.default or (func in _SPLITS and _constant(args[0]) is not None):
+        if func is torch.ops.aten.linspace.default or (func in _SPLITS and known_value(args[0]) is not None):
             return _constant_result(func, args, kwargs or {})
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return func(*args) if _constant(args[0]) is not None else _default_value(args[0])
+            return device_of(args[0])
+        if func is LOCAL_SCALAR_DENSE.default:
+            return func(*args) if known_value(args[0]) is not None else _default_value(args[0])
         if func is torch.ops.aten.equal.default:
             return True
         if func is GROUPED_MM.default:
@@ -112,15 +116,10 @@ def _constant_result(func: Any, args: Any, kwargs: Any) -> Any:
     fakes = tree_leaves(made)
     if all(fake.device.type == "cpu" for fake in fakes):
         with unset_fake_temporarily():
-            real = tree_leaves(func(*(_constant(one) if isinstance(one, Tensor) else one for one in args), **kwargs))
+            real = tree_leaves(func(*(known_value(one) if isinstance(one, Tensor) else one for one in args), **kwargs))
         for fake, value in zip(fakes, real, strict=True):
-            fake.constant = value
+            set_known_value(fake, value)
     return made
-
-
-def _constant(value: Any) -> Tensor | None:
-    """The known value of a fake tensor; None if it is unknown."""
-    return value.constant if isinstance(value, FakeTensor) else None
 
 
 def _always_false(tensor: Any = None) -> bool:

@@ -15,6 +15,8 @@ from typing import Any, ParamSpec, Self, TypeVar
 import torch
 from torch import Tensor
 
+from tightfit._torch.patches import after_resize
+from tightfit._torch.tensors import in_backward
 from tightfit.models.objective import Batch
 from tightfit.models.tensors import tensors_in
 from tightfit.planner.tracing.storages import ACCUMULATES, StorageMode, backward_node, storages_of
@@ -131,20 +133,14 @@ class StorageTracker(StorageMode[_LiveStorage]):
 
     def __enter__(self) -> Self:
         self._phase = "forward"
-        self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._recording_resize()  # type: ignore[method-assign, assignment]
+        self._resizes = after_resize(self._note_resize)
+        self._resizes.__enter__()
         return super().__enter__()
 
-    def _recording_resize(self) -> Callable[[torch.UntypedStorage, int], None]:
-        """An UntypedStorage.resize_ that records. fully_shard frees gathered parameters with it,
-        and a dispatch mode does not see it."""
-
-        def resize(storage: torch.UntypedStorage, size: int) -> None:
-            self._resize(storage, size)
-            if id(storage) in self._live:
-                self._record(storage)
-
-        return resize
+    def _note_resize(self, storage: torch.UntypedStorage) -> None:
+        """Record the new size of a storage that is tracked."""
+        if id(storage) in self._live:
+            self._record(storage)
 
     def run_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         output = func(*args, **kwargs)
@@ -156,7 +152,7 @@ class StorageTracker(StorageMode[_LiveStorage]):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._resizes.__exit__(None, None, None)
         self._assign_gradients(self._parameters)
         if not self.again or error[0] is not None:
             self._forget()
@@ -170,7 +166,7 @@ class StorageTracker(StorageMode[_LiveStorage]):
     def _update_phase(self) -> None:
         """Find the phase of an operation, and the gradients that were set since the last
         operation."""
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             if self._phase != "backward":
                 self._phase, self._without_gradient, self._node = "backward", list(self._parameters), None
             number = backward_node()

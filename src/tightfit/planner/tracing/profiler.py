@@ -19,9 +19,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
+from tightfit._torch.fake import FakeTensorMode
+from tightfit._torch.pytree import tree_map_only
 from tightfit.cost.entries import EVERYWHERE, Parameter, Update
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.recorded_step import Operation
@@ -46,7 +46,7 @@ from tightfit.models.objective import LABEL_COUNT_KEY, Batch, Objective, objecti
 from tightfit.models.tensors import tensors_in
 from tightfit.models.tracing import trace as trace_dataflow
 from tightfit.parallel.context import sequence_chunks
-from tightfit.parallel.fsdp import fully_shard
+from tightfit.parallel.fsdp import planning
 from tightfit.parallel.pipeline import boundaries
 from tightfit.parallel.tensor import sequence_parallel
 from tightfit.plan import Plan
@@ -195,7 +195,7 @@ class Profiler:
         # whether backward all-gathers a layer's input again, rather than saving it
         gathers = plan.sequence_parallel and training and sequence_parallel.regathers_inputs(plan)
         layout = plan.tp, plan.cp, plan.sequence_parallel, gathers
-        narrow = fully_shard.uses_fully_shard(plan, self.device) and fully_shard.gather_dtype(plan) is not None
+        narrow = planning.uses_fully_shard(plan, self.device) and planning.gather_dtype(plan) is not None
         # a region of the whole model contains its own recomputation
         again = plan.recompute if plan.compile == "model" else "none"
         plan = plan.replace(precision=kind)
@@ -262,10 +262,10 @@ class Profiler:
             parameters, count = _parameters(run.model, name, depth), len(depth.names)
             if plan.compile == "model":  # one region, whose blocks are not visible from outside
                 blocks, count = [], 0
-            dtype = fully_shard.gather_dtype(plan)
-            if fully_shard.uses_fully_shard(plan, self.device) and dtype is not None:  # gathered in a narrow type
+            dtype = planning.gather_dtype(plan)
+            if planning.uses_fully_shard(plan, self.device) and dtype is not None:  # gathered in a narrow type
                 for _, block in find_blocks(run.model, name):
-                    for module in fully_shard.split_by_autocast(block)[0]:
+                    for module in planning.split_by_autocast(block)[0]:
                         for key, weight in module.named_parameters(recurse=False):
                             narrow = nn.Parameter(weight.detach().to(dtype), requires_grad=weight.requires_grad)
                             module.register_parameter(key, narrow)
@@ -295,7 +295,7 @@ class Profiler:
         """Build the job's model and apply the methods with TRACED_FIELDS. Also returns the map to
         the full depth. Call it inside `_mode`."""
         if plan.compile != "none":
-            torch._dynamo.reset()  # else compilations of earlier traces count against the recompile limit
+            torch.compiler.reset()  # else compilations of earlier traces count against the recompile limit
         run, depth = self._build_model(plan)
         run.model.train()
         for method in METHODS:

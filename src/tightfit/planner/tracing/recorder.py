@@ -24,9 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
+from tightfit._torch.operations import (
+    CPU_FLASH_ATTENTION,
+    CPU_FLASH_ATTENTION_BACKWARD,
+    FLASH_ATTENTION,
+    FLASH_ATTENTION_BACKWARD,
+    LOCAL_SCALAR_DENSE,
+    schema_of,
+)
+from tightfit._torch.pytree import tree_flatten_with_path
+from tightfit._torch.tensors import next_sequence_number
 from tightfit.cost.recorded_step import BatchLinear, BlockInput, Buffer, Operation, Segment, Timeline
 from tightfit.machine import FLOAT8
 from tightfit.methods.attention import probability_count
@@ -37,7 +46,7 @@ from tightfit.planner.tracing.repeated_blocks import record_blocks
 from tightfit.planner.tracing.storages import ACCUMULATES, StorageMode, backward_node, keys_of, storages_of
 from tightfit.runtime.repeated_iterations import iterations_chosen_by
 
-_READ_VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+_READ_VALUES = (LOCAL_SCALAR_DENSE.default, torch.ops.aten.equal.default)
 _NO_COST = frozenset({"aten.detach.default", "aten.sym_size.int", "prim.layout.default"})
 _ATTENTION = {  # position of the query among the arguments; the key follows it
     "aten._scaled_dot_product_flash_attention_for_cpu": 0,
@@ -63,10 +72,8 @@ _PRODUCTS = {
 
 _FLOPS = {**flop_registry, GROUPED_MM: shape_wrapper(grouped_mm_flops)}
 _SAME_FLOPS = {  # torch has no FLOP formula for its CPU kernels
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ),
+    CPU_FLASH_ATTENTION: FLASH_ATTENTION,
+    CPU_FLASH_ATTENTION_BACKWARD: FLASH_ATTENTION_BACKWARD,
 }
 
 
@@ -158,7 +165,7 @@ class Recorder(StorageMode[_Storage]):
         block    the block's number, or that of the block before the segment
         copy_of  for a skipped block: the block whose segments are copied
         """
-        first = torch.autograd._get_sequence_nr()
+        first = next_sequence_number()
         opened = _OpenSegment(part, self.phase, block, self._calls[part, block], first, copy_of)
         self._calls[part, block] += 1
         self.segments.append(opened)
@@ -280,7 +287,7 @@ class Recorder(StorageMode[_Storage]):
                         self._note_sources(self._live[id(storage)][0], inputs)
         if not fresh and func.is_view:
             return
-        mutates = func._schema.is_mutable
+        mutates = schema_of(func).is_mutable
         if fresh or mutates or name.startswith("c10d."):  # c10d mutates its arguments, and its schemas omit it
             segment.operations.append(_operation(func, name, args, kwargs, inputs, output))
 
@@ -329,7 +336,7 @@ def _computed_share(func: Any, name: str, args: Any, kwargs: Any) -> float:
     causal mask, which skips masked pairs of queries and keys."""
     if name not in _ATTENTION:
         return 1.0
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema_of(func).arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if not (given.get("is_causal") or given.get("causal")):
         return 1.0

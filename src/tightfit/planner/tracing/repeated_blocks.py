@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from tightfit._torch.modules import forward_attribute, own_children
+from tightfit._torch.pytree import tree_flatten, tree_leaves, tree_unflatten
 from tightfit.job import ModelSpec
 from tightfit.models import find_blocks, model_config, with_fewer_blocks
 
@@ -133,7 +134,7 @@ def _stand_for_full_depth(model: nn.Module, name: str | None, count: int) -> Blo
     if len(few.names) != FEW_BLOCKS or len(few.removed) != FEW_BLOCKS - 3 or len(lists) != 1:
         return None
     (path,) = lists
-    blocks = model.get_submodule(path)._modules
+    blocks = own_children(model.get_submodule(path))
     blocks[str(count - 1)] = blocks.pop(str(FEW_BLOCKS - 1))
     depth = BlockMap(tuple(f"{path}.{number}" for number in range(count)), dict.fromkeys(range(2, count - 1), 1))
     there = [depth.names[number] for number in depth.numbers]
@@ -159,16 +160,16 @@ def remove_repeated_blocks(model: nn.Module, name: str | None) -> BlockMap:
     if mixed or len(set(owned)) < len(owned) or not whole:
         return depth
     missing = representatives([block for _, block in blocks], lists)
-    before = {path: dict(parent._modules) for path, parent in parents.items()}
+    before = {path: dict(own_children(parent)) for path, parent in parents.items()}
     for number in missing:
         path, _, key = depth.names[number].rpartition(".")
-        del parents[path]._modules[key]
+        del own_children(parents[path])[key]
     thin = BlockMap(depth.names, missing)
     if [path for path, _ in find_blocks(model, name)] == [thin.names[number] for number in thin.numbers]:
         return thin
     for path, parent in parents.items():  # the remaining blocks are not recognised: restore
-        parent._modules.clear()
-        parent._modules.update(before[path])
+        own_children(parent).clear()
+        own_children(parent).update(before[path])
     return depth
 
 
@@ -204,7 +205,7 @@ def record_blocks(
     absent = removed or {}
     numbers = [number for number in range(len(blocks) + len(absent)) if number not in absent]
     second = {numbers[number]: numbers[like] for number, like in ({} if run_all else representatives(blocks)).items()}
-    names = ["forward" if block._compiled_call_impl is None else "_compiled_call_impl" for block in blocks]
+    names = [forward_attribute(block) for block in blocks]
     before = [block.__dict__.get(name) for block, name in zip(blocks, names, strict=True)]
     outputs: dict[int, Any] = {}
     reached = 0

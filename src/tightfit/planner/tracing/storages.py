@@ -13,11 +13,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import (
+
+from tightfit._torch.dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
+from tightfit._torch.tensors import running_sequence_number, sparse_parts
 
 # AccumulateGrad nodes have sequence numbers from here on; they belong to no operation of the
 # forward
@@ -75,8 +77,8 @@ class StorageMode(TorchDispatchMode, Generic[Note]):
 def backward_node() -> int:
     """The sequence number of the autograd node that runs; at least ACCUMULATES if it belongs to no
     operation of the forward, or if none runs."""
-    node = torch._C._current_autograd_node()
-    return node._sequence_nr() if node is not None else ACCUMULATES
+    number = running_sequence_number()
+    return ACCUMULATES if number is None else number
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
@@ -89,8 +91,8 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
     elif tensor.layout is torch.sparse_coo:
-        yield from storages_of(tensor._indices())
-        yield from storages_of(tensor._values())
+        for part in sparse_parts(tensor):
+            yield from storages_of(part)
 
 
 def keys_of(tensors: Iterable[Tensor]) -> list[int]:

@@ -1,0 +1,58 @@
+"""Process groups and DTensor."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_reduce as functional_all_reduce
+from torch.distributed.tensor import DTensor
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the collectives of a process group wait on `device` before they fail."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
+    """Set how long the collectives of a process group wait before they fail."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def init_fake_process_group(rank: int, world_size: int) -> None:
+    """Initialise torch.distributed with a fake process group: its collectives return at once."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def local_shard(tensor: Any) -> Tensor:
+    """The tensor object that holds this device's shard of a DTensor. `to_local` makes a new one."""
+    local: Tensor = tensor._local_tensor
+    return local
+
+
+def set_local_shard(tensor: Any, shard: Tensor) -> None:
+    """Replace the tensor that holds this device's shard of a DTensor."""
+    tensor._local_tensor = shard
+
+
+def sharded_like(shard: Tensor, like: Any) -> DTensor:
+    """A DTensor of this device's `shard`, with the shape, mesh and placements of the DTensor
+    `like`."""
+    return DTensor(shard, like._spec, requires_grad=False)
+
+
+__all__ = [
+    "functional_all_reduce",
+    "group_timeout",
+    "init_fake_process_group",
+    "local_shard",
+    "set_group_timeout",
+    "set_local_shard",
+    "sharded_like",
+]

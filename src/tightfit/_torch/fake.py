@@ -1,0 +1,47 @@
+"""Fake tensors: tensors with a shape, a dtype and a device, and without values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import active_fake_mode, detect_fake_mode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    is_fake,
+    unset_fake_temporarily,
+)
+
+
+def known_value(value: Any) -> Tensor | None:
+    """The real tensor that a fake tensor was made from, if torch has kept it; None otherwise."""
+    return value.constant if isinstance(value, FakeTensor) else None
+
+
+def set_known_value(fake: FakeTensor, value: Tensor | None) -> None:
+    """Make torch use `value` where the values of `fake` are asked for. None: they are unknown."""
+    fake.constant = value
+
+
+def device_of(fake: FakeTensor) -> torch.device:
+    """The device of a fake tensor, without a dispatch."""
+    return fake.fake_device
+
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "active_fake_mode",
+    "detect_fake_mode",
+    "device_of",
+    "is_fake",
+    "known_value",
+    "set_known_value",
+    "unset_fake_temporarily",
+]

@@ -1,0 +1,53 @@
+"""Operations of torch without a public name, and what is known of an operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_ATEN = torch.ops.aten
+
+LOCAL_SCALAR_DENSE = _ATEN._local_scalar_dense  # what Tensor.item() dispatches
+GROUPED_MM = _ATEN._grouped_mm
+SCALED_MM = _ATEN._scaled_mm
+FLASH_ATTENTION = _ATEN._scaled_dot_product_flash_attention
+FLASH_ATTENTION_BACKWARD = _ATEN._scaled_dot_product_flash_attention_backward
+CPU_FLASH_ATTENTION = _ATEN._scaled_dot_product_flash_attention_for_cpu
+CPU_FLASH_ATTENTION_BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+EFFICIENT_ATTENTION = _ATEN._scaled_dot_product_efficient_attention
+EFFICIENT_ATTENTION_BACKWARD = _ATEN._scaled_dot_product_efficient_attention_backward
+CUDNN_ATTENTION = _ATEN._scaled_dot_product_cudnn_attention
+MPS_ATTENTION = _ATEN._scaled_dot_product_attention_math_for_mps
+
+# one call for many tensors
+foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+scaled_mm = torch._scaled_mm
+
+
+def schema_of(operation: Any) -> torch.FunctionSchema:
+    """An operation's schema: its name, its arguments, and which of them it writes to."""
+    schema: torch.FunctionSchema = operation._schema
+    return schema
+
+
+__all__ = [
+    "CPU_FLASH_ATTENTION",
+    "CPU_FLASH_ATTENTION_BACKWARD",
+    "CUDNN_ATTENTION",
+    "EFFICIENT_ATTENTION",
+    "EFFICIENT_ATTENTION_BACKWARD",
+    "FLASH_ATTENTION",
+    "FLASH_ATTENTION_BACKWARD",
+    "GROUPED_MM",
+    "LOCAL_SCALAR_DENSE",
+    "MPS_ATTENTION",
+    "SCALED_MM",
+    "foreach_copy_",
+    "foreach_mul_",
+    "foreach_norm",
+    "scaled_mm",
+    "schema_of",
+]

@@ -1,0 +1,64 @@
+"""Functions of torch that are replaced for a while: each by a context manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import init
+
+Deepcopy = Callable[[nn.Parameter, dict[int, Any]], nn.Parameter]
+
+
+@contextmanager
+def without_truncated_normal() -> Iterator[None]:
+    """Inside, `torch.nn.init.trunc_normal_` does nothing. It reads the values that it drew, and
+    tensors without values (fake or on the meta device) have none."""
+    drawn = init._no_grad_trunc_normal_
+    init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = drawn
+
+
+@contextmanager
+def after_resize(observe: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Inside, `observe` is called with each storage after it was resized. fully_shard frees gathered
+    parameters by a resize, which is no operation, so a dispatch mode does not see it."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_observe(storage: torch.UntypedStorage, size: int) -> None:
+        resize(storage, size)
+        observe(storage)
+
+    torch.UntypedStorage.resize_ = resize_and_observe  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+@contextmanager
+def after_deepcopy(observe: Callable[[nn.Parameter, nn.Parameter], None]) -> Iterator[None]:
+    """Inside, `observe` is called with each parameter that was deep-copied, and its copy. torch has
+    hooks on the registration of parameters, but the copies are registered nowhere:
+    nn.TransformerEncoder copies its first layer."""
+    deepcopy: Deepcopy = nn.Parameter.__deepcopy__
+
+    def deepcopy_and_observe(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        copy = deepcopy(parameter, memo)
+        observe(parameter, copy)
+        return copy
+
+    nn.Parameter.__deepcopy__ = deepcopy_and_observe  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign, assignment]
+
+
+__all__ = ["after_deepcopy", "after_resize", "without_truncated_normal"]
