@@ -23,6 +23,7 @@ LAYERS = (
     ("models",),
     ("record",),
     ("cost",),
+    ("importers",),
     ("rules",),
     ("plan",),
     ("capabilities",),
