@@ -30,7 +30,7 @@ LAYERS = (
     ("job", "machine"),
     ("machines",),
     ("tensor_files", "values", "target_device"),
-    ("yaml_input", "units"),
+    ("yaml_input", "units", "other_words"),
     ("errors",),
 )  # from the top to the bottom
 RANK = {package: rank for rank, packages in enumerate(LAYERS) for package in packages}

@@ -117,6 +117,8 @@ def _sharding(draft: Draft) -> None:
     parts, ranks = draft.parts, data_ranks(draft)
     stage, is_hybrid = parts.get("zero", (None, False))
     shard, replicate = parts.get("dp_shard"), parts.get("dp_replicate")
+    if shard is None and replicate is not None and stage:
+        shard = -1
     if shard is not None:  # -1 takes the ranks that dp_replicate leaves
         if shard < 1 and ranks is not None:
             if ranks % (replicate or 1):
