@@ -103,13 +103,18 @@ def _batch(draft: Draft) -> None:
                 "train together; import it again with --devices N if there are more"
             )
     elif micro is not None or accumulation is not None:
-        _undecided_batch(draft)
+        if accumulation is not None:
+            draft.settle("accumulation", "left open", "a factor of train.batch; the file does not have the micro-batch")
+        draft.to_do.append(_SET_BATCH)
+
+
+_SET_BATCH = "set train.batch, all samples of one optimizer step on all devices: the file does not decide it"
 
 
 def _undecided_batch(draft: Draft) -> None:
     draft.drop("train.batch")
     draft.drop("plan.micro_batch")
-    draft.to_do.append("set train.batch, all samples of one optimizer step on all devices: the file does not decide it")
+    draft.to_do.append(_SET_BATCH)
 
 
 def _sharding(draft: Draft) -> None:
@@ -162,9 +167,9 @@ def _precision(draft: Draft) -> None:
     if "precision" in parts:
         draft.fields["plan.precision"] = parts["precision"]
     elif len(on) == 2:
-        draft.contradict(f"{draft.giver('bf16')} and {draft.giver('fp16')} are both on, but a run computes in one type")
-        draft.drop("plan.precision")
-        draft.to_do.append("set plan.precision: bf16-mixed or fp16-mixed, and allow: [bf16] or [fp16]")
+        _undecided_precision(draft, "bf16", "fp16")
+    elif on and weights in ("bf16", "fp16") and weights != on[0]:
+        _undecided_precision(draft, "weights", on[0])
     elif on:
         draft.fields["plan.precision"] = f"{on[0]}-true" if weights == on[0] else f"{on[0]}-mixed"
     elif weights in ("bf16", "fp16"):
@@ -180,6 +185,12 @@ def _precision(draft: Draft) -> None:
         draft.settle("tf32", "not needed", "products in 16 bits do not use tf32; allow: [bf16] permits it, too")
     elif parts.get("tf32") is False:
         draft.settle("tf32", "not needed", "it is off")
+
+
+def _undecided_precision(draft: Draft, one: str, other: str) -> None:
+    draft.contradict(f"{draft.giver(one)} and {draft.giver(other)} are both on, but a run computes in one type")
+    draft.drop("plan.precision")
+    draft.to_do.append("set plan.precision: bf16-mixed or fp16-mixed, and allow: [bf16] or [fp16]")
 
 
 def _optimizer(draft: Draft) -> None:

@@ -64,6 +64,11 @@ def _batch(value: Any) -> int:
     return found
 
 
+def _least_rate(value: Any) -> Lacks:
+    """0, from which tightfit warms up; more has no counterpart."""
+    return Lacks("tightfit warms up from 0", number(value) > 0)
+
+
 def _total_steps(value: Any) -> int | Lacks:
     """The same number, unless the training script ends the training earlier."""
     return count(value)
@@ -94,7 +99,7 @@ KEYS: tuple[Key, ...] = (
     Key("scheduler.params.warmup_max_lr", "train.learning_rate", number, "", "the rate after the warm-up"),
     Key("scheduler.params.total_num_steps", "train.steps", _total_steps, "steps"),
     Key("scheduler.params.cos_min_ratio", "train.final_learning_rate", number),
-    Key("scheduler.params.warmup_min_lr", "", lambda value: Lacks("tightfit warms up from 0", number(value) > 0)),
+    Key("scheduler.params.warmup_min_lr", "", _least_rate),
     Key(
         "scheduler.params.warmup_type",
         "",
@@ -128,7 +133,11 @@ KEYS: tuple[Key, ...] = (
         "offload_parameters",
     ),
     Key(
-        "zero_optimization.cpu_offload", "plan.offload", lambda value: ("states",) if flag(value) else (), "offload_all"
+        "zero_optimization.cpu_offload",
+        "plan.offload",
+        lambda value: ("states",) if flag(value) else (),
+        "offload_all",
+        "the old form: true adds states",
     ),
     Key("zero_optimization.offload_optimizer.nvme_path", "plan.offload_folder", text, "states_folder"),
     Key("zero_optimization.offload_param.nvme_path", "plan.offload_folder", text, "parameters_folder"),

@@ -71,17 +71,26 @@ def import_file(path: Path, tool: str | None = None, devices: int | None = None)
     """
     content = read_settings(path)
     importer = _named(tool) if tool is not None else detect(content, str(path))
-    content = importer.prepare(content, path.resolve().parent)
+    return import_content(importer, importer.prepare(content, path.resolve().parent), str(path), devices)
+
+
+def import_content(importer: Importer, content: dict[str, Any], where: str, devices: int | None = None) -> Imported:
+    """Says the content of a tool's file in tightfit's words. Raises InputError, which names `where`."""
     draft = Draft()
     if devices is not None:
         draft.imply("devices", devices, "--devices")
     for name, value in importer.flatten(content):
-        _map(draft, importer, name, value, str(path))
-    _fill_defaults(draft, importer, content, str(path))
+        _map(draft, importer, name, value, where)
+    _fill_defaults(draft, importer, where)
     importer.combine(draft)
     combine(draft)
     _finish_rows(draft)
-    return _validated(importer, draft)
+    try:
+        return _validated(importer, draft)
+    except InputError as error:
+        field = error.asked.replace(": ", ".").rpartition(".")[2]
+        keys = [row.key for row in draft.rows if row.field.endswith(f".{field}")]
+        raise InputError(f"{where}: {' and '.join(keys) or error.asked}", error.found, error.fix) from None
 
 
 def detect(content: Mapping[str, Any], where: str) -> Importer:
@@ -153,7 +162,7 @@ def _convert(draft: Draft, key: Key, row: Row, where: str, is_default: bool = Fa
         draft.give(row, key, made, is_default)
 
 
-def _fill_defaults(draft: Draft, importer: Importer, content: Mapping[str, Any], where: str) -> None:
+def _fill_defaults(draft: Draft, importer: Importer, where: str) -> None:
     """What the tool does where the file leaves out a key that changes the mathematics."""
     said = {row.key for row in draft.rows if row.value is not None}
     for name, value in importer.defaults.items():
@@ -168,7 +177,9 @@ def _fill_defaults(draft: Draft, importer: Importer, content: Mapping[str, Any],
 def _is_said_by_another(importer: Importer, key: Key, said: set[str]) -> bool:
     """Whether the file has another key of the same part, such as an older name, also one left open."""
     return any(
-        other.part == key.part and other.field == key.field and any(other.matches(name) for name in said)
+        other.part == key.part
+        and other.field == key.field
+        and any(other.matches(importer.without_section(name)) for name in said)
         for other in importer.keys
         if key.part
     )

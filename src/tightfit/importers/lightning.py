@@ -46,7 +46,6 @@ STRATEGIES = {
 _CODE = "it is part of your code, which model.python or the training loop of your own takes over"
 _DEBUGGING = "for debugging; tightfit train --set train.steps=5 is a short run, explain needs none"
 _EVALUATION = "tightfit evaluates train.evaluate_samples samples every train.evaluate_every steps"
-_SECTIONS = ("", "trainer.", "trainer.init_args.", "fabric.")
 
 
 def _precision(value: Any) -> str | Lacks:
@@ -256,18 +255,13 @@ _REST: tuple[Key, ...] = (
     Key("data.init_args.max_seq_length", "data.sequence_length", count, "", "if your module calls it so"),
     *lacks("a LightningDataModule is code: name a function that returns the dataset in data.python", "data.*", "data"),
 )
-KEYS: tuple[Key, ...] = (
-    *(
-        Key(section + key.name, key.field, key.convert, key.part, key.reason, key.is_lost, key.takes_auto)
-        for section in _SECTIONS
-        for key in _TRAINER
-    ),
-    *_REST,
-)
+KEYS = _TRAINER + _REST
 
 
 def _combine(draft: Draft) -> None:
-    strategies = {row.key: str(row.value).lower() for row in draft.rows if row.key.endswith(("strategy", "class_path"))}
+    strategies = {
+        row.key: str(row.value).lower() for row in draft.rows if row.key.endswith(("strategy", "strategy.class_path"))
+    }
     draft.imply("zero", draft.parts.get("strategy", (0, False)), "strategy")
     words = " ".join(strategies.values())
     if "offload" in words:
@@ -295,6 +289,7 @@ IMPORTER = Importer(
         "seed_everything",
     ),
     keys=KEYS,
+    sections=("trainer.init_args", "trainer", "fabric.init_args", "fabric"),
     defaults={"accumulate_grad_batches": 1, "precision": "32-true", "strategy": "auto"},
     auto="auto lets Lightning look at the machine, as tightfit does",
     combine=_combine,

@@ -261,10 +261,6 @@ def _combine(draft: Draft) -> None:
     if draft.parts.get("muon"):
         draft.parts.pop("optimizer", None)
         draft.fields["train.optimizer"] = "muon"
-    if draft.parts.get("weights") == "bf16" and draft.parts.get("fp16"):
-        draft.contradict("pure_bf16 and fp16 are both on, but a run computes in one type")
-        draft.drop("plan.precision")
-        draft.parts.pop("weights")
     for row in draft.rows:
         if row.key == "dataset" and row.value:
             draft.to_do.append(

@@ -101,14 +101,17 @@ class Draft:
     contradictions: list[str] = field(default_factory=list)
     to_do: list[str] = field(default_factory=list)
     _givers: dict[str, str] = field(default_factory=dict, repr=False)  # by field or part: the key that gave it
+    _contested: set[str] = field(default_factory=set, repr=False)  # fields and parts that two keys disagree about
 
     def give(self, row: Row, key: Key, value: Any, is_default: bool = False) -> None:
         """Store a key's converted value as a field or a part. Two keys that disagree are a
         contradiction, and the field is left out."""
         place, name = (self.parts, key.part) if key.part else (self.fields, key.field)
         giver = self._givers.setdefault(name, row.key)
-        if name in place and place[name] != value:
-            self.contradict(f"{giver} and {row.key} disagree: {key.field} would be {place[name]!r} or {value!r}")
+        if name in self._contested or (name in place and place[name] != value):
+            self.contradict(f"{giver} and {row.key} disagree about {key.field}")
+            self._contested.add(name)
+            place.pop(name, None)
             self.drop(key.field)
             return
         place[name] = value
@@ -125,6 +128,7 @@ class Draft:
         for row in self.rows:
             if row.field == name:
                 row.outcome = "contradiction"
+                row.note = row.note or "see the contradictions"
 
     def imply(self, part: str, value: Any, source: str) -> None:
         """Set a part that the key of the part `source` implies, unless the file gives it itself."""
@@ -171,6 +175,7 @@ class Importer:
     title     the tool's name, for people
     marks     keys that tell its files from other tools' files; * stands for any characters
     keys      the table
+    sections  sections in which the table's keys may also stand, such as trainer; the longest first
     defaults  what the tool does where a key is left out, for keys that change the mathematics
     auto      what the word auto means in its files
     prepare   (content, the file's folder) -> content: reads what the file refers to
@@ -181,6 +186,7 @@ class Importer:
     title: str
     marks: tuple[str, ...]
     keys: tuple[Key, ...]
+    sections: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     auto: str = "auto lets the tool decide; tightfit's search decides instead"
     prepare: Callable[[dict[str, Any], Path], dict[str, Any]] = _as_it_is
@@ -188,15 +194,22 @@ class Importer:
 
     def find(self, name: str) -> Key | None:
         """The key of the table that has this name; an exact name comes before a pattern."""
-        exact = next((key for key in self.keys if key.name == name), None)
-        return exact or next((key for key in self.keys if key.matches(name)), None)
+        bare = self.without_section(name)
+        exact = next((key for key in self.keys if key.name in (name, bare)), None)
+        return exact or next((key for key in self.keys if key.matches(name) or key.matches(bare)), None)
+
+    def without_section(self, name: str) -> str:
+        """A key's name without the section that it may stand in."""
+        section = next((one for one in self.sections if name.startswith(f"{one}.")), None)
+        return name if section is None else name.removeprefix(f"{section}.")
 
     def flatten(self, content: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
         """(name with its sections, value) of every key of a file, down to what the table names."""
         for name, value in content.items():
             path = f"{section}{name}"
-            is_leaf = any(key.name == path for key in self.keys) and not any(
-                key.name.startswith(f"{path}.") for key in self.keys
+            bare = self.without_section(path)
+            is_leaf = any(key.name in (path, bare) for key in self.keys) and not any(
+                key.name.startswith((f"{path}.", f"{bare}.")) for key in self.keys
             )
             if isinstance(value, dict) and value and not is_leaf:
                 yield from self.flatten(value, f"{path}.")

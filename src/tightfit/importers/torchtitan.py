@@ -395,6 +395,9 @@ def _combine(draft: Draft) -> None:
     parts, fields = draft.parts, draft.fields
     _model(draft)
     _split_batch(draft)
+    if parts.get("warmup", 0) > parts.get("steps", parts.get("warmup", 0)):
+        parts["warmup"] = parts["steps"]
+        draft.remark("warmup", "cut to the steps of the training, as torchtitan does")
     decay = parts.get("decay_type")
     if decay:
         ratio = parts.get("decay_ratio")
