@@ -76,7 +76,7 @@ def train(
 def import_file(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="another tool's configuration: YAML, JSON or TOML")],
     tool: Annotated[
-        str | None, typer.Option("--from", metavar="TOOL", help="the tool; left out, it is told by the file's keys")
+        str | None, typer.Option("--from", metavar="TOOL", help="deepspeed, axolotl, ...; left out, the keys tell it")
     ] = None,
     out: Annotated[
         Path | None,

@@ -104,6 +104,31 @@ def test_devices_are_divided_by_what_shares_samples() -> None:
     assert (imported.job["train"]["batch"], imported.plan["zero"], imported.plan["dp_shard"]) == (64, 3, 4)
 
 
+def test_devices_that_shard_nothing_are_replicas() -> None:
+    imported = import_file(FOLDER / "transformers/full_finetune.yaml", devices=4)
+    assert (imported.plan["zero"], imported.plan["dp_replicate"], "dp_shard" in imported.plan) == (0, 4, False)
+
+
+def test_a_file_that_was_not_found_leaves_the_sharding_open(tmp_path: Path) -> None:
+    path = tmp_path / "arguments.yaml"
+    path.write_text("per_device_train_batch_size: 1\ndeepspeed: zero3.json\n")
+    imported = import_file(path, devices=4)
+    assert "zero" not in imported.plan
+    assert any("deepspeed names zero3.json, which was not found" in sentence for sentence in imported.to_do)
+    (tmp_path / "zero3.json").write_text('{"zero_optimization": {"stage": 3}}')
+    assert (import_file(path, devices=4).plan["zero"], import_file(path, devices=4).plan["dp_shard"]) == (3, 4)
+
+
+def test_paths_beside_the_file_are_made_whole(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "texts.jsonl").write_text("{}")
+    path = tmp_path / "config.yaml"
+    path.write_text("base_model: weights\ndatasets: [{path: texts.jsonl, type: completion}]\nmicro_batch_size: 1\n")
+    job = import_file(path).job
+    assert job["model"]["from"] == job["data"]["tokenizer"] == str(tmp_path / "weights")
+    assert job["data"]["jsonl"] == str(tmp_path / "texts.jsonl")
+
+
 def _leaves(content: dict[str, Any], section: str = "") -> list[str]:
     names = []
     for name, value in content.items():

@@ -75,6 +75,18 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], str, str]] = [  # tool, content,
         "fsdp and deepspeed are both given",
         "",
     ),
+    (
+        "transformers",
+        {"bf16": True, "deepspeed": {"bf16": {"enabled": False}}},
+        "bf16 and deepspeed.bf16.enabled disagree about plan.precision",
+        "plan.precision",
+    ),
+    (
+        "transformers",
+        {"fsdp": "full_shard", "fsdp_config": {"reshard_after_forward": False}, "max_steps": 3},
+        "fsdp and fsdp_config.reshard_after_forward disagree about plan.zero",
+        "plan.zero",
+    ),
     ("transformers", {"max_steps": 10, "warmup_steps": 20}, "20 steps of warm-up in a training of 10", "train.warmup"),
     ("accelerate", FULL_SHARD, "distributed_type is MULTI_GPU, which does not", "plan.zero"),
     (
@@ -156,6 +168,10 @@ def test_contradictions_are_named(tool: str, content: dict[str, Any], said: str,
     assert any(said in sentence for sentence in imported.contradictions), imported.contradictions
     section, _, field = left_out.partition(".")
     assert field not in (imported.plan if section == "plan" else imported.job.get(section, {}))
+
+
+def test_nothing_is_pinned_that_depends_on_a_contradiction() -> None:
+    assert set(_import("accelerate", FULL_SHARD).plan) == set()
 
 
 def test_a_batch_that_is_not_that_of_the_devices_is_a_contradiction() -> None:

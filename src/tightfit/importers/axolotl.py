@@ -19,6 +19,7 @@ from tightfit.importers.conversions import (
     schedule,
     seed,
     text,
+    warmup,
     whole,
 )
 from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless, under
@@ -149,6 +150,7 @@ KEYS: tuple[Key, ...] = (
     Key("adam_beta1", "train.betas", number, "beta1", "the first of the two"),
     Key("adam_beta2", "train.betas", number, "beta2", "the second of the two"),
     Key("adam_epsilon", "train.epsilon", number),
+    Key("adam_eps", "train.epsilon", number),
     *lacks(
         "settings of an optimizer that tightfit does not have",
         "optim_args",
@@ -163,7 +165,7 @@ KEYS: tuple[Key, ...] = (
     *lacks("all weights have one learning rate", "embedding_lr", "embedding_lr_scale", "lr_groups", "loraplus_*"),
     Key("max_grad_norm", "train.clip", positive),
     Key("lr_scheduler", "train.schedule", schedule, "schedule"),
-    Key("warmup_steps", "train.warmup", whole, "warmup"),
+    Key("warmup_steps", "train.warmup", warmup, "warmup"),
     Key("warmup_ratio", "train.warmup", number, "warmup_ratio", "this share of train.steps, rounded up"),
     Key("cosine_min_lr_ratio", "train.final_learning_rate", number),
     *lacks(
@@ -174,6 +176,7 @@ KEYS: tuple[Key, ...] = (
         "cosine_constant_lr_ratio",
         "lr_div_factor",
         "jagged_restart_*",
+        "eta_min",
         "relora",
         "relora_*",
     ),
@@ -232,7 +235,7 @@ KEYS: tuple[Key, ...] = (
         "torch_compile_options",
         "deepcompile",
     ),
-    Key("torch_compile_mode", "plan.compile_mode", text),
+    next(key for key in hf.KEYS if key.name == "torch_compile_mode"),
     *needless(
         "choices of kernels, which the plan makes; PyTorch's attention takes its flash kernel where it can",
         "flash_attention",
@@ -252,7 +255,22 @@ KEYS: tuple[Key, ...] = (
         "lora_*_kernel",
     ),
     *needless("plan.chunked_loss computes the loss in chunks", "cut_cross_entropy", "chunked_cross_entropy*"),
-    *lacks("plugins are code of axolotl's", "plugins"),
+    *needless(
+        "choices of kernels, which the plan makes",
+        "experts_implementation",
+        "flash_optimum",
+        "use_scattermoe",
+        "use_sonicmoe",
+        "use_dsv4_kernels",
+        "use_glm_dsa_kernels",
+        "llama4_linearized_experts",
+        "gemma4_hybrid_attn_impl",
+    ),
+    *lacks("plugins are code of axolotl's", "plugins", "diffusion.*", "llmcompressor.*"),
+    *lacks("tightfit takes a config as its folder has it", "model_config.*", "num_labels", "cls_model_config"),
+    *lacks("tightfit has no expert parallelism", "expert_parallel_*"),
+    *lacks("tightfit has the models' own losses, or the job's", "use_eaft", "eaft_*", "center_rewards_coefficient"),
+    *needless("the length is data.sequence_length", "max_packed_sequence_len", "total_num_tokens"),
     *lacks("tightfit does not cut MLPs into tiles", "tiled_mlp", "tiled_mlp_*"),
     *lacks("tightfit adds no noise to embeddings", "neftune_noise_alpha", "noisy_embedding_alpha"),
     *lacks(hf.LORA, "adapter", "lora_*", "peft_*", "peft.*", "qlora_*", "loftq_config", "lisa_*", "merge_lora"),
@@ -261,6 +279,10 @@ KEYS: tuple[Key, ...] = (
         "load_in_8bit",
         "load_in_4bit",
         "gptq",
+        "gptq_*",
+        "use_onebitllms",
+        "model_quantization_config",
+        "model_quantization_config_kwargs.*",
         "bnb_config_kwargs",
         "bnb_config_kwargs.*",
         "qat.*",
@@ -308,6 +330,7 @@ KEYS: tuple[Key, ...] = (
         "no, steps or epoch; with steps, the number counts",
     ),
     Key("eval_steps", "train.evaluate_every", number, "eval_steps", "below 1, this share of train.steps"),
+    Key("evaluation_strategy", "train.evaluate_every", lambda v: str(v).lower(), "eval_strategy", "no, steps or epoch"),
     Key("evals_per_epoch", "", None, "", "train.evaluate_every is a number of steps", True),
     *needless(
         hf.EVALUATION,
@@ -356,6 +379,8 @@ KEYS: tuple[Key, ...] = (
         "comet_*",
         "use_comet",
         "trackio_*",
+        "swanlab_*",
+        "use_swanlab",
         "use_trackio",
         "gradio_*",
     ),
@@ -491,6 +516,9 @@ def _combine(draft: Draft) -> None:
     if "datasets" in parts:
         _data(draft)
     hf.combine(draft)
+    sharded = any(row.key.startswith(("fsdp_config.", "fsdp_version")) for row in draft.rows)
+    if sharded or parts.get("dp_shard", 1) > 1:
+        draft.imply("zero", (3, False), "fsdp_version")  # FSDP reshards after forward if nothing is said
     said = parts.get("axolotl_bf16")
     is_default = "axolotl_bf16" in draft.defaulted
     if said == "full":

@@ -137,6 +137,10 @@ def _sharding(draft: Draft) -> None:
     if replicate is not None:
         draft.fields["plan.dp_replicate"] = replicate
     cp = parts.get("cp", 1)
+    if draft.is_dropped("plan.zero"):
+        return
+    if stage is None and ranks is not None and shard is None and replicate is None and "unread_sharding" not in parts:
+        stage = 0  # several devices, and nothing says that they shard the model
     if stage is None:
         return
     nodes = parts.get("nodes", 1)

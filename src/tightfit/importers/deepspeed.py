@@ -235,6 +235,7 @@ KEYS: tuple[Key, ...] = (
         "dump_state",
         "flops_profiler.*",
         "comms_logger.*",
+        "comms_config.*",
         "csv_monitor.*",
         "comet.*",
         "monitor_config.*",

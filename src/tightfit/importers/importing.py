@@ -84,6 +84,7 @@ def import_content(importer: Importer, content: dict[str, Any], where: str, devi
     _fill_defaults(draft, importer, where)
     importer.combine(draft)
     combine(draft)
+    draft.remove_dropped()
     _finish_rows(draft)
     try:
         return _validated(importer, draft)
@@ -131,11 +132,12 @@ def _names(content: Mapping[str, Any], section: str = "") -> list[str]:
 def _map(draft: Draft, importer: Importer, name: str, value: Any, where: str) -> None:
     """Add one key's row to the draft, and its value."""
     key = importer.find(name)
-    if key is None:
+    is_section = any(one.name.startswith(f"{importer.without_section(name)}.") for one in importer.keys)
+    if value in (None, {}) and (key or is_section):
+        draft.rows.append(Row(name, value, "not needed", note="it is empty"))
+    elif key is None:
         near = f"no key of {importer.title} that tightfit knows"
         draft.rows.append(Row(name, value, "unknown", note=near))
-    elif value is None or value == {}:
-        draft.rows.append(Row(name, value, "not needed", note="it is empty"))
     elif isinstance(value, str) and value.lower() == "auto" and not key.takes_auto:
         note = f"{importer.auto}; {key.field} is left open" if key.field else importer.auto
         draft.rows.append(Row(name, value, "left open", note=note))

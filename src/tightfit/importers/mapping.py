@@ -101,6 +101,7 @@ class Draft:
     contradictions: list[str] = field(default_factory=list)
     to_do: list[str] = field(default_factory=list)
     _givers: dict[str, str] = field(default_factory=dict, repr=False)  # by field or part: the key that gave it
+    _dropped: set[str] = field(default_factory=set, repr=False)
     _contested: set[str] = field(default_factory=set, repr=False)  # fields and parts that two keys disagree about
 
     def give(self, row: Row, key: Key, value: Any, is_default: bool = False) -> None:
@@ -123,8 +124,8 @@ class Draft:
             self.contradictions.append(sentence)
 
     def drop(self, name: str) -> None:
-        """Leave a field out because of a contradiction."""
-        self.fields.pop(name, None)
+        """Leave a field out because of a contradiction, also if it is set later."""
+        self._dropped.add(name)
         for row in self.rows:
             if row.field == name:
                 row.outcome = "contradiction"
@@ -135,6 +136,15 @@ class Draft:
         if part not in self.parts:
             self.parts[part] = value
             self._givers[part] = self.giver(source)
+
+    def is_dropped(self, name: str) -> bool:
+        """Whether a contradiction leaves this field out."""
+        return name in self._dropped
+
+    def remove_dropped(self) -> None:
+        """Take the dropped fields out, at the end."""
+        for name in self._dropped:
+            self.fields.pop(name, None)
 
     def remark(self, part: str, note: str) -> None:
         """Add a note to the rows of the keys that gave a part or field."""

@@ -138,7 +138,7 @@ KEYS: tuple[Key, ...] = (
         "train.decay",
         number,
         "decay_ratio",
-        "the same share, with schedule: warmup-stable-decay",
+        "the same share, with schedule: warmup-stable-decay; 0 is schedule: constant",
     ),
     *lacks("tightfit's schedules end with the training", "lr_scheduler.total_steps"),
     Key(
@@ -401,8 +401,8 @@ def _combine(draft: Draft) -> None:
     decay = parts.get("decay_type")
     if decay:
         ratio = parts.get("decay_ratio")
-        if ratio is None:
-            draft.imply("schedule", ScheduleChoice(decay), "decay_type")
+        if ratio is None or ratio == 0:
+            draft.imply("schedule", ScheduleChoice(decay if ratio is None else "constant"), "decay_type")
         elif decay == "linear":
             draft.imply("schedule", ScheduleChoice("warmup-stable-decay"), "decay_type")
             fields["train.decay"] = ratio

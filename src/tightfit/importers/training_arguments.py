@@ -422,7 +422,8 @@ def combine(draft: Draft) -> None:
         draft.contradict("fsdp and deepspeed are both given, but a run shards its model in one way")
     for name in ("deepspeed", "fsdp_config"):
         for row in draft.rows:
-            if row.key == name and isinstance(row.value, str):
+            if row.key == name and isinstance(row.value, str) and row.value:
+                draft.parts["unread_sharding"] = True
                 draft.to_do.append(
                     f"{name} names {row.value}, which was not found: import it, too, or put it beside the file"
                 )
