@@ -72,7 +72,7 @@ def test_every_answer_names_a_field_that_exists(word: str) -> None:
 
 @pytest.mark.parametrize("word", sorted(FIELDS))
 def test_answers_agree_with_the_tables_of_the_importers(word: str) -> None:
-    """`batch_size` and the like are factors of train.batch, and some tools' own are micro-batches."""
+    """A word that several tools have, such as `batch_size`, agrees with one of them."""
     fields = {key.field for one in IMPORTERS for key in one.keys if key.name == word and key.field}
     sections = {field.partition(".")[0] for field in fields if field}
     assert not fields or any(field in FIELDS[word] or sections == {"model"} for field in fields), (fields, FIELDS[word])

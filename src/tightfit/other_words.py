@@ -135,6 +135,6 @@ FIELDS = {
 
 
 def tightfits_word(word: str) -> str:
-    """A sentence with tightfit's word for another tool's; empty for a word that none of them has."""
+    """A sentence with tightfit's word for another tool's; empty for a word that is in no table."""
     own = FIELDS.get(word.lower())
     return f"tightfit calls it {own}" if own else ""

@@ -119,6 +119,15 @@ def test_a_file_that_was_not_found_leaves_the_sharding_open(tmp_path: Path) -> N
     assert (import_file(path, devices=4).plan["zero"], import_file(path, devices=4).plan["dp_shard"]) == (3, 4)
 
 
+def test_deepspeeds_own_warmup_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.001}}}')
+    imported = import_file(path)
+    assert imported.job["train"]["warmup"] == 1000
+    note = next(row.note for row in imported.rows if row.key == "scheduler.type")
+    assert "along a logarithm" in note
+
+
 def test_paths_beside_the_file_are_made_whole(tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     (tmp_path / "texts.jsonl").write_text("{}")

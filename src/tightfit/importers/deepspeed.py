@@ -52,7 +52,8 @@ def _loss_scale(value: Any) -> float | str:
 
 
 def _optimizer(value: Any) -> OptimizerChoice | Lacks:
-    """Adam and AdamW are adamw, as DeepSpeed's Adam decays weights by themselves; Lamb, Lion, Muon, SGD."""
+    """Adam is adamw, because DeepSpeed's decouples weight decay; AdamW, Lamb, Lion, Muon and SGD have
+    their names."""
     return OptimizerChoice("adamw") if str(value).lower() == "adam" else optimizer(value)
 
 
@@ -277,11 +278,12 @@ def _combine(draft: Draft) -> None:
                 draft.settle(part, "not needed", "nothing is offloaded to NVMe")
     if parts.get("adam_w_mode") is False and parts.get("optimizer"):
         draft.settle("adam_w_mode", "no counterpart", "tightfit's weight decay is decoupled (AdamW)")
+    _warmup(draft)
     check_stage(draft)
 
 
 def places(draft: Draft) -> None:
-    """plan.offload_to: cpu is host, nvme is disk; tightfit has one place for all that it offloads."""
+    """plan.offload_to: cpu is host, nvme is disk. tightfit offloads everything to one place."""
     said = {
         row.key: str(row.value).lower()
         for row in draft.rows
@@ -296,6 +298,18 @@ def places(draft: Draft) -> None:
         )
     elif found == {"nvme"}:
         draft.fields["plan.offload_to"] = "disk"
+
+
+def _warmup(draft: Draft) -> None:
+    """By default DeepSpeed's schedules warm up for 1,000 steps, along a logarithm."""
+    said = {row.key.rpartition(".")[2] for row in draft.rows}
+    if not draft.giver("schedule").endswith("scheduler.type"):
+        return
+    if "warmup_num_steps" not in said:
+        draft.imply("warmup", 1000, "schedule")
+        draft.remark("schedule", "train.warmup: 1000, its default")
+    if "warmup_type" not in said:
+        draft.remark("schedule", "DeepSpeed warms up along a logarithm by default, tightfit linearly")
 
 
 def check_stage(draft: Draft) -> None:

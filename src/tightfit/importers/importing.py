@@ -75,7 +75,8 @@ def import_file(path: Path, tool: str | None = None, devices: int | None = None)
 
 
 def import_content(importer: Importer, content: dict[str, Any], where: str, devices: int | None = None) -> Imported:
-    """Says the content of a tool's file in tightfit's words. Raises InputError, which names `where`."""
+    """Says the content of a tool's file in tightfit's words. Raises InputError, which names
+    `where`."""
     draft = Draft()
     if devices is not None:
         draft.imply("devices", devices, "--devices")
@@ -177,7 +178,8 @@ def _fill_defaults(draft: Draft, importer: Importer, where: str) -> None:
 
 
 def _is_said_by_another(importer: Importer, key: Key, said: set[str]) -> bool:
-    """Whether the file has another key of the same part, such as an older name, also one left open."""
+    """Whether the file has another key of the same part, such as an older name, also one that is
+    left open."""
     return any(
         other.part == key.part
         and other.field == key.field
@@ -249,7 +251,8 @@ def _name_missing(job: dict[str, Any], draft: Draft) -> None:
 
 
 def _with_examples(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The job with an example in the place of a missing model and missing data, to validate the rest."""
+    """The job with an example in the place of a missing model or missing data, to validate the
+    rest."""
     whole = dict(job)
     sources = {
         "model": ("preset", "architecture", "from", "python"),

@@ -92,7 +92,7 @@ _OWN: tuple[Key, ...] = (
         "model_revision",
     ),
     *needless(
-        "the folder of model.from has no secrets to read",
+        "tightfit reads local folders and needs no token of a hub",
         "hf_hub_token",
         "ms_hub_token",
         "om_hub_token",

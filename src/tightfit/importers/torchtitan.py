@@ -368,7 +368,8 @@ def _model(draft: Draft) -> None:
 
 
 def _split_batch(draft: Draft) -> None:
-    """local_batch_size is one forward, or in a pipeline several of pipeline_parallel_microbatch_size."""
+    """local_batch_size is the samples of one forward; in a pipeline, of several forwards, each of
+    pipeline_parallel_microbatch_size."""
     parts = draft.parts
     local, micro = parts.get("local"), parts.get("pp_micro", 1)
     if local is None:

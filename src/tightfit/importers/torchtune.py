@@ -36,7 +36,8 @@ HUB_SOURCES = {
 
 
 def _component(value: Any) -> str | Lacks:
-    """A builder whose name says lora or qlora trains adapters; else the folder of the weights says it."""
+    """A builder with lora in its name trains adapters. Another one needs no counterpart, because the
+    weights' folder names the model."""
     word = text(value).rpartition(".")[2]
     return Lacks(LORA) if "lora" in word else Lacks("the folder of model.from says it", is_lost=False)
 

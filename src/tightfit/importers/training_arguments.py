@@ -404,7 +404,8 @@ def read_file(content: dict[str, Any], folder: Path, *names: str) -> dict[str, A
 
 
 def prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Reads DeepSpeed's and FSDP's files, and makes the model's path whole, where they are found."""
+    """Reads DeepSpeed's and FSDP's files and makes the model's path absolute, where they are
+    found."""
     if "model_name_or_path" in content:
         content = {**content, "model_name_or_path": existing(content["model_name_or_path"], folder)}
     return read_file(content, folder, "deepspeed", "fsdp_config")

@@ -73,12 +73,14 @@ def _section(importer: Importer) -> str:
 
 def _shared(importer: Importer) -> Importer | None:
     """The importer whose keys are also in this one's table."""
-    others = (one for one in IMPORTERS if one is not importer and len(one.keys) < len(importer.keys))
-    return next((one for one in others if one.keys[-1] is importer.keys[-1]), None)
+    own = {id(key) for key in importer.keys}
+    smaller = (one for one in IMPORTERS if len(one.keys) < len(importer.keys))
+    return next((one for one in smaller if sum(id(key) in own for key in one.keys) > len(one.keys) / 2), None)
 
 
 def shown_keys(importer: Importer) -> list[Key]:
-    """The keys without those that another table has: of a DeepSpeed file inside another tool's, or shared."""
+    """The keys without those that another table has: shared ones, and those of a DeepSpeed file
+    inside another tool's."""
     shared = _shared(importer)
     known = {id(key) for key in shared.keys} if shared else set()
     inside = ("deepspeed.", "deepspeed_config.deepspeed_config_file.")
