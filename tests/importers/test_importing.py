@@ -128,6 +128,28 @@ def test_deepspeeds_own_warmup_is_written(tmp_path: Path) -> None:
     assert "along a logarithm" in note
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "key", "outcome"),
+    [
+        ("a.yaml", "output_dir: x\nsave_steps: -1\n", "save_steps", "not needed"),
+        ("a.yaml", "output_dir: x\neval_steps: 0\n", "eval_steps", "not needed"),
+        ("a.yaml", "output_dir: x\nbf16: null\n", "bf16", "default"),
+        ("a.yaml", "output_dir: x\nfsdp: ''\n", "fsdp", "not needed"),
+        (
+            "a.yaml",
+            "trainer: {strategy: {class_path: a.ModelParallelStrategy, init_args: {data_parallel_size: auto}}}\n",
+            "trainer.strategy.init_args.data_parallel_size",
+            "left open",
+        ),
+        ("a.yaml", "output_dir: x\nlearning_rate: '2e-5'\n", "learning_rate", "mapped"),
+        ("a.toml", "[training]\nseq_len = 128\nstart = 2024-01-01\n", "training.start", "unknown"),
+    ],
+)
+def test_single_keys(name: str, text: str, key: str, outcome: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert {row.key: row.outcome for row in import_file(tmp_path / name).rows}[key] == outcome
+
+
 def test_paths_beside_the_file_are_made_whole(tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     (tmp_path / "texts.jsonl").write_text("{}")

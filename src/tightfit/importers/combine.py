@@ -283,6 +283,8 @@ def _interval(draft: Draft, name: str, field: str, without: str | None) -> None:
     elif strategy in ("epoch", "best"):
         draft.settle(f"{name}_strategy", "no counterpart", f"{field} counts steps, not epochs")
         draft.settle(f"{name}_steps", "not needed", f"{draft.giver(f'{name}_strategy')} is {strategy}")
+    elif every is not None and every <= 0:
+        draft.settle(f"{name}_steps", "not needed", "it is off")
     elif every is not None:
         if every < 1:
             steps = draft.fields.get("train.steps")

@@ -174,6 +174,7 @@ def _fill_defaults(draft: Draft, importer: Importer, where: str) -> None:
         taken = key.part in draft.parts if key.part else key.field in draft.fields
         named = any(row.field == key.field for row in draft.rows) and not key.part and key.field
         if name not in said and not taken and not named and not _is_said_by_another(importer, key, said):
+            draft.rows = [row for row in draft.rows if row.key != name]  # one that is empty in the file
             _convert(draft, key, Row(name, value, "default"), where, is_default=True)
 
 

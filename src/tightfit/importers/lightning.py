@@ -150,10 +150,9 @@ _TRAINER: tuple[Key, ...] = (
         "plan.dp_shard",
         whole,
         "dp_shard",
-        takes_auto=True,
         reason="the same number",
     ),
-    Key("strategy.init_args.tensor_parallel_size", "plan.tp", whole, "tp", takes_auto=True, reason="the same number"),
+    Key("strategy.init_args.tensor_parallel_size", "plan.tp", whole, "tp", reason="the same number"),
     Key(
         "strategy.init_args.activation_checkpointing_policy",
         "plan.recompute",
