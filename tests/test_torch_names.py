@@ -222,13 +222,13 @@ def sets(owner: Any, name: str) -> bool:
         return False
 
 
-def test_the_search_for_a_name_fails_for_a_name_that_torch_lacks() -> None:
+def test_a_name_that_torch_lacks_is_reported() -> None:
     for owner in ("torch", "torch._C", "torch.nn.Module", "torch._gone", "torch.Gone"):
         assert not has(PrivateName(owner, "_gone", "", ""))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
-def test_each_module_of_the_package_has_the_names_that_it_exports(path: Path) -> None:
+def test_each_module_has_the_names_that_it_exports(path: Path) -> None:
     module = importlib.import_module(f"tightfit._torch.{path.stem}".removesuffix(".__init__"))
     assert getattr(module, "__all__", []) == sorted(getattr(module, "__all__", []))
     for name in getattr(module, "__all__", []):

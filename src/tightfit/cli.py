@@ -72,6 +72,28 @@ def train(
     train_command(job, plan, out, resume, changes or [], nproc, LaunchOptions(timeout * 60, interface, requeue_code))
 
 
+@app.command(name="import")
+def import_file(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="another tool's configuration: YAML, JSON or TOML")],
+    tool: Annotated[
+        str | None, typer.Option("--from", metavar="TOOL", help="deepspeed, axolotl, ...; left out, the keys tell it")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="where job.yaml and plan.yaml go; left out, imported/<file name>"),
+    ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option("--devices", min=1, metavar="N", help="devices that trained together, if the file does not say"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Turn another tool's configuration into a job and a plan, and say what became of each key."""
+    from tightfit.report.importing import import_command
+
+    import_command(file, tool, out, devices, as_json)
+
+
 @app.command()
 def launch(
     job: JobFile,

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, WithJs
 
 from tightfit.errors import InputError
 from tightfit.units import parse_bytes
-from tightfit.values import Value, nearest, read_yaml
+from tightfit.values import Value, nearest, nearest_field, read_yaml
 from tightfit.yaml_input import check_plain, parse_yaml
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "classification"]
@@ -100,7 +100,7 @@ class ModelSpec(Value):
             return content
         if not (content.get("architecture") or content.get("preset")):
             field = next(iter(extra))
-            raise InputError(f"job: model.{field}", "unknown field", nearest(str(field), cls.field_names()))
+            raise InputError(f"job: model.{field}", "unknown field", nearest_field(str(field), cls.field_names()))
         kept = {key: value for key, value in content.items() if key in own}
         config = content.get("config") or {}
         if not isinstance(config, dict):

@@ -18,6 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from tightfit.errors import InputError
+from tightfit.other_words import tightfits_word
 from tightfit.yaml_input import MOST_BYTES, check_plain, parse_yaml, write_yaml
 
 
@@ -159,6 +160,11 @@ def nearest(word: str, known: list[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else "use one of: " + ", ".join(known)
 
 
+def nearest_field(name: str, known: list[str]) -> str:
+    """A remedy for an unknown field: tightfit's word for another tool's, or the nearest field."""
+    return tightfits_word(name) or nearest(name, known)
+
+
 def explain_validation(cls: type[BaseModel], error: ValidationError, where: str) -> InputError:
     """Turn pydantic's first error into an InputError; unknown fields come first."""
     details = error.errors()
@@ -219,7 +225,7 @@ def _found(detail: ErrorDetails) -> str:
 
 def _fix(cls: type[BaseModel], path: list[Any], detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
-        return nearest(str(path[-1]), _fields_at(cls, path[:-1]))
+        return nearest_field(str(path[-1]), _fields_at(cls, path[:-1]))
     if detail["type"] == "missing":
         return "give one more" if isinstance(path[-1], int) else f"add '{path[-1]}: ...'"
     context = detail.get("ctx", {})

@@ -33,7 +33,7 @@ def test_gradients_move_to_the_buckets_that_have_begun() -> None:
     assert held.rows["gradients"] == 100.0
 
 
-def test_sums_of_earlier_micro_batches_leave_their_memory_for_the_buckets() -> None:
+def test_buckets_reuse_the_memory_of_earlier_sums() -> None:
     held, overlay = memory(gradients=100.0), BucketOverlay(BucketedReduction(4, 25.0, always=False), 100.0)
     overlay.begin_run(MicroBatchRun((), reduces=True, later=True))
     overlay.end_segment(held, BLOCK, completing(60.0))
@@ -49,7 +49,7 @@ def test_weights_are_gathered_where_the_gradients_were() -> None:
     assert (phase, part, rows["gradients"], rows["communication"]) == ("optimizer", "gather", 0.0, 30.0)
 
 
-def test_a_block_is_unsharded_while_it_computes_and_its_gradients_are_reduced_beside_the_next() -> None:
+def test_unsharding_and_reduction_overlap_with_blocks() -> None:
     # bf16 gradients, which are reduced in fp32
     sharded = ShardedParameters(shards=4, block=8.0, rest=3.0, reduced=16.0, prefetched=8.0)
     run, held, overlay = MicroBatchRun((), False, False), memory(), ShardOverlay(sharded, 5.0, in_pipeline=False)

@@ -292,7 +292,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         decides = func in _VALUES
         output = self._value(func, args) if decides else fake_output(func, args, kwargs)
-        name = func._overloadpacket.__name__
+        name = func.overloadpacket.__name__
         read = [] if name in _SHAPE_ONLY else tensors_in((args, kwargs))
         made = tensors_in(output)
         is_random = torch.Tag.nondeterministic_seeded in func.tags and _draws_random_numbers(func, args, kwargs)

@@ -127,6 +127,7 @@ def dry_run(job: Job, plan: Plan, device: str = "cpu", pipeline_rank: int = 0) -
     """
     ahead = loader.overlaps_uploads(plan, device)
     plan = _without_device_options(plan)
+    job = job.replace(train=job.train.replace(warmup=0))  # the epochs' steps are not known here, and may seem fewer
     if plan.compile != "none":
         torch.compiler.reset()  # else compilations of earlier dry runs count against the recompile limit
     batch = example_batch(job)[0]

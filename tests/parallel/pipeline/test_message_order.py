@@ -224,7 +224,7 @@ def pipedream_steps(stops: bool) -> tuple[list[float], set[int]]:
         return [step.loss for step in tightfit.train(run)], posted
 
 
-def test_pipedream_on_a_gpu_requests_a_steps_gradients_before_its_forwards() -> None:
+def test_pipedream_on_a_gpu_requests_gradients_first() -> None:
     plain, early = (together(2, HERE + "pipedream_steps", stops) for stops in (False, True))
     assert [losses for losses, _ in plain] == [losses for losses, _ in early]
     micro_batches = cases.make_case("llama").job.train.batch // 2

@@ -317,7 +317,7 @@ class Recorder(StorageMode[_Storage]):
 
 def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], output: Any) -> Operation:
     outputs = tensors_in(output)
-    formula = _FLOPS.get(_SAME_FLOPS.get(func._overloadpacket, func._overloadpacket))
+    formula = _FLOPS.get(_SAME_FLOPS.get(func.overloadpacket, func.overloadpacket))
     flops = formula(*_with_heads_of_query(name, args), **kwargs, out_val=output) if formula else 0
     tensors = outputs or inputs
     floating = [tensor for tensor in [*tensors, *inputs] if tensor.is_floating_point()]

@@ -1,0 +1,573 @@
+"""Axolotl's configuration (YAML)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tightfit.importers import deepspeed
+from tightfit.importers import training_arguments as hf
+from tightfit.importers.conversions import (
+    compiled,
+    count,
+    existing,
+    flag,
+    number,
+    optimizer,
+    packed,
+    positive,
+    schedule,
+    seed,
+    text,
+    warmup,
+    whole,
+)
+from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless, under
+
+_FILES = {"json": "jsonl", "parquet": "parquet", "text": "text"}
+_SPLICED = "tightfit's packed sequences are texts one after another, in order of the seed"
+_PLAIN = ("completion", "pretrain")
+
+
+def _bf16(value: Any) -> bool | str:
+    """true is bf16-mixed; auto is true, as on a GPU since Ampere; full is bf16-true."""
+    word = str(value).lower()
+    return word if word == "full" else True if word == "auto" else flag(value)
+
+
+def _tf32(value: Any) -> bool | Lacks:
+    """tf32, if neither bf16 nor fp16 is on."""
+    return Lacks("tightfit uses tf32 where the plan says so", False) if value == "auto" else flag(value)
+
+
+def _recompute(value: Any) -> str | Lacks:
+    """true is full."""
+    if str(value).lower() in ("offload", "offload_disk", "unsloth"):
+        return Lacks("use plan.recompute: full with plan.offload: [activations]")
+    return "full" if flag(value) else "none"
+
+
+def _datasets(value: Any) -> list[dict[str, Any]]:
+    """One data set is data.jsonl, parquet, text or dataset, by its files; several have no field."""
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        raise ValueError("a list of data sets, each with a path")
+    return value
+
+
+def _share(value: Any) -> float | Lacks:
+    """A share of the samples; 0 keeps none. A number of samples has no counterpart."""
+    found = number(value)
+    return found if found < 1 else Lacks("data.held_out is a share of the samples, not a number of them")
+
+
+KEYS: tuple[Key, ...] = (
+    Key("base_model", "model.from", text, reason="a folder, or a hub id that must be downloaded"),
+    *needless(
+        "the folder of model.from says it", "model_type", "tokenizer_type", "base_model_config", "is_*_derived_model"
+    ),
+    *needless(
+        hf.TOKENIZER,
+        "tokenizer_use_fast",
+        "tokenizer_legacy",
+        "tokenizer_config",
+        "processor_type",
+        "revision_of_model",
+    ),
+    *needless(
+        hf.TOKENIZER, "resize_token_embeddings_to_32x", "shrink_embeddings", "mean_resizing_embeddings", "tokenizer_*"
+    ),
+    *lacks(
+        "tightfit leaves tokenizers and embeddings as their folders have them",
+        "special_tokens.*",
+        "tokens",
+        "added_tokens_overrides.*",
+    ),
+    *lacks(
+        "tightfit takes a config as its folder has it", "overrides_of_model_config.*", "overrides_of_model_kwargs.*"
+    ),
+    *lacks(hf.CODE, "trust_remote_code"),
+    Key("datasets", "data.dataset", _datasets, "datasets"),
+    Key("pretraining_dataset", "data.dataset", _datasets, "datasets"),
+    *lacks("one source of texts; evaluation takes data.held_out of it", "test_datasets"),
+    Key("val_set_size", "data.held_out", _share),
+    Key("sequence_len", "data.sequence_length", whole),
+    Key(
+        "sample_packing",
+        "data.packing",
+        packed,
+        "",
+        "true is packed; in a packed sequence texts see one another, in axolotl not",
+    ),
+    Key("pretraining_sample_concatenation", "data.packing", packed, "", "true is packed"),
+    *needless("tightfit evaluates as it trains", "eval_sample_packing", "eval_sequence_len"),
+    *needless(
+        _SPLICED,
+        "sample_packing_*",
+        "pad_to_sequence_len",
+        "multipack_real_batches",
+        "pretrain_multipack_*",
+        "streaming_multipack_*",
+    ),
+    *needless(
+        "tightfit prepares its tokens in a cache of its own",
+        "dataset_prepared_path",
+        "dataset_processes",
+        "dataset_num_proc",
+    ),
+    *needless(
+        "tightfit prepares its tokens in a cache of its own",
+        "dataset_keep_in_memory",
+        "skip_prepare_dataset",
+        "num_dataset_shards_to_save",
+        "streaming",
+        "is_preprocess",
+        "preprocess_iterable",
+    ),
+    *needless("tightfit draws samples in random order", "shuffle_merged_datasets", "shuffle_before_merging_datasets"),
+    *lacks(
+        "tightfit takes all texts of its source",
+        "dataset_shard_*",
+        "dataset_exact_deduplication",
+        "min_sample_len",
+        "excess_length_strategy",
+        "max_prompt_len",
+    ),
+    *lacks(hf.CHAT, "chat_template", "chat_template_*", "default_system_message", "eot_tokens"),
+    *lacks(hf.MASKED, "train_on_inputs"),
+    *lacks("tightfit draws samples in random order, not by length", "group_by_length", "curriculum_sampling"),
+    Key("micro_batch_size", "plan.micro_batch", whole, "micro_batch", "also a factor of train.batch"),
+    Key("gradient_accumulation_steps", "train.batch", whole, "accumulation", "a factor of train.batch"),
+    Key(
+        "batch_size", "train.batch", whole, "device_batch", "micro_batch_size x gradient_accumulation_steps of a device"
+    ),
+    Key("eval_batch_size", "", None, "", hf.EVALUATION, False),
+    Key("auto_find_batch_size", "", None, "", "tightfit predicts which micro-batch fits", False),
+    Key("num_epochs", "train.epochs", positive, "epochs"),
+    Key("max_steps", "train.steps", lambda v: count(v), "steps", "the same number"),
+    Key("learning_rate", "train.learning_rate", number),
+    Key("weight_decay", "train.weight_decay", number),
+    Key("optimizer", "train.optimizer", optimizer, "optimizer"),
+    Key("adam_beta1", "train.betas", number, "beta1", "the first of the two"),
+    Key("adam_beta2", "train.betas", number, "beta2", "the second of the two"),
+    Key("adam_epsilon", "train.epsilon", number),
+    Key("adam_eps", "train.epsilon", number),
+    *lacks(
+        "settings of an optimizer that tightfit does not have",
+        "optim_args",
+        "optim_args.*",
+        "optim_target_modules",
+        "adam_beta3",
+        "adam_epsilon2",
+        "dion_*",
+        "qgalore_*",
+        "torchdistx_path",
+    ),
+    *lacks("all weights have one learning rate", "embedding_lr", "embedding_lr_scale", "lr_groups", "loraplus_*"),
+    Key("max_grad_norm", "train.clip", positive),
+    Key("lr_scheduler", "train.schedule", schedule, "schedule"),
+    Key("warmup_steps", "train.warmup", warmup, "warmup"),
+    Key("warmup_ratio", "train.warmup", number, "warmup_ratio", "this share of train.steps, rounded up"),
+    Key("cosine_min_lr_ratio", "train.final_learning_rate", number),
+    *lacks(
+        "tightfit's schedules have no such setting",
+        "lr_scheduler_kwargs",
+        "lr_scheduler_kwargs.*",
+        "lr_quadratic_warmup",
+        "cosine_constant_lr_ratio",
+        "lr_div_factor",
+        "jagged_restart_*",
+        "eta_min",
+        "relora",
+        "relora_*",
+    ),
+    Key("bf16", "plan.precision", _bf16, "axolotl_bf16", takes_auto=True),
+    Key("fp16", "plan.precision", flag, "fp16", "true is fp16-mixed"),
+    Key(
+        "bfloat16",
+        "plan.precision",
+        lambda v: "bf16" if flag(v) else Lacks("it is off", False),
+        "weights",
+        "true is bf16-true",
+    ),
+    Key(
+        "float16",
+        "plan.precision",
+        lambda v: "fp16" if flag(v) else Lacks("it is off", False),
+        "weights",
+        "true is fp16-true",
+    ),
+    Key(
+        "float32",
+        "plan.precision",
+        lambda v: Lacks("fp32 follows where no other type is on", False),
+        "",
+        "fp32 follows where no other type is on",
+    ),
+    Key("tf32", "plan.precision", _tf32, "tf32", takes_auto=True),
+    Key("fp8", "plan.float8", lambda v: "tensorwise" if flag(v) else "none", "", "true is tensorwise"),
+    Key("fp8_enable_fsdp_float8_all_gather", "", None, "", "tightfit gathers weights in 16 bits", False),
+    Key("gradient_checkpointing", "plan.recompute", _recompute),
+    *needless(
+        "tightfit recomputes without reentrant autograd",
+        "gradient_checkpointing_kwargs",
+        "gradient_checkpointing_kwargs.*",
+    ),
+    Key(
+        "selective_checkpointing",
+        "plan.recompute",
+        lambda v: "selective",
+        "",
+        "selective, which saves expensive products",
+    ),
+    *needless("recompute: selective has its own choice", "selective_checkpointing.*"),
+    Key(
+        "activation_offloading",
+        "plan.offload",
+        lambda v: ("activations",) if str(v).lower() not in ("false", "none") else (),
+        "offload_activations",
+        "true adds activations",
+    ),
+    *lacks("plan.offload moves states, gradients, parameters and activations", "layer_offloading"),
+    Key("torch_compile", "plan.compile", compiled, takes_auto=False),
+    *needless(
+        "tightfit compiles with torch's default backend",
+        "torch_compile_backend",
+        "torch_compile_options",
+        "deepcompile",
+    ),
+    next(key for key in hf.KEYS if key.name == "torch_compile_mode"),
+    *needless(
+        "choices of kernels, which the plan makes; PyTorch's attention takes its flash kernel where it can",
+        "flash_attention",
+        "flash_attn_*",
+        "sdp_attention",
+        "xformers_attention",
+        "flex_attention",
+        "flex_attn_*",
+        "eager_attention",
+        "sage_attention",
+        "s2_attention",
+        "attn_implementation",
+        "fused_attn_kernel",
+        "sdpa_varlen",
+        "liger_*",
+        "use_kernels",
+        "lora_*_kernel",
+    ),
+    *needless("plan.chunked_loss computes the loss in chunks", "cut_cross_entropy", "chunked_cross_entropy*"),
+    *needless(
+        "choices of kernels, which the plan makes",
+        "experts_implementation",
+        "flash_optimum",
+        "use_scattermoe",
+        "use_sonicmoe",
+        "use_dsv4_kernels",
+        "use_glm_dsa_kernels",
+        "llama4_linearized_experts",
+        "gemma4_hybrid_attn_impl",
+    ),
+    *lacks("plugins are code of axolotl's", "plugins", "diffusion.*", "llmcompressor.*"),
+    *lacks("tightfit takes a config as its folder has it", "model_config.*", "num_labels", "cls_model_config"),
+    *lacks("tightfit has no expert parallelism", "expert_parallel_*"),
+    *lacks("tightfit has the models' own losses, or the job's", "use_eaft", "eaft_*", "center_rewards_coefficient"),
+    *needless("the length is data.sequence_length", "max_packed_sequence_len", "total_num_tokens"),
+    *lacks("tightfit does not cut MLPs into tiles", "tiled_mlp", "tiled_mlp_*"),
+    *lacks("tightfit adds no noise to embeddings", "neftune_noise_alpha", "noisy_embedding_alpha"),
+    *lacks(hf.LORA, "adapter", "lora_*", "peft_*", "peft.*", "qlora_*", "loftq_config", "lisa_*", "merge_lora"),
+    *lacks(
+        hf.QUANTIZED,
+        "load_in_8bit",
+        "load_in_4bit",
+        "gptq",
+        "gptq_*",
+        "use_onebitllms",
+        "model_quantization_config",
+        "model_quantization_config_kwargs.*",
+        "bnb_config_kwargs",
+        "bnb_config_kwargs.*",
+        "qat.*",
+        "quantization.*",
+        "quantize_moe_experts",
+    ),
+    *lacks(
+        "tightfit trains all weights",
+        "unfrozen_parameters",
+        "freeze_mm_modules",
+        "fix_untrained_tokens",
+        "reinit_weights",
+    ),
+    *lacks(
+        hf.PREFERENCES,
+        "rl",
+        "rl_beta",
+        "trl.*",
+        "dpo_*",
+        "orpo_*",
+        "simpo_*",
+        "cpo_*",
+        "kto_*",
+        "reward_model",
+        "process_reward_model",
+        "vllm.*",
+        "ebft.*",
+    ),
+    Key(
+        "save_strategy",
+        "train.checkpoint_every",
+        lambda v: str(v).lower(),
+        "save_strategy",
+        "no, steps or epoch; with steps, the number counts",
+    ),
+    Key("save_steps", "train.checkpoint_every", number, "save_steps", "below 1, this share of train.steps"),
+    Key("saves_per_epoch", "", None, "", "train.checkpoint_every is a number of steps", True),
+    Key("save_total_limit", "train.keep_checkpoints", count),
+    *needless(hf.SAVED, "save_only_model", "save_safetensors", "save_first_step"),
+    Key(
+        "eval_strategy",
+        "train.evaluate_every",
+        lambda v: str(v).lower(),
+        "eval_strategy",
+        "no, steps or epoch; with steps, the number counts",
+    ),
+    Key("eval_steps", "train.evaluate_every", number, "eval_steps", "below 1, this share of train.steps"),
+    Key("evaluation_strategy", "train.evaluate_every", lambda v: str(v).lower(), "eval_strategy", "no, steps or epoch"),
+    Key("evals_per_epoch", "", None, "", "train.evaluate_every is a number of steps", True),
+    *needless(
+        hf.EVALUATION,
+        "do_causal_lm_eval",
+        "eval_causal_lm_metrics",
+        "eval_table_size",
+        "eval_max_new_tokens",
+        "do_bench_eval",
+        "bench_*",
+    ),
+    *lacks("tightfit ends at train.steps or train.epochs", "early_stopping_patience", "loss_watchdog_*"),
+    *lacks(
+        "tightfit keeps the newest checkpoints, not the best",
+        "load_best_model_at_end",
+        "metric_for_best_model",
+        "greater_is_better",
+    ),
+    *needless(
+        "tightfit train --resume goes on from its own checkpoints",
+        "resume_from_checkpoint",
+        "auto_resume_from_checkpoints",
+    ),
+    *needless("tightfit train --out names the run's folder", "output_dir"),
+    Key(
+        "use_tensorboard",
+        "",
+        None,
+        "",
+        "tightfit writes TensorBoard's files unless train.trackers says otherwise",
+        False,
+    ),
+    Key(
+        "wandb_project",
+        "train.trackers",
+        lambda v: ["tensorboard", "wandb"] if v else Lacks("it is off", False),
+        "",
+        "adds wandb",
+    ),
+    Key("use_mlflow", "", None, "", "add mlflow to train.trackers", False),
+    *needless(
+        "names of a tracker; tightfit's are the job's name",
+        "wandb_*",
+        "use_wandb",
+        "mlflow_*",
+        "hf_mlflow_*",
+        "comet_*",
+        "use_comet",
+        "trackio_*",
+        "swanlab_*",
+        "use_swanlab",
+        "use_trackio",
+        "gradio_*",
+    ),
+    *needless(
+        hf.LOGS,
+        "logging_steps",
+        "profiler_steps",
+        "profiler_steps_start",
+        "include_*",
+        "debug",
+        "strict",
+        "use_otel_metrics",
+        "otel_*",
+        "generate_samples",
+        "generation_*",
+        "num_generation_samples",
+    ),
+    *needless(hf.HUB, "hub_*", "push_dataset_to_hub", "hf_use_auth_token"),
+    Key("dataloader_num_workers", "plan.loader_workers", whole),
+    Key("dataloader_prefetch_factor", "plan.prefetch", count),
+    Key("dataloader_pin_memory", "plan.pin_memory", flag),
+    *needless(
+        "tightfit's loader keeps its order of samples",
+        "dataloader_drop_last",
+        "remove_unused_columns",
+        "accelerator_config",
+        "accelerator_config.*",
+    ),
+    Key("seed", "train.seed", seed),
+    *needless(
+        "tightfit takes the devices of the machine and connects its processes",
+        "device",
+        "device_map",
+        "local_rank",
+        "ddp",
+        "ddp_*",
+        "max_memory",
+        "use_ray",
+        "ray_*",
+        "resources_per_worker.*",
+    ),
+    Key("world_size", "plan.dp_shard", count, "devices", "all devices"),
+    Key(
+        "gpu_memory_limit",
+        "limits.memory",
+        lambda v: v if isinstance(v, str) else f"{whole(v)}GiB",
+        "",
+        "a number is of GiB",
+    ),
+    *needless(
+        "tightfit's allocator setting keeps memory in order (plan.allocator)",
+        "gc_steps",
+        "gc_collect_steps",
+        "torch_empty_cache_steps",
+    ),
+    *needless("tightfit reads weights one by one", "low_cpu_mem_usage", "experimental_skip_move_to_device"),
+    Key("deepspeed", "", None, "", "a file that was not found: import it by itself, or put it beside this one"),
+    *under("deepspeed", deepspeed.KEYS),
+    Key("fsdp", "plan.zero", hf.fsdp, "zero", "full_shard is zero 3, shard_grad_op zero 2"),
+    *under("fsdp_config", hf.FSDP_KEYS),
+    Key("fsdp_version", "", None, "", "tightfit shards by itself, neither with FSDP 1 nor 2", False),
+    *needless("tightfit's checkpoints have one form", "fsdp_final_state_dict_type"),
+    *needless("norms compute in fp32 under autocast", "fp32_norms", "fp32_norm_classes"),
+    Key("dp_shard_size", "plan.dp_shard", whole, "dp_shard"),
+    Key("dp_replicate_size", "plan.dp_replicate", whole, "dp_replicate"),
+    Key("tensor_parallel_size", "plan.tp", whole, "tp"),
+    Key("context_parallel_size", "plan.cp", whole, "cp"),
+    Key("sequence_parallel_degree", "plan.cp", whole, "cp"),
+    *needless("tightfit's context parallelism goes around in a ring", "heads_k_stride", "ring_attn_func"),
+    *lacks(
+        "tightfit has no processors of images in language models", "image_*", "processor_kwargs.*", "role_boundaries"
+    ),
+)
+
+
+def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Reads DeepSpeed's file, and makes the paths of data sets and of the model whole."""
+    content = hf.prepare(content, folder)
+    found = dict(content)
+    for name in ("datasets", "pretraining_dataset"):
+        if isinstance(content.get(name), str):
+            found[name] = [{"path": content[name], "type": "pretrain"}]
+        elif isinstance(content.get(name), dict):
+            found[name] = [content[name]]
+    if "base_model" in found:
+        found["base_model"] = existing(found["base_model"], folder)
+    for name in ("datasets", "pretraining_dataset"):
+        if isinstance(found.get(name), list):
+            found[name] = [_whole_paths(one, folder) for one in found[name]]
+    return found
+
+
+def _whole_paths(one: Any, folder: Path) -> Any:
+    """A data set with its paths made absolute where they exist."""
+    if not isinstance(one, dict):
+        return one
+    return {name: existing(v, folder) if name in ("path", "data_files") else v for name, v in one.items()}
+
+
+def _data(draft: Draft) -> None:
+    sets = draft.parts.get("datasets") or []
+    if len(sets) != 1 or not sets[0].get("path"):
+        draft.settle("datasets", "no counterpart", f"{len(sets)} data sets, and data takes one source")
+        draft.to_do.append("join the texts of the data sets, and name them in data.jsonl")
+        return
+    one = sets[0]
+    path, files = one["path"], one.get("data_files")
+    ending = path.rpartition(".")[2].lower()
+    kind = {"json": "jsonl", "jsonl": "jsonl", "parquet": "parquet", "txt": "text"}.get(
+        ending, _FILES.get(one.get("ds_type") or path)
+    )
+    if kind:
+        draft.fields[f"data.{kind}"] = files or path
+        draft.remark("datasets", f"data.{kind}: {files or path}")
+    else:
+        draft.fields["data.dataset"] = path
+    field = one.get("text_column") or one.get("field")
+    if field:
+        draft.fields["data.field"] = field
+        draft.remark("datasets", f"data.field: {field}")
+    if str(one.get("type")) not in _PLAIN:
+        draft.remark("datasets", f"type {one.get('type')} is a template: {hf.CHAT}")
+        draft.to_do.append(
+            f"write the texts that type {one.get('type')} would make of the data set into one field, and name it in data.field"
+        )
+    rest = sorted(set(one) - {"path", "type", "ds_type", "data_files", "field", "text_column"})
+    if rest:
+        draft.remark("datasets", f"no counterpart: {', '.join(rest)}")
+
+
+def _combine(draft: Draft) -> None:
+    parts = draft.parts
+    if "datasets" in parts:
+        _data(draft)
+    hf.combine(draft)
+    sharded = any(row.key.startswith(("fsdp_config.", "fsdp_version")) for row in draft.rows)
+    if sharded or parts.get("dp_shard", 1) > 1:
+        draft.imply("zero", (3, False), "fsdp_version")  # FSDP reshards after forward if nothing is said
+    said = parts.get("axolotl_bf16")
+    is_default = "axolotl_bf16" in draft.defaulted
+    if said == "full":
+        draft.imply("weights", "bf16", "axolotl_bf16")
+    elif said and is_default and (parts.get("fp16") or parts.get("weights")):
+        draft.settle("axolotl_bf16", "not needed", "another type is given")
+    elif said is not None:
+        draft.imply("bf16", said, "axolotl_bf16")
+        if said:
+            draft.remark(
+                "axolotl_bf16", "weights are kept in fp32; without FSDP and DeepSpeed axolotl keeps them in bf16"
+            )
+    if "device_batch" in parts and parts.get("micro_batch"):
+        if parts["device_batch"] % parts["micro_batch"]:
+            draft.contradict(
+                f"batch_size {parts['device_batch']} is not a multiple of micro_batch_size {parts['micro_batch']}"
+            )
+        elif "accumulation" in draft.defaulted or "accumulation" not in parts:
+            parts["accumulation"] = parts["device_batch"] // parts["micro_batch"]
+        else:
+            draft.contradict("batch_size and gradient_accumulation_steps are both given, and axolotl takes one of them")
+    if "warmup" not in parts and "warmup_ratio" not in parts:
+        steps = parts.get("steps")
+        if steps:
+            draft.fields["train.warmup"] = min(int(0.03 * steps), 100)
+        else:
+            draft.to_do.append("set train.warmup: without a number axolotl warms up for 3 % of the steps, at most 100")
+    for row in draft.rows:
+        if row.key == "adapter" and row.value:
+            draft.to_do.append(f"adapter is {row.value}: {hf.LORA}; the plan is for training all weights")
+
+
+IMPORTER = Importer(
+    name="axolotl",
+    title="axolotl",
+    marks=("base_model", "micro_batch_size", "sequence_len", "sample_packing"),
+    keys=KEYS,
+    defaults={
+        "gradient_accumulation_steps": 1,
+        "micro_batch_size": 1,
+        "num_epochs": 1.0,
+        "optimizer": "adamw_torch_fused",
+        "lr_scheduler": "cosine",
+        "max_grad_norm": 1.0,
+        "sequence_len": 512,
+        "bf16": "auto",
+        "seed": 42,
+    },
+    auto="auto lets axolotl look at the GPU; for bf16 it is on since Ampere",
+    prepare=_prepare,
+    combine=_combine,
+)

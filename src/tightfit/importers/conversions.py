@@ -1,0 +1,269 @@
+"""Conversions that several tools' tables share. Each returns the field's value or Lacks, and raises
+ValueError, which says what it wants, for a value that the other tool would not take either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tightfit.importers.mapping import Lacks
+
+
+def number(value: Any) -> float:
+    """A number; also one written as text (1e-5 in YAML 1.1)."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("a number")
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError("a number") from None
+
+
+def whole(value: Any) -> int:
+    """A whole number; also one written like 5e8."""
+    try:
+        found = number(value)
+    except ValueError:
+        raise ValueError("a whole number") from None
+    if found != int(found):
+        raise ValueError("a whole number")
+    return int(found)
+
+
+def flag(value: Any) -> bool:
+    """True or false; also yes and no."""
+    words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False, "none": False, "": False}
+    found = words.get(str(value).lower())
+    if found is None:
+        raise ValueError("true or false")
+    return found
+
+
+def text(value: Any) -> str:
+    """A text, as it is."""
+    if not isinstance(value, str) or not value:
+        raise ValueError("a text")
+    return value
+
+
+def positive(value: Any) -> float | Lacks:
+    """A number; 0 or less is off."""
+    found = number(value)
+    return found if found > 0 else Lacks("it is off", is_lost=False)
+
+
+def count(value: Any) -> int | Lacks:
+    """A whole number; 0 or less is off."""
+    found = whole(value)
+    return found if found > 0 else Lacks("it is off", is_lost=False)
+
+
+def seed(value: Any) -> int | Lacks:
+    """The seed; a negative one is drawn by the tool."""
+    found = whole(value)
+    return found if found >= 0 else Lacks("the tool draws a seed; tightfit's is 0 if left out", is_lost=False)
+
+
+def chosen(words: Mapping[Any, Any], otherwise: str = "") -> Callable[[Any], Any]:
+    """A conversion by a table of words (in lower case).
+
+    otherwise  the reason for words that are not in it; without one they are wrong values
+    """
+
+    def convert(value: Any) -> Any:
+        word = value if isinstance(value, bool | int) else str(value).lower()
+        if word in words:
+            return words[word]
+        if otherwise:
+            return Lacks(otherwise)
+        raise ValueError("one of: " + ", ".join(str(known) for known in words))
+
+    convert.__doc__ = ", ".join(
+        f"{word} is {made.reason if isinstance(made, Lacks) else made}"
+        for word, made in words.items()
+        if isinstance(word, str)
+    )
+    return convert
+
+
+def recompute_all(value: Any) -> str:
+    """True recomputes every block (full), false none."""
+    return "full" if flag(value) else "none"
+
+
+def compiled(value: Any) -> str:
+    """True compiles each block (block), false nothing (none)."""
+    return "block" if flag(value) else "none"
+
+
+def packed(value: Any) -> str | Lacks:
+    """True is packed, false padded. Texts of a packed sequence see one another."""
+    return "packed" if flag(value) else "padded"
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """What the name of an optimizer says: tightfit's name, the type of its states, the kernel."""
+
+    name: str
+    states: str = ""
+    is_fused: bool | None = None
+    note: str = ""
+
+
+_PAGED = "paged states move to host memory only when a GPU is full; plan.offload: [states] does so always"
+OPTIMIZERS: Mapping[str, OptimizerChoice] = {
+    "adamw": OptimizerChoice("adamw"),
+    "adamw_torch": OptimizerChoice("adamw", is_fused=False),
+    "adamw_torch_fused": OptimizerChoice("adamw", is_fused=True),
+    "adamw_hf": OptimizerChoice("adamw"),
+    "adamw_apex_fused": OptimizerChoice("adamw", is_fused=True),
+    "fusedadam": OptimizerChoice("adamw", is_fused=True),
+    "paged_adamw": OptimizerChoice("adamw", note=_PAGED),
+    "paged_adamw_32bit": OptimizerChoice("adamw", note=_PAGED),
+    "pagedadamw": OptimizerChoice("adamw", note=_PAGED),
+    "adamw_bnb_8bit": OptimizerChoice("adamw", states="8-bit"),
+    "adamw_8bit": OptimizerChoice("adamw", states="8-bit"),
+    "adamw8bit": OptimizerChoice("adamw", states="8-bit"),
+    "adamw_torch_8bit": OptimizerChoice("adamw", states="8-bit"),
+    "ao_adamw_8bit": OptimizerChoice("adamw", states="8-bit"),
+    "paged_adamw_8bit": OptimizerChoice("adamw", states="8-bit", note=_PAGED),
+    "pagedadamw8bit": OptimizerChoice("adamw", states="8-bit", note=_PAGED),
+    "adamw_torch_4bit": OptimizerChoice("adamw", states="4-bit"),
+    "adamw4bit": OptimizerChoice("adamw", states="4-bit"),
+    "ao_adamw_4bit": OptimizerChoice("adamw", states="4-bit"),
+    "adafactor": OptimizerChoice("adafactor"),
+    "sgd": OptimizerChoice("sgd"),
+    "lion": OptimizerChoice("lion"),
+    "lion_32bit": OptimizerChoice("lion"),
+    "lion_pytorch": OptimizerChoice("lion"),
+    "lion_8bit": OptimizerChoice("lion", states="8-bit"),
+    "paged_lion_32bit": OptimizerChoice("lion", note=_PAGED),
+    "paged_lion_8bit": OptimizerChoice("lion", states="8-bit", note=_PAGED),
+    "lamb": OptimizerChoice("lamb"),
+    "fusedlamb": OptimizerChoice("lamb"),
+    "lars": OptimizerChoice("lars"),
+    "muon": OptimizerChoice("muon"),
+}
+
+
+def optimizer(value: Any) -> OptimizerChoice | Lacks:
+    """The optimizer with the type of its states: adamw_bnb_8bit is adamw with plan.states 8-bit."""
+    word = text(value).rpartition(".")[2].lower()
+    return OPTIMIZERS.get(word) or Lacks(f"tightfit has no optimizer {value}")
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """What the name of a schedule says: tightfit's name, and whether it warms up."""
+
+    name: str
+    warms_up: bool = True
+
+
+SCHEDULES: Mapping[str, ScheduleChoice] = {
+    "linear": ScheduleChoice("linear"),
+    "cosine": ScheduleChoice("cosine"),
+    "constant": ScheduleChoice("constant", warms_up=False),
+    "constant_with_warmup": ScheduleChoice("constant"),
+    "cosine_with_min_lr": ScheduleChoice("cosine"),
+    "warmup_stable_decay": ScheduleChoice("warmup-stable-decay"),
+    "warmuplr": ScheduleChoice("constant"),
+    "warmupdecaylr": ScheduleChoice("linear"),
+    "warmupcosinelr": ScheduleChoice("cosine"),
+    "get_cosine_schedule_with_warmup": ScheduleChoice("cosine"),
+    "get_linear_schedule_with_warmup": ScheduleChoice("linear"),
+    "get_constant_schedule": ScheduleChoice("constant", warms_up=False),
+    "get_constant_schedule_with_warmup": ScheduleChoice("constant"),
+    "cosineannealinglr": ScheduleChoice("cosine"),
+}
+
+
+def schedule(value: Any) -> ScheduleChoice | Lacks:
+    """The learning-rate schedule. constant_with_warmup is constant with train.warmup."""
+    return SCHEDULES.get(text(value).rpartition(".")[2].lower()) or Lacks(f"tightfit has no schedule {value}")
+
+
+def warmup(value: Any) -> int | float:
+    """A number of steps; below 1, a share of all steps."""
+    found = number(value)
+    return found if 0 < found < 1 else whole(value)
+
+
+def wide(value: Any) -> str:
+    """The type of the weights: bf16, fp16 or fp32."""
+    types = {
+        "bf16": "bf16",
+        "bfloat16": "bf16",
+        "torch.bfloat16": "bf16",
+        "fp16": "fp16",
+        "float16": "fp16",
+        "half": "fp16",
+        "torch.float16": "fp16",
+        "fp32": "fp32",
+        "float32": "fp32",
+        "torch.float32": "fp32",
+    }
+    found = types.get(str(value).lower())
+    if found is None:
+        raise ValueError("bfloat16, float16 or float32")
+    return found
+
+
+def report_to(value: Any) -> list[str] | Lacks:
+    """The trackers that tightfit also has: tensorboard, wandb, mlflow."""
+    words = [value] if isinstance(value, str) else list(value)
+    known = [word for word in ("tensorboard", "wandb", "mlflow") if word in words or words == ["all"]]
+    if words in (["none"], []):
+        return []
+    return known or Lacks(f"tightfit does not report to {', '.join(map(str, words))}")
+
+
+FSDP_STRATEGIES: Mapping[Any, tuple[int, bool]] = {  # zero, whether replicas of shards (hybrid)
+    "full_shard": (3, False),
+    "shard_grad_op": (2, False),
+    "no_shard": (0, False),
+    "hybrid_shard": (3, True),
+    "hybrid_shard_zero2": (2, True),
+    1: (3, False),
+    2: (2, False),
+    3: (0, False),
+    4: (3, True),
+    5: (2, True),
+}
+
+
+def fsdp_strategy(value: Any) -> tuple[int, bool]:
+    """FULL_SHARD is zero 3, SHARD_GRAD_OP zero 2, NO_SHARD zero 0; HYBRID_ also replicates."""
+    word = int(value) if str(value).isdigit() else str(value).lower()
+    if word not in FSDP_STRATEGIES:
+        raise ValueError("one of: " + ", ".join(str(one).upper() for one in FSDP_STRATEGIES))
+    return FSDP_STRATEGIES[word]
+
+
+def reshard(value: Any) -> tuple[int, bool]:
+    """Resharding after forward is zero 3 (true), keeping the parameters until backward zero 2."""
+    try:
+        return (3 if flag(value) else 2), False
+    except ValueError:
+        return fsdp_strategy(value)
+
+
+def offload_all(value: Any) -> tuple[str, ...]:
+    """FSDP's CPU offload: states, gradients and parameters."""
+    return ("states", "gradients", "parameters") if flag(value) else ()
+
+
+def existing(value: Any, folder: Path) -> Any:
+    """A path made absolute if it exists beside the file or here; else as it is: a hub id, or a
+    folder that is still to come. A list's paths one by one."""
+    if isinstance(value, list):
+        return [existing(one, folder) for one in value]
+    if not isinstance(value, str):
+        return value
+    for start in (folder, Path.cwd()):
+        if (start / value).exists():
+            return str((start / value).resolve())
+    return value

@@ -1,0 +1,358 @@
+"""DeepSpeed's configuration (JSON)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tightfit.importers.conversions import (
+    OptimizerChoice,
+    chosen,
+    count,
+    flag,
+    number,
+    optimizer,
+    positive,
+    schedule,
+    seed,
+    text,
+    whole,
+)
+from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless
+
+
+def _stage(value: Any) -> tuple[int, bool]:
+    """The same stage, 0 to 3."""
+    stage = whole(value)
+    if stage not in (0, 1, 2, 3):
+        raise ValueError("a stage: 0, 1, 2 or 3")
+    return stage, False
+
+
+def _pair(value: Any) -> list[float]:
+    """Both numbers, as they are."""
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError("two numbers")
+    return [number(one) for one in value]
+
+
+def _offloaded(*words: str) -> Any:
+    def convert(value: Any) -> tuple[str, ...]:
+        place = str(value).lower()
+        if place not in ("none", "cpu", "nvme"):
+            raise ValueError("none, cpu or nvme")
+        return () if place == "none" else words
+
+    convert.__doc__ = f"cpu and nvme add {' and '.join(words)}. nvme also sets plan.offload_to: disk."
+    return convert
+
+
+def _loss_scale(value: Any) -> float | str:
+    """0 is dynamic."""
+    return number(value) or "dynamic"
+
+
+def _optimizer(value: Any) -> OptimizerChoice | Lacks:
+    """Adam is adamw, because DeepSpeed's decouples weight decay; AdamW, Lamb, Lion, Muon and SGD have
+    their names."""
+    return OptimizerChoice("adamw") if str(value).lower() == "adam" else optimizer(value)
+
+
+def _batch(value: Any) -> int:
+    """The same number: samples of one optimizer step on all devices."""
+    found = whole(value)
+    if found < 1:
+        raise ValueError("a number of 1 or more")
+    return found
+
+
+def _least_rate(value: Any) -> Lacks:
+    """0, from which tightfit warms up; more has no counterpart."""
+    return Lacks("tightfit warms up from 0", number(value) > 0)
+
+
+def _total_steps(value: Any) -> int | Lacks:
+    """The same number, unless the training script ends the training earlier."""
+    return count(value)
+
+
+_BUCKETS = "tightfit chooses the sizes of its buckets and when it gathers"
+_KERNELS = "a choice of kernel, which the plan makes"
+_LOG = "what is printed; tightfit prints its own"
+
+KEYS: tuple[Key, ...] = (
+    Key("train_batch_size", "train.batch", _batch, "batch"),
+    Key("train_micro_batch_size_per_gpu", "plan.micro_batch", _batch, "micro_batch"),
+    Key("train_micro_batch_size_per_device", "plan.micro_batch", _batch, "micro_batch"),
+    Key("gradient_accumulation_steps", "train.batch", _batch, "accumulation", "a factor of train.batch"),
+    Key("gradient_clipping", "train.clip", positive),
+    Key("optimizer.type", "train.optimizer", _optimizer, "optimizer"),
+    Key("optimizer.params.lr", "train.learning_rate", number),
+    Key("optimizer.params.betas", "train.betas", _pair),
+    Key("optimizer.params.eps", "train.epsilon", number),
+    Key("optimizer.params.weight_decay", "train.weight_decay", number),
+    Key("optimizer.params.momentum", "train.momentum", number),
+    Key("optimizer.params.adam_w_mode", "train.optimizer", flag, "adam_w_mode", "true is adamw"),
+    *needless(_KERNELS, "optimizer.params.torch_adam", "optimizer.params.fused"),
+    *needless("the optimizer has the defaults of its paper", "optimizer.params.bias_correction"),
+    *lacks("tightfit has no counterpart of this optimizer setting", "optimizer.params.*", "optimizer.legacy_fusion"),
+    Key("scheduler.type", "train.schedule", schedule, "schedule"),
+    Key("scheduler.params.warmup_num_steps", "train.warmup", whole, "warmup"),
+    Key("scheduler.params.warmup_max_lr", "train.learning_rate", number, "", "the rate after the warm-up"),
+    Key("scheduler.params.total_num_steps", "train.steps", _total_steps, "steps"),
+    Key("scheduler.params.cos_min_ratio", "train.final_learning_rate", number),
+    Key("scheduler.params.warmup_min_lr", "", _least_rate),
+    Key(
+        "scheduler.params.warmup_type",
+        "",
+        chosen(
+            {"linear": Lacks("as tightfit warms up", False), "log": Lacks("tightfit warms up linearly")},
+        ),
+    ),
+    *lacks("tightfit has no counterpart of this schedule's setting", "scheduler.params.*"),
+    Key("bf16.enabled", "plan.precision", flag, "bf16", "true is bf16-mixed: weights in fp32"),
+    Key("bfloat16.enabled", "plan.precision", flag, "bf16", "true is bf16-mixed: weights in fp32"),
+    Key("fp16.enabled", "plan.precision", flag, "fp16", "true is fp16-mixed"),
+    Key("fp16.loss_scale", "plan.loss_scale", _loss_scale),
+    *needless("tightfit adapts a dynamic loss scale in its own steps", "fp16.loss_scale_window", "fp16.hysteresis"),
+    *needless("tightfit's dynamic loss scale finds its own start", "fp16.initial_scale_power", "fp16.min_loss_scale"),
+    *needless("tightfit's autocast casts inputs", "fp16.auto_cast", "bf16.auto_cast"),
+    *needless("tightfit's mixed precision keeps fp32 weights", "fp16.fp16_master_weights_and_grads"),
+    *lacks(
+        "tightfit's bf16-mixed keeps its weights and gradients in fp32",
+        "bf16.bf16_master_weights_and_grads",
+        "bf16.bf16_optimizer_states",
+        "bf16.immediate_grad_update",
+    ),
+    *needless("gradients are summed in fp32 where the plan has them so", "data_types.grad_accum_dtype"),
+    *lacks("tightfit has autocast without Apex", "amp.enabled", "amp.*"),
+    Key("zero_optimization.stage", "plan.zero", _stage, "zero"),
+    Key("zero_optimization.offload_optimizer.device", "plan.offload", _offloaded("states"), "offload_states"),
+    Key(
+        "zero_optimization.offload_param.device",
+        "plan.offload",
+        _offloaded("gradients", "parameters"),
+        "offload_parameters",
+    ),
+    Key(
+        "zero_optimization.cpu_offload",
+        "plan.offload",
+        lambda value: ("states",) if flag(value) else (),
+        "offload_all",
+        "the old form: true adds states",
+    ),
+    Key("zero_optimization.offload_optimizer.nvme_path", "plan.offload_folder", text, "states_folder"),
+    Key("zero_optimization.offload_param.nvme_path", "plan.offload_folder", text, "parameters_folder"),
+    *needless(
+        "tightfit pins the host memory that it offloads to",
+        "zero_optimization.offload_optimizer.pin_memory",
+        "zero_optimization.offload_param.pin_memory",
+    ),
+    *needless(
+        "tightfit chooses its own buffers for offload",
+        "zero_optimization.offload_optimizer.*",
+        "zero_optimization.offload_param.*",
+        "aio.*",
+    ),
+    *needless(
+        "checkpoints of tightfit are whole, in the weights' own type",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        "zero_optimization.gather_16bit_weights_on_model_save",
+        "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+        "zero_optimization.elastic_checkpoint",
+        "zero_optimization.load_from_fp32_weights",
+    ),
+    *lacks(
+        "ZeRO++ is not in tightfit; dp_replicate with dp_shard shards within a node",
+        "zero_optimization.zero_hpz_partition_size",
+        "zero_optimization.zero_quantized_weights",
+        "zero_optimization.zero_quantized_nontrainable_weights",
+        "zero_optimization.zero_quantized_gradients",
+        "zero_optimization.mics_shard_size",
+        "zero_optimization.mics_hierarchical_params_gather",
+    ),
+    *needless(
+        _BUCKETS,
+        "zero_optimization.contiguous_gradients",
+        "zero_optimization.overlap_comm",
+        "zero_optimization.*_bucket_size*",
+        "zero_optimization.*prefetch_bucket_size",
+        "zero_optimization.reduce_scatter",
+        "zero_optimization.round_robin_gradients",
+        "zero_optimization.sub_group_size",
+        "zero_optimization.allgather_partitions",
+        "zero_optimization.stage3_*",
+        "zero_optimization.max_*",
+        "zero_optimization.ignore_unused_parameters",
+        "zero_optimization.memory_efficient_linear",
+        "zero_optimization.param_persistence_threshold",
+        "zero_optimization.model_persistence_threshold",
+        "zero_optimization.module_granularity_threshold",
+        "zero_optimization.use_multi_rank_bucket_allreduce",
+        "zero_optimization.legacy_stage1",
+        "zero_optimization.override_module_apply",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "disable_allgather",
+        "communication_data_type",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "sparse_gradients",
+        "seq_parallel_communication_data_type",
+        "graph_harvesting",
+    ),
+    Key("pipeline.stages", "plan.pp", whole, "pp"),
+    Key("pipeline.micro_batches", "", None, "", "the micro-batches of a step follow from batch and micro_batch", False),
+    *needless("tightfit splits the blocks evenly, or by plan.split", "pipeline.partition", "pipeline.partition_method"),
+    *lacks("tightfit recomputes by plan.recompute", "pipeline.activation_checkpoint_interval"),
+    *needless("tightfit's pipelines have their own messages and seeds", "pipeline.*"),
+    Key("tensor_parallel.autotp_size", "plan.tp", whole, "tp"),
+    Key("tensor_parallel.tp_size", "plan.tp", whole, "tp"),
+    *needless("tightfit knows how to shard its models", "tensor_parallel.*"),
+    Key("sequence_parallel_size", "plan.cp", whole, "cp", "Ulysses exchanges heads, tightfit's cp keys and values"),
+    *needless(
+        "the training script calls it; tightfit decides by plan.recompute, whose blocks are not sharded again",
+        "activation_checkpointing.partition_activations",
+        "activation_checkpointing.contiguous_memory_optimization",
+        "activation_checkpointing.number_checkpoints",
+        "activation_checkpointing.synchronize_checkpoint_boundary",
+        "activation_checkpointing.profile",
+    ),
+    Key(
+        "activation_checkpointing.cpu_checkpointing",
+        "plan.offload",
+        lambda value: ("activations",) if flag(value) else (),
+        "offload_activations",
+        "true adds activations",
+    ),
+    Key("compile.enabled", "plan.compile", lambda value: "block" if flag(value) else "none", "", "true is block"),
+    *needless("tightfit compiles with torch's default backend", "compile.*"),
+    Key("seed", "train.seed", seed),
+    Key("dataloader_drop_last", "", None, "", "tightfit's order of samples goes on into the next epoch", False),
+    *needless(
+        _LOG,
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "flops_profiler.*",
+        "comms_logger.*",
+        "comms_config.*",
+        "csv_monitor.*",
+        "comet.*",
+        "monitor_config.*",
+        "timers.*",
+    ),
+    Key(
+        "tensorboard.enabled",
+        "",
+        None,
+        "",
+        "tightfit writes TensorBoard's files unless train.trackers says otherwise",
+        False,
+    ),
+    Key("wandb.enabled", "", None, "", "add wandb to train.trackers", False),
+    *needless("names and folders of a tracker; tightfit's lie in the run's folder", "tensorboard.*", "wandb.*"),
+    *needless(
+        "tightfit's checkpoints have one form",
+        "checkpoint.*",
+        "load_universal_checkpoint",
+        "use_data_before_expert_parallel_parallelism",
+    ),
+    *lacks("tightfit does not find batch sizes and devices at run time", "elasticity.*", "autotuning.*"),
+    *lacks("tightfit has no curriculum, layer drop or token drop", "curriculum_learning.*", "data_efficiency.*"),
+    *lacks("tightfit has no progressive layer drop", "progressive_layer_drop.*"),
+    *lacks("tightfit does not compress or quantize models", "compression_training.*", "quantize_training.*"),
+    *lacks("tightfit has no sparse attention", "sparse_attention.*"),
+    *lacks("tightfit has no eigenvalue schedule", "eigenvalue.*"),
+    *needless("only for inference", "hybrid_engine.*"),
+)
+
+
+def _combine(draft: Draft) -> None:
+    parts = draft.parts
+    for part in ("states_folder", "parameters_folder"):
+        if part in parts:
+            if "plan.offload_to" in draft.fields:
+                draft.fields["plan.offload_folder"] = parts[part]
+            else:
+                draft.settle(part, "not needed", "nothing is offloaded to NVMe")
+    if parts.get("adam_w_mode") is False and parts.get("optimizer"):
+        draft.settle("adam_w_mode", "no counterpart", "tightfit's weight decay is decoupled (AdamW)")
+    _warmup(draft)
+    check_stage(draft)
+
+
+def places(draft: Draft) -> None:
+    """plan.offload_to: cpu is host, nvme is disk. tightfit offloads everything to one place."""
+    said = {
+        row.key: str(row.value).lower()
+        for row in draft.rows
+        if row.key.endswith(
+            ("offload_optimizer.device", "offload_param.device", "offload_optimizer_device", "offload_param_device")
+        )
+    }
+    found = {value for value in said.values() if value in ("cpu", "nvme")}
+    if len(found) == 2:
+        draft.contradict(
+            f"{' and '.join(said)} name cpu and nvme, and plan.offload_to is one place for all: host is taken"
+        )
+    elif found == {"nvme"}:
+        draft.fields["plan.offload_to"] = "disk"
+
+
+def _warmup(draft: Draft) -> None:
+    """By default DeepSpeed's schedules warm up for 1,000 steps, along a logarithm."""
+    said = {row.key.rpartition(".")[2] for row in draft.rows}
+    if not draft.giver("schedule").endswith("scheduler.type"):
+        return
+    if "warmup_num_steps" not in said:
+        draft.imply("warmup", 1000, "schedule")
+        draft.remark("schedule", "train.warmup: 1000, its default")
+    if "warmup_type" not in said:
+        draft.remark("schedule", "DeepSpeed warms up along a logarithm by default, tightfit linearly")
+
+
+def check_stage(draft: Draft) -> None:
+    """What DeepSpeed itself refuses."""
+    stage = draft.parts.get("zero", (0, False))[0]
+    if stage >= 2 and draft.parts.get("pp", 1) > 1:
+        draft.contradict(
+            f"{draft.giver('zero')} {stage} and {draft.giver('pp')} {draft.parts['pp']}: DeepSpeed's pipelines take "
+            "ZeRO stage 0 or 1 only, as stages 2 and 3 shard the gradients that a pipeline accumulates"
+        )
+    if draft.parts.get("offload_parameters") and "zero" in draft.parts and stage != 3:
+        draft.contradict(f"{draft.giver('offload_parameters')} is for ZeRO stage 3, and the stage is {stage}")
+
+
+def combine_deepspeed(draft: Draft) -> None:
+    """What DeepSpeed's own keys say together, also where another tool's file contains them."""
+    places(draft)
+    _combine(draft)
+
+
+def _combine_alone(draft: Draft) -> None:
+    """Without a batch, DeepSpeed accumulates once."""
+    said = {row.key for row in draft.rows}
+    if "micro_batch" in draft.parts and not {"train_batch_size", "gradient_accumulation_steps"} & said:
+        draft.imply("accumulation", 1, "micro_batch")
+    combine_deepspeed(draft)
+
+
+IMPORTER = Importer(
+    name="deepspeed",
+    title="DeepSpeed",
+    marks=(
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "zero_optimization.*",
+        "zero_allow_untested_optimizer",
+        "fp16.enabled",
+        "bf16.enabled",
+        "bfloat16.enabled",
+        "optimizer.type",
+    ),
+    keys=KEYS,
+    defaults={"bf16.enabled": False, "fp16.enabled": False},
+    auto="auto is filled in by the transformers Trainer from its own arguments: import the file that has them",
+    combine=_combine_alone,
+)

@@ -1,0 +1,289 @@
+"""Imports a file of another tool: tells the tool, maps every key, and validates the job and the
+plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from tightfit.errors import InputError
+from tightfit.importers import (
+    accelerate,
+    axolotl,
+    deepspeed,
+    lightning,
+    llama_factory,
+    torchtitan,
+    torchtune,
+    training_arguments,
+)
+from tightfit.importers.combine import combine
+from tightfit.importers.mapping import Draft, Importer, Key, Lacks, Row
+from tightfit.importers.reading import read_settings
+from tightfit.job import Job, Permission
+from tightfit.plan import Plan
+from tightfit.rules import RULES, needed_permissions
+from tightfit.yaml_input import write_yaml
+
+IMPORTERS: tuple[Importer, ...] = (
+    torchtune.IMPORTER,
+    torchtitan.IMPORTER,
+    axolotl.IMPORTER,
+    llama_factory.IMPORTER,
+    accelerate.IMPORTER,
+    deepspeed.IMPORTER,
+    training_arguments.IMPORTER,
+    lightning.IMPORTER,  # last: some of its marks are everyday words
+)
+_EXAMPLES = {
+    "model": {"preset": "gpt2"},
+    "data": {"synthetic": "tokens"},
+}  # where a file has none, to validate the rest
+_SECTIONS = ("model", "data", "train", "limits")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What a file of another tool says, in tightfit's words.
+
+    job, plan       the content of the job file and the plan file
+    rows            what became of each key
+    contradictions  what cannot both be true in the file, or what tightfit refuses of it
+    to_do           what the user must add or decide
+    """
+
+    tool: Importer
+    job: dict[str, Any]
+    plan: dict[str, Any]
+    rows: tuple[Row, ...]
+    contradictions: tuple[str, ...]
+    to_do: tuple[str, ...]
+
+
+def import_file(path: Path, tool: str | None = None, devices: int | None = None) -> Imported:
+    """Reads a file and says it in tightfit's words. Raises InputError if it cannot be read, if its
+    tool cannot be told, or if a value is none that the tool would take.
+
+    tool     the name of an importer; None looks at the keys
+    devices  how many devices trained together, where the file does not say it
+    """
+    content = read_settings(path)
+    importer = _named(tool) if tool is not None else detect(content, str(path))
+    return import_content(importer, importer.prepare(content, path.resolve().parent), str(path), devices)
+
+
+def import_content(importer: Importer, content: dict[str, Any], where: str, devices: int | None = None) -> Imported:
+    """Says the content of a tool's file in tightfit's words. Raises InputError, which names
+    `where`."""
+    draft = Draft()
+    if devices is not None:
+        draft.imply("devices", devices, "--devices")
+    for name, value in importer.flatten(content):
+        _map(draft, importer, name, value, where)
+    _fill_defaults(draft, importer, where)
+    importer.combine(draft)
+    combine(draft)
+    draft.remove_dropped()
+    _finish_rows(draft)
+    try:
+        return _validated(importer, draft)
+    except InputError as error:
+        field = error.asked.replace(": ", ".").rpartition(".")[2]
+        keys = [row.key for row in draft.rows if row.field.endswith(f".{field}")]
+        raise InputError(f"{where}: {' and '.join(keys) or error.asked}", error.found, error.fix) from None
+
+
+def detect(content: Mapping[str, Any], where: str) -> Importer:
+    """The tool whose marks a file has. Raises InputError if it has none."""
+    for importer in IMPORTERS:
+        probe = Importer(importer.name, importer.title, (), tuple(Key(mark) for mark in importer.marks))
+        if any(probe.find(name) for name in _names(content)):
+            return importer
+    found = ", ".join(str(name) for name in list(content)[:6]) or "no keys"
+    raise InputError(
+        where,
+        f"has the keys of no known tool (found: {found})",
+        f"name the tool: --from {' | '.join(sorted(one.name for one in IMPORTERS))}",
+    )
+
+
+def _named(tool: str) -> Importer:
+    for importer in IMPORTERS:
+        if importer.name == tool.lower():
+            return importer
+    raise InputError(
+        f"--from {tool}",
+        "is no tool that tightfit knows",
+        f"use one of: {', '.join(sorted(i.name for i in IMPORTERS))}",
+    )
+
+
+def _names(content: Mapping[str, Any], section: str = "") -> list[str]:
+    """The names of all keys with their sections, sections themselves included."""
+    names = []
+    for name, value in content.items():
+        names.append(f"{section}{name}")
+        if isinstance(value, Mapping):
+            names += _names(value, f"{section}{name}.")
+    return names
+
+
+def _map(draft: Draft, importer: Importer, name: str, value: Any, where: str) -> None:
+    """Add one key's row to the draft, and its value."""
+    key = importer.find(name)
+    is_section = any(one.name.startswith(f"{importer.without_section(name)}.") for one in importer.keys)
+    if value in (None, {}) and (key or is_section):
+        draft.rows.append(Row(name, value, "not needed", note="it is empty"))
+    elif key is None:
+        near = f"no key of {importer.title} that tightfit knows"
+        draft.rows.append(Row(name, value, "unknown", note=near))
+    elif isinstance(value, str) and value.lower() == "auto" and not key.takes_auto:
+        note = f"{importer.auto}; {key.field} is left open" if key.field else importer.auto
+        draft.rows.append(Row(name, value, "left open", note=note))
+    else:
+        _convert(draft, key, Row(name, value, "mapped"), where)
+
+
+def _convert(draft: Draft, key: Key, row: Row, where: str, is_default: bool = False) -> None:
+    draft.rows.append(row)
+    if key.convert is None:
+        is_off = row.value in (False, 0, "", "none", "no") or row.value == []
+        row.outcome = "not needed" if is_off or not key.is_lost else "no counterpart"
+        row.note = "it is off" if is_off and key.is_lost else key.reason
+        return
+    try:
+        made = key.convert(row.value)
+    except (ValueError, TypeError, OverflowError, AttributeError) as error:
+        wants = str(error) if isinstance(error, ValueError) else "a value that the tool takes"
+        raise InputError(f"{where}: {row.key}", f"{row.value!r} is not allowed", f"give {wants}") from None
+    if isinstance(made, Lacks):
+        row.outcome, row.note = ("no counterpart" if made.is_lost else "not needed"), made.reason
+    else:
+        row.field, row.outcome = key.field, "default" if is_default else "mapped"
+        draft.give(row, key, made, is_default)
+
+
+def _fill_defaults(draft: Draft, importer: Importer, where: str) -> None:
+    """What the tool does where the file leaves out a key that changes the mathematics."""
+    said = {row.key for row in draft.rows if row.value is not None}
+    for name, value in importer.defaults.items():
+        key = importer.find(name)
+        assert key is not None, name
+        taken = key.part in draft.parts if key.part else key.field in draft.fields
+        named = any(row.field == key.field for row in draft.rows) and not key.part and key.field
+        if name not in said and not taken and not named and not _is_said_by_another(importer, key, said):
+            draft.rows = [row for row in draft.rows if row.key != name]  # one that is empty in the file
+            _convert(draft, key, Row(name, value, "default"), where, is_default=True)
+
+
+def _is_said_by_another(importer: Importer, key: Key, said: set[str]) -> bool:
+    """Whether the file has another key of the same part, such as an older name, also one that is
+    left open."""
+    return any(
+        other.part == key.part
+        and other.field == key.field
+        and any(other.matches(importer.without_section(name)) for name in said)
+        for other in importer.keys
+        if key.part
+    )
+
+
+def _finish_rows(draft: Draft) -> None:
+    """Fill in the fields' values. A field that was not set at the end says so."""
+    for row in draft.rows:
+        if row.field and row.field in draft.fields:
+            row.result = draft.fields[row.field]
+        elif row.field and row.outcome in ("mapped", "default"):
+            row.outcome = "left open"
+            row.note = row.note or f"{row.field} is left open"
+
+
+def _validated(importer: Importer, draft: Draft) -> Imported:
+    """The job and the plan, as Job.parse and Plan.parse take them."""
+    plan_fields = {name.removeprefix("plan."): v for name, v in draft.fields.items() if name.startswith("plan.")}
+    plan = Plan.parse(plan_fields, "plan")
+    sections: dict[str, Any] = {}
+    for name, value in draft.fields.items():
+        section, _, field = name.partition(".")
+        if section in _SECTIONS:
+            sections.setdefault(section, {})[field] = value
+    job = {name: sections[name] for name in _SECTIONS if name in sections}
+    _add_permissions(job, plan, "precision" in plan_fields)
+    _name_missing(job, draft)
+    parsed = Job.parse(_with_examples(job), "job")
+    contradictions = [*draft.contradictions, *_refusals(plan, parsed)]
+    written = {name: value for name, value in plan.content().items() if name in plan_fields}
+    return Imported(importer, job, written, tuple(draft.rows), tuple(contradictions), tuple(dict.fromkeys(draft.to_do)))
+
+
+def _add_permissions(job: dict[str, Any], plan: Plan, is_pinned: bool) -> None:
+    """Allow what the file asks for, and no more where it says the precision."""
+    needed = needed_permissions(plan) | (set() if is_pinned else {"bf16"})
+    if is_pinned or len(needed) > 1:
+        job["allow"] = [word for word in get_args(Permission) if word in needed]
+
+
+def _name_missing(job: dict[str, Any], draft: Draft) -> None:
+    """Say what the job still needs: a model, data, or the folders of hub ids."""
+    source = job.get("model", {}).get("from")
+    if source and "tokenizer" not in job.get("data", {}):
+        job.setdefault("data", {})["tokenizer"] = source
+    if not {"preset", "from", "architecture", "python"} & set(job.get("model", {})):
+        draft.to_do.insert(0, "add the model, such as model: {from: folder} with config.json and safetensors files")
+    elif source and not Path(source).is_dir():
+        is_path = source.startswith(("/", ".", "~"))
+        remedy = (
+            "name the folder with config.json and safetensors files"
+            if is_path
+            else f"download it into a folder (hf download {source} --local-dir FOLDER) and name that"
+        )
+        draft.to_do.insert(0, f"model.from is {source}, which is no folder here: {remedy}")
+    if not {"text", "jsonl", "parquet", "dataset", "images", "synthetic", "python"} & set(job.get("data", {})):
+        draft.to_do.insert(1, "add the data, such as data: {text: folder/} or data: {jsonl: file.jsonl}")
+    elif "dataset" in job["data"] and not Path(job["data"]["dataset"]).is_dir():
+        draft.to_do.insert(
+            1,
+            f"data.dataset is {job['data']['dataset']}: tightfit reads a folder that datasets.save_to_disk has written",
+        )
+    if "train.learning_rate" not in draft.fields:
+        draft.to_do.append("add train.optimizer and train.learning_rate, which the file does not have")
+
+
+def _with_examples(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The job with an example in the place of a missing model or missing data, to validate the
+    rest."""
+    whole = dict(job)
+    sources = {
+        "model": ("preset", "architecture", "from", "python"),
+        "data": ("text", "jsonl", "parquet", "dataset", "synthetic"),
+    }
+    for name, example in _EXAMPLES.items():
+        if not set(sources[name]) & set(whole.get(name, {})):
+            whole[name] = {**whole.get(name, {}), **example}
+    return whole
+
+
+def _refusals(plan: Plan, job: Job) -> list[str]:
+    """The rules of tightfit's that the imported plan breaks on a GPU, each with its remedy."""
+    if plan.zero and plan.shards == 1:
+        plan = plan.replace(dp_shard=2)  # which is left open; the batch is that of one data rank
+        job = job.replace(train=job.train.replace(batch=2 * job.train.batch))
+    if "batch" not in job.train.model_fields_set:
+        job = job.replace(train=job.train.replace(batch=plan.data_parallel * (plan.micro_batch or 1)))  # still to come
+    return [
+        f"tightfit refuses the plan: {rule.text}; {rule.remedy(plan, job)}"
+        for rule in RULES
+        if not rule.holds(plan, job, "cuda")
+    ]
+
+
+def file_texts(imported: Imported, source: Path) -> dict[str, str]:
+    """The texts of job.yaml and plan.yaml, with what is still to do as comments."""
+    head = f"# Imported from {source.name} ({imported.tool.title}) by tightfit import.\n"
+    to_do = "".join(f"# To do: {sentence}\n" for sentence in (*imported.contradictions, *imported.to_do))
+    return {
+        "job.yaml": head + to_do + (write_yaml(imported.job) if imported.job else "{}\n"),
+        "plan.yaml": head + (write_yaml(imported.plan) if imported.plan else "{}\n"),
+    }

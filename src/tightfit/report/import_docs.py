@@ -1,0 +1,110 @@
+"""Writes docs/import.md from the importers' tables: python -m tightfit.report.import_docs.
+
+A test checks that the page agrees with the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+
+from tightfit.importers.importing import IMPORTERS
+from tightfit.importers.mapping import Importer, Key
+
+HEAD = """# Importing another tool's configuration
+
+Written by `python -m tightfit.report.import_docs` from the tables in `src/tightfit/importers`.
+
+```sh
+tightfit import ds_config.json                      # imported/ds_config/job.yaml and plan.yaml
+tightfit import config.yaml --from axolotl --out my-job --devices 8
+```
+
+`tightfit import FILE` reads the file, tells the tool by its keys, and writes a job file and a plan file. It prints every key of
+the file with what became of it:
+
+| outcome | meaning |
+| --- | --- |
+| a field | the key was mapped to this field of the job or the plan, with this value |
+| the tool's default | the file leaves the key out; the tool's own default changes the mathematics, so it is written |
+| left open | the file does not decide it: auto, or a factor without its other factors |
+| contradiction | two keys cannot both be true; the field is left out |
+| no counterpart | the training loses something: tightfit does not have it, or not in this form |
+| not needed | the training is the same without it |
+| unknown | no key of this tool that tightfit knows |
+
+Then it lists the contradictions, which include what tightfit's own rules refuse, and what is left to do: a model or data that the
+file does not have, folders in the place of hub ids, steps in the place of epochs. job.yaml has the same list as comments.
+
+**The batch.** `train.batch` is all samples of one optimizer step on all devices, `plan.micro_batch` the samples of one forward on
+each data rank: batch = micro-batch x accumulation steps x data ranks. Data ranks are the devices that do not share samples, that
+is devices / (tp x pp x cp). A file that does not say how many devices there are is imported for one; `--devices N` gives them.
+
+**The permissions.** `allow` names what the file asks for: `bf16: true` allows bf16, a file in fp32 allows nothing.
+"""
+
+
+def page(importers: Iterable[Importer] = IMPORTERS) -> str:
+    """The text of docs/import.md."""
+    return HEAD + "".join(_section(one) for one in sorted(importers, key=lambda one: one.title.lower()))
+
+
+def _section(importer: Importer) -> str:
+    lines = [
+        f"\n## {importer.title}\n",
+        f"`--from {importer.name}`. Told by: {', '.join(f'`{mark}`' for mark in importer.marks)}.",
+        f"auto: {_sentence(importer.auto)}.",
+    ]
+    if importer.defaults:
+        defaults = ", ".join(f"`{name}: {str(value).lower()}`" for name, value in importer.defaults.items())
+        lines.append(f"Defaults: {defaults}.")
+    if importer.sections:
+        lines.append(f"The keys may also stand in {', '.join(f'`{one}`' for one in importer.sections)}.")
+    shared = _shared(importer)
+    if shared:
+        lines.append(f"It also takes the keys of {shared.title}, which are listed there.")
+    lines += ["", "| key | tightfit | how, or why not |", "| --- | --- | --- |"]
+    for (field, words), keys in groupby(shown_keys(importer), key=lambda key: (_field(key), _words(key))):
+        names = ", ".join(f"`{key.name}`" for key in keys)
+        lines.append(f"| {names} | {field} | {words} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shared(importer: Importer) -> Importer | None:
+    """The importer whose keys are also in this one's table."""
+    own = {id(key) for key in importer.keys}
+    smaller = (one for one in IMPORTERS if len(one.keys) < len(importer.keys))
+    return next((one for one in smaller if sum(id(key) in own for key in one.keys) > len(one.keys) / 2), None)
+
+
+def shown_keys(importer: Importer) -> list[Key]:
+    """The keys without those that another table has: shared ones, and those of a DeepSpeed file
+    inside another tool's."""
+    shared = _shared(importer)
+    known = {id(key) for key in shared.keys} if shared else set()
+    inside = ("deepspeed.", "deepspeed_config.deepspeed_config_file.")
+    return [
+        key
+        for key in importer.keys
+        if id(key) not in known and (importer.name == "deepspeed" or not key.name.startswith(inside))
+    ]
+
+
+def _field(key: Key) -> str:
+    if key.field:
+        return f"`{key.field}`"
+    return "by value" if key.convert else "no counterpart" if key.is_lost else "not needed"
+
+
+def _words(key: Key) -> str:
+    words = key.reason or (key.convert.__doc__ if key.convert else "") or ""
+    return _sentence(" ".join(words.split())).replace("|", "\\|")
+
+
+def _sentence(words: str) -> str:
+    return words.rstrip(".")
+
+
+if __name__ == "__main__":
+    (Path(__file__).parents[3] / "docs" / "import.md").write_text(page())
