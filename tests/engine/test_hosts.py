@@ -118,6 +118,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_hosts_with_states_divided_within_each(
     hosts: Hosts, tmp_path: Path, alone: list[float]
 ) -> None:

@@ -56,6 +56,7 @@ def in_fresh_processes(count: int, fields: dict[str, Any], more: int | None) -> 
         pool.close()
 
 
+@pytest.mark.slow
 def test_too_large_models_train_sharded_or_offloaded(tmp_path: Path) -> None:
     (expected,) = in_fresh_processes(1, {}, None)
     (said,) = in_fresh_processes(1, {}, MORE)

@@ -13,6 +13,7 @@ from typing import IO, Any
 import pytest
 
 from tests.cuda import stand_in
+from tests.sweeps import part
 
 ROOT = Path(__file__).parents[2]
 STEPS_APART: dict[str, Any] = {"pp": 2, "micro_batch": 2}
@@ -113,13 +114,14 @@ def named(value: Any) -> str:
     return ",".join(f"{k}={v}" for k, v in value.items()) or "plain" if isinstance(value, dict) else str(value)
 
 
-@pytest.mark.parametrize("fields", ALONE, ids=named)
+@pytest.mark.parametrize("fields", part(ALONE, 2, named))
 def test_one_device_mixes_no_host_and_device_tensors(device: Device, fields: dict[str, Any]) -> None:
     assert device.says("llama", fields) == ""
 
 
-@pytest.mark.parametrize(("fields", "rank"), SEVERAL, ids=named)
-def test_several_devices_mix_no_host_and_device_tensors(device: Device, fields: dict[str, Any], rank: int) -> None:
+@pytest.mark.parametrize("plan", part(SEVERAL, 2, lambda plan: f"{named(plan[0])}-{plan[1]}"))
+def test_several_devices_mix_no_host_and_device_tensors(device: Device, plan: tuple[dict[str, Any], int]) -> None:
+    fields, rank = plan
     assert device.says("llama", fields, rank) == ""
 
 

@@ -160,7 +160,8 @@ def all_plans(estimator: Estimator, start: tightfit.Plan) -> list[Estimate]:
     ]
 
 
-@pytest.mark.parametrize("allow", [[], pytest.param(["bf16", "8-bit-states"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("allow", [[], ["bf16", "8-bit-states"]])
 def test_a_refusal_is_checked_against_all_plans(allow: list[str]) -> None:
     """No plan of the whole list needs less than the refusal says; with as much as the leanest of them needs, search finds one."""
     job, pins = small(allow=allow), {"compile": "none"}
