@@ -63,7 +63,11 @@ def test_predicted_is_shown_beside_measured(
     assert any(line.startswith("step") for line in lines[head:])
 
 
-@pytest.mark.parametrize("arguments", [("explain", "--analyze"), ("verify",)], ids=lambda given: given[0])
+@pytest.mark.parametrize(
+    "arguments",
+    [("explain", "--analyze"), pytest.param(("verify",), marks=pytest.mark.slow)],
+    ids=lambda given: given[0],
+)
 def test_single_process_commands_plan_for_one_device(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

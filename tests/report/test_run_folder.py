@@ -30,14 +30,19 @@ from tightfit.report.commands import check_out
 from tightfit.report.run_folder import begin_files
 
 
-def run_train(monkeypatch: pytest.MonkeyPatch, job: Path, out: Path, *options: str) -> int:
-    """The exit code of `tightfit train`."""
-    monkeypatch.setattr(sys, "argv", ["tightfit", "train", str(job), "--out", str(out), *options])
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of the command line."""
+    monkeypatch.setattr(sys, "argv", ["tightfit", *arguments])
     try:
         main()
     except SystemExit as ended:
         return int(ended.code or 0)
     return 0
+
+
+def run_train(monkeypatch: pytest.MonkeyPatch, job: Path, out: Path, *options: str) -> int:
+    """The exit code of `tightfit train`."""
+    return command(monkeypatch, "train", str(job), "--out", str(out), *options)
 
 
 def losses(out: Path) -> list[float]:
