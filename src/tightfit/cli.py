@@ -146,6 +146,32 @@ def explain(
 
 
 @app.command()
+def sweep(
+    job: JobFile,
+    over: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--over",
+            metavar="NAME=VALUE,VALUE",
+            help="what is varied: train.batch=8,16, plan.zero=2,3, machine=l40s,h100-sxm; may be given several times",
+        ),
+    ] = None,
+    plan: PlanFile = None,
+    price: Price = None,
+    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="write the table there, too")] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE", help="draw the table: FILE.svg, .png or .pdf")
+    ] = None,
+    changes: Changes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Explain every combination of some values of a job, its plan and the machine, as a table."""
+    from tightfit.report.sweep import sweep_command
+
+    sweep_command(job, plan, over or [], changes or [], price, csv, picture, as_json)
+
+
+@app.command()
 def verify(
     job: JobFile,
     plan: PlanFile = None,
