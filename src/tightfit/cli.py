@@ -172,6 +172,26 @@ def sweep(
 
 
 @app.command()
+def ladder(
+    job: JobFile,
+    machine: MachineName = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="run a few steps of each rung on this machine, each in its own process")
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE", help="draw the rungs: FILE.svg, .png or .pdf")
+    ] = None,
+    changes: Changes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what each method does to a job: from the plain loop up, one more at a time, and each
+    alone."""
+    from tightfit.report.ladder import ladder_command
+
+    ladder_command(job, machine, run, changes or [], picture, as_json)
+
+
+@app.command()
 def verify(
     job: JobFile,
     plan: PlanFile = None,
