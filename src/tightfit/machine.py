@@ -324,7 +324,7 @@ class Machine(Value):
     def __repr__(self) -> str:
         rates = ", ".join(f"{kind} {format_flops(figure.value)}" for kind, figure in self.matrix_flops_per_s.items())
         count = self.devices_per_node * self.nodes
-        kind = "devices" if self.explain_only else self.device
+        kind = "device" if self.explain_only else self.device
         return f"Machine({self.name}, {count} x {kind}, {format_bytes(self.memory_bytes.value)}{', ' + rates if rates else ''})"
 
     __str__ = __repr__

@@ -119,7 +119,7 @@ def machine_rows(machine: Machine) -> list[tuple[str, str, str]]:
     """(what, value, source) for each figure of a machine."""
     count = machine.devices_per_node * machine.nodes
     kind = f"{machine.device}, {machine.architecture}" if machine.architecture else machine.device
-    rows = [("device", f"{count} x {machine.name} ({kind})", "system" if machine.is_here else "published")]
+    rows = [("device", f"{count} x {machine.name} ({kind})", machine.memory_bytes.source)]
     figures: list[tuple[str, Figure, Callable[[float], str]]] = [
         ("memory", machine.memory_bytes, format_bytes),
         ("host memory", machine.host_memory_bytes, format_bytes),
