@@ -64,10 +64,10 @@ def missing_for_compile(machine: Machine) -> str:
     """What torch.compile needs and does not find on this machine, in words; empty if nothing is
     missing.
 
-    A machine of the device table is assumed to have everything. For CPUs torch.compile generates
+    A machine of the device table or of a machine file is assumed to have everything. For CPUs torch.compile generates
     C++. For CUDA devices it uses Triton, which compiles a C stub for each kernel.
     """
-    if machine.device == "cuda" and not machine.is_here:
+    if not machine.is_here:
         return ""
     compilers, named = _COMPILERS[machine.device]
     chosen = os.environ.get(named, "")  # as torch and Triton read it

@@ -28,6 +28,14 @@ Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="change the job or its plan: train.steps=20, plan.micro_batch=4"),
 ]
+MachineName = Annotated[
+    str | None,
+    typer.Option(
+        "--machine",
+        metavar="NAME",
+        help="a known machine (tightfit machine --list) or a machine file; left out, this one",
+    ),
+]
 Timeout = Annotated[
     float,
     typer.Option("--timeout", min=0.01, metavar="MINUTES", help="how long to wait for a process that does not answer"),
@@ -36,6 +44,12 @@ Interface = Annotated[
     str | None,
     typer.Option("--interface", metavar="NAME", help="the network interface that leads to the other hosts"),
 ]
+Price = Annotated[
+    float | None,
+    typer.Option(
+        "--price", metavar="NUMBER", help="of an hour of one device, in any currency: adds the training's cost"
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON and nothing else")]
 
 
@@ -43,6 +57,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON and nothing els
 def train(
     job: JobFile,
     plan: PlanFile = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            "--machine",
+            metavar="NAME",
+            help="figures to plan with, instead of this machine's: a name or a machine file",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="where the run's files go; left out, runs/<job name>")
     ] = None,
@@ -69,7 +91,8 @@ def train(
     from tightfit.report.commands import train_command
     from tightfit.report.processes import LaunchOptions
 
-    train_command(job, plan, out, resume, changes or [], nproc, LaunchOptions(timeout * 60, interface, requeue_code))
+    launched = LaunchOptions(timeout * 60, interface, requeue_code)
+    train_command(job, plan, out, resume, changes or [], nproc, launched, machine)
 
 
 @app.command(name="import")
@@ -116,10 +139,7 @@ def launch(
 def explain(
     job: JobFile,
     plan: PlanFile = None,
-    machine: Annotated[
-        str | None,
-        typer.Option("--machine", metavar="NAME", help="a known machine (tightfit machine --list); left out, this one"),
-    ] = None,
+    machine: MachineName = None,
     memory: Annotated[
         str | None, typer.Option("--memory", metavar="SIZE", help="the most a device may use: 24GiB")
     ] = None,
@@ -136,6 +156,7 @@ def explain(
             "--timeline", metavar="FILE", help="draw the pipeline's schedule over time: FILE.svg, .png or .pdf"
         ),
     ] = None,
+    price: Price = None,
     changes: Changes = None,
     as_json: AsJson = False,
 ) -> None:
@@ -143,7 +164,53 @@ def explain(
     fits."""
     from tightfit.report.commands import explain_command
 
-    explain_command(job, plan, machine, memory, top, analyze, picture, changes or [], as_json, timeline)
+    explain_command(job, plan, machine, memory, top, analyze, picture, changes or [], as_json, timeline, price)
+
+
+@app.command()
+def sweep(
+    job: JobFile,
+    over: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--over",
+            metavar="NAME=VALUE,VALUE",
+            help="what is varied: train.batch=8,16, plan.zero=2,3, machine=l40s,h100-sxm; may be given several times",
+        ),
+    ] = None,
+    plan: PlanFile = None,
+    price: Price = None,
+    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="write the table there, too")] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE", help="draw the table: FILE.svg, .png or .pdf")
+    ] = None,
+    changes: Changes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Explain every combination of some values of a job, its plan and the machine, as a table."""
+    from tightfit.report.sweep import sweep_command
+
+    sweep_command(job, plan, over or [], changes or [], price, csv, picture, as_json)
+
+
+@app.command()
+def ladder(
+    job: JobFile,
+    machine: MachineName = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="run a few steps of each rung on this machine, each in its own process")
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE", help="draw the rungs: FILE.svg, .png or .pdf")
+    ] = None,
+    changes: Changes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what each method does to a job: from the plain loop up, one more at a time, and each
+    alone."""
+    from tightfit.report.ladder import ladder_command
+
+    ladder_command(job, machine, run, changes or [], picture, as_json)
 
 
 @app.command()
@@ -168,7 +235,9 @@ def verify(
 
 @app.command()
 def machine(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME[:COUNT[xNODES]]]", help="left out: this machine")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME[:COUNT[xNODES]]]", help="or a machine file; left out: this machine")
+    ] = None,
     known: Annotated[bool, typer.Option("--list", help="list the machines that are known by name")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="measure this machine (about a minute)")] = False,
     records: Annotated[

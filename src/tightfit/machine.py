@@ -1,7 +1,7 @@
 """Machine: what a job runs on, each number with its source.
 
 `Machine.detect()` is this machine, with the figures of its last calibration; `Machine.named` is one
-of the device table. It imports no torch until a GPU is asked for.
+of the device table or of a machine file. It imports no torch until a GPU is asked for.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import errno
 import math
 import os
 import platform
-import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tightfit.errors import InputError
 from tightfit.machines import ACHIEVED, MEMORY_ACHIEVED, USABLE, devices
 from tightfit.machines.gpus import Gpu, estimated_bytes_per_s, estimated_flops_per_s, visible
+from tightfit.machines.names import find_named
 from tightfit.units import format_bytes, format_flops
-from tightfit.values import Value, nearest
+from tightfit.values import Value, nearest, read_yaml
 
 
 class Figure(Value):
@@ -34,13 +34,15 @@ class Figure(Value):
     published  by the maker
     system     read from the operating system
     estimated  from the GPU's number of processors and its clocks
+    given      by the user, in a machine file
     """
 
-    value: float
-    source: Literal["measured", "glance", "published", "system", "estimated"]
+    value: float = Field(gt=0)
+    source: Literal["measured", "glance", "published", "system", "estimated", "given"] = "given"
     detail: str = ""
 
 
+TYPES = ("fp32", "tf32", "fp16", "bf16", "fp8")  # of matrix products
 FLOAT8 = "float8"  # the 8-bit types, whose products are equally fast
 NVLINK = 100  # GB/s; a faster link is NVLink, a slower one PCIe
 # seconds of a hop within a node, of a hop between nodes, and of a call, for NCCL's protocol there
@@ -79,6 +81,8 @@ class Machine(Value):
                          `measure.pace`)
     efficiency           share of these rates that whole training steps reach, from their records:
                          compute, memory, launch, link
+    explain_only         whether tightfit only predicts for these devices: it has no code that
+                         trains on them. What runs there is taken to run as on a GPU
     """
 
     name: str
@@ -103,6 +107,23 @@ class Machine(Value):
     control_s: Figure | None = None
     rates: dict[str, dict[int, float]] = Field(default_factory=dict)
     efficiency: dict[str, Figure] = Field(default_factory=dict)
+    explain_only: bool = False
+
+    @model_validator(mode="after")
+    def _known_types_and_rates(self) -> Self:
+        for field in ("matrix_peak_flops_per_s", "matrix_flops_per_s", "matrix_flops_per_s_by_size"):
+            for kind in getattr(self, field):
+                if kind not in TYPES:
+                    raise InputError(f"machine: {field}.{kind}", "unknown type", nearest(kind, list(TYPES)))
+        for field in ("matrix_flops_per_s_by_size", "rates"):
+            for kind, table in getattr(self, field).items():
+                if (field == "rates" and not table) or any(min(size, rate) <= 0 for size, rate in table.items()):
+                    raise InputError(
+                        f"machine: {field}.{kind}",
+                        "is no table of sizes and rates above 0",
+                        "write it like {1024: 2.5e+12}",
+                    )
+        return self
 
     @classmethod
     def detect(cls) -> Machine:
@@ -119,25 +140,43 @@ class Machine(Value):
             return found
         if (measured.name, measured.memory_bytes.value) != (found.name, found.memory_bytes.value):
             return found
-        return measured.replace(**{field: getattr(found, field) for field in _SEEN})
+        return found.with_figures_of(measured)
+
+    def with_figures_of(self, other: Machine) -> Machine:
+        """`other`, with what was detected of this machine: its memory, cores and number of devices."""
+        return other.replace(**{field: getattr(self, field) for field in _SEEN})
 
     @classmethod
     def named(cls, text: str) -> Machine:
-        """A machine of the device table: NAME, NAME:COUNT, or NAME:COUNTxNODES.
+        """A machine by its name, or that of a machine file.
 
-        h100-sxm:8x4 is 4 nodes of 8 devices. Raises InputError for an unknown name or a wrong
-        count.
+        h100-sxm          one device of the table; h100-sxm:8x4 is 4 nodes of 8 devices
+        NVIDIA L40S:2     the name that the device's driver gives it
+        p5.48xlarge:4     an instance type of a cloud; 4 hosts of it
+        cluster.yaml      a machine file: see `load`
+
+        Raises InputError for an unknown name, a wrong count or a wrong file.
         """
-        name, _, size = text.partition(":")
-        known = devices()
-        if name not in known:
-            raise InputError(f"machine {text}", "no such device is known", nearest(name, list(known)))
-        match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", size or "1")
-        if match is None:
-            raise InputError(
-                f"machine {text}", f"{size} is not a number of devices", f"write it like {name}:8 or {name}:8x4"
-            )
-        return _of_table(name, known[name], int(match.group(1)), int(match.group(2) or 1))
+        if text.lower().endswith(FILES):
+            return cls.load(text)
+        found = find_named(text)
+        return _of_table(found.device, found.row, found.per_node, found.nodes)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Machine:
+        """The machine that a file describes, with the fields of `tightfit schema machine`, in YAML
+        or JSON.
+
+        The output of `tightfit machine --json` is such a file. What was detected where it was
+        written counts as given: it is not this machine. Raises InputError.
+        """
+        machine = cls.parse(read_yaml(path), str(path))
+        detected = {
+            field: figure.replace(source="given")
+            for field in ("memory_bytes", "host_memory_bytes")
+            if (figure := getattr(machine, field)).source == "system"
+        }
+        return machine.replace(**detected)
 
     def per_process(self, per_node: int, nodes: int = 1) -> Machine:
         """This machine for `per_node` processes on each of `nodes` hosts.
@@ -275,10 +314,18 @@ class Machine(Value):
             _UNKNOWN_FLOPS[self.device] * (2.0 if name != "fp32" else 1.0) * (self.cores if self.device == "cpu" else 1)
         )
 
+    @property
+    def training_caveat(self) -> str:
+        """What to know of devices on which nothing trains; empty for all others."""
+        if not self.explain_only:
+            return ""
+        return f"tightfit explains for {self.name} and does not train on it; its work is taken to run as on a GPU"
+
     def __repr__(self) -> str:
         rates = ", ".join(f"{kind} {format_flops(figure.value)}" for kind, figure in self.matrix_flops_per_s.items())
         count = self.devices_per_node * self.nodes
-        return f"Machine({self.name}, {count} x {self.device}, {format_bytes(self.memory_bytes.value)}{', ' + rates if rates else ''})"
+        kind = "device" if self.explain_only else self.device
+        return f"Machine({self.name}, {count} x {kind}, {format_bytes(self.memory_bytes.value)}{', ' + rates if rates else ''})"
 
     __str__ = __repr__
 
@@ -286,6 +333,10 @@ class Machine(Value):
 def _of_table(name: str, row: dict[str, Any], count: int, nodes: int) -> Machine:
     """The machine of one row of the device table: its rates are the assumed share of the peak."""
     share, source = row.get("achieved", ACHIEVED), row["source"]
+    of = row.get("instance", "a usual node of this device")
+    host, host_of = 4 * row["memory"], "four times the devices' memory, as nodes usually have"
+    if "host_memory" in row:
+        host, host_of = row["host_memory"], of if "instance" in row else source
 
     def figure(value: float, detail: str) -> Figure:
         return Figure(value=value, source="published", detail=detail)
@@ -297,10 +348,8 @@ def _of_table(name: str, row: dict[str, Any], count: int, nodes: int) -> Machine
         architecture=row["architecture"],
         devices_per_node=count,
         nodes=nodes,
-        memory_bytes=figure(row["memory"] * 2**30 * USABLE, source),
-        host_memory_bytes=figure(
-            row["memory"] * 4 * 2**30 * count, "four times the devices' memory, as nodes usually have"
-        ),
+        memory_bytes=figure(row["memory"] * 2**30 * row.get("usable", USABLE), source),
+        host_memory_bytes=figure(host * 2**30 * count, host_of),
         matrix_peak_flops_per_s={kind: figure(value * 1e12, source) for kind, value in row["flops"].items()},
         matrix_flops_per_s={
             kind: figure(value * 1e12 * share, f"{share:.0%} of the peak") for kind, value in row["flops"].items()
@@ -308,10 +357,11 @@ def _of_table(name: str, row: dict[str, Any], count: int, nodes: int) -> Machine
         memory_bytes_per_s=figure(row["bandwidth"] * 1e9 * MEMORY_ACHIEVED, f"{MEMORY_ACHIEVED:.0%} of {source}"),
         host_to_device_bytes_per_s=figure(row["host"] * 1e9, source),
         process_bytes_per_s=figure(row["link"] * 1e9, source),
-        network_bytes_per_s=figure(row["network"] * 1e9, "of a usual node of this device"),
+        network_bytes_per_s=figure(row["network"] * 1e9, f"of {of}"),
         process_latency_s=figure(within_s, said),
         network_latency_s=figure(between_s, said),
         call_s=figure(call_s, said),
+        explain_only=row.get("explain_only", False),
     )
 
 
@@ -372,6 +422,7 @@ _CAUSAL = 0.875
 _SEEN = (  # fields that are detected anew, whatever the calibration's file says
     "architecture", "devices_per_node", "cores", "memory_bytes", "host_memory_bytes", "matrix_peak_flops_per_s",
 )  # fmt: skip
+FILES = (".yaml", ".yml", ".json")  # endings of a machine file's name
 CALIBRATION_VERSION = 2  # version of the calibration's files: those of earlier versions are not read
 PRIVATE = 0o700  # mode of the cache's folders
 _UNKNOWN_FLOPS = {"cpu": 5e10, "cuda": 1e13}  # fp32, of a core or of a GPU, before a calibration

@@ -14,6 +14,7 @@ import torch
 from tightfit.distributed.mesh import make_mesh
 from tightfit.distributed.processes import local_device
 from tightfit.engine.rng import seed_all
+from tightfit.errors import InputError
 from tightfit.job import Job, LossSpec
 from tightfit.machine import Machine
 from tightfit.methods import METHODS, loader, microbatch
@@ -38,9 +39,16 @@ def build(
     data     used instead of the job's own data, which is then not opened
     alone    build for one device, although this process is one of several that train together
 
-    Raises InputError, with its remedy, for a plan that the job does not allow or that cannot work.
+    Raises InputError, with its remedy, for a plan that the job does not allow or that cannot work,
+    and for devices that tightfit does not train on.
     """
     plan = plan or Plan()
+    if machine is not None and machine.explain_only:
+        raise InputError(
+            f"machine {machine.name}",
+            "tightfit explains for it and does not train on it",
+            "train on a CUDA or ROCm device, or on a CPU",
+        )
     kind = (machine or Machine.detect()).device
     check(plan, job, TARGET.get() or kind)  # a dry run has its target's rules
     device = local_device(kind)

@@ -1,5 +1,5 @@
-"""The table of known devices, each figure with its source. A calibration's figures replace the
-table's."""
+"""The tables of known devices and of clouds' instance types, each figure with its source. A
+calibration's figures replace the table's."""
 
 from __future__ import annotations
 
@@ -21,4 +21,15 @@ USABLE = 0.985
 @cache
 def devices() -> dict[str, dict[str, Any]]:
     """Name -> figures of one device, as devices.yaml lists them."""
-    return yaml.safe_load((resources.files(__name__) / "devices.yaml").read_text(encoding="utf-8"))
+    return _table("devices.yaml")
+
+
+@cache
+def instances() -> dict[str, dict[str, Any]]:
+    """Instance type of a cloud -> its device, their number, and the host's network and memory."""
+    return _table("instances.yaml")
+
+
+def _table(name: str) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = yaml.safe_load((resources.files(__name__) / name).read_text(encoding="utf-8"))
+    return found

@@ -80,8 +80,8 @@ def _amd(half: int, clock: float, bandwidth: float, float8: bool = False) -> Gen
 
 
 # From NVIDIA's whitepapers on Volta, Turing, Ampere (GA100, GA102), Ada, Hopper and Blackwell, and
-# AMD's on CDNA 1 to 4. Processors x clock x these FLOPs gives the device table's peak, within 10 %
-# for each device that the table names.
+# AMD's on CDNA 1 to 4. Processors x clock x these FLOPs gives the device table's peak, within 10 %,
+# but for devices that are sold with slower tensor cores (A10G, L40, H20).
 GENERATIONS = {
     "sm_70": _nvidia(128, 1024, 1.53, 900, narrow=False),
     "sm_72": _nvidia(128, 1024, 1.4, 137, narrow=False),

@@ -289,9 +289,11 @@ class Estimator:
     runtime_bytes  device memory that the process takes beside its tensors
     """
 
-    def __init__(self, job: Job, machine: Machine) -> None:
+    def __init__(self, job: Job, machine: Machine, profiler: Profiler | None = None) -> None:
+        """profiler: of an earlier estimator, whose traces are shared. Its job may differ only in
+        permissions, limits and plan, its machine in all but the kind of device."""
         self.job, self.machine = job, machine
-        self.profiler, self.cost_model = Profiler(job, machine.device), CostModel(machine)
+        self.profiler, self.cost_model = profiler or Profiler(job, machine.device), CostModel(machine)
         self.limit_bytes = job.limits.memory or machine.memory_bytes.value
         self.runtime_bytes = (
             psutil.Process().memory_info().rss

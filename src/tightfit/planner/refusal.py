@@ -252,7 +252,11 @@ def _larger_machine(least: Estimate) -> str:
     if least.job.limits.memory and needed <= least.machine.memory_bytes.value:
         return f"limits.memory of {format_bytes(math.ceil(needed))} or more, which this machine has"
     if least.machine.device == "cuda":
-        known = [(Machine.named(name).memory_bytes.value, name) for name in devices()]
+        known = [
+            (Machine.named(name).memory_bytes.value, name)
+            for name, row in devices().items()
+            if not row.get("explain_only")
+        ]
         large = [one for one in sorted(known) if one[0] >= needed]
         if large:
             return f"a larger device: {large[0][1]} has {format_bytes(large[0][0])}"

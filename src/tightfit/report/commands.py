@@ -110,6 +110,7 @@ def train_command(
     changes: list[str],
     nproc: int = 1,
     surroundings: LaunchOptions | None = None,
+    machine_name: str | None = None,
 ) -> None:
     quiet_libraries()
     here, world = read_launcher()
@@ -117,6 +118,7 @@ def train_command(
     with errors_printed_once(world, around):
         job, pins = read_job(path, plan, changes)
         check_start(nproc, world, around)
+        figures = None if machine_name is None else figures_for_training(machine_name)
     if nproc > 1 and world == 1:
         check_out(out, resume)  # before processes are started, so that it is printed once
         this_machine(print)
@@ -124,7 +126,8 @@ def train_command(
     enter_environment(Plan(allocator=pins.get("allocator", ALLOCATOR)), Machine.detect().device)
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    machine = (this_machine(say) if world == 1 else Machine.detect()).per_process(here, max(world // here, 1))
+    machine = figures or (this_machine(say) if world == 1 else Machine.detect())
+    machine = machine.per_process(here, max(world // here, 1))
 
     def plan_it() -> tuple[dict[str, Any] | None, Plan]:
         check_out(out, resume)
@@ -220,10 +223,14 @@ def explain_command(
     changes: list[str],
     as_json: bool,
     timeline: Path | None = None,
+    price: float | None = None,
 ) -> None:
     quiet_libraries()
     limit = [] if memory is None else [f"limits.memory={_bytes_of('--memory', memory)}"]
     job, pins = read_job(path, plan, [*changes, *limit])
+    from tightfit.planner.whole_run import check_price
+
+    check_price("--price", price)
     console = Console(stderr=True, soft_wrap=True) if as_json else Console()
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     _check_explain_options(machine_name, analyze, picture, timeline)
@@ -235,7 +242,7 @@ def explain_command(
     from tightfit.planner.refusal import describe_shortages
     from tightfit.planner.search import search_or_estimate
     from tightfit.planner.waterfall import waterfall
-    from tightfit.report.explain import explained, show, show_analysis
+    from tightfit.report.explain import explained, show, show_analysis, with_whole_runs
 
     estimator = Estimator(job, machine)
     try:
@@ -243,17 +250,18 @@ def explain_command(
             estimates = search_or_estimate(estimator, pins)
     except DoesNotFit as refusal:
         if as_json and refusal.content is not None:
-            print(json.dumps({**refusal.content, "plans": refusal.content["plans"][:top]}))
+            plans = with_whole_runs(job, refusal.content["plans"][:top], price)
+            print(json.dumps({**refusal.content, "plans": plans}))
         raise
     estimates, best = estimates[:top], estimates[0]
     _draw(best, picture, timeline)
     if as_json:
-        print(json.dumps(explained(estimates)))
+        print(json.dumps(explained(estimates, price)))
     else:
         say(f"job      {job!r}\nmachine  {machine!r}")
         with never_silent(say, "predicting the plan method by method"):
             stages = waterfall(estimator, best.plan)
-        show(console, estimates, stages)
+        show(console, estimates, stages, price)
     if analyze:
         from tightfit.measure.analyze import analyze as run_steps
 
@@ -292,6 +300,23 @@ def _bytes_of(option: str, text: str) -> int:
         return parse_bytes(text)
     except InputError as error:
         raise InputError(f"{option} {text}", error.found, error.fix) from None
+
+
+def figures_for_training(name: str) -> Machine:
+    """The named machine's figures, with what is detected here. Raises InputError if training cannot
+    run there, or runs elsewhere."""
+    named, here = Machine.named(name), Machine.detect()
+    if named.explain_only:
+        raise InputError(
+            f"--machine {name}",
+            "tightfit explains for it and does not train on it",
+            f"use tightfit explain --machine {name}",
+        )
+    if named.device != here.device:
+        raise InputError(
+            f"--machine {name}", f"training runs on this machine, which is {here.name}", "leave --machine out"
+        )
+    return here.with_figures_of(named)
 
 
 def this_machine(say: Callable[[str], None]) -> Machine:

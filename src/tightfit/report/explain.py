@@ -19,6 +19,7 @@ from tightfit.planner.estimate import MARGIN, Estimate, Estimator
 from tightfit.planner.refusal import describe_shortages
 from tightfit.planner.search import search_or_estimate
 from tightfit.planner.waterfall import WaterfallRow, waterfall
+from tightfit.planner.whole_run import length_of, whole_run
 from tightfit.record import Record
 from tightfit.report.schedule_text import timeline_text
 from tightfit.units import format_bytes, format_count, format_seconds
@@ -28,39 +29,45 @@ HEIGHT = 8
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
-def explain(job: Job, machine: Machine | None = None, plan: Plan | None = None) -> str:
+def explain(job: Job, machine: Machine | None = None, plan: Plan | None = None, price: float | None = None) -> str:
     """The text that `tightfit explain` prints.
 
     machine  this machine if left out
     plan     the fastest plan that fits the machine if left out
+    price    of an hour of one device, for the cost of the whole training
 
     Raises DoesNotFit if no plan fits, InputError for a model that cannot be traced.
     """
     estimator = Estimator(job, machine or Machine.detect())
     estimates = search_or_estimate(estimator, {} if plan is None else plan.model_dump())
     console = Console(width=120, file=io.StringIO())
-    show(console, estimates, waterfall(estimator, estimates[0].plan))
+    show(console, estimates, waterfall(estimator, estimates[0].plan), price)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def explained(estimates: list[Estimate]) -> dict[str, Any]:
+def explained(estimates: list[Estimate], price: float | None = None) -> dict[str, Any]:
     """The content that `tightfit explain --json` prints; `chosen` is None if the pinned plan does
     not fit."""
     chosen = estimates[0]
+    said = [one.rejected_because or ("" if one.fits else describe_shortages(one)) for one in estimates]
+    plans = [{**one.content(), "rejected_because": why} for one, why in zip(estimates, said, strict=True)]
     return {
         "machine": chosen.machine.model_dump(mode="json"),
         "chosen": 0 if chosen.fits else None,
-        "plans": [
-            {**one.content(), "rejected_because": one.rejected_because or ("" if one.fits else describe_shortages(one))}
-            for one in estimates
-        ],
+        "plans": with_whole_runs(chosen.job, plans, price),
         "margin_bytes": round(chosen.margin_bytes),
         "remedies": [],
     }
 
 
-def show(console: Console, estimates: list[Estimate], stages: list[WaterfallRow]) -> None:
+def with_whole_runs(job: Job, plans: list[dict[str, Any]], price: float | None) -> list[dict[str, Any]]:
+    """The contents of estimates, each with the whole training as its `run`."""
+    length = length_of(job)
+    return [{**one, "run": whole_run(job, one, length, price).content()} for one in plans]
+
+
+def show(console: Console, estimates: list[Estimate], stages: list[WaterfallRow], price: float | None = None) -> None:
     """Print the explanation of the first estimate, and a table of the other estimates."""
     chosen = estimates[0]
     say = _say(console)
@@ -72,8 +79,10 @@ def show(console: Console, estimates: list[Estimate], stages: list[WaterfallRow]
     if chosen.ledger.disk or "disk" in chosen.limits:
         say(f"disk     {_beside(chosen.disk, chosen.limits.get('disk'))}")
     say(f"speed    {_speed(chosen)}{_made_up_for(chosen, stages)}")
-    if chosen.machine.speed_caveat:
-        say(f"         {chosen.machine.speed_caveat}")
+    say(f"run      {whole_run(chosen.job, chosen.content(), length_of(chosen.job), price)}")
+    for caveat in (chosen.machine.speed_caveat, chosen.machine.training_caveat):
+        if caveat:
+            say(f"         {caveat}")
     changes = ", ".join(chosen.changes_math)
     say(f"numerics {changes + ': changed, as the job allows' if changes else 'unchanged'}{_layers_in_float8(chosen)}")
     for advice in chosen.advice:

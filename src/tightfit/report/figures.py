@@ -1,9 +1,10 @@
-"""Pictures: memory over a step, and a pipeline schedule over time; SVG, PNG or PDF, by the file's
-suffix."""
+"""Pictures: memory over a step, a pipeline schedule over time, and plans beside each other; SVG,
+PNG or PDF, by the file's suffix."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,51 @@ def draw_timeline(slots: Sequence[ScheduledAction], title: str, file: Path) -> N
         handles=legend, loc="upper right", bbox_to_anchor=(1.0, -0.2 / devices**0.5), ncols=len(legend), frameon=False
     )
     _write(axes, file)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A panel of horizontal bars, one for each row of a comparison.
+
+    values  None: no bar
+    form    a value as text
+    limits  a mark on each bar; None: no mark
+    """
+
+    title: str
+    values: Sequence[float | None]
+    form: Callable[[float], str]
+    limits: Sequence[float | None] = ()
+
+
+def draw_comparison(
+    labels: Sequence[str], fits: Sequence[bool], panels: Sequence[Panel], title: str, file: Path
+) -> None:
+    """Draw panels of bars side by side, with a row for each label; rows that do not fit are grey."""
+    figure = Figure((4.6 * len(panels) + 1.0, 1.1 + 0.34 * len(labels)), dpi=150)
+    every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, panel in zip(every, panels, strict=True):
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        shown = [value or 0.0 for value in panel.values]
+        colours = ["#2b6cb0" if one else "#c9c9c9" for one in fits]
+        axes.barh(range(len(labels)), shown, color=colours, height=0.66)
+        for place, value in enumerate(panel.values):
+            if value is not None:
+                axes.annotate(panel.form(value), (value, place), xytext=(4, 0), textcoords="offset points", va="center")
+        most = max(shown, default=0.0)
+        for place, limit in enumerate(panel.limits):
+            if limit is not None and limit < 1.6 * most:
+                axes.vlines(limit, place - 0.42, place + 0.42, color="#c53030", linewidth=1.6)
+        axes.set_xlim(0, 1.3 * most or 1.0)
+        axes.set_xticks([])
+        axes.set_title(panel.title, fontsize=10, loc="left")
+    first = every[0]
+    first.set_yticks(range(len(labels)), labels)
+    first.set_ylim(len(labels) - 0.5, -0.5)
+    figure.suptitle(title if len(title) < 110 else f"{title[:107]}...", x=0.01, ha="left", fontsize=9)
+    figure.tight_layout()
+    _write(first, file)
 
 
 def _axes(width: float, height: float, title: str) -> Axes:

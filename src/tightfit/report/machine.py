@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tightfit.errors import InputError
 from tightfit.machine import Figure, Machine
-from tightfit.machines import devices
+from tightfit.machines import devices, instances
 from tightfit.machines.gpus import unused
 from tightfit.record import Record
 from tightfit.report.commands import quiet_libraries
@@ -49,6 +49,8 @@ def machine_command(name: str | None, known: bool, calibrate: bool, records: lis
     console.print(table)
     if machine.speed_caveat:
         console.print(f"its speed is {machine.speed_caveat}")
+    if machine.training_caveat:
+        console.print(machine.training_caveat, highlight=False, soft_wrap=True)
 
 
 def read_record(path: Path) -> Record:
@@ -62,13 +64,23 @@ def read_record(path: Path) -> Record:
 
 
 def list_machines(console: Console, as_json: bool) -> None:
-    """Print the devices of the table, with the figures of one device each."""
+    """Print the devices of the table by group, with the figures of one device each, and the
+    instance types of clouds."""
     machines = [Machine.named(name) for name in devices()]
     if as_json:
         print(json.dumps([machine.content() for machine in machines]))
         return
-    table = Table("name", "memory", "bandwidth", "fp32", "bf16 or fp16", "link", box=None)
+    table = Table("name", "memory", "bandwidth", "fp32", "bf16 or fp16", "link", "", box=None)
+    for column in table.columns[1:6]:
+        column.justify, column.no_wrap = "right", True
+    table.columns[0].no_wrap = True
+    group = ""
     for machine in machines:
+        if group != devices()[machine.name]["group"]:
+            group = devices()[machine.name]["group"]
+            if machine is not machines[0]:
+                table.add_row()
+            table.add_row(f"[bold]{group}[/bold]")
         peak = machine.matrix_peak_flops_per_s
         half = peak.get("bf16") or peak["fp16"]
         assert machine.memory_bytes_per_s is not None
@@ -80,20 +92,34 @@ def list_machines(console: Console, as_json: bool) -> None:
             format_flops(peak["fp32"].value),
             format_flops(half.value),
             f"{machine.process_bytes_per_s.value / 1e9:.3g} GB/s",
+            "explain only" if machine.explain_only else "",
         )
     console.print(table)
+    console.print("\ninstance types", style="bold")
+    for device, names in instance_types().items():
+        console.print(f"{device:<15} {', '.join(names)}", highlight=False)
     console.print(
-        "NAME:8 is 8 of them in a node, NAME:8x4 four such nodes. Arithmetic is the published peak; tightfit machine NAME\n"
-        "shows the achieved rates and the sources of the figures.",
+        "\nNAME:8 is 8 of them in a node, NAME:8x4 four such nodes; INSTANCE:4 is four hosts. The name that a driver gives\n"
+        "its device counts, too, and a machine file (.yaml, .json). Arithmetic is the published peak; tightfit machine NAME\n"
+        "shows the achieved rates and the sources of the figures. Explain only: tightfit does not train there.",
+        highlight=False,
         soft_wrap=True,
     )
+
+
+def instance_types() -> dict[str, list[str]]:
+    """The instance types of clouds by the device that they have, in the order of the tables."""
+    found: dict[str, list[str]] = {}
+    for name, facts in instances().items():
+        found.setdefault(facts["device"], []).append(name)
+    return found
 
 
 def machine_rows(machine: Machine) -> list[tuple[str, str, str]]:
     """(what, value, source) for each figure of a machine."""
     count = machine.devices_per_node * machine.nodes
     kind = f"{machine.device}, {machine.architecture}" if machine.architecture else machine.device
-    rows = [("device", f"{count} x {machine.name} ({kind})", "system" if machine.is_here else "published")]
+    rows = [("device", f"{count} x {machine.name} ({kind})", machine.memory_bytes.source)]
     figures: list[tuple[str, Figure, Callable[[float], str]]] = [
         ("memory", machine.memory_bytes, format_bytes),
         ("host memory", machine.host_memory_bytes, format_bytes),

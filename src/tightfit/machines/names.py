@@ -1,0 +1,83 @@
+"""Finds a device by what people call it: the table's name, its driver's name, or a cloud's instance type."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from tightfit.errors import InputError
+from tightfit.machines import devices, instances
+from tightfit.values import nearest
+
+AZURE = "standard_"  # Azure writes it before its instance types, or leaves it out
+LISTED = "tightfit machine --list shows them; the name of a machine file ends in .yaml or .json"
+
+
+@dataclass(frozen=True)
+class Named:
+    """Devices that a name stands for.
+
+    device      the table's name
+    row         its figures; those of an instance type have the host's network and memory
+    per_node, nodes  numbers of devices of a host, and of hosts
+    """
+
+    device: str
+    row: dict[str, Any]
+    per_node: int
+    nodes: int
+
+
+def find_named(text: str) -> Named:
+    """The devices of NAME, NAME:COUNT or NAME:COUNTxNODES, or of INSTANCE or INSTANCE:NODES.
+
+    NAME is a name of the table or what the device's driver calls it. Upper and lower case count as
+    the same. Raises InputError for an unknown name or a wrong count.
+    """
+    name, _, size = text.strip().partition(":")
+    key = name.strip().lower()
+    instance = {one.lower(): one for one in instances()}.get(key.removeprefix(AZURE))
+    if instance is not None:
+        return _of_instance(text, instance, size)
+    device = _device_of(key)
+    if device is None:
+        known = [*devices(), *instances()]
+        near = nearest(key.removeprefix(AZURE), known) if key else LISTED
+        raise InputError(
+            f"machine {text}", "no such device is known", near if near.startswith("did you mean") else LISTED
+        )
+    match = re.fullmatch(r"([1-9]\d{0,5})(?:x([1-9]\d{0,5}))?", size or "1")
+    if match is None:
+        raise InputError(
+            f"machine {text}",
+            f"{size} is not a number of devices",
+            f"write it like {device}:8 or {device}:8x4, for 4 hosts of 8 devices",
+        )
+    return Named(device, devices()[device], int(match.group(1)), int(match.group(2) or 1))
+
+
+def _device_of(key: str) -> str | None:
+    """The table's name of a device, from that name or its driver's, in lower case."""
+    for device, row in devices().items():
+        if key == device or key in (called.lower() for called in row["called"]):
+            return device
+    return None
+
+
+def _of_instance(text: str, instance: str, size: str) -> Named:
+    if not re.fullmatch(r"[1-9]\d{0,5}", size or "1"):
+        raise InputError(
+            f"machine {text}",
+            f"{size} is not a number of hosts",
+            f"write it like {instance}:4, for 4 hosts; each has the instance type's devices",
+        )
+    facts = instances()[instance]
+    row = devices()[facts["device"]]
+    row = {
+        **row,
+        "network": facts["network"] / 8 / facts["count"],
+        "host_memory": facts["memory"] / facts["count"],
+        "instance": instance,
+    }
+    return Named(facts["device"], row, facts["count"], int(size or 1))

@@ -1,0 +1,276 @@
+"""The ladder of a job: from the plain training loop up, one more method at each rung, and each
+method alone.
+
+The rungs follow from METHODS: the values that a method proposes for its plan fields (`defaults`,
+`candidates`, VARIANTS), as far as the job's `allow`, the RULES and the machine permit. A new method
+has its rung without a change here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from tightfit.capabilities import has_fast_float8, has_fast_tf32, missing_for_compile
+from tightfit.errors import InputError
+from tightfit.job import Job
+from tightfit.machine import Machine
+from tightfit.methods import METHODS, float8
+from tightfit.methods.precision import rounding_of
+from tightfit.plan import Plan
+from tightfit.planner.candidates import is_legal
+from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.leanest import offloads
+from tightfit.rules import RULES, needed_permissions
+from tightfit.runtime.method import SearchFacts, name_of
+
+# the order in which guides to training in little memory present the methods, by plan field. Fields
+# that are not here come after these, in the order of METHODS
+ORDER = (
+    "micro_batch", "precision", "float8", "states", "fused_optimizer", "recompute", "chunked_loss", "attention",
+    "compile", "allocator", "materialize", "pin_memory", "loader_workers", "update_in_backward", "offload",
+)  # fmt: skip
+_logger = logging.getLogger(__name__)
+NOTICED = 0.005  # a smaller share of time or memory counts as no change
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to use a method.
+
+    method  the method's name
+    field   the plan field that says which rung it belongs to
+    fields  the plan fields that it sets
+    """
+
+    method: str
+    field: str
+    fields: dict[str, Any]
+
+    def __str__(self) -> str:
+        said = {
+            name: f"[{', '.join(value)}]" if isinstance(value, tuple) else value for name, value in self.fields.items()
+        }
+        return ", ".join(f"{name}={value}" for name, value in said.items())
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A plan, and what it takes beside the plain loop.
+
+    option    what is added to the rung below; None for the plain loop
+    estimate  of the plan
+    plain     the estimate of the plain loop
+    """
+
+    option: Option | None
+    estimate: Estimate
+    plain: Estimate
+
+    @property
+    def memory_ratio(self) -> float:
+        """Memory of the training over the plain loop's."""
+        return training_bytes(self.estimate) / training_bytes(self.plain)
+
+    @property
+    def time_ratio(self) -> float:
+        """Seconds of a step over the plain loop's."""
+        return self.estimate.time.step_s / self.plain.time.step_s
+
+    @property
+    def verdict(self) -> str:
+        """faster, smaller, both or neither, compared with the plain loop."""
+        return verdict(self.time_ratio, self.memory_ratio)
+
+    def content(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {
+            "method": "plain loop" if self.option is None else self.option.method,
+            "adds": {} if self.option is None else self.option.fields,
+            "plan": self.estimate.plan.content(),
+            "fits": self.estimate.fits,
+            "memory_bytes": round(self.estimate.peak_bytes),
+            "training_bytes": round(training_bytes(self.estimate)),
+            "tensor_bytes": round(tensor_bytes(self.estimate)),
+            "step_s": self.estimate.time.step_s,
+            "tokens_per_s": self.estimate.tokens_per_s,
+            "samples_per_s": self.estimate.samples_per_s,
+            "memory_ratio": self.memory_ratio,
+            "time_ratio": self.time_ratio,
+            "verdict": self.verdict,
+        }
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """rungs     the plain loop first, each with the methods of all before it
+    alone     each method by itself, added to the plain loop
+    left_out  (method or option, why it has no rung)
+    """
+
+    rungs: list[Rung]
+    alone: list[Rung]
+    left_out: list[tuple[str, str]]
+
+
+def verdict(time_ratio: float, memory_ratio: float) -> str:
+    """What a change of time and memory is called: faster, smaller, both or neither."""
+    faster, smaller = time_ratio < 1 - NOTICED, memory_ratio < 1 - NOTICED
+    return "both" if faster and smaller else "faster" if faster else "smaller" if smaller else "neither"
+
+
+def training_bytes(estimate: Estimate) -> float:
+    """The bytes at the peak that the training takes: without what its process holds in any case."""
+    return estimate.peak_bytes - estimate.peak.rows["runtime"] + estimate.workspace_bytes
+
+
+def tensor_bytes(estimate: Estimate) -> float:
+    """The predicted bytes of tensors, with what libraries allocate through torch."""
+    rows = estimate.peak.rows.items()
+    return sum(size for row, size in rows if row not in ("runtime", "allocator")) + estimate.workspace_bytes
+
+
+def climb(job: Job, machine: Machine) -> Ladder:
+    """Predict the ladder of a job on one device of a machine.
+
+    Of the values that a method has, a rung takes the one with the smallest product of memory and
+    time. A method that does not make this product smaller has no rung: it costs more of the one
+    than it saves of the other. Raises InputError if the job cannot be traced.
+    """
+    machine = machine.replace(devices_per_node=1, nodes=1)
+    estimator = Estimator(job, machine)
+    plain = estimator.include_allocator(estimator.estimate(Plan()))
+    first = Rung(None, plain, plain)
+    rungs, alone, left_out = [first], [], []
+    for options in options_of(estimator):
+        name = f"{options[0].method} ({options[0].field})"
+        _logger.info("predicting the rung of %s", name)
+        single, why = _best(estimator, first, options)
+        if single is None:
+            left_out.append((name, why))
+            continue
+        alone.append(single)
+        added, why = _best(estimator, rungs[-1], options)
+        if added is None:
+            left_out.append((name, f"not with the rungs before: {why}"))
+            continue
+        below = rungs[-1].estimate
+        time_ratio = added.estimate.time.step_s / below.time.step_s
+        memory_ratio = training_bytes(added.estimate) / training_bytes(below)
+        if time_ratio * memory_ratio > 1 - NOTICED:
+            said = f"{memory_ratio:.2f}x the memory and {time_ratio:.2f}x the time, with the rungs before"
+            left_out.append((str(added.option), said))
+        else:
+            rungs.append(added)
+    return Ladder(rungs, alone, left_out)
+
+
+def _best(estimator: Estimator, below: Rung, options: Sequence[Option]) -> tuple[Rung | None, str]:
+    """(the rung on `below` with the smallest product of memory and time, or why there is none)."""
+    best: Rung | None = None
+    why = ""
+    for option in options:
+        plan = below.estimate.plan.replace(**option.fields)
+        said = _obstacle(estimator, plan, option)
+        if said:
+            why = why or said
+            continue
+        try:
+            found = estimator.include_allocator(estimator.estimate(plan))
+        except InputError as error:  # the model does not support it
+            why = why or error.found
+            continue
+        rung = Rung(option, found, below.plain)
+        if best is None or rung.memory_ratio * rung.time_ratio < best.memory_ratio * best.time_ratio:
+            best = rung
+    return best, why
+
+
+def _obstacle(estimator: Estimator, plan: Plan, option: Option) -> str:
+    """Why a plan is not possible on the machine, or not permitted; empty if it is."""
+    job, machine = estimator.job, estimator.machine
+    refused = sorted(needed_permissions(plan) - job.allowed)
+    if refused:
+        return f"the job does not allow {', '.join(refused)}"
+    if not is_legal(plan, job, machine.device):
+        return next(rule.text for rule in RULES if not rule.holds(plan, job, machine.device))
+    if plan.precision == "bf16-true" and plan.rounding == "nearest" and rounding_of(job) != "nearest":
+        return "rounding to nearest loses small updates, which the job does not allow"
+    if option.field == "compile" and (lacking := missing_for_compile(machine)):
+        return f"torch.compile needs {lacking}"
+    if option.field == "float8" and not float8.is_installed():
+        return "it needs the package torchao"
+    recipe = option.fields.get("float8")
+    if (recipe and not has_fast_float8(machine, recipe)) or (plan.precision == "tf32" and not has_fast_tf32(machine)):
+        return "the device does not multiply faster in this type"
+    return ""
+
+
+def options_of(estimator: Estimator) -> Iterator[list[Option]]:
+    """The options of each rung, in the order of ORDER. Options that need several devices are left
+    out."""
+    found: dict[str, list[Option]] = {}
+    for method in METHODS:
+        for option in _options(method, estimator):
+            if Plan(**option.fields).devices == 1:
+                found.setdefault(option.field, []).append(option)
+    places = {field: place for place, field in enumerate(ORDER)}
+    for field in sorted(found, key=lambda name: places.get(name, len(ORDER))):  # stable: METHODS' order
+        yield found[field]
+
+
+def _options(method: ModuleType, estimator: Estimator) -> Iterator[Option]:
+    """What a method proposes for this job and machine, beside the reference's values.
+
+    VARIANTS are for tests: their numbers are used only for fields for which nothing is proposed.
+    """
+    proposed = _proposed(method, estimator)
+    seen: list[dict[str, Any]] = []
+    for fields in (*proposed, *method.VARIANTS):
+        changed = {name: value for name, value in fields.items() if value != getattr(Plan(), name)}
+        own = [name for name in method.FIELDS if name in changed]
+        if not own or changed in seen:
+            continue
+        value = changed[own[0]]
+        known = any(own[0] in one for one in proposed)
+        if known and fields not in proposed and not isinstance(value, str | bool):
+            continue
+        seen.append(changed)
+        yield Option(name_of(method), own[0], changed)
+
+
+def _proposed(method: ModuleType, estimator: Estimator) -> list[dict[str, Any]]:
+    """Plan fields from the method's defaults and candidates, and for offload the combinations of
+    search. Defaults of fields that only go together are one proposal."""
+    job, machine = estimator.job, estimator.machine
+    found: list[dict[str, Any]] = []
+    if hasattr(method, "candidates"):
+        facts = SearchFacts(estimator.profiler.is_complex, lambda: True)
+        for start in (Plan(), *_default_plans(method, job, machine)):
+            for field, values in method.candidates(start, job, facts).items():
+                found += [{field: value} for value in values if value != getattr(Plan(), field)]
+    alone = {next(name for name in method.FIELDS if name in one) for one in method.VARIANTS}
+    alone |= {field for one in found for field in one}
+    together: dict[str, Any] = {}
+    for field, value, _ in method.defaults(job, machine) if hasattr(method, "defaults") else ():
+        if field in alone:
+            found.append({field: value})
+        else:
+            together[field] = value
+    if together:
+        found.append(together)
+    if "offload" in method.FIELDS:
+        found += [fields for fields in offloads(estimator, {}) if fields]
+    return [one for number, one in enumerate(found) if one not in found[:number]]
+
+
+def _default_plans(method: ModuleType, job: Job, machine: Machine) -> Iterator[Plan]:
+    """The reference plan with each of the method's defaults."""
+    for field, value, _ in method.defaults(job, machine) if hasattr(method, "defaults") else ():
+        yield Plan().replace(**{field: value})
+
+
+__all__ = ["Ladder", "Option", "Rung", "climb", "options_of", "tensor_bytes", "training_bytes", "verdict"]

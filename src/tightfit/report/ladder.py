@@ -1,0 +1,174 @@
+"""`tightfit ladder`: shows what each method does to a job, from the plain loop up and alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tightfit.errors import InputError
+from tightfit.job import Job
+from tightfit.machine import Machine
+from tightfit.measure.rung import Measured, measure_rung
+from tightfit.planner.ladder import Ladder, Rung, climb, tensor_bytes, training_bytes
+from tightfit.report.commands import quiet_libraries, quiet_transformers, read_job, this_machine
+from tightfit.report.heartbeat import never_silent
+from tightfit.units import format_bytes, format_seconds
+
+
+def ladder_command(
+    path: Path, machine_name: str | None, run: bool, changes: list[str], picture: Path | None, as_json: bool
+) -> None:
+    quiet_libraries()
+    console = Console(stderr=True, soft_wrap=True) if as_json else Console()
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    if run and machine_name is not None:
+        raise InputError("--run", f"runs on this machine, but --machine is {machine_name}", "leave one of them out")
+    if picture is not None:
+        from tightfit.report.figures import check_picture
+
+        check_picture("--picture", picture)
+    job, _ = read_job(path, None, changes)
+    machine = this_machine(say) if machine_name is None else Machine.named(machine_name)
+    if machine.devices_per_node * machine.nodes > 1:
+        say("a ladder is of one device; tightfit sweep compares numbers of devices")
+    machine = machine.per_process(1)
+    quiet_transformers(job)
+    say(f"job      {job!r}\nmachine  {machine!r}")
+    for caveat in (machine.speed_caveat, machine.training_caveat):
+        if caveat:
+            say(f"         {caveat}")
+    with never_silent(say, "predicting the rungs"):
+        ladder = climb(job, machine)
+    measured = measure(ladder, job, machine, say) if run else []
+    if picture is not None:
+        draw(ladder, measured, picture)
+    if as_json:
+        print(json.dumps(content(ladder, machine, measured)))
+        return
+    show(console, ladder, measured)
+
+
+def measure(ladder: Ladder, job: Job, machine: Machine, say: Any) -> list[Measured]:
+    """Run each rung, one after another, each in a process of its own."""
+    found = []
+    for number, rung in enumerate(ladder.rungs, 1):
+        with never_silent(say, f"running {name_of(rung)}"):
+            one = measure_rung(job, rung.estimate.plan, machine)
+        found.append(one)
+        said = one.failed or f"{format_seconds(one.step_s or 0.0)} a step, loss {one.loss}"
+        say(f"{number}/{len(ladder.rungs)}  {name_of(rung)}: {said}")
+    return found
+
+
+def content(ladder: Ladder, machine: Machine, measured: Sequence[Measured]) -> dict[str, Any]:
+    """What `tightfit ladder --json` prints."""
+    rungs = [rung.content() for rung in ladder.rungs]
+    for rung, one in zip(rungs, measured, strict=False):
+        rung["measured"] = one.content()
+    return {
+        "machine": machine.model_dump(mode="json"),
+        "rungs": rungs,
+        "alone": [rung.content() for rung in ladder.alone],
+        "left_out": [{"method": name, "why": why} for name, why in ladder.left_out],
+    }
+
+
+def name_of(rung: Rung) -> str:
+    return "plain loop" if rung.option is None else str(rung.option)
+
+
+def show(console: Console, ladder: Ladder, measured: Sequence[Measured]) -> None:
+    """Print the rungs, each method alone, and what was left out."""
+    console.print()
+    console.print(rungs_table(ladder, measured), highlight=False)
+    console.print("\neach method alone, beside the plain loop")
+    console.print(alone_table(ladder.alone), highlight=False)
+    plain = ladder.rungs[0].estimate
+    aside = plain.peak_bytes - training_bytes(plain)
+    console.print(
+        f"\nmemory is that of the training; its process holds {format_bytes(aside)} beside it", highlight=False
+    )
+    if ladder.left_out:
+        console.print("\nleft out")
+        for name, why in ladder.left_out:
+            console.print(f"{name}: {why}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.2g}x"
+
+
+def rungs_table(ladder: Ladder, measured: Sequence[Measured]) -> Table:
+    """The rungs with their ratios to the plain loop; measured figures beside predicted ones.
+
+    Predicted and measured bytes are comparable where both are those of tensors.
+    """
+    more = ("measured step", "", "tensors, predicted", "tensors", "loss") if measured else ()
+    table = _table("rung", "memory", "", "step", "", *more)
+    for number, rung in enumerate(ladder.rungs):
+        name = name_of(rung) if rung.option is None else f"+ {name_of(rung)}"
+        cells = [
+            name,
+            format_bytes(training_bytes(rung.estimate)),
+            _times(rung.memory_ratio),
+            format_seconds(rung.estimate.time.step_s),
+            _times(rung.time_ratio),
+        ]
+        if measured:
+            cells += _measured_cells(rung, measured[number], measured[0])
+        table.add_row(*cells)
+    return table
+
+
+def _measured_cells(rung: Rung, one: Measured, plain: Measured) -> list[str]:
+    if one.failed or one.step_s is None:
+        return [one.failed or "no step was timed", "", "", "", ""]
+    ratio = _times(one.step_s / plain.step_s) if plain.step_s else ""
+    tensors = "" if one.tensor_bytes is None else format_bytes(one.tensor_bytes)
+    loss = "" if one.loss is None else f"{one.loss:.4f}"
+    return [format_seconds(one.step_s), ratio, format_bytes(tensor_bytes(rung.estimate)), tensors, loss]
+
+
+def alone_table(rungs: Sequence[Rung]) -> Table:
+    table = _table("method", "memory", "", "step", "", "verdict")
+    for rung in rungs:
+        table.add_row(
+            name_of(rung),
+            format_bytes(training_bytes(rung.estimate)),
+            _times(rung.memory_ratio),
+            format_seconds(rung.estimate.time.step_s),
+            _times(rung.time_ratio),
+            rung.verdict,
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(*columns, box=None, pad_edge=False)
+    for place, column in enumerate(table.columns):
+        column.overflow = "fold"
+        if place and column.header != "verdict" and len(columns) > 2:
+            column.justify, column.no_wrap = "right", column.header != "measured step"
+    return table
+
+
+def draw(ladder: Ladder, measured: Sequence[Measured], file: Path) -> None:
+    """Draw memory and step time of the rungs, and the measured ones if there are any."""
+    from tightfit.report.figures import Panel, draw_comparison
+
+    rungs = ladder.rungs
+    labels = [name_of(rung) if rung.option is None else f"+ {name_of(rung)}" for rung in rungs]
+    limits = [rung.estimate.limit_bytes for rung in rungs]
+    panels = [
+        Panel("peak memory, and its limit", [rung.estimate.peak_bytes for rung in rungs], format_bytes, limits),
+        Panel("a step, predicted", [rung.estimate.time.step_s for rung in rungs], format_seconds),
+    ]
+    if measured:
+        panels.append(Panel("a step, measured", [one.step_s for one in measured], format_seconds))
+    draw_comparison(labels, [rung.estimate.fits for rung in rungs], panels, "tightfit ladder", file)

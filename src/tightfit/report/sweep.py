@@ -1,0 +1,378 @@
+"""`tightfit sweep`: explains every combination of some values of a job, its plan and the machine."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tightfit.errors import DoesNotFit, InputError
+from tightfit.job import Job
+from tightfit.machine import Machine
+from tightfit.plan import Plan
+from tightfit.planner.whole_run import WholeRun, check_price, format_cost, format_hours, length_of, whole_run
+from tightfit.report.commands import quiet_libraries, quiet_transformers, read_job, this_machine
+from tightfit.report.heartbeat import never_silent
+from tightfit.rules import check
+from tightfit.units import format_bytes, format_count, format_seconds
+
+MOST = 400  # combinations
+MACHINE = "machine"  # the one name of --over that is no field of the job
+UNTRACED = ("limits", "allow", "plan")  # sections of a job that its traces do not depend on
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One combination of a sweep.
+
+    values  by the names of --over, as they were written
+    pins    plan fields that are fixed
+    """
+
+    values: dict[str, str]
+    job: Job
+    pins: dict[str, Any]
+    machine: Machine
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found for a combination.
+
+    predicted  the content of the chosen plan's Estimate, or of the leanest one if none fits; None
+               if no plan could be estimated
+    limit      bytes of device memory that a plan may use
+    why_not    why no plan fits or works; empty for a plan that fits
+    """
+
+    values: dict[str, str]
+    machine: Machine
+    predicted: dict[str, Any] | None = None
+    limit: float | None = None
+    run: WholeRun | None = None
+    why_not: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return not self.why_not
+
+    @property
+    def plan(self) -> Plan | None:
+        return None if self.predicted is None else Plan.parse(self.predicted["plan"])
+
+    def content(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        found = self.predicted
+        return {
+            "over": self.values,
+            "machine": self.machine.name,
+            "devices": self.machine.devices_per_node * self.machine.nodes,
+            "fits": self.fits,
+            "why_not": self.why_not,
+            "plan": found and found["plan"],
+            "memory_bytes": found and found["memory"]["peak"],
+            "limit_bytes": self.limit,
+            "step_s": found and found["time"]["step_s"],
+            "tokens_per_s": found and found["tokens_per_s"],
+            "samples_per_s": found and found["samples_per_s"],
+            "run": self.run and self.run.content(),
+        }
+
+
+def sweep_command(
+    path: Path,
+    plan: str | None,
+    over: list[str],
+    changes: list[str],
+    price: float | None,
+    table_file: Path | None,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    quiet_libraries()
+    console = Console(stderr=True, soft_wrap=True) if as_json else Console()
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    check_price("--price", price)
+    if picture is not None:
+        from tightfit.report.figures import check_picture
+
+        check_picture("--picture", picture)
+    if table_file is not None and not table_file.absolute().parent.is_dir():
+        raise InputError(f"--csv {table_file}", "its folder does not exist", "name a file in a folder that does")
+    axes = read_axes(over)
+    found = combinations(path, plan, axes, changes, lambda: this_machine(say))
+    say(f"job      {found[0].job!r}\n{len(found)} combinations")
+    quiet_transformers(found[0].job)
+    rows = explain_all(found, price, say)
+    if table_file is not None:
+        write_csv(rows, table_file)
+    if picture is not None:
+        draw(rows, picture)
+    if as_json:
+        print(json.dumps({"over": axes, "rows": [row.content() for row in rows]}))
+        return
+    console.print()
+    console.print(table_of(rows, price), highlight=False)
+    for line in summary(rows, price):
+        say(line)
+
+
+def read_axes(over: Sequence[str]) -> dict[str, list[str]]:
+    """The values of each --over NAME=VALUE,VALUE. Raises InputError.
+
+    Commas inside brackets and quotes belong to a value: plan.offload=[],[states,gradients].
+    """
+    axes: dict[str, list[str]] = {}
+    for text in over:
+        name, equals, values = text.partition("=")
+        name, parts = name.strip(), [part.strip() for part in _split(values)]
+        if not equals or not name or not all(parts):
+            raise InputError(f"--over {text}", "is not NAME=VALUE,VALUE", "write it like --over train.batch=8,16,32")
+        if name in axes:
+            raise InputError(f"--over {text}", f"{name} is varied twice", "give all of its values in one --over")
+        if len(set(parts)) < len(parts):
+            raise InputError(f"--over {text}", "has a value twice", "give each value once")
+        if name != MACHINE and "." not in name:
+            raise InputError(
+                f"--over {text}",
+                f"{name} is no field of a job",
+                "write it like train.batch, plan.zero, model.hidden_size, or machine",
+            )
+        axes[name] = parts
+    if not axes:
+        raise InputError("sweep", "nothing is varied", "add --over train.batch=8,16 or --over machine=l40s,h100-sxm")
+    count = 1
+    for parts in axes.values():
+        count *= len(parts)
+    if count > MOST:
+        raise InputError("sweep", f"{count:,} combinations are more than {MOST}", "vary fewer values")
+    return axes
+
+
+def _split(text: str) -> list[str]:
+    """The parts of a text between commas that are not inside brackets or quotes."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        elif letter in "[{":
+            depth += 1
+        elif letter in "]}":
+            depth -= 1
+        if letter == "," and depth == 0 and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def combinations(
+    path: Path, plan: str | None, axes: dict[str, list[str]], changes: list[str], here: Callable[[], Machine]
+) -> list[Combination]:
+    """Every combination, read and checked before the first is explained. Raises InputError.
+
+    here: gives this machine, if `machine` is not varied
+    """
+    named = {text: Machine.named(text) for text in axes.get(MACHINE, [])}
+    jobs: list[tuple[dict[str, str], Job, dict[str, Any]]] = []
+    for values in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, values, strict=True))
+        more = [f"{name}={value}" for name, value in chosen.items() if name != MACHINE]
+        jobs.append((chosen, *read_job(path, plan, [*changes, *more])))
+    without = None if named else here()
+    return [Combination(chosen, job, pins, without or named[chosen[MACHINE]]) for chosen, job, pins in jobs]
+
+
+def explain_all(found: Sequence[Combination], price: float | None, say: Callable[[str], None]) -> list[Row]:
+    """Explain each combination; combinations of the same model, data and training share their
+    traces."""
+    from tightfit.planner.tracing.profiler import Profiler
+
+    profilers: dict[str, Profiler] = {}
+    rows = []
+    for number, one in enumerate(found, 1):
+        label = ", ".join(f"{name}={value}" for name, value in one.values.items())
+        with never_silent(say, f"explaining {label}"):
+            row = explain_one(one, profilers, price)
+        rows.append(row)
+        said = row.why_not if not row.fits or row.predicted is None else _speed(row)
+        say(f"{number}/{len(found)}  {label}: {said}")
+    return rows
+
+
+def explain_one(one: Combination, profilers: dict[str, Any], price: float | None) -> Row:
+    """The fastest plan that fits, or why there is none."""
+    from tightfit.planner.estimate import Estimator
+    from tightfit.planner.refusal import describe_shortages
+    from tightfit.planner.search import search
+
+    what = {name: value for name, value in one.job.content().items() if name not in UNTRACED}
+    key = json.dumps([what, one.machine.device], sort_keys=True, default=str)
+    row = partial(Row, one.values, one.machine)
+    try:
+        estimator = Estimator(one.job, one.machine, profilers.get(key))
+        profilers[key] = estimator.profiler
+        if set(one.pins) >= set(Plan.field_names()):
+            pinned = Plan.parse(one.pins, "plan")
+            check(pinned, one.job, one.machine.device)
+            best = estimator.include_allocator(estimator.estimate(pinned))
+        else:
+            best = search(one.job, one.machine, one.pins, estimator)[0]
+        predicted, why_not = best.content(), describe_shortages(best)
+    except DoesNotFit as refusal:
+        if refusal.content is None:
+            return row(why_not=str(refusal).splitlines()[0])
+        predicted = refusal.content["plans"][0]
+        why_not = predicted["rejected_because"]
+    except InputError as error:  # the values do not go together, or the model cannot be traced
+        return row(why_not=error.found)
+    run = whole_run(one.job, predicted, length_of(one.job), price)
+    return row(predicted=predicted, limit=estimator.limit_bytes, run=run, why_not=why_not)
+
+
+def _speed(row: Row) -> str:
+    assert row.predicted is not None
+    memory, step_s = row.predicted["memory"]["peak"], row.predicted["time"]["step_s"]
+    return f"{format_bytes(memory)}, {format_seconds(step_s)} a step"
+
+
+def _per_s(row: Row) -> float | None:
+    """Tokens per second, or samples of a model that has no tokens."""
+    if row.predicted is None:
+        return None
+    found: float | None = row.predicted["tokens_per_s"] or row.predicted["samples_per_s"]
+    return found
+
+
+def _unit(rows: Sequence[Row]) -> str:
+    return "tokens/s" if any(row.predicted and row.predicted["tokens_per_s"] for row in rows) else "samples/s"
+
+
+def plan_fields(rows: Sequence[Row]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(the plan fields that all rows have in common, those of each row beside them): without the
+    reference's values, and without what the sweep varies."""
+    plans = [row.plan.content() for row in rows if row.plan is not None]
+    same = (
+        {name: value for name, value in plans[0].items() if all(one[name] == value for one in plans)} if plans else {}
+    )
+    reference = Plan().content()
+    varied = {name.removeprefix("plan.") for row in rows for name in row.values}
+    common = {name: value for name, value in same.items() if value != reference[name] and name not in varied}
+    own = []
+    for row in rows:
+        found = {} if row.plan is None else row.plan.content()
+        own.append(
+            {
+                name: value
+                for name, value in found.items()
+                if name not in same and name not in varied and value != reference[name]
+            }
+        )
+    return common, own
+
+
+def _said(fields: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in fields.items())
+
+
+def table_of(rows: Sequence[Row], price: float | None) -> Table:
+    names, unit = list(rows[0].values), _unit(rows)
+    numbers = ["memory", "step", unit, "hours", *(["cost"] if price is not None else [])]
+    table = Table(*names, "plan", *numbers, "fits", box=None, pad_edge=False)
+    for column in table.columns:
+        column.overflow = "fold"
+        if column.header in numbers:
+            column.justify, column.no_wrap = "right", True
+    _, own = plan_fields([row for row in rows if row.fits])
+    plans = iter(own)
+    numbered = {why: number for number, why in enumerate(reasons(rows), 1)}
+    for row in rows:
+        cells = [""] * len(numbers)
+        if row.predicted is not None and row.run is not None:
+            per_s = _per_s(row)
+            cells = [
+                format_bytes(row.predicted["memory"]["peak"]),
+                format_seconds(row.predicted["time"]["step_s"]),
+                "" if per_s is None else format_count(per_s),
+                format_hours(row.run.hours, "").strip(),
+                *([format_cost(row.run.cost)] if row.run.cost is not None else []),
+            ]
+        if not row.fits:  # the leanest plan is not one that runs
+            cells = [cells[0], *([""] * (len(numbers) - 1))]
+        verdict = "yes" if row.fits else f"no ({numbered[row.why_not]})"
+        table.add_row(*row.values.values(), _said(next(plans)) if row.fits else "", *cells, verdict)
+    return table
+
+
+def reasons(rows: Sequence[Row]) -> list[str]:
+    """Why combinations do not fit or work, each reason once."""
+    return list(dict.fromkeys(row.why_not for row in rows if not row.fits))
+
+
+def summary(rows: Sequence[Row], price: float | None) -> list[str]:
+    """The fields that all plans have, and the fastest and the cheapest combination."""
+    common, _ = plan_fields([row for row in rows if row.fits])
+    lines = [f"({number})  {why}" for number, why in enumerate(reasons(rows), 1)]
+    lines += [f"all plans: {_said(common)}"] if common else []
+    fitting = [row for row in rows if row.fits and row.run is not None]
+    if not fitting:
+        return [*lines, "none of the combinations fits"]
+    fastest = min(fitting, key=lambda row: row.run.seconds if row.run else 0.0)
+    lines.append(f"fastest:   {_said(fastest.values)}: {fastest.run}")
+    if price is not None:
+        cheapest = min(fitting, key=lambda row: (row.run.cost or 0.0) if row.run else 0.0)
+        lines.append(f"cheapest:  {_said(cheapest.values)}: {cheapest.run}")
+    return lines
+
+
+def write_csv(rows: Sequence[Row], file: Path) -> None:
+    """One line for each combination; bytes, seconds and hours as numbers. Raises InputError."""
+    try:
+        with file.open("w", newline="", encoding="utf-8") as opened:
+            lines = [_csv_line(row) for row in rows]
+            writer = csv.DictWriter(opened, list(lines[0]))
+            writer.writeheader()
+            writer.writerows(lines)
+    except OSError as error:
+        raise InputError(f"--csv {file}", f"cannot be written ({error.strerror})", "name another file") from None
+
+
+def _csv_line(row: Row) -> dict[str, Any]:
+    content, run = row.content(), row.run
+    return {
+        **row.values,
+        "devices": content["devices"],
+        "fits": row.fits,
+        "plan": "" if row.plan is None else _said(row.plan.differences()) or "reference",
+        **{name: content[name] for name in ("memory_bytes", "limit_bytes", "step_s", "tokens_per_s", "samples_per_s")},
+        "hours": run and run.hours,
+        "device_hours": run and run.device_hours,
+        "cost": run and run.cost,
+        "why_not": row.why_not,
+    }
+
+
+def draw(rows: Sequence[Row], file: Path) -> None:
+    """Draw memory, speed and, with a price, cost of all combinations."""
+    from tightfit.report.figures import Panel, draw_comparison
+
+    labels = [_said(row.values) for row in rows]
+    memory = [None if row.predicted is None else row.predicted["memory"]["peak"] for row in rows]
+    panels = [
+        Panel("memory of a device, and its limit", memory, format_bytes, [row.limit for row in rows]),
+        Panel(_unit(rows), [_per_s(row) if row.fits else None for row in rows], format_count),
+    ]
+    costs = [row.run.cost if row.run is not None and row.fits else None for row in rows]
+    if any(cost is not None for cost in costs):
+        panels.append(Panel("cost of the training", costs, format_cost))
+    draw_comparison(labels, [row.fits for row in rows], panels, "tightfit sweep", file)
