@@ -7,6 +7,7 @@ such as BatchNorm's running statistics, and autocast's cached copies of weights.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -14,8 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
+from tightfit._torch.dispatch import TorchDispatchMode
 from tightfit._torch.modules import own_buffers
 from tightfit._torch.operations import schema_of
 from tightfit._torch.pytree import tree_leaves
@@ -177,7 +184,7 @@ def selective_contexts(selective: int) -> Any:
     cheap to recompute are not. Raises InputError where a block writes in place to a saved tensor.
     """
     counted = {False: 0, True: 0}  # products seen in the first forward, and in the second
-    storages: set[int] = set()  # of the saved tensors, which the contexts keep alive
+    saved = _SavedOutputs()
 
     def keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = operation in COMPUTE_INTENSIVE_OPS
@@ -185,13 +192,60 @@ def selective_contexts(selective: int) -> Any:
             kept = counted[context.is_recompute] % selective == 0
             counted[context.is_recompute] += 1
         if not torch.compiler.is_compiling() and not context.is_recompute:
-            if not storages.isdisjoint(_storages(written_tensors(operation, args, kwargs))):
+            if not saved.storages.isdisjoint(_storages(written_tensors(operation, args, kwargs))):
                 raise _overwrites_saved()
-            if kept:
-                storages.update(_storages(tree_leaves(context.op_output)))
+            saved.last_is_saved = kept
+            if kept and POLICY_GETS_OUTPUT:
+                saved.add(context.op_output)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(keep)
+    first, second = create_selective_checkpoint_contexts(keep)
+    if POLICY_GETS_OUTPUT or torch.compiler.is_compiling():
+        return first, second
+    return _Nested(first, saved), second
+
+
+# up to torch 2.11, the policy is asked before the operation runs
+POLICY_GETS_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext).parameters
+
+
+class _SavedOutputs(TorchDispatchMode):
+    """The storages of a block's saved tensors, which the checkpoint's contexts keep alive.
+
+    As a dispatch mode within torch's own, it sees the output of each operation after torch has
+    asked the policy about it. It is used where torch does not give the policy the output.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+        self.last_is_saved = False
+
+    def add(self, output: Any) -> None:
+        """Add the storages of an operation's output."""
+        self.storages.update(_storages(tree_leaves(output)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.last_is_saved = False
+        output = func(*args, **(kwargs or {}))
+        if self.last_is_saved:
+            self.add(output)
+        return output
+
+
+class _Nested:
+    """A context manager of two, the second within the first."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self.outer, self.inner = outer, inner
+
+    def __enter__(self) -> None:
+        self.outer.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
+        self.outer.__exit__(*error)
 
 
 def written_tensors(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
