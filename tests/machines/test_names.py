@@ -169,7 +169,7 @@ def test_what_is_only_explained_is_not_trained(
         tightfit.build(tiny.job(), tightfit.Plan(), Machine.named("apple-m3-max"))
 
 
-def test_training_takes_the_figures_of_a_machine_file_and_what_is_here(
+def test_training_uses_a_machine_file_s_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job, here, out = str(tiny.write(tmp_path, steps=4)), Machine.detect(), tmp_path / "out"

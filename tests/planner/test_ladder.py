@@ -154,7 +154,7 @@ def test_mistakes_are_refused(
     assert said in capsys.readouterr().err
 
 
-def test_rungs_are_measured_with_the_same_samples_in_processes_of_their_own() -> None:
+def test_measured_rungs_train_on_the_same_samples() -> None:
     machine = Machine.detect().per_process(1)
     job = tightfit.Job.parse({**tiny.content(), "model": {**tiny.MODEL, "attention_dropout": 0.0}})
     plain, smaller = tightfit.Plan(), tightfit.Plan(micro_batch=2)

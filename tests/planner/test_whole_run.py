@@ -23,7 +23,7 @@ PREDICTED = {
 }
 
 
-def test_hours_tokens_and_cost_are_those_of_all_steps_and_devices() -> None:
+def test_hours_tokens_and_cost_cover_all_steps_and_devices() -> None:
     job = tiny.job(steps=7120)
     run = whole_run(job, PREDICTED, length_of(job), price=2.5)
     assert (run.steps, run.seconds, run.hours, run.device_hours) == (7120, 3600.0, 1.0, 4.0)

@@ -25,7 +25,7 @@ def no_machine() -> Machine:
     raise AssertionError("this machine was asked for")
 
 
-def test_every_combination_is_a_row_of_table_csv_picture_and_json(
+def test_each_combination_is_a_row_in_every_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
