@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.provenance import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = "RESULT "  # begins the line of a process that is its result; libraries print others
@@ -145,6 +144,8 @@ def usual_control_s() -> float:
 
 def write_record(path: Path | None, content: Mapping[str, Any]) -> None:
     """Write results with what they depend on. path: None where no record is asked for."""
+    from benchmarks.provenance import provenance  # not at the top: this file also runs as a script
+
     if path is not None:
         write_json(path, {**provenance(), **content})
 
