@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = "RESULT "  # begins the line of a process that is its result; libraries print others
 ERROR_CHARACTERS = 3000  # of a failed process's output in the error
