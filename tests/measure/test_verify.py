@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import tightfit
 from tests import tiny
 from tests.contract import cases
+from tightfit.distributed.mesh import PendingSum
 from tightfit.engine import step
 from tightfit.measure.verify import Tolerances, Verification
 from tightfit.methods import recompute
@@ -78,14 +79,14 @@ def test_narrow_optimizer_states_pass(states: str, precision: str) -> None:
     assert result.passed, result
 
 
-def by_micro_batches(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -> Callable[[], Tensor]:
+def by_micro_batches(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -> PendingSum:
     """What many loops do: each micro-batch's mean, and the mean of these. Right only where all count as many items."""
     total = torch.zeros(())
     for batch in micro_batches:
         loss = run.loss_sum(batch) / run.objective.count(batch)
         (loss / len(micro_batches)).backward()
         total += loss.detach() / len(micro_batches)
-    return lambda: total * items()
+    return PendingSum(total * items())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "bf16-true"])
@@ -104,7 +105,7 @@ def test_summing_instead_of_averaging_gradients_fails(monkeypatch: pytest.Monkey
     """The gradients show it: Adam's weights would not."""
     honest = step.accumulate
 
-    def summed(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -> Callable[[], Tensor]:
+    def summed(run: Run, micro_batches: list[Batch], items: Callable[[], int]) -> PendingSum:
         return honest(run, micro_batches, items if run.plan == tightfit.Plan() else lambda: 1)
 
     monkeypatch.setattr(step, "accumulate", summed)
