@@ -188,6 +188,7 @@ def programs(folder: Path, monkeypatch: pytest.MonkeyPatch, **texts: str) -> Non
     monkeypatch.setenv("PATH", f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
 
 
+@pytest.mark.slow
 def test_several_hosts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two torchruns, as on two hosts, find each other. Two tasks of Slurm then go on from their checkpoint."""
     slurm, (head, *torchrun) = commands("Several hosts")

@@ -227,6 +227,7 @@ def test_a_user_s_loop_finds_all_weights_at_each_step() -> None:
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gathers_hidden_by_the_forward_take_no_gpu_time() -> None:
     """Weights that the forward needs first do take time. Without blocks that wait for their own
     weights, all of it does."""

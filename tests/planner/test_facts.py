@@ -51,6 +51,7 @@ def test_optimizer_states_of_3_billion_parameters_are_right(optimizer: str, stat
     assert found.row_bytes()["optimizer"] / trainable(found) == pytest.approx(bytes_each, rel=0.05, abs=0.005)
 
 
+@pytest.mark.slow
 def test_1_4_billion_parameters_need_remedies_on_32_gb() -> None:
     """The error names the remedies."""
     asked = job({"preset": "gpt-1.4b"}, batch=16, length=1024, allow=["fp16"])

@@ -277,6 +277,7 @@ def test_sequence_parallel_sends_gathers_and_scatters(estimator: Estimator) -> N
     )  # joined after the last block, divided before the first
 
 
+@pytest.mark.slow
 def test_a_search_shards_sequences_too_long_for_a_device() -> None:
     """There is one long sample per pair of devices: nothing else makes a sample's activations
     smaller."""

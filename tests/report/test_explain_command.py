@@ -119,6 +119,7 @@ def test_machines_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert command(monkeypatch, "machine", "h200", "--calibrate") == 2
 
 
+@pytest.mark.slow
 def test_a_machine_without_bf16_uses_fp16_if_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
