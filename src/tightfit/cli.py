@@ -14,7 +14,6 @@ import typer
 app = typer.Typer(
     name="tightfit",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Train models that barely fit, as fast as the hardware allows.",
@@ -51,6 +50,24 @@ Price = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON and nothing else")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from tightfit.record import code_version
+
+        versions = code_version()
+        typer.echo(", ".join(f"{name} {versions[name]}" for name in ("tightfit", "torch", "transformers", "python")))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print versions and exit")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -264,3 +281,16 @@ def schema(noun: Annotated[str, typer.Argument(help="job, plan, machine or recor
     if noun not in nouns:
         raise errors.InputError(f"schema {noun}", "no such noun", f"use one of: {', '.join(nouns)}")
     typer.echo(json.dumps(nouns[noun].model_json_schema(), indent=1))
+
+
+@app.command()
+def cache(
+    clear: Annotated[
+        str | None, typer.Option("--clear", metavar="PART", help="remove machines, profiles, data or all")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what is stored for later runs, such as calibrations and tokens, or remove it."""
+    from tightfit.report.cache import cache_command
+
+    cache_command(clear, as_json)

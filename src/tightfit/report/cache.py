@@ -1,0 +1,56 @@
+"""`tightfit cache`: what is stored for later runs, and its removal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tightfit.errors import InputError
+from tightfit.machine import cache_folder
+from tightfit.units import format_bytes
+
+CONTENTS = {
+    "machines": "calibrations of machines; removing them makes the next calibration take minutes",
+    "profiles": "traces of models; removing them makes the next explain trace again",
+    "data": "tokenizers and tokens; removing them makes the next training tokenize again",
+}
+
+
+def cache_command(clear: str | None, as_json: bool) -> None:
+    """Print what the cache holds, after removing the part named `clear` ("all" for everything).
+
+    Raises InputError if no part has that name.
+    """
+    if clear is not None:
+        _clear(clear)
+    found = contents()
+    if as_json:
+        print(json.dumps({"folder": str(cache_folder()), "parts": found}))
+        return
+    print(cache_folder())
+    for name, part in found.items():
+        size = format_bytes(part["bytes"])
+        print(f"{name:10s} {size:>10s}  {part['files']:5d} files  {part['what']}")
+
+
+def contents() -> dict[str, dict[str, Any]]:
+    """For each part of the cache: its bytes on disk, its number of files, and what it is."""
+    found = {}
+    for name, what in CONTENTS.items():
+        files = [path for path in _folder(name).rglob("*") if path.is_file()]
+        found[name] = {"bytes": sum(path.stat().st_size for path in files), "files": len(files), "what": what}
+    return found
+
+
+def _folder(name: str) -> Path:
+    return cache_folder() / name
+
+
+def _clear(name: str) -> None:
+    if name != "all" and name not in CONTENTS:
+        raise InputError(f"--clear {name}", "the cache has no such part", f"use one of: {', '.join(CONTENTS)}, all")
+    for part in CONTENTS if name == "all" else (name,):
+        if _folder(part).exists():
+            shutil.rmtree(_folder(part))
