@@ -56,7 +56,8 @@ def run_hooks_on_direct_calls(module: nn.Module, running: Callable[[], bool]) ->
 
     Some models call `block.forward(...)` directly, which would skip the hooks of a method.
 
-    running  returns whether a call of the module that has run its hooks is still in its forward
+    running  returns True while the module is in a call that has run its hooks. A call of forward
+             then runs the original forward only
     """
     forward = module.forward
 

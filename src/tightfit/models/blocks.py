@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     Named = list[tuple[str, nn.Module]]
 
-# Repeated modules of one class are blocks only if they hold at least this share of the parameters of
-# all repeated modules.
+# Repeated modules of one class are blocks only if they have at least this share of the parameters
+# of all repeated modules.
 MIN_BLOCK_SHARE = 0.1
 
 

@@ -1,4 +1,4 @@
-"""Skip two of transformers' checks of masks, which make the host wait for the device.
+"""Skip two of transformers' checks for masks, which make the host wait for the device.
 
 `engine/build.py` wraps the loss of a model on a GPU in `without_mask_checks`, unless the whole
 model is compiled. In each forward, transformers reads the results of both checks on the host, which

@@ -175,7 +175,7 @@ class PerParameter(Optimizer):
             self._fetch_ahead(parameters)
         for number, (parameters, group) in enumerate(updates):
             self._next_update()
-            for following, _ in updates[number + 1 : number + 2]:  # copied to the device during this update
+            for following, _ in updates[number + 1 : number + 2]:  # copied during this update
                 self._fetch_ahead(following)
             self._update_batch(parameters, group)
         self._end_updates()
