@@ -55,7 +55,7 @@ class TorchLoss:
     """One of torch's losses as a sum and a count.
 
     total  (output, target) -> the sum of the losses of all items, a scalar tensor
-    count  target -> the number of items; targets with the value ignore_index are not counted
+    count  target -> the number of items, without targets equal to ignore_index
     """
 
     total: Callable[[Tensor, Tensor], Tensor]

@@ -65,8 +65,8 @@ class Objective:
     unit     what an item is: "tokens" or "samples"
     logits   (model, batch) -> logits of shape (..., classes); None if the loss is not a cross
              entropy
-    targets  batch -> labels of shape (...), IGNORED where a position does not count; None if the
-             loss is not a cross entropy
+    targets  batch -> labels of shape (...), IGNORED where a position does not count; None if
+             `logits` is None
 
     The chunked loss is built from `logits` and `targets`.
     """

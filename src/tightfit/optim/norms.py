@@ -1,5 +1,5 @@
-"""Compute norms of full parameters, of which this device may hold only a shard. LAMB and LARS need
-them."""
+"""Compute the norms of full parameters for LAMB and LARS. This device may hold only a shard of
+each."""
 
 from __future__ import annotations
 
