@@ -261,8 +261,8 @@ def idle() -> str:
 
 def test_blocks_called_twice_are_refused_before_any_message() -> None:
     for error in together(2, HERE + "twice"):
-        assert "does not call its blocks in a row, each once" in error
-    with pytest.raises(InputError, match="each once"):
+        assert "does not call each of its blocks once, in order" in error
+    with pytest.raises(InputError, match="once, in order"):
         tightfit.estimate(job_of(Twice), tightfit.Plan(pp=2), tightfit.Machine.named("a100-80gb:2"))
 
 

@@ -110,7 +110,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (
         "samples without labels",
         {"data": without_labels()},
-        r"a dict of x, and the loss needs a target(.|\n)*field labels",
+        r"a dict with the keys x, and the loss needs a target(.|\n)*'labels' key",
     ),
     ("no loss and no labels", {"data": without_labels(), "loss": None}, r"the fields x and no labels"),
     (
@@ -121,7 +121,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (
         "a loss of output and target",
         {"loss": lambda output, target: ((output - target) ** 2).mean()},
-        r"called as loss\(output, batch\); the data gives a list of 2 as batch",
+        r"called as loss\(output, batch\), and the data gives a list of 2 items as batch",
     ),
     ("a loss without a graph", {"loss": lambda output, batch: output.detach().mean()}, r"no graph(.|\n)*\.detach\(\)"),
     ("a loss that is no number", {"loss": lambda output, batch: output}, r"not a scalar tensor"),
@@ -133,7 +133,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         r"divides by the weights(.|\n)*Objective",
     ),
     ("three arguments", {"loss": nn.TripletMarginLoss()}, r"more than an output and a target(.|\n)*def loss"),
-    ("another shape", {"model": lambda: Perceptron(1)}, r"makes \(8, 1\), and the targets are \(8, 3\)"),
+    ("another shape", {"model": lambda: Perceptron(1)}, r"shape \(8, 1\), and the targets have shape \(8, 3\)"),
     (
         "an objective without a graph",
         {"loss": tightfit.Objective(lambda model, batch: torch.zeros(()), len)},

@@ -61,7 +61,8 @@ def reason(found: Found) -> str:
     said = re.sub(r"^InputError: ", "", said)
     said = re.sub(r"^\S+ (has no table|divides modules)", r"the architecture \1", said)
     said = re.sub(r" \((RuntimeError|ValueError|AssertionError|DynamicOutputShape).*", "", said)
-    said = re.sub(r"^[\w.]+ returns (int|a tensor).*", r"a block returns \1 that other devices would not know", said)
+    underivable = r"a block returns \1 that the other pipeline stages cannot derive from its inputs"
+    said = re.sub(r"^[\w.]+ returns (int|a tensor).*", underivable, said)
     said = said if len(said) < 160 else said[:160] + " ..."
     return re.sub(r"\b[A-Z]\w*(For[A-Z]\w+|LMHeadModel|Model|Classification)\b", "the model", said)
 

@@ -1,4 +1,4 @@
-"""Blocks: the repeated modules that hold most of a model's parameters.
+"""Blocks: the repeated modules that hold most of a model's parameters, such as transformer blocks.
 
 Pipeline stages, recompute, FSDP units and per-block compilation all work on these blocks. They are
 found in any nn.Module, or the user names them (`model.blocks`).
@@ -18,25 +18,27 @@ if TYPE_CHECKING:
 
     Named = list[tuple[str, nn.Module]]
 
-# A repeated class with less than this share of all repeated parameters is no block of the model.
+# Repeated modules of one class are blocks only if they have at least this share of the parameters
+# of all repeated modules.
 MIN_BLOCK_SHARE = 0.1
 
 
 def find_blocks(model: nn.Module, name: str | None = None) -> Named:
-    """The model's repeated blocks as (full name, module), in order of definition; empty if nothing
-    repeats.
+    """Return the model's repeated blocks as (full name, module), in order of definition. The list
+    is empty if no module repeats.
 
-    name  the list that holds the blocks, such as "model.layers"; several lists are separated by
+    name  the list that contains the blocks, such as "model.layers"; several lists are separated by
           commas
 
     Without a name, the blocks are the members of the outermost lists (ModuleList, Sequential,
-    ModuleDict; an encoder-decoder has several). If there is no such list, they are the siblings of
-    one class that hold most of the parameters. A single torch layer such as nn.Linear is no block.
+    ModuleDict; an encoder-decoder has several lists). If the model has no such list, the blocks are
+    sibling modules of one class, if these hold more than half of the parameters. A single torch
+    layer such as nn.Linear is not a block.
 
     Example: a GPT-2 of 12 layers gives ("transformer.h.0", GPT2Block) to ("transformer.h.11",
     GPT2Block).
 
-    Raises InputError if there is no module `name`, or if it holds no modules.
+    Raises InputError if the model has no module `name`, or if that module contains no modules.
     """
     if name:
         return [block for part in name.split(",") for block in _members_of(model, part.strip())]
@@ -51,11 +53,12 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Named:
 
 
 def parameter_uses(model: nn.Module, blocks: Named) -> dict[str, tuple[int, ...]]:
-    """By name, the blocks in which each parameter is used.
+    """Return, for the name of each parameter, the numbers of the blocks in which the parameter is
+    used.
 
-    The values are block numbers: -1 means before the first block, len(blocks) after the last. A
-    tied parameter has several names; it is listed under the first of them and is used at each of
-    them. A parameter outside of the blocks counts as before or after them by where it is defined. A
+    -1 means before the first block, len(blocks) after the last one. A tied parameter has several
+    names. It is listed under the first of them, with the blocks of all of them. A parameter outside
+    of the blocks counts as before the blocks if it is defined before them, else as after them. A
     parameter that belongs directly to a module which contains the blocks counts as both.
 
     Example: a GPT-2 of 12 blocks with a tied embedding gives {"transformer.wte.weight": (-1, 12),
@@ -81,7 +84,8 @@ def parameter_uses(model: nn.Module, blocks: Named) -> dict[str, tuple[int, ...]
 
 
 def _members_of(model: nn.Module, name: str) -> Named:
-    """The members of the list that the user named. Raises InputError if there is no such list."""
+    """Return the members of the list that the user named. Raises InputError if the model has no
+    such list, or if the list is empty."""
     modules = dict(model.named_modules())
     if name not in modules:
         lists = [path for path, module in modules.items() if path and _is_list(module)]
@@ -95,8 +99,10 @@ def _members_of(model: nn.Module, name: str) -> Named:
 
 
 def _repeated(parent: nn.Module, path: str, members: Callable[[nn.Module], list[nn.Module]]) -> Named:
-    """The outermost repeated modules below `parent`. What `members` selects is not searched
-    further."""
+    """Return the outermost repeated modules below `parent`, as (full name, module).
+
+    members  returns those children of a module that are blocks; blocks are not searched further
+    """
     taken = members(parent)
     found: Named = []
     for name, child in parent.named_children():
@@ -106,8 +112,8 @@ def _repeated(parent: nn.Module, path: str, members: Callable[[nn.Module], list[
 
 
 def _members(parent: nn.Module) -> list[nn.Module]:
-    """The blocks of a list: all members of a ModuleList, whatever its length, and of other lists
-    those of a class that occurs twice or more."""
+    """Return the blocks of a list: all blocks in a ModuleList, whatever its length, and in other
+    lists those of a class that occurs twice or more. Return [] if `parent` is not a list."""
     from torch import nn
 
     if not _is_list(parent):
@@ -132,8 +138,8 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether a module has parameters, can be called, and is more than a single layer of
-    torch's."""
+    """Whether a module has parameters, can be called, and is not a single torch layer such as
+    nn.Linear."""
     from torch import nn
 
     layer = type(module).__module__.startswith("torch.nn") and not any(True for _ in module.children())

@@ -1,8 +1,8 @@
-"""Caches in model code: keep fake tensors out of real runs, and real tensors out of traces.
+"""Keep fake tensors in the caches of model code out of real runs, and real tensors out of traces.
 
 Models cache what they compute once, such as BEiT's table of relative positions, in an lru_cache or
 in a dict of their module or class. A training run must not find the fake tensors that a trace put
-there, and a trace cannot use the real tensors that a training run put there.
+in such a cache, and a trace cannot use the real tensors that a training run put in it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ _Cache = Any  # a function with an lru_cache
 
 @contextmanager
 def isolated_model_caches() -> Iterator[None]:
-    """Inside, the caches of model code hold no tensors from before. On exit, fake and meta tensors
-    are removed from them, and the earlier entries of dicts are put back."""
+    """Inside this context, the caches of model code contain no real tensors from before.
+
+    On exit, fake and meta tensors are removed from the caches, and the earlier entries of dicts are
+    put back. The earlier entries of an lru_cache are computed again when they are needed.
+    """
     taken = _remove_real_tensors()
     try:
         yield
@@ -41,16 +44,16 @@ def isolated_model_caches() -> Iterator[None]:
 
 
 def _remove_real_tensors() -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """Remove real tensors from all caches. Returns the removed entries of dicts, each with its
-    dict."""
+    """Remove real tensors from all caches. Return what was removed from dicts, as (dict, its
+    removed entries)."""
     return _remove_tensors(lambda tensor: not isinstance(tensor, FakeTensor))
 
 
 def _remove_tensors(unwanted: Any) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """Clear the lru_caches, and remove the dict entries, that hold a tensor for which `unwanted` is
-    true.
+    """Clear the lru_caches, and remove the dict entries, that contain a tensor for which `unwanted`
+    returns True.
 
-    Returns the removed entries of dicts, each with its dict.
+    Return what was removed from dicts, as (dict, its removed entries).
     """
     taken = []
     functions, dicts = _all_caches(len(sys.modules), next(reversed(sys.modules)))
@@ -65,8 +68,8 @@ def _remove_tensors(unwanted: Any) -> list[tuple[dict[Any, Any], dict[Any, Any]]
 
 
 def clear_tensor_caches() -> None:
-    """Clear every lru_cache of model code that holds a tensor. Its next caller computes the tensor
-    again."""
+    """Clear every lru_cache of model code that contains a tensor. The next caller of the cached
+    function computes the tensor again."""
     _clear(_all_caches(len(sys.modules), next(reversed(sys.modules)))[0], lambda tensor: True)
 
 
@@ -78,10 +81,11 @@ def _clear(functions: list[_Cache], unwanted: Any) -> None:
 
 @lru_cache(1)
 def _all_caches(count: int, last: str) -> tuple[list[_Cache], list[dict[Any, Any]]]:
-    """The lru_caches and dicts of all modules that may define models.
+    """Return the lru_caches and the dicts of all modules that may define models.
 
-    count, last  the number of imported modules and the last one's name: a new import repeats the
-                 search
+    count, last  the number of imported modules and the name of the last one. They are only the key
+                 of this function's own lru_cache: after a new import, the modules are searched
+                 again
     """
     modules = [module for name, module in list(sys.modules.items()) if _may_define_models(name)]
     found = [_caches_of(module) for module in modules if isinstance(module, ModuleType)]
@@ -95,7 +99,7 @@ def _may_define_models(name: str) -> bool:
 
 @lru_cache(None)
 def _caches_of(module: ModuleType) -> tuple[list[_Cache], list[dict[Any, Any]]]:
-    """The lru_caches and the dicts of a module and its classes."""
+    """Return the lru_caches and the dicts of a module and of its classes."""
     functions: list[_Cache] = []
     dicts: list[dict[Any, Any]] = []
     classes = [one for one in vars(module).values() if isinstance(one, type)]
@@ -108,8 +112,8 @@ def _caches_of(module: ModuleType) -> tuple[list[_Cache], list[dict[Any, Any]]]:
 
 
 def _cached_functions(value: Any) -> list[_Cache]:
-    """The lru_caches of a function, a method or a property: the object itself, or a function that
-    its decorator wraps."""
+    """Return the functions with an lru_cache in a function, a method or a property: the object
+    itself, or a function that its decorator wraps."""
     if isinstance(value, _lru_cache_wrapper):
         return [value]
     if isinstance(value, staticmethod | classmethod):
@@ -130,13 +134,14 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _results(function: _Cache) -> Iterator[Tensor]:
-    """The tensors in an lru_cache. Only the garbage collector can list its entries."""
+    """Yield the tensors in an lru_cache. Only the garbage collector can list the entries of an
+    lru_cache."""
     for held in gc.get_referents(function):
         yield from _tensors(held)
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in nested lists, tuples and dicts, which may contain themselves."""
+    """Return the tensors in nested lists, tuples and dicts. A container may contain itself."""
     found, seen, left = [], set(), [value]
     while left:
         one = left.pop()

@@ -1,8 +1,9 @@
-"""Creation of models from a ModelSpec or from the user's own callable.
+"""Create models from a ModelSpec or from the user's own callable.
 
-The planner calls `model_factory` on fake tensors to trace a model; the engine calls it to build
-one. torch and transformers are imported only when a model is needed. Every mistake in a spec raises
-InputError. Running out of memory does not, because the spec is not wrong then.
+The planner calls `model_factory` on fake tensors to trace a model; the engine calls it to create
+the model that it trains. torch and transformers are imported only when a model is needed. Every
+mistake in a spec raises InputError. Running out of memory does not, because the spec is not wrong
+then.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from tightfit.values import nearest
 if TYPE_CHECKING:
     from torch import nn
 
-# The task of common transformers model types, known without an import; others are looked up in its tables.
+# The task of common model types, so that transformers need not be imported to find it. Other types
+# are looked up in transformers' tables.
 TASK_OF_ARCHITECTURE = {
     **dict.fromkeys(
         (
@@ -69,7 +71,7 @@ _TRANSFORMERS_TABLES = {
     "causal-lm": "CAUSAL_LM",
     "classification": "IMAGE_CLASSIFICATION",
 }
-# keys that every config accepts although its class does not define them
+# config keys that every model type accepts, although its config class does not define them
 _COMMON_KEYS = {
     "num_labels",
     "torch_dtype",
@@ -82,15 +84,16 @@ _COMMON_KEYS = {
     "use_cache",
 }
 _PRETRAINED_FOLDER_FIX = "name a folder with config.json and safetensors, as transformers' save_pretrained writes it"
-# the older spelling of rope_parameters
+# older config keys, which rope_parameters replaces
 _ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 
 
 def task_of(model: Any) -> str | None:
-    """The task of a ModelSpec: the one it names, or the usual task of its architecture.
+    """Return the task of a ModelSpec: `model.task` if it is set, else the usual task of the
+    architecture.
 
-    None for a user's own callable. Raises InputError for an unknown preset or architecture, and for
-    a folder without a readable config.json.
+    None for a user's own callable, and for `python` without `task`. Raises InputError for an
+    unknown preset or architecture, and for a folder without a readable config.json.
     """
     if not isinstance(model, ModelSpec):
         return None
@@ -107,10 +110,10 @@ def task_of(model: Any) -> str | None:
 
 
 def model_config(spec: ModelSpec) -> Any:
-    """The transformers config of a ModelSpec with its key/value cache switched off; None for python
-    callables.
+    """Return the transformers config of a ModelSpec, with its key/value cache switched off. Return
+    None for a model from the user's Python code.
 
-    Raises InputError for unknown keys and for dimensions that do not divide.
+    Raises InputError for unknown keys, and for numbers of heads that do not divide the hidden size.
     """
     if spec.python:
         return None
@@ -122,10 +125,10 @@ def model_config(spec: ModelSpec) -> Any:
         if "trust_remote_code" in spec.config:
             raise InputError(
                 "job: model.trust_remote_code",
-                "code that comes with a model's folder is never run",
-                'name code of your own that makes the model: {python: "file.py:function"}',
+                "tightfit never runs code that comes with a model's folder",
+                'use a function of your own that returns the model: {python: "file.py:function"}',
             )
-        with as_input_error(f"job: model.from={folder}", "mend its config.json"):
+        with as_input_error(f"job: model.from={folder}", "correct the config.json in this folder"):
             config = transformers.AutoConfig.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False, **spec.config
             )
@@ -136,8 +139,9 @@ def model_config(spec: ModelSpec) -> Any:
         _check_heads(spec, kind, keys)
         config = _make_config(spec, architecture, keys)
     if getattr(config, "use_cache", False):
-        config.use_cache = False  # training reads no cache, and some models warn if recompute is on too
-    # not every config has these fields, nor pad_token_id
+        # training reads no key/value cache, and some models warn if recompute is on too
+        config.use_cache = False
+    # some configs do not have these fields, and some have no pad_token_id
     is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
     if is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
@@ -145,10 +149,10 @@ def model_config(spec: ModelSpec) -> Any:
 
 
 def _make_config(spec: ModelSpec, architecture: str, keys: dict[str, Any]) -> Any:
-    """The transformers config with these keys.
+    """Return the transformers config with these keys.
 
-    Raises InputError. If the config is valid without exactly one of the keys, the error names that
-    key.
+    If transformers refuses the keys, raises InputError. The error names one of the user's keys if
+    the config is valid without this key, but not without any other single key.
     """
     import transformers
 
@@ -162,7 +166,7 @@ def _make_config(spec: ModelSpec, architecture: str, keys: dict[str, Any]) -> An
         return True
 
     try:
-        with as_input_error(f"job: model ({spec})", "change the config keys it names"):
+        with as_input_error(f"job: model ({spec})", "change the config keys that the message names"):
             return transformers.AutoConfig.for_model(architecture, **keys)
     except InputError as error:
         kind = _config_class(architecture)
@@ -176,7 +180,8 @@ def _make_config(spec: ModelSpec, architecture: str, keys: dict[str, Any]) -> An
 
 
 def text_config(config: Any) -> Any:
-    """The text part of a multimodal model's config; the config itself if it has no such part."""
+    """Return the text part of a multimodal model's config. Return the config itself if it has no
+    text part, or several."""
     try:
         return config.get_text_config()
     except (ValueError, AttributeError):  # ValueError: several parts read text
@@ -184,10 +189,10 @@ def text_config(config: Any) -> Any:
 
 
 def with_fewer_blocks(model: Any, blocks: int) -> ModelSpec | None:
-    """The same transformers model with only `blocks` blocks.
+    """Return the spec of the same transformers model with only `blocks` blocks.
 
-    None if the model is the user's own or pretrained, if its blocks are of several kinds, if its
-    config has no num_hidden_layers, or if it is not deeper than `blocks`.
+    Return None if the model is the user's own or pretrained, if its config lists types of layers
+    (layer_types), if its config has no num_hidden_layers, or if it is not deeper than `blocks`.
     """
     if not isinstance(model, ModelSpec) or model.python or model.from_:
         return None
@@ -199,22 +204,22 @@ def with_fewer_blocks(model: Any, blocks: int) -> ModelSpec | None:
 
 
 def vocabulary_size(spec: ModelSpec) -> int | None:
-    """The number of tokens in the model's vocabulary; None for vision models and python
-    callables."""
+    """Return the number of tokens in the model's vocabulary. Return None for vision models, and for
+    models from the user's Python code."""
     config = model_config(spec)
     return None if config is None else getattr(text_config(config), "vocab_size", None)
 
 
 def model_factory(model: Any, sequential: bool = False) -> Callable[[], nn.Module]:
-    """A function that creates the model of a ModelSpec or of the user's own callable, on the CPU
-    and in fp32.
+    """Return a function that creates the model on the CPU and in fp32.
 
-    sequential  read the tensors of a pretrained folder one by one as they are placed; by default
+    model       a ModelSpec or the user's own callable
+    sequential  read the tensors of a pretrained folder one by one as they are placed. By default,
                 transformers' threads read ahead, which takes more memory
 
-    Under torch.device("meta") or FakeTensorMode the function makes only shapes. It then reads no
-    weights of a pretrained folder either. Raises InputError, as the returned function does, for a
-    mistake in the spec or the callable.
+    Under torch.device("meta") or FakeTensorMode, the function creates a model without values, and
+    reads no weights of a pretrained folder. Both `model_factory` and the returned function raise
+    InputError for a mistake in the spec or the callable.
     """
     make = _make_factory(model, sequential)
 
@@ -228,8 +233,8 @@ def model_factory(model: Any, sequential: bool = False) -> Callable[[], nn.Modul
 
 
 def _switch_off_cache(model: nn.Module) -> nn.Module:
-    """Switch off the key/value cache of a transformers model. Training does not read it, and a
-    block that is recomputed would append its keys a second time."""
+    """Switch off the key/value cache of a transformers model. Training does not read this cache,
+    and a block that is recomputed would append its keys a second time."""
     for module in model.modules():
         config: Any = module.config if is_transformers_model(module) else None
         if getattr(config, "use_cache", False):
@@ -261,7 +266,7 @@ def _make_factory(model: Any, sequential: bool) -> Callable[[], nn.Module]:
                     use_safetensors=True,
                     trust_remote_code=False,
                 )
-        with as_input_error(f"job: model ({model})", "change the config keys it names"):
+        with as_input_error(f"job: model ({model})", "change the config keys that the message names"):
             return kind.from_config(config, dtype=torch.float32)
 
     return create
@@ -269,7 +274,8 @@ def _make_factory(model: Any, sequential: bool) -> Callable[[], nn.Module]:
 
 @contextmanager
 def _read_sequentially() -> Iterator[None]:
-    """Set transformers' environment variable that stops its threads from reading tensors ahead."""
+    """Inside this context, transformers does not read tensors ahead in threads. An environment
+    variable of transformers switches this off."""
     switch = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(switch)
     os.environ[switch] = "1"
@@ -307,13 +313,14 @@ def _task_of_architecture(architecture: str) -> str:
             return task
     raise InputError(
         f"job: model.architecture={architecture}",
-        "is for none of the tasks " + ", ".join(_TRANSFORMERS_TABLES),
-        "give a python callable that returns the model, and a loss",
+        "transformers has no model of this type for any of the tasks " + ", ".join(_TRANSFORMERS_TABLES),
+        "set model.python to a function that returns the model, and give the job its own loss",
     )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """The content of a pretrained folder's config.json. Raises InputError if it cannot be read."""
+    """Return the content of a pretrained folder's config.json. Raises InputError if the file cannot
+    be read."""
     asked = f"job: model.from={folder}"
     if not folder.is_dir():
         near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob("*/")], 1)
@@ -327,14 +334,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise InputError(asked, "has no config.json", _PRETRAINED_FOLDER_FIX) from None
     except ValueError as error:
-        raise InputError(asked, f"its config.json is not JSON ({error})", _PRETRAINED_FOLDER_FIX) from None
+        raise InputError(asked, f"config.json is not JSON ({error})", _PRETRAINED_FOLDER_FIX) from None
     if not isinstance(content, dict):
-        raise InputError(asked, "its config.json holds no mapping", _PRETRAINED_FOLDER_FIX)
+        raise InputError(asked, "config.json does not contain a JSON object", _PRETRAINED_FOLDER_FIX)
     return content
 
 
 def _config_class(architecture: str) -> Any:
-    """transformers' config class of a model type. Raises InputError with the nearest model type."""
+    """Return transformers' config class of a model type. Raises InputError, which suggests the
+    nearest model type, for an unknown type."""
     import transformers
 
     known = transformers.CONFIG_MAPPING
@@ -343,14 +351,17 @@ def _config_class(architecture: str) -> Any:
         raise InputError(
             f"job: model.architecture={architecture}",
             "transformers has no such model type",
-            f"did you mean {near[0]!r}?" if near else "use one such as llama, gpt2, bert, t5 or vit",
+            f"did you mean {near[0]!r}?" if near else "use a model type such as llama, gpt2, bert, t5 or vit",
         )
     return known[architecture]
 
 
 def _config_keys(spec: ModelSpec, kind: Any) -> dict[str, Any]:
-    """The preset's config keys, overridden by the spec's own, under the names that the config class
-    stores."""
+    """Return the preset's config keys, overridden by the spec's own, under the names that the
+    config class uses. Example: GPT-2 stores hidden_size as n_embd.
+
+    Raises InputError for a key that the config class does not have.
+    """
     known = set(_defaults(kind)) | set(kind.attribute_map) | set(kind.sub_configs) | _COMMON_KEYS
     if "rope_parameters" in known:
         known |= _ROPE_KEYS
@@ -364,7 +375,8 @@ def _config_keys(spec: ModelSpec, kind: Any) -> dict[str, Any]:
     keys = stored[0] | stored[1]
     _merge_rope_keys(keys)
     vocabulary = keys.get("vocab_size")
-    # the default special tokens belong to the published vocabulary; a smaller one does not contain them
+    # the default special tokens belong to the published vocabulary; a smaller vocabulary does not
+    # contain those with a larger id
     for key, default in _defaults(kind).items():
         of_token = key.endswith("_token_id") and isinstance(default, int)
         if of_token and isinstance(vocabulary, int) and 0 < vocabulary <= default:
@@ -373,8 +385,8 @@ def _config_keys(spec: ModelSpec, kind: Any) -> dict[str, Any]:
 
 
 def _merge_rope_keys(keys: dict[str, Any]) -> None:
-    """Merge the older rotary-embedding keys into rope_parameters: transformers silently ignores
-    them if both are given."""
+    """Merge the older keys of rotary embeddings into rope_parameters. If both are given,
+    transformers silently ignores the older keys."""
     rope = keys.get("rope_parameters")
     if isinstance(rope, dict):
         scaling = keys.pop("rope_scaling", None)
@@ -384,7 +396,7 @@ def _merge_rope_keys(keys: dict[str, Any]) -> None:
 
 
 def _defaults(kind: Any) -> dict[str, Any]:
-    """The keys of a config class and of its parents, with their defaults."""
+    """Return the keys of a config class and of its parents, with their default values."""
     defaults: dict[str, Any] = {}
     for parent in reversed(kind.__mro__[:-1]):
         defaults |= {
@@ -396,7 +408,8 @@ def _defaults(kind: Any) -> dict[str, Any]:
 
 
 def _check_heads(spec: ModelSpec, kind: Any, keys: dict[str, Any]) -> None:
-    """Refuse widths that the heads do not divide. transformers accepts some of them and fails in
+    """Raise InputError for sizes below 1, for numbers of heads that do not divide the hidden size,
+    and for odd head sizes with rotary embeddings. transformers accepts some of them and fails in
     the first forward."""
     defaults = _defaults(kind)
 
@@ -412,7 +425,7 @@ def _check_heads(spec: ModelSpec, kind: Any, keys: dict[str, Any]) -> None:
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"):
         size = value(name)
         if size is not None and size < 1:
-            refuse(name, "is not a size", "1 or more")
+            refuse(name, "is less than 1", "1 or more")
     hidden, heads = value("hidden_size"), value("num_attention_heads")
     groups = value("num_key_value_heads")
     if hidden and heads and not value("head_dim") and hidden % heads:
@@ -432,8 +445,8 @@ def _nearest_divisor(number: int, wanted: int) -> str:
 
 
 def _model_class(spec: ModelSpec, config: Any) -> Any:
-    """The transformers AutoModel class for the spec's task and this config. Raises InputError if
-    there is none."""
+    """Return the transformers AutoModel class for the spec's task and this config. Raises
+    InputError if transformers has no model for them."""
     import transformers
 
     task = task_of(spec)
@@ -449,15 +462,16 @@ def _model_class(spec: ModelSpec, config: Any) -> Any:
             return kind
     raise InputError(
         f"job: model.task={task}",
-        f"transformers has no model of {config.model_type} for it",
-        f"leave it out: the task is then {_task_of_architecture(config.model_type)}",
+        f"transformers has no {config.model_type} model for this task",
+        f"leave out model.task; the task is then {_task_of_architecture(config.model_type)}",
     )
 
 
 def has_complex_parameters(model: Any) -> bool:
-    """Whether a user's own model has complex parameters; no other model has any.
+    """Whether a user's own model has complex parameters. False for all other models, which have
+    none.
 
-    False as well if the model cannot be created on fake tensors, because nothing is known about it
+    Also False if the model cannot be created on fake tensors, because its parameters are unknown
     then.
     """
     if isinstance(model, ModelSpec) and not model.python:

@@ -1,8 +1,8 @@
 """Dataflow: a record of one forward of a model on fake tensors.
 
 It lists the tensors that each operation reads, makes and overwrites, and the inputs and outputs of
-each of the model's repeated blocks. `models/tracing.py` records it. `parallel/pipeline/boundaries.py` derives
-from it which tensors cross the stages of a pipeline.
+each of the model's repeated blocks. `models/tracing.py` records it. From it,
+`parallel/pipeline/boundaries.py` finds which tensors are sent between pipeline stages.
 
 A tensor is identified by its Python object and by its storage. Views share their storage.
 
@@ -27,17 +27,18 @@ from tightfit.models.objective import Batch
 from tightfit.models.tensors import tensors_in
 
 PP_FIELD = "plan: pp"
-# The block number of operations before the first block. Operations after the last block have the
-# number of blocks as theirs.
+# The block number of operations before the first block. The block number of operations after the
+# last block is the number of blocks.
 BEFORE_BLOCKS = -1
+# folders of torch and tightfit, whose lines are not the model's own code
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
-PathTo = tuple[Any, ...]  # the path to a leaf in (args, kwargs): indices and keys
+PathTo = tuple[Any, ...]  # to a leaf in (args, kwargs): (0, 2) is args[2], (1, "x") is kwargs["x"]
 
 
 class TensorId(NamedTuple):
-    """The identity of a tensor: a number for the Python object and one for its storage. No number
-    is reused."""
+    """The identity of a tensor: a number for the Python object and a number for its storage. No
+    number is used twice."""
 
     tensor: int
     storage: int
@@ -47,15 +48,16 @@ class TensorId(NamedTuple):
 class Operation:
     """One operation of the forward.
 
-    block       the block in which it runs, or the last one that ran before it; BEFORE_BLOCKS if
-                none did
-    inside      whether it runs inside of that block
-    reads       the tensors that it reads
-    outputs     the tensors that it returns
-    written     the storages that it overwrites
-    is_random   whether it draws random numbers
-    reads_value whether Python reads a value of its input, usually to branch on it
-    line        the line of the model that called it: (file, number)
+    block        number of the block in which the operation runs, or of the last block before it;
+                 BEFORE_BLOCKS before the first block, the number of blocks after the last one
+    inside       whether the operation runs inside of that block
+    reads        the tensors that the operation reads
+    outputs      the tensors that it returns
+    written      the storages that it overwrites
+    is_random    whether it draws random numbers
+    reads_value  whether Python reads a value of its input (as .item() does), usually to branch on
+                 it
+    line         the line of the model that called the operation, (file, number); None for the loss
     """
 
     block: int
@@ -70,7 +72,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class BlockCall:
-    """The call of a block. inputs: its input tensors by their path in (args, kwargs)."""
+    """The call of a block. inputs: the block's input tensors by their path in (args, kwargs)."""
 
     block: int
     inputs: dict[PathTo, TensorId]
@@ -78,8 +80,8 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class BlockReturn:
-    """The return of a block. outputs: its output tensors, each with whether it is one of the
-    block's inputs."""
+    """The return of a block. outputs: the block's output tensors, each with True if it is one of
+    the block's inputs itself."""
 
     block: int
     outputs: tuple[tuple[TensorId, bool], ...]
@@ -93,12 +95,13 @@ class Leaf:
     """One leaf of a block's output, described so that a stub can return it without running the
     block.
 
-    It is one of these:
-    same_as       the input at this path itself
-    like          a tensor with the shape and type of the input at this path
-    sample_shape  a tensor of shape (samples of the batch, *sample_shape) and type `dtype`; None
-                  with a `dtype` is a tensor without dims
-    constant      a value that is no tensor
+    The leaf is one of these:
+
+    same_as              the input at this path itself
+    like                 a tensor with the shape and type of the input at this path
+    sample_shape, dtype  a tensor of this dtype and of shape (samples of the batch, *sample_shape);
+                         a tensor without dims if sample_shape is None
+    constant             a value that is not a tensor, or None
     """
 
     same_as: PathTo | None = None
@@ -112,7 +115,9 @@ class Leaf:
 class OutputStructure:
     """The structure and shapes of a block's output.
 
-    in_place: whether operations between the blocks overwrite a tensor of it.
+    spec      the nested containers of the output
+    leaves    the tensors and constants in these containers
+    in_place  whether operations outside of the blocks overwrite a tensor of the output in place
     """
 
     spec: TreeSpec
@@ -122,25 +127,25 @@ class OutputStructure:
 
 @dataclass
 class Dataflow:
-    """The events of one forward of the model and its loss, or of two if the first one changes
-    persistent state.
+    """The events of one forward of the model and its loss. If this forward changes persistent
+    state, the events of a second forward follow.
 
-    forwards          the events of each forward, in order
-    parameters        by storage, the names of the parameters in it
-    persistent        storages that exist before the forward, except the batch's; each with a name
-                      to show
-    uses              by name, the blocks that used each parameter: block numbers, BEFORE_BLOCKS, or
-                      the number of blocks for what comes after them
-    changed           module attributes, other than tensors, that every forward changes
-    block_outputs     the structure of each block's output
-    shapes            of each tensor of the batch, the shape of one sample
-    block_count       how many blocks are recorded
-    is_random         whether the forward draws random numbers
-    parameter_count   elements of all of the model's parameters
-    block_numbers     which of the model's blocks are recorded, if others were left out
-    hooks             the model's own hooks on each block; some models install them in their first
-                      forward
-    replaced          by name, the tensor that the first forward puts in the place of a buffer
+    forwards         the events of each forward, in order
+    parameters       by storage, the names of the parameters in it
+    persistent       by storage, the name of the buffer in it
+    uses             by name of a parameter, the numbers of the blocks that use it; BEFORE_BLOCKS
+                     for uses before the blocks, the number of blocks for uses after them
+    changed          names of module attributes, other than tensors, that every forward changes
+    block_outputs    the structure of each block's output
+    shapes           for each tensor of the batch, the shape of one sample
+    block_count      how many blocks are recorded
+    is_random        whether the forward draws random numbers
+    parameter_count  number of elements of all of the model's parameters
+    block_numbers    the numbers of the recorded blocks among all of the model's blocks
+    hooks            the model's own hooks on each block; some models install them in their first
+                     forward
+    replaced         by name of a buffer, the number of the tensor that the first forward puts in
+                     its place
     """
 
     forwards: list[list[Event]]
@@ -160,13 +165,13 @@ class Dataflow:
 
 @dataclass(frozen=True)
 class _Attribute:
-    """A key of a path that names an attribute."""
+    """A part of a path that is the name of an attribute, not an index or a key."""
 
     name: str
 
 
 def path_of(keys: Any) -> PathTo:
-    """The path of a leaf, from the key entries that torch's tree_flatten_with_path gives."""
+    """Return the path of a leaf, from the key entries that torch's tree_flatten_with_path gives."""
     found: list[Any] = []
     for key in keys:
         if hasattr(key, "idx"):
@@ -179,7 +184,7 @@ def path_of(keys: Any) -> PathTo:
 
 
 def leaf_at(arguments: tuple[Any, dict[str, Any]], path: PathTo) -> Any:
-    """The leaf of (args, kwargs) at `path`; None if there is none."""
+    """Return the leaf of (args, kwargs) at `path`, or None if no leaf has this path."""
     value: Any = arguments
     for key in path:
         try:
@@ -190,7 +195,8 @@ def leaf_at(arguments: tuple[Any, dict[str, Any]], path: PathTo) -> Any:
 
 
 def describe_line(line: tuple[str, int] | None) -> str:
-    """A line of the model as messages show it: file, line number and code."""
+    """Return a line of the model as messages show it, such as "model.py, line 12 (h = h + x)". For
+    a `line` of None, return "the loss"."""
     if line is None:
         return "the loss"
     text = linecache.getline(*line).strip()
@@ -198,19 +204,19 @@ def describe_line(line: tuple[str, int] | None) -> str:
 
 
 def sample_shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
-    """Of each tensor of a batch, the shape of one sample (all dims but the first)."""
+    """Return, for each tensor of a batch, the shape of one sample (all dims but the first)."""
     return tuple(tuple(leaf.shape[1:]) for leaf in tensors_in(batch))
 
 
 def blocks_out_of_order() -> InputError:
-    """The error for a model whose forward does not call each block once, in order: it cannot be a
-    pipeline."""
-    return InputError(PP_FIELD, "the model does not call its blocks in a row, each once", "use pp: 1")
+    """Return the error for a model whose forward does not call each block once, in order. Such a
+    model cannot be a pipeline."""
+    return InputError(PP_FIELD, "the model does not call each of its blocks once, in order", "use pp: 1")
 
 
 def innermost_model_line(error: Exception) -> tuple[str, int] | None:
-    """The innermost line of the model's own code in an error's traceback: (file, number), or
-    None."""
+    """Return the innermost line of the model's own code in an error's traceback, as (file, number).
+    Return None if the traceback has no such line."""
     found, here = None, error.__traceback__
     while here is not None:
         name = here.tb_frame.f_code.co_filename

@@ -1,7 +1,7 @@
 """Recorder: a torch dispatch mode that records a model's forwards as a `Dataflow`.
 
-`models/tracing.py` enters it around one or two forwards on fake tensors. It records every
-operation, and, by hooks, every call and return of a block.
+`models/tracing.py` enters the recorder around one or two forwards on fake tensors. The recorder
+records every operation, and, by hooks, every call and return of a block.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tightfit.models.fake_kernels import fake_output
 from tightfit.models.objective import Batch
 from tightfit.models.tensors import tensors_in
 
-_SHAPE_ONLY = frozenset(  # operations that read the shape and type of a tensor, and no value
+_SHAPE_ONLY = frozenset(  # operations that read the shape and type of a tensor, but no values
     {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
     | {"rand_like", "randn_like", "new_empty_strided"}
 )
@@ -54,8 +54,8 @@ _VALUES = (LOCAL_SCALAR_DENSE.default, torch.ops.aten.equal.default)
 
 @dataclass
 class _BlockRecord:
-    """A block's call: its arguments by path, and the structure, leaves and storages of its
-    output."""
+    """What is recorded of a block: its arguments by path, and the structure, leaves and storages of
+    its output."""
 
     arguments: dict[PathTo, Any] = field(default_factory=dict)
     spec: TreeSpec | None = None
@@ -66,8 +66,9 @@ class _BlockRecord:
 class Recorder(TorchDispatchMode):
     """Records the forwards of a model; see `Dataflow`.
 
-    It keeps all tensors until `dataflow` is called, so that no two of them have the same identity.
-    The planner's modes (`planner/tracing/storages.py`) must not keep any: they observe the frees.
+    The recorder keeps all tensors until `dataflow` is called, so that no two of them have the same
+    identity. The planner's dispatch modes (`planner/tracing/storages.py`) must not keep any
+    tensors, because they observe when tensors are freed.
 
     model, batch  with fake tensors as parameters, buffers and inputs
     blocks        the model's blocks as (full name, module)
@@ -88,7 +89,7 @@ class Recorder(TorchDispatchMode):
         self.hooks = tuple(hooks_of(block) for _, block in blocks)
         self.parameters: dict[int, set[str]] = {}
         self.persistent: dict[int, str] = {}
-        # full name, the dict of the module that holds the buffer, its name there, the buffer itself
+        # full name, the dict of the module that contains the buffer, its key in this dict, the buffer
         self.buffers: list[tuple[str, dict[str, Tensor | None], str, Tensor]] = []
         self.replaced: dict[str, int] = {}
         for path, module in model.named_modules():
@@ -105,7 +106,7 @@ class Recorder(TorchDispatchMode):
         self.samples = tensors[0].shape[0] if tensors else 0
 
     def tensor_id(self, tensor: Tensor) -> TensorId:
-        """The identity of a tensor; a new one if it was not seen before."""
+        """Return the identity of a tensor. A tensor that was not seen before gets a new number."""
         if id(tensor) not in self.tensors:
             self.tensors[id(tensor)] = len(self.tensors), tensor
         storage = storage_id(tensor)
@@ -114,7 +115,9 @@ class Recorder(TorchDispatchMode):
         return TensorId(self.tensors[id(tensor)][0], self.storages[storage][0])
 
     def forward(self, total: Callable[[nn.Module, Batch], Tensor]) -> None:
-        """Record one forward. total: (model, batch) -> the loss.
+        """Record one forward of the model and its loss.
+
+        total  (model, batch) -> the loss
 
         Raises InputError if the model does not call each block once, in order.
         """
@@ -143,11 +146,11 @@ class Recorder(TorchDispatchMode):
             raise blocks_out_of_order()
 
     def _update_hooks(self) -> None:
-        """Note the hooks that a model installs in its first forward. Raises InputError for hooks
-        that a pipeline cannot have.
+        """Read the blocks' hooks again, because some models register hooks in their first forward.
 
-        transformers finds blocks by their class, so it skips stubs. Other models would install
-        their hooks on the stub that replaces a block of another stage.
+        In a pipeline, a model may then register its hook on the stub that replaces a block of
+        another stage. transformers does not: it finds blocks by their class and so skips stubs.
+        Raises InputError for new hooks from any other package.
         """
         before, self.hooks = self.hooks, tuple(hooks_of(block) for _, block in self.blocks)
         for (name, _), old, new in zip(self.blocks, before, self.hooks, strict=True):
@@ -155,8 +158,8 @@ class Recorder(TorchDispatchMode):
                 if not str(getattr(hook, "__module__", "")).startswith("transformers."):
                     raise InputError(
                         PP_FIELD,
-                        f"the model's forward registers a hook on {name}, which only one stage has",
-                        "register it where the model is made, or use pp: 1",
+                        f"the model's forward registers a hook on {name}, and only one pipeline stage has this block",
+                        "register the hook where the model is created, or use pp: 1",
                     )
 
     def _is_running(self, number: int) -> bool:
@@ -178,15 +181,16 @@ class Recorder(TorchDispatchMode):
     def _alias_outputs(self, number: int, module: nn.Module, args: Any, output: Any) -> Any:
         """Replace the tensors that a block returns by aliases, which are other tensor objects.
 
-        A tensor that the block also stores in a list or an attribute then differs from the returned
-        one. Only returned tensors are sent to another stage, so the difference matters.
+        If the block also stores a returned tensor in a list or an attribute, the stored tensor and
+        the returned one then differ. This matters because only returned tensors are sent to another
+        stage.
         """
         inputs = {id(leaf) for leaf in self.block_records[number].arguments.values()}
         leaves, spec = tree_flatten(output)
         made = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in inputs}
         if not made:
             return output
-        with torch.enable_grad():  # a view made under no_grad may not be overwritten under enable_grad
+        with torch.enable_grad():  # a view made under no_grad may not be changed under enable_grad
             apart = {key: torch.ops.aten.alias.default(leaf) for key, leaf in made.items()}
         return tree_unflatten([apart.get(id(leaf), leaf) for leaf in leaves], spec)
 
@@ -233,12 +237,13 @@ class Recorder(TorchDispatchMode):
     def _not_reproducible(self, number: int, what: str) -> InputError:
         return InputError(
             PP_FIELD,
-            f"{self.blocks[number][0]} returns {what}, which other devices would not know",
-            "let blocks return tensors shaped like what they are given, or use pp: 1",
+            f"{self.blocks[number][0]} returns {what}, which the other pipeline stages cannot derive from the block's inputs",
+            "let blocks return only tensors with the shape and type of one of their inputs, or use pp: 1",
         )
 
     def changes_persistent_state(self) -> bool:
-        """Whether the first forward overwrites or replaces a tensor that existed before it."""
+        """Whether the first forward overwrites or replaces a parameter, a buffer or a tensor of the
+        batch."""
         if self.replaced:
             return True
         there = self.persistent.keys() | self.parameters.keys() | self.batch_storages
@@ -246,9 +251,10 @@ class Recorder(TorchDispatchMode):
         return any(isinstance(event, Operation) and there.intersection(event.written) for event in events)
 
     def dataflow(self, changed: list[str], numbers: tuple[int, ...]) -> Dataflow:
-        """The record of all forwards so far. The recorder then releases its tensors.
+        """Return the record of all forwards so far, and release the recorder's tensors.
 
-        changed  module attributes that each forward changes. numbers: see `Dataflow.block_numbers`
+        changed  names of module attributes that each forward changes
+        numbers  see `Dataflow.block_numbers`
         """
         uses: dict[str, set[int]] = {}
         overwritten: set[int] = set()
@@ -311,8 +317,8 @@ class Recorder(TorchDispatchMode):
         return output
 
     def _value(self, func: Any, args: Any) -> Any:
-        """The answer to an operation that reads a value: of a fake tensor without one, False or
-        1."""
+        """Return the value that an operation such as .item() reads. If it is not known, because the
+        tensor is fake, return False for a comparison or a bool, and 1 for a number."""
         tensor = args[0]
         if isinstance(tensor, FakeTensor) and known_value(tensor) is None:
             if func is torch.ops.aten.equal.default or tensor.dtype is torch.bool:
@@ -336,8 +342,8 @@ def _line() -> tuple[str, int] | None:
 
 
 def _overwritten(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operation overwrites: those in its schema, and the running statistics of
-    BatchNorm, which some schemas do not declare."""
+    """Yield the tensors that an operation overwrites: those in its schema, and the running
+    statistics of BatchNorm, which some schemas do not declare."""
     statistics = (
         ("running_mean", "running_var")
         if "batch_norm" in schema_of(func).name and _updates_statistics(func, args, kwargs)
@@ -352,8 +358,8 @@ def _overwritten(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _updates_statistics(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a BatchNorm operation updates its running statistics; backward and evaluation only
-    read them."""
+    """Whether a BatchNorm operation updates its running statistics. In backward and in evaluation
+    mode, BatchNorm only reads them."""
     if "backward" in schema_of(func).name:
         return False
     for index, argument in enumerate(schema_of(func).arguments):
@@ -363,8 +369,8 @@ def _updates_statistics(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _draws_random_numbers(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation that can draw random numbers does draw some: attention without dropout
-    does not."""
+    """Whether a call of an operation that can draw random numbers draws some. Example: attention
+    with a dropout_p of 0 draws none."""
     for index, argument in enumerate(schema_of(func).arguments):
         if argument.name == "dropout_p":
             value = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)

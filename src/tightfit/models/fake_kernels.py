@@ -1,8 +1,7 @@
-"""Fake outputs: the results of operations on fake tensors that torch's own fake kernels cannot
-give.
+"""Compute the outputs of operations on fake tensors where torch's own fake kernels cannot.
 
 The tracers call `fake_output` for operations whose output shape depends on values (nonzero, boolean
-masks), and for grouped matrix products (the experts of a mixture).
+masks), and for grouped matrix products (the experts of a mixture of experts).
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from tightfit._torch.operations import GROUPED_MM
 
 
 class GroupedMatmuls(TorchDispatchMode):
-    """Inside, grouped matrix products (torch._grouped_mm) have a fake result in every type: torch's
-    own has one in bf16 only."""
+    """Inside this mode, grouped matrix products (torch._grouped_mm) accept fake tensors of every
+    type. torch's own fake kernel accepts bf16 only."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is GROUPED_MM.default:
@@ -32,24 +31,29 @@ class GroupedMatmuls(TorchDispatchMode):
 
 
 def grouped_mm_output(left: Tensor, right: Tensor, offsets: Tensor | None = None, *unused: Any, **named: Any) -> Tensor:
-    """An empty tensor with the shape and type of torch._grouped_mm's result.
+    """Return an empty tensor with the shape and type of torch._grouped_mm's result.
 
-    left, right  3-D operands have one matrix for each group; 2-D operands are divided into groups
-                 by `offsets`, the (groups,) ends of the groups
+    left, right  the operands. A 3-D operand has one matrix for each group. A 2-D operand is divided
+                 into groups by `offsets`
+    offsets      where each group ends, of shape (groups,)
+
+    Example: (64, 16) x (4, 16, 32) gives (64, 32).
     """
     offsets = named.get("offs", offsets)
     groups: Sequence[int] = ()
-    if left.dim() == right.dim():  # a product for each group
+    if left.dim() == right.dim():  # one result matrix for each group
         groups = left.shape[:1] if left.dim() == 3 or offsets is None else offsets.shape
     return left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=named.get("out_dtype") or left.dtype)
 
 
 def grouped_mm_sizes(left: Sequence[int], right: Sequence[int], groups: int) -> tuple[float, float, float, float]:
-    """(groups, rows, columns, depth) of torch._grouped_mm: its number of products and the mean size
-    of one.
+    """Return the sizes (groups, rows, columns, depth) of torch._grouped_mm: the number of matrix
+    products, and the mean sizes of one product, (rows, depth) x (depth, columns).
 
-    left, right: the shapes of the operands. Example: (64, 16) x (4, 16, 32) in 4 groups gives
-    (4, 16, 32, 16): each of the 4 products is (16, 16) x (16, 32).
+    left, right  the shapes of the operands
+
+    Example: (64, 16) x (4, 16, 32) in 4 groups gives (4, 16, 32, 16): each of the 4 products is
+    (16, 16) x (16, 32).
     """
     rows, columns, depth = float(left[-2]), float(right[-1]), float(left[-1])
     if len(left) == len(right) == 2:
@@ -62,16 +66,16 @@ def grouped_mm_sizes(left: Sequence[int], right: Sequence[int], groups: int) -> 
 
 
 def grouped_mm_flops(left: Sequence[int], right: Sequence[int], offsets: Any = None, *unused: Any, **named: Any) -> int:
-    """The FLOPs of torch._grouped_mm, with the arguments of torch's FLOP formulas: shapes instead
-    of tensors."""
+    """Return the FLOPs of torch._grouped_mm. The arguments are shapes instead of tensors, as in
+    torch's FLOP formulas."""
     offsets = named.get("offs", offsets)
     groups = offsets[0] if offsets is not None else left[0] if len(left) == 3 else 1
     return round(2 * math.prod(grouped_mm_sizes(left, right, groups)))
 
 
 def fake_output(func: Any, args: Any, kwargs: Any) -> Any:
-    """The output of an operation on fake tensors. A shape that depends on values is the largest
-    possible one.
+    """Return the output of an operation on fake tensors. If the output's shape depends on values,
+    return the largest possible shape.
 
     Example: nonzero of a (3, 4) tensor gives (12, 2), as if all 12 elements were nonzero.
     """
@@ -98,8 +102,8 @@ def fake_output(func: Any, args: Any, kwargs: Any) -> Any:
 
 @contextmanager
 def without_fake_tensor_logs() -> Iterator[None]:
-    """Inside, torch does not log a traceback for an operation that fails on fake tensors. The
-    caller catches the error and explains it."""
+    """Inside this context, torch does not log a traceback for an operation that fails on fake
+    tensors. The caller catches the error and explains it."""
     logger = logging.getLogger(FAKE_TENSORS)
     logger.addFilter(_drop_record)
     try:

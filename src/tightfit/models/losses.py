@@ -1,9 +1,9 @@
-"""torch's own losses as a job's loss: nn.BCEWithLogitsLoss(), nn.CrossEntropyLoss,
+"""Use torch's own losses as a job's loss: nn.BCEWithLogitsLoss(), nn.CrossEntropyLoss,
 functional.mse_loss and others.
 
-They work on (input, target) samples. `models/objective.py` calls `torch_loss`. Each of these losses
-is a mean over elements, over the targets that count, or over samples. Here it is split into a sum
-and a count, so that micro-batches add up to the mean of the whole batch.
+These losses work on (input, target) samples. `models/objective.py` calls `torch_loss`. Each of them
+is a mean over items: elements, targets other than ignore_index, or samples. This module splits the
+mean into a sum and a count, so that micro-batches add up to the mean of the whole batch.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _CUSTOM_LOSS_FIX = (
 class TorchLoss:
     """One of torch's losses as a sum and a count.
 
-    total  (output, target) -> the sum of the losses of the items that count, a scalar tensor
-    count  target -> how many items count
+    total  (output, target) -> the sum of the losses of all items, a scalar tensor
+    count  target -> the number of items, without targets equal to ignore_index
     """
 
     total: Callable[[Tensor, Tensor], Tensor]
@@ -63,11 +63,11 @@ class TorchLoss:
 
 
 def torch_loss(loss: Any) -> TorchLoss | None:
-    """The sum and count of one of torch's losses, given as a class, an instance or a function; None
-    for anything else.
+    """Return one of torch's losses, given as a class, an instance or a function, as a sum and a
+    count. Return None for anything else.
 
-    Raises InputError if the loss is not the mean of independent items: its reduction is no mean, it
-    has class weights, or it takes more than an output and a target.
+    Raises InputError if the loss is not the mean of independent items: its reduction is not a mean,
+    it has class weights, or it takes more than an output and a target.
     """
     kind = loss if isinstance(loss, type) else _FUNCTIONS.get(loss) if callable(loss) and _hashable(loss) else None
     if kind is not None and issubclass(kind, Loss):
@@ -80,14 +80,14 @@ def torch_loss(loss: Any) -> TorchLoss | None:
     if reduction not in ("mean", "batchmean"):
         raise InputError(
             f"job: loss={name}(reduction={reduction!r})",
-            "is no mean, so it depends on the batch",
+            "is not a mean, so the loss depends on how many samples a micro-batch has",
             "use reduction='mean'",
         )
     if isinstance(loss, _PER_CLASS) and loss.weight is not None:
         raise InputError(
             f"job: loss={name}(weight=...)",
-            "divides by the weights that the targets of a batch have",
-            f"leave them out, or {_CUSTOM_LOSS_FIX}",
+            "divides by the weights of the targets in a batch, so the mean depends on how the batch is split into micro-batches",
+            f"leave out weight, or {_CUSTOM_LOSS_FIX}",
         )
     return TorchLoss(_Total(loss), _count_of(loss))
 
@@ -97,7 +97,7 @@ def _hashable(thing: Any) -> bool:
 
 
 class _Total:
-    """The sum of a loss over the items that count."""
+    """Computes the sum of a loss over all items of a micro-batch."""
 
     def __init__(self, loss: Any) -> None:
         self.name = type(loss).__name__
@@ -110,11 +110,11 @@ class _Total:
         if self._is_per_element and output.shape != target.shape:
             raise InputError(
                 f"job: loss={self.name}",
-                f"the model makes {tuple(output.shape)}, and the targets are {tuple(target.shape)}",
+                f"the model's output has shape {tuple(output.shape)}, and the targets have shape {tuple(target.shape)}",
                 "give both the same shape, such as targets of shape (1,) for a model with one output",
             )
         loss = self._loss
-        if self._constants:  # on the device and in the type of the output
+        if self._constants:  # copy them to the device and type of the output
             loss = copy.copy(loss)
             constants = {name: output.new_tensor(one) for name, one in self._constants.items()}
             set_own_buffers(loss, {**own_buffers(loss), **constants})
@@ -137,10 +137,10 @@ def _count_of(loss: Any) -> Callable[[Tensor], int]:
 
 
 def explain_errors(call: Callable[[], Tensor], asked: str, fix: str) -> Tensor:
-    """The result of `call`. Errors of the user's Python code in it become an InputError with
-    `asked` and `fix`.
+    """Return the result of `call`. Turn errors of the user's Python code in `call` into an
+    InputError with `asked` and `fix`.
 
-    Under torch.compile only the call is traced.
+    Under torch.compile errors are not caught, so that only `call` itself is compiled.
     """
     if torch.compiler.is_compiling():
         return call()

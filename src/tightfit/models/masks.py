@@ -1,21 +1,19 @@
-"""Masks: skip two of transformers' checks, which make the host wait for the device.
+"""Skip two of transformers' checks for masks, which make the host wait for the device.
 
-`engine/build.py` wraps the loss of a model on a GPU in `masks_unread`, unless the whole model is
-compiled. In each forward, transformers reads the answers on the host, which waits until the device
-has finished all its work. Both answers are known beforehand.
+`engine/build.py` wraps the loss of a model on a GPU in `without_mask_checks`, unless the whole
+model is compiled. In each forward, transformers reads the results of both checks on the host, which
+waits until the device has finished all its work. Both results are known beforehand.
 
-Packed sequences: if a batch has no attention mask, transformers checks in each forward whether the
-position ids restart within a row, as they do if several sequences are packed into one row. If the
-model numbers the positions itself, from 0 on, they never restart, and the check is not needed.
+Packed sequences: if a batch has no attention mask, transformers checks whether the position ids
+restart within a row, as they do if several sequences are packed into one row. If the model numbers
+the positions itself, from 0 on, they never restart, and the check is not needed. Example: position
+ids 0 1 2 0 1 in a row mean two packed sequences of 3 and 2 tokens; 0 1 2 3 4 mean one sequence.
 
-Example: position ids 0 1 2 0 1 in a row mean two packed sequences of 3 and 2 tokens; 0 1 2 3 4 mean
-one.
-
-Padding: if a batch has an attention mask, transformers checks in each forward whether the mask
-hides anything. The host has looked at the batch before it was copied to the device, and has left
-out a mask that hides nothing. So a mask that is still there hides something, and the check is not
-needed. Example: of two rows with the masks 1 1 1 1 and 1 1 1 0, the second ends in padding, so the
-batch keeps its mask. If both were 1 1 1 1, the batch would have none.
+Padding: if a batch has an attention mask, transformers checks whether the mask hides anything. The
+host looks at each batch before it copies the batch to the device, and leaves out a mask that hides
+nothing. A mask that is still in the batch therefore hides something, and the check is not needed.
+Example: of two rows with the masks 1 1 1 1 and 1 1 1 0, the second ends in padding, so the batch
+keeps its mask. If both were 1 1 1 1, the batch would have no mask.
 
 With the package flash-attn, transformers unpads each batch on the host, with or without a mask.
 This module does not avoid that.
@@ -38,9 +36,9 @@ from tightfit.models.objective import Batch
 
 # functions that compute position ids from the content of a batch
 POSITIONS_FROM_TOKENS = ("cumsum", "get_rope_index", "create_position_ids")
-GROUP_IDS = "group_ids"  # numbers the images of a row; these are no positions
+GROUP_IDS = "group_ids"  # a cumsum numbers the images of a row: not positions
 MASKING_MODULE = "transformers.masking_utils"
-# names in a batch of the masks that hide padding
+# the keys of a batch under which it has masks that hide padding
 PADDING = ("attention_mask", "decoder_attention_mask")
 # functions of transformers that check whether a mask hides nothing
 MASK_CHECKS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "fast_all")
@@ -50,9 +48,9 @@ def has_sequential_positions(model: nn.Module) -> bool:
     """Whether a transformers model numbers the positions of a row 0, 1, 2, ..., whatever the tokens
     are.
 
-    It does if the source files of its classes call none of the functions that compute positions
-    from tokens. False for models with classes from other packages than torch, transformers and
-    this one, because their code is not known.
+    This is so if the source files of the model's classes call none of POSITIONS_FROM_TOKENS. False
+    for models with classes from packages other than torch, transformers and tightfit, because their
+    code is not known.
     """
     files = {
         kind.__module__ for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)
@@ -77,15 +75,17 @@ def _file_has_sequential_positions(name: str) -> bool:
 def without_mask_checks(
     loss_sum: Callable[[Batch], Tensor], model: nn.Module, without_full: bool = False
 ) -> Callable[[Batch], Tensor]:
-    """`loss_sum` (batch -> the sum of its losses) without transformers' checks for packed sequences
-    and for masks that hide nothing.
+    """Return `loss_sum` without transformers' checks for packed sequences and for masks that hide
+    nothing.
 
+    loss_sum      batch -> the sum of the batch's losses
+    model         the model that `loss_sum` calls
     without_full  whether the host leaves masks that hide nothing out of the batches, so that every
                   mask in a batch hides something
 
     The check for packed sequences is skipped only for batches without position_ids, and only if the
     model numbers positions in order. The check of masks is skipped only with `without_full`. If
-    neither can be skipped, `loss_sum` itself is returned.
+    neither check can be skipped, `loss_sum` itself is returned.
     """
     in_order = has_sequential_positions(model)
     if MASKING_MODULE not in sys.modules or not (in_order or without_full):
@@ -105,10 +105,12 @@ def without_mask_checks(
 
 
 def _hides_nothing(check: Any, padding_mask: Tensor | None, *more: Any, **named: Any) -> Any:
-    """Replaces `check`, a check of transformers whether a mask hides nothing: a mask that is there
-    hides something.
+    """Answer transformers' question whether a mask hides nothing, without reading the mask.
 
-    Without a mask, and for a fake one, whose values the host has not seen, `check` itself decides.
+    check  the function of transformers that this function replaces
+
+    Every mask in a batch hides something, so the answer is False. If there is no mask, or a fake
+    one, whose values the host has not seen, return what `check` returns.
     """
     known = padding_mask is not None and not is_fake(padding_mask)
     return False if known else check(padding_mask, *more, **named)
@@ -121,7 +123,7 @@ def _no_packed_sequences(position_ids: Tensor) -> None:
 @contextmanager
 def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     before = getattr(module, name, None)
-    if before is None:  # a version of transformers without the check
+    if before is None:  # this version of transformers does not have the check
         yield
         return
     setattr(module, name, function)

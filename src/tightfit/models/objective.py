@@ -25,15 +25,18 @@ from tightfit.errors import InputError
 from tightfit.job import Task
 from tightfit.models.losses import TorchLoss, explain_errors, torch_loss
 
-# One batch as the data yields it: usually dict[str, Tensor], else the result of torch's default_collate.
+# One batch as the data yields it: usually dict[str, Tensor], else what torch's default_collate
+# returns.
 Batch = Any
 IGNORED = -100  # the label of a position that does not count in the loss
-LABEL_COUNT_KEY = "tightfit: labelled"  # the key of the LabelCount in a batch that was moved to its device
+LABEL_COUNT_KEY = "tightfit: labelled"  # the key of a batch's LabelCount, once it is on the device
 
 
 class LabelCount:
-    """`count` of `total` labels are not IGNORED. The host counts them before it copies the batch to
-    the device, because reading the count from the device would wait for it.
+    """How many of a batch's labels count: `count` of `total` are not IGNORED.
+
+    The host counts the labels before it copies the batch to the device, because reading the count
+    from the device would make the host wait.
 
     This is a plain class, so torch.compile treats it as an opaque object and does not look at its
     numbers. A new count therefore causes no recompilation.
@@ -43,7 +46,10 @@ class LabelCount:
         self.count, self.total = count, of
 
     def scaled_to(self, labels: int) -> int:
-        """How many of `labels` labels count if the proportion is the same; rounded up."""
+        """Return how many of `labels` labels count if the proportion is the same, rounded up.
+
+        Example: if 3 of 4 labels count, scaled_to(10) is 8.
+        """
         return -(-labels * self.count // max(self.total, 1))
 
     def __repr__(self) -> str:
@@ -57,8 +63,10 @@ class Objective:
     total    (model, batch) -> the sum of the losses of the items that count, a scalar tensor
     count    batch -> how many items count, an int; it must not need the model
     unit     what an item is: "tokens" or "samples"
-    logits   (model, batch) -> logits of shape (..., classes); None for anything but a cross entropy
-    targets  batch -> labels of shape (...), IGNORED where a position does not count; None as above
+    logits   (model, batch) -> logits of shape (..., classes); None if the loss is not a cross
+             entropy
+    targets  batch -> labels of shape (...), IGNORED where a position does not count; None if
+             `logits` is None
 
     The chunked loss is built from `logits` and `targets`.
     """
@@ -71,7 +79,7 @@ class Objective:
 
 
 def sample_count(batch: Batch) -> int:
-    """How many samples a batch holds: the size of dim 0 of its first tensor.
+    """Return how many samples a batch has: the size of dim 0 of its first tensor.
 
     Raises InputError for a batch without tensors.
     """
@@ -87,16 +95,16 @@ def sample_count(batch: Batch) -> int:
 
 
 def processed_count(batch: Batch) -> int:
-    """The items that throughput counts: token positions, padding included, if the batch has
-    `input_ids`, else samples."""
+    """Return the number of items that throughput counts: token positions, padding included, if the
+    batch has `input_ids`, else samples."""
     if isinstance(batch, dict) and "input_ids" in batch:
         return batch["input_ids"].numel()
     return sample_count(batch)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """The batch with `function` applied to each of its tensors. Other leaves are returned as they
-    are."""
+    """Return the batch with `function` applied to each of its tensors. Other leaves do not
+    change."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, dict):
@@ -111,12 +119,13 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 def cross_entropy_objective(
     logits: Callable[[nn.Module, Batch], Tensor], targets: Callable[[Batch], Tensor], unit: str
 ) -> Objective:
-    """The objective of a cross entropy: the sum over the targets that are not IGNORED.
+    """Return the objective of a cross entropy: the sum over the targets that are not IGNORED.
 
     logits, targets, unit  as in `Objective`
 
-    The loss is computed in fp32, whatever the type of the logits. It raises InputError if the model
-    returns no logits for some labels, or if a label is not one of its classes.
+    The loss is computed in fp32, whatever the type of the logits. The objective's `total` raises
+    InputError if the model does not return logits for each label, or if a label is not one of the
+    model's classes.
     """
 
     def total(model: nn.Module, batch: Batch) -> Tensor:
@@ -131,10 +140,10 @@ def cross_entropy_objective(
             return functional.cross_entropy(
                 values.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
             )
-        except IndexError as error:  # a user's own model: its number of classes is unknown until it runs
+        except IndexError as error:  # only now is the number of classes of a user's model known
             raise InputError(
                 "data",
-                f"has labels that are none of the model's {values.shape[-1]} classes ({error})",
+                f"has labels outside of the model's {values.shape[-1]} classes ({error})",
                 f"number the classes from 0 to {values.shape[-1] - 1}, or give the model's last layer one output per class",
             ) from error
 
@@ -145,11 +154,8 @@ def cross_entropy_objective(
 
 
 def next_token_targets(batch: Batch) -> Tensor:
-    """Labels (batch, sequence) as transformers gives them, shifted left: position t holds the label
-    of t + 1.
-
-    The last position is IGNORED.
-    """
+    """Return the labels of a batch, (batch, sequence), shifted left by one: position t gets the
+    label of position t + 1. Example: [5, 6, 7] becomes [6, 7, IGNORED]."""
     return functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
 
 
@@ -158,7 +164,8 @@ def _labels(batch: Batch) -> Tensor:
 
 
 def _model_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """The logits of a model that is called with every field of the batch except its labels."""
+    """Return the logits of a model that is called with every field of the batch except its
+    labels."""
     inputs = {name: value for name, value in batch.items() if name not in ("labels", LABEL_COUNT_KEY)}
     return _logits_of(call_by_name(model, inputs))
 
@@ -169,26 +176,26 @@ def _logits_of(output: Any) -> Tensor:
         raise InputError(
             "job: model",
             f"returns {type(output).__name__}, which has no logits",
-            "let it return them as a tensor or as `.logits`, or give the job its own loss",
+            "let the model return logits, as a tensor or as the attribute .logits, or give the job its own loss",
         )
     return found
 
 
 def _seq2seq_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """The logits of an encoder-decoder whose decoder reads the labels shifted right by one (teacher
-    forcing)."""
+    """Return the logits of an encoder-decoder whose decoder reads the labels shifted right by one
+    (teacher forcing), or the batch's own decoder_input_ids."""
     if "decoder_input_ids" not in batch:
         batch = {**batch, "decoder_input_ids": _shifted_right(model, batch["labels"])}
     return _model_logits(model, batch)
 
 
 def _shifted_right(model: nn.Module, labels: Tensor) -> Tensor:
-    """The decoder's input that predicts `labels`.
+    """Return the decoder's input for the prediction of `labels`.
 
-    The model's own prepare_decoder_input_ids_from_labels makes it if there is one. Otherwise it is
-    the decoder's start token followed by the labels, which is what transformers does for models
-    without that function (M2M100, NLLB-MoE, Blenderbot). Raises InputError if the model names no
-    start token.
+    If the model has prepare_decoder_input_ids_from_labels, return what this function makes.
+    Otherwise return the decoder's start token followed by the labels, which is what transformers
+    does for models without that function (M2M100, NLLB-MoE, Blenderbot). Raises InputError if the
+    model names no start token.
     """
     prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None:
@@ -198,7 +205,7 @@ def _shifted_right(model: nn.Module, labels: Tensor) -> Tensor:
     if start is None:
         raise InputError(
             "job: model",
-            f"{type(model).__name__} has no config.decoder_start_token_id",
+            f"{type(model).__name__} has no config.decoder_start_token_id, the first token of the decoder's input",
             "add the field decoder_input_ids to the samples, or give the model a config with decoder_start_token_id",
         )
     padding = getattr(config, "pad_token_id", None) or 0
@@ -215,7 +222,9 @@ def _class_logits(model: nn.Module, batch: Batch) -> Tensor:
 def _class_targets(batch: Batch) -> Tensor:
     if isinstance(batch, dict) and "labels" not in batch:
         raise InputError(
-            "data", f"gives {_describe(batch)} and no labels", "add the field labels, or give the job a loss"
+            "data",
+            f"gives {_describe(batch)}, but no labels",
+            "add the key 'labels' to the samples, or give the job its own loss",
         )
     return batch["labels"] if isinstance(batch, dict) else batch[1]
 
@@ -230,19 +239,20 @@ assert set(TASKS) == set(get_args(Task))
 
 
 def objective_of(loss: Any, task: str | None) -> Objective:
-    """The objective of a job.
+    """Return the objective of a job.
 
     loss  an Objective; a loss of torch's (a class, an instance or a function); a callable
           `loss(output, batch)`; or None, which takes the objective of `task`
     task  the model's task (a key of TASKS); None means classification
 
-    A callable returns the mean loss over the samples of `batch`, which is one micro-batch. The
-    model is then called with batch["inputs"] or batch[0], or with every field except "labels" if
-    the batch is a dict without "inputs". A mean over anything else, such as the tokens that count,
-    would depend on how the batch is split into micro-batches: give an Objective instead.
+    A callable returns the mean loss over the samples of `batch`, which is one micro-batch. To get
+    its `output`, the model is called with batch["inputs"] or batch[0]. If the batch is a dict
+    without "inputs", the model is called with every field except "labels". A mean over anything
+    else than samples, such as the tokens that count, would depend on how the batch is split into
+    micro-batches: give an Objective instead.
 
     Raises InputError for a loss of torch's that cannot be split into a sum and a count. The
-    objective's `total` raises InputError if the loss is no scalar tensor or does not require
+    objective's `total` raises InputError if the loss is not a scalar tensor or does not require
     gradients.
     """
     if isinstance(loss, Objective):
@@ -258,7 +268,7 @@ def objective_of(loss: Any, task: str | None) -> Objective:
         value = explain_errors(
             lambda: loss(output, batch),
             "job: loss",
-            f"it is called as loss(output, batch); the data gives {_describe(batch)} as batch",
+            f"correct the loss; it is called as loss(output, batch), and the data gives {_describe(batch)} as batch",
         )
         if not isinstance(value, Tensor) or value.dim() != 0:
             raise InputError(
@@ -272,12 +282,13 @@ def objective_of(loss: Any, task: str | None) -> Objective:
 
 
 def _require_graph(total: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch) -> Tensor:
-    """The loss. Raises InputError if it has no autograd graph although gradients are enabled."""
+    """Return the loss. Raises InputError if gradients are enabled and the loss has no autograd
+    graph."""
     value = total(model, batch)
     if torch.is_grad_enabled() and isinstance(value, Tensor) and not value.requires_grad:
         raise InputError(
             "job: loss",
-            "does not depend on the model's trainable weights: it has no graph",
+            "has no graph for backward, so it does not depend on the model's trainable weights",
             "compute it from the model's output without .item(), .detach(), numpy or no_grad, and let some weights require gradients",
         )
     return value
@@ -290,14 +301,15 @@ def _torch_objective(loss: TorchLoss) -> Objective:
         if isinstance(batch, dict):
             inputs = {name: value for name, value in batch.items() if value is not target}
         output = _logits_of(_call(model, inputs))
-        fix = "let targets suit the model's output, or write def loss(output, batch)"
+        fix = "give targets that this loss accepts for the model's output, or write your own loss: def loss(output, batch)"
         return explain_errors(lambda: loss.total(output, target), "job: loss", fix)
 
     return Objective(partial(_require_graph, total), lambda batch: loss.count(_target(batch)), "samples")
 
 
 def _target(batch: Batch) -> Tensor:
-    """The target in a batch for one of torch's losses. Raises InputError if the batch has none."""
+    """Return the target in a batch for one of torch's losses. Raises InputError if the batch has no
+    target."""
     if isinstance(batch, dict):
         for name in ("labels", "targets", "target"):
             if isinstance(batch.get(name), Tensor):
@@ -307,15 +319,15 @@ def _target(batch: Batch) -> Tensor:
     raise InputError(
         "data",
         f"gives {_describe(batch)}, and the loss needs a target",
-        "let samples be (input, target), or dicts with the field labels; or write def loss(output, batch)",
+        "let samples be (input, target), or dicts with a 'labels' key; or write your own loss: def loss(output, batch)",
     )
 
 
 def _describe(batch: Batch) -> str:
     if isinstance(batch, dict):
-        return f"a dict of {', '.join(map(str, batch))}"
+        return f"a dict with the keys {', '.join(map(str, batch))}"
     if isinstance(batch, list | tuple):
-        return f"a {type(batch).__name__} of {len(batch)}"
+        return f"a {type(batch).__name__} of {len(batch)} items"
     return f"a {type(batch).__name__}"
 
 
@@ -329,8 +341,8 @@ def _call(model: nn.Module, batch: Batch) -> Any:
 
 
 def call_by_name(model: nn.Module, inputs: dict[str, Any]) -> Any:
-    """The model's output for named inputs. Raises InputError if its forward does not accept these
-    names."""
+    """Call the model with named inputs and return its output. Raises InputError if the model's
+    forward does not accept these names."""
     if torch.compiler.is_compiling():
         return model(**inputs)
     try:

@@ -1,6 +1,7 @@
 """Presets: published models by name.
 
-Their dimensions are data (presets.yaml), each with its source and its published parameter count.
+Their dimensions are in presets.yaml, with the source and the published parameter count of each
+model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class Preset(Value):
     """One published model.
 
     architecture  a transformers model type
-    config        its dimensions, in transformers' own config keys
+    config        the model's dimensions, as keys of its transformers config
     parameters    the published number of parameters: exact, or rounded as in the paper
     source        the paper and table, or the published config
     """
@@ -30,13 +31,14 @@ class Preset(Value):
 
 @functools.cache
 def presets() -> dict[str, Preset]:
-    """All presets by name."""
+    """Return all presets by name."""
     content = read_yaml(Path(__file__).with_suffix(".yaml"))
     return {name: Preset.parse(fields, name) for name, fields in content.items()}
 
 
 def preset(name: str) -> Preset:
-    """The preset of this name. Raises InputError, which suggests the nearest name."""
+    """Return the preset of this name. Raises InputError, which suggests the nearest name, for an
+    unknown name."""
     if name not in presets():
         raise InputError(f"job: model.preset={name}", "unknown preset", nearest(name, list(presets())))
     return presets()[name]

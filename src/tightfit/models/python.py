@@ -1,7 +1,7 @@
-"""The user's own Python code: load a function by name, check it, and report its errors as
+"""Load a function from the user's own Python code by name, check it, and report its errors as
 InputError.
 
-`models/create.py` loads models with it and `data/user_samples.py` datasets.
+`models/create.py` loads models with this module, and `data/user_samples.py` loads datasets.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 def load_python(reference: str) -> Any:
-    """The function that "file.py:function" or "package.module:function" names; for a loss it may
-    also name an Objective.
+    """Return the function that "file.py:function" or "package.module:function" names. For a loss,
+    the name may also be that of an Objective.
 
-    A file runs once in each process. Raises InputError if there is no such file, module or
-    function, or if running the file or importing the module fails.
+    A file runs once in each process. Raises InputError if the file, module or function does not
+    exist, or if running the file or importing the module fails.
     """
     from tightfit.models.objective import Objective
 
@@ -53,10 +53,12 @@ def load_python(reference: str) -> Any:
 
 
 def checked_model_function(function: Any, name: str) -> Callable[[], nn.Module]:
-    """A function that calls `function` and checks that it returns an nn.Module.
+    """Return a function that calls `function` and checks that the result is an nn.Module.
 
-    name: of the function, for messages. Raises InputError if `function` is a module instead of a
-    function, needs arguments, fails, or returns something else.
+    name  the function's name, for messages
+
+    Raises InputError if `function` is a module instead of a function, or needs arguments. The
+    returned function raises InputError if `function` fails or returns something else.
     """
     from torch import nn
 
@@ -65,7 +67,7 @@ def checked_model_function(function: Any, name: str) -> Callable[[], nn.Module]:
         raise InputError(
             f"job: model={made}(...)" if isinstance(function, nn.Module) else f"job: model={function!r}",
             f"is a {made}, not a function that returns a model",
-            f"give a function that makes it, so that a plan can create it on any device: model=lambda: {made}(...)"
+            f"give a function that makes the model, so that a plan can create it on any device: model=lambda: {made}(...)"
             if isinstance(function, nn.Module)
             else "give a function that returns the model",
         )
@@ -76,7 +78,7 @@ def checked_model_function(function: Any, name: str) -> Callable[[], nn.Module]:
         raise InputError(
             asked,
             f"cannot be called without arguments ({error})",
-            "give its arguments defaults, or wrap it: lambda: make_model(...)",
+            "give defaults to the function's arguments, or wrap the function: lambda: make_model(...)",
         ) from None
     except ValueError:  # a builtin function without a signature
         pass
@@ -94,10 +96,11 @@ def checked_model_function(function: Any, name: str) -> Callable[[], nn.Module]:
 
 @contextmanager
 def as_input_error(asked: str, fix: str, file: str | None = None) -> Iterator[None]:
-    """Turn an exception raised inside into an InputError with `asked` and `fix`.
+    """Inside this context, an exception becomes an InputError with `asked` and `fix`.
 
-    file: the user's file; the message names the line of it that failed. Running out of memory is
-    not turned into an InputError.
+    file  the user's file; the message names the line of this file that failed. None names no line
+
+    Running out of memory is not turned into an InputError.
     """
     try:
         yield
@@ -110,7 +113,7 @@ def as_input_error(asked: str, fix: str, file: str | None = None) -> Iterator[No
         described = f"{type(error).__name__}: {lines[0] if lines else ''}"
         message = next(
             (line for line in lines[1:2] if "Error: " in line), described
-        )  # the cause that a validation error wraps
+        )  # in a validation error, the second line names the cause
         line_numbers = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         place = f" (line {line_numbers[-1]} of {file})" if line_numbers else ""
         raise InputError(asked, f"{message}{place}", fix) from error
@@ -132,7 +135,7 @@ def _load_file(path: Path, asked: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
+    sys.modules[name] = module  # before the file runs: its dataclasses look it up
     try:
         with as_input_error(asked, f"mend {path.name}", str(path)), _importable(path.parent):
             spec.loader.exec_module(module)
@@ -154,15 +157,18 @@ def _import_module(name: str, asked: str) -> Any:
             raise InputError(
                 asked,
                 f"there is no module {error.name}",
-                "start in the folder that holds it, install it, or name a file.py:function",
+                "start in the folder that contains the module, install the module, or name a file.py:function",
             ) from None
         except Exception as error:
-            raise InputError(asked, f"importing it raised {type(error).__name__}: {error}", f"mend {name}") from error
+            raise InputError(
+                asked, f"importing the module raised {type(error).__name__}: {error}", f"mend {name}"
+            ) from error
 
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Inside, modules of `folder` can be imported, as if Python had been started in it."""
+    """Inside this context, modules in `folder` can be imported, as if Python had been started in
+    `folder`."""
     sys.path.insert(0, str(folder))
     try:
         yield

@@ -1,4 +1,4 @@
-"""Tensors in nested containers."""
+"""Find the tensors in nested containers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tightfit._torch.pytree import tree_leaves
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """All tensors in nested containers: in a batch, or in an operation's arguments."""
+    """Return all tensors in nested containers, such as a batch or the arguments of an operation."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

@@ -1,8 +1,7 @@
-"""Tracing: record a forward of a model on fake tensors as a `Dataflow`, and restore the model
-afterwards.
+"""Record a forward of a model on fake tensors as a `Dataflow`, and restore the model afterwards.
 
-The pipeline's planner and runtime call `trace` to find which tensors cross the stages; see
-`models/dataflow.py`.
+The pipeline's planner and runtime call `trace` to find which tensors are sent between pipeline
+stages; see `models/dataflow.py`.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ def trace(
     blocks: list[tuple[str, nn.Module]],
     numbers: tuple[int, ...] = (),
 ) -> Dataflow:
-    """Run `total(model, batch)`, the loss, on fake tensors and record its dataflow. The model does
+    """Run `total(model, batch)`, the loss, on fake tensors and return its dataflow. The model does
     not change.
 
     blocks   the blocks to record, as (full name, module)
-    numbers  which of the model's blocks these are, if others were left out; by default all of them
+    numbers  the numbers of these blocks among all of the model's blocks; () if they are all of them
 
     A second forward is recorded if the first one changes tensors or attributes that persist. Raises
     InputError if the model fails on fake tensors, or does not call each block once, in order.
@@ -70,9 +69,9 @@ def _trace_error(error: Exception) -> InputError:
     message = (str(error).strip() or type(error).__name__).partition("\n")[0]
     return InputError(
         PP_FIELD,
-        f"what crosses the stages cannot be found: the model fails on tensors without values "
+        f"the model fails on fake tensors, so the tensors that are sent between pipeline stages cannot be found "
         f"({type(error).__name__}: {message}; {describe_line(innermost_model_line(error))})",
-        "use pp: 1; zero: 3 or tp divide a model too",
+        "use pp: 1, and divide the model with zero: 3 or tp instead",
     )
 
 
@@ -91,10 +90,11 @@ class _Attributes:
         return found
 
     def changed(self, before: dict[tuple[str, str], Any] | None = None) -> list[str]:
-        """The names of the attributes that changed since `before`, by default since this object was
-        made.
+        """Return the names of the attributes that changed since `before`, by default since this
+        object was created.
 
-        If `before` is given, attributes that hold only tensors do not count.
+        before  what `read` returned earlier. If it is given, attributes that contain only tensors
+                are left out
         """
         old, now = before or self.first, self.read()
         names = []
@@ -121,8 +121,8 @@ def _only_tensors(value: Any) -> bool:
 
 @contextmanager
 def restoring_state(model: nn.Module) -> Iterator[_Attributes]:
-    """Inside, a forward may change the attributes of the model's modules and draw random numbers.
-    On exit, the attributes and the states of the random generators are restored."""
+    """Inside this context, a forward may change the attributes of the model's modules and draw
+    random numbers. On exit, the attributes and the states of the random generators are restored."""
     saved = []
     for module in model.modules():
         own = dict(vars(module))
@@ -145,8 +145,8 @@ def restoring_state(model: nn.Module) -> Iterator[_Attributes]:
 
 
 def _with_fake_tensors(model: nn.Module) -> dict[int, Tensor]:
-    """Replace the model's parameters and buffers by fake tensors. Returns the fake tensors by id of
-    the real ones."""
+    """Replace the model's parameters and buffers by fake tensors. Return the fake tensors by the id
+    of the real ones."""
     fakes: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:

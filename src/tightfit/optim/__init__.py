@@ -1,7 +1,8 @@
-"""Optimizers: torch's own, and LAMB, LARS and Lion, which torch does not have.
+"""Create a job's optimizer: one of torch's, or LAMB, LARS or Lion, which torch does not have.
 
 `make_optimizer` creates the optimizer that a job's `train` section names.
-`methods/optimizer_states.py` wraps it in what the plan asks for.
+`methods/optimizer_states.py` wraps this optimizer if the plan asks for more, such as 8-bit or
+offloaded states.
 """
 
 from __future__ import annotations
@@ -30,19 +31,21 @@ def make_optimizer(
     fused: bool = False,
     weights: dict[nn.Parameter, nn.Parameter] | None = None,
 ) -> Optimizer:
-    """The job's optimizer over the model's trainable parameters; a shared parameter is included
-    once.
+    """Return the job's optimizer over the model's trainable parameters. A shared parameter is
+    included once.
 
-    train    the job's optimizer and its options. `epsilon` is that of AdamW and LAMB; Adafactor
-             keeps torch's own epsilons, which mean something else
+    train    the job's optimizer and its options. `epsilon` applies to AdamW and LAMB. Adafactor
+             keeps torch's own epsilons, which have another meaning
     fused    use torch's fused kernel, on any device
-    weights  by parameter, the tensor to update instead: a view of this device's shard of it
+    weights  by parameter, the tensor to update instead: a view of this device's shard of the
+             parameter
 
-    Weight decay applies to matrices (dim >= 2), not to norms and biases. The optimizer also loads
-    the states that a PerParameter around a similar optimizer has saved.
+    Weight decay applies to matrices (dim >= 2), not to norms and biases. The optimizer's
+    `load_state_dict` also accepts the state dict of a PerParameter around a similar optimizer.
 
-    Raises InputError if no parameter is trainable, if gradients would be sparse, if there is no
-    fused kernel, or if Muon finds no hidden matrix or nothing else.
+    Raises InputError if no parameter is trainable, if a gradient would be sparse, if torch has no
+    fused kernel for the optimizer, or, with Muon, if the model has no hidden matrices or nothing
+    else.
     """
     _check_dense(model)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -65,26 +68,26 @@ def make_optimizer(
 
 
 def _check_dense(model: nn.Module) -> None:
-    """Refuse sparse gradients: they cannot be accumulated in place, sharded, or saved in an
-    optimizer's states."""
+    """Refuse layers with sparse gradients. Sparse gradients cannot be accumulated in place,
+    sharded, or saved in an optimizer's states."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise InputError(
                 f"job: model ({name})",
-                f"is an {type(module).__name__} with sparse gradients, which no plan trains",
-                f"create it with sparse=False, or freeze it: {name}.weight.requires_grad_(False)",
+                f"is an {type(module).__name__} with sparse gradients, which tightfit does not support",
+                f"create this layer with sparse=False, or freeze its weight: {name}.weight.requires_grad_(False)",
             )
 
 
 def _replace_parameters(optimizer: Optimizer, weights: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Replace the parameters of a fresh optimizer by those that `weights` gives for them."""
+    """Replace the parameters of a new optimizer by the tensors that `weights` gives for them."""
     for group in optimizer.param_groups:
         group["params"] = [weights.get(parameter, parameter) for parameter in group["params"]]
 
 
 def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Up to two parameter groups: matrices (dim >= 2) with weight decay, other parameters
-    without."""
+    """Return up to two parameter groups: matrices (dim >= 2) with weight decay, and all other
+    parameters without. Empty groups are left out."""
     matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
     others = [parameter for parameter in parameters if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -93,7 +96,7 @@ def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[di
 
 def _make_torch_or_own(train: Train, groups: list[dict[str, Any]], fused: bool) -> Optimizer:
     rate = train.scaled_learning_rate
-    kernel = True if fused else None  # None: torch chooses among its other kernels
+    kernel = True if fused else None  # None: torch chooses foreach or a plain loop
     match train.optimizer:
         case "adamw":
             return torch.optim.AdamW(groups, lr=rate, betas=train.betas, eps=train.epsilon, fused=kernel)
@@ -114,9 +117,10 @@ def _make_torch_or_own(train: Train, groups: list[dict[str, Any]], fused: bool) 
 
 
 def _begin_late_momenta(optimizer: Optimizer, *arguments: Any) -> None:
-    """Start the momentum of a parameter at zero if its first gradient comes after the others'.
+    """Give zero momenta to parameters without a momentum if other parameters of the group have one.
 
-    torch's fused kernel expects either no parameter or all of them to have a momentum.
+    A parameter has no momentum yet if it gets its first gradient later than the others. torch's
+    fused kernel expects that either all parameters have a momentum or none has.
     """
     for group in optimizer.param_groups:
         moving = [parameter for parameter in group["params"] if parameter.grad is not None and group["momentum"]]

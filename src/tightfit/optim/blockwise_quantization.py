@@ -1,20 +1,22 @@
 """Block-wise quantization of optimizer states to 8 or 4 bits per element.
 
-Each block is divided by its largest magnitude, its scale. Each element is then stored as the code
-of the nearest value of a fixed map. The maps, block sizes and smallest tensor are torchao's, with
-one exception: no map for second moments contains zero, in 8 bits either. Adam divides by the root
-of the second moment, so the next update would throw away a weight whose second moment was rounded
-to zero.
+A state is divided into blocks of 256 elements (8 bits) or 128 elements (4 bits). Each block has a
+scale, its largest magnitude, and is divided by this scale. Each element is then stored as the code
+of the nearest value of a fixed map.
+
+The maps, the block sizes and the smallest size of a quantized state are torchao's, with one
+exception: no map for second moments contains zero, not even the 8-bit one. Adam divides by the root
+of the second moment. If a second moment were rounded to zero, the next update would change the
+weight by a huge amount.
 
 torchao's code is not used for two more reasons: it cannot start on fake tensors, and its search for
-the nearest value holds several int64 tensors of the state's size.
+the nearest value allocates several int64 tensors of the state's size.
 
 Example: an exp_avg of 1M fp32 elements (4 MiB) in 8 bits becomes 1 MiB of codes and 4096 fp32
 scales (16 KiB), one for each block of 256 elements.
 
-Source  8 bits, dynamic map: Dettmers et al. 2022, arXiv:2110.02861. 4 bits, dynamic for signed
-        states and linear for unsigned ones, and why these need a map without zero: Li et al. 2023,
-        arXiv:2309.01507.
+Source  8 bits, dynamic map: Dettmers et al. 2022, arXiv:2110.02861. 4 bits, dynamic map for signed
+        states, linear map without zero for unsigned ones: Li et al. 2023, arXiv:2309.01507.
 """
 
 from __future__ import annotations
@@ -24,22 +26,25 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Elements. Smaller states save little, and those of norms and biases are the most sensitive to rounding.
+# Elements of the smallest quantized state. Smaller states would save little memory, and many belong
+# to norms and biases, whose states are the most sensitive to rounding.
 MIN_ELEMENTS = 4096
-_UNSIGNED = frozenset(["exp_avg_sq", "max_exp_avg_sq"])  # second moments are never negative
+_UNSIGNED = frozenset(["exp_avg_sq", "max_exp_avg_sq"])  # second moments, which are never negative
 
 Bits = Literal[8, 4]
-# "codes": flat uint8, in 4 bits two codes to a byte, the first in the upper half; "scale": fp32, one per block
+# "codes": flat uint8; in 4 bits, a byte holds two codes, the first in its upper half.
+# "scale": fp32, one for each block.
 QuantizedState = dict[str, Tensor]
 
 
 def block_size(bits: Bits) -> int:
-    """How many elements a block has."""
+    """Return the number of elements in a block."""
     return {8: 256, 4: 128}[bits]
 
 
 def is_packed(elements: int, bits: Bits) -> bool:
-    """Whether a state of so many elements is kept in blocks: not a small one, nor one that is not a whole number of them."""
+    """Whether a state with this number of elements is quantized: it has at least MIN_ELEMENTS
+    elements, and their number is a multiple of the block size."""
     return elements >= MIN_ELEMENTS and elements % block_size(bits) == 0
 
 
@@ -48,8 +53,8 @@ class BlockQuantizer:
 
     bits  8 (blocks of 256 elements) or 4 (blocks of 128)
 
-    The methods' `name` is that of the state: exp_avg_sq and max_exp_avg_sq are unsigned, others
-    signed.
+    The methods take the `name` of the state, such as exp_avg. exp_avg_sq and max_exp_avg_sq use the
+    map for unsigned values, all other states the map for signed values.
     """
 
     def __init__(self, bits: Bits, device: torch.device) -> None:
@@ -61,12 +66,12 @@ class BlockQuantizer:
         self._midpoints = {signed: (values[1:] + values[:-1]) / 2 for signed, values in self._values.items()}
 
     def can_quantize(self, values: Tensor) -> bool:
-        """Whether `values` can be quantized: it has at least 4096 elements and a whole number of
-        blocks."""
+        """Whether `values` has at least 4096 elements and a number of elements that is a multiple
+        of the block size."""
         return is_packed(values.numel(), self.bits)
 
     def quantize(self, name: str, values: Tensor) -> QuantizedState:
-        """Floating-point values of any shape -> their codes and scales."""
+        """Return the codes and scales of floating-point values of any shape."""
         blocks = values.reshape(-1, self.size).float()
         scale = blocks.abs().amax(1, keepdim=True).clamp_(min=1e-12)
         midpoints = self._midpoints[name not in _UNSIGNED]
@@ -74,12 +79,12 @@ class BlockQuantizer:
         return {"codes": codes if self.bits == 8 else (codes[::2] << 4) | codes[1::2], "scale": scale.flatten()}
 
     def dequantize(self, name: str, packed: QuantizedState, like: Tensor) -> Tensor:
-        """The dequantized values, with the type, shape and memory layout of `like`."""
+        """Return the dequantized values, with the type, shape and memory layout of `like`."""
         values = self.dequantize_flat(name, packed["codes"], packed["scale"]).view(like.shape).to(like.dtype)
         return values if like.is_contiguous() else torch.empty_like(like, requires_grad=False).copy_(values)
 
     def dequantize_flat(self, name: str, codes: Tensor, scale: Tensor) -> Tensor:
-        """The values of codes and scales, as a flat fp32 tensor."""
+        """Return the dequantized values of `codes` and `scale` as a flat fp32 tensor."""
         if self.bits == 4:
             codes = torch.stack([codes >> 4, codes & 15], dim=1).flatten()
         codes = codes.int()
@@ -90,17 +95,22 @@ class BlockQuantizer:
 
 
 def bits_of(packed: QuantizedState, parameter: Tensor) -> Bits:
-    """The bits per element of a quantized state of `parameter`."""
+    """Return the bits per element, 8 or 4, of a quantized state of `parameter`."""
     return 8 if packed["codes"].numel() == parameter.numel() else 4
 
 
 def quantization_map(bits: Bits, signed: bool) -> list[float]:
-    """The quantization map: the 2**bits values in [-1, 1], ascending; a code is the index of its
-    value.
+    """Return the quantization map: 2**bits values in [-1, 1], in ascending order. A code is the
+    index of its value.
 
-    A dynamic map has `bits - 1` decades below 1, each with half as many values as the one above. It
-    also has the value 1 and, if signed, 0, or if unsigned, the lower end of the lowest decade. The
-    unsigned 4-bit map is linear: 1/16, 2/16, ..., 1.
+    A dynamic map divides the magnitudes below 1 into `bits - 1` decades, each with half as many
+    values as the next larger one. It also contains 1. If it is signed, it contains 0; if unsigned,
+    the lower end of the lowest decade.
+
+    Example: the signed 4-bit map has 4 magnitudes between 0.1 and 1, 2 between 0.01 and 0.1, and 1
+    between 0.001 and 0.01, each with both signs. With 0 and 1 these are 16 values.
+
+    The unsigned 4-bit map is not dynamic but linear: 1/16, 2/16, ..., 1.
     """
     if bits == 4 and not signed:
         return [(code + 1) / 16 for code in range(16)]

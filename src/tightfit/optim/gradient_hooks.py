@@ -1,4 +1,4 @@
-"""Gradient hooks that do not keep the object they call, and so the model, in memory."""
+"""Register gradient hooks that do not keep the model in memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torch import Tensor
 
 
 def on_gradient_ready(parameters: Iterable[Tensor], method: Callable[..., None], *more: Any) -> None:
-    """From now on, backward calls `method(parameter, *more)` when it has completed a parameter's
+    """From now on, call `method(parameter, *more)` whenever backward has completed a parameter's
     gradient.
 
-    method  a bound method. Its object is held by a weak reference: Python's garbage collector does
-            not look into the hooks of a tensor, so a hook that held an object which holds the
-            parameters would keep the model in memory forever.
+    method  a bound method. The hook keeps only a weak reference to the method's object. Python's
+            garbage collector does not look into the hooks of a tensor. If a hook kept an object
+            that holds the parameters, the model would therefore stay in memory forever
+    more    further arguments for `method`
     """
     reference = weakref.WeakMethod(method)
 

@@ -1,14 +1,15 @@
-"""MultiTensor: PerParameter for several parameters at a time, for devices with kernel
-launch costs.
+"""MultiTensor: update several parameters at a time, for devices on which each kernel launch costs
+time.
 
-A batch holds parameters of one type and of one parameter group. Their fp32 copies lie in a few flat
-buffers, so a cast, a quantization or a rounding is one kernel for the whole batch, and torch's
-update is one of its multi-tensor (foreach) kernels. The results equal those of one parameter at a
-time, bit for bit, because each value is computed from the same elements in the same order.
+MultiTensor is a PerParameter that updates batches of parameters. A batch contains parameters of one
+type and of one parameter group. Their fp32 copies lie in a few flat buffers, so a cast, a
+quantization or a rounding is one kernel for all parameters of the batch, and torch's update uses
+its multi-tensor (foreach) kernels. The results equal those of one parameter at a time, bit for bit,
+because each value is computed from the same elements in the same order.
 
 Example: 48 bf16 norms of 4096 elements are 196,608 elements. If the model's largest parameter is at
-least that large, they are one batch: one cast of 768 KiB of fp32 weights instead of 48 casts of 16
-KiB.
+least that large, they are one batch: one cast makes 768 KiB of fp32 weights, instead of 48 casts of
+16 KiB each.
 """
 
 from __future__ import annotations
@@ -24,25 +25,26 @@ from tightfit._torch.operations import foreach_copy_
 from tightfit.optim.norms import copy_shard_mark
 from tightfit.optim.per_parameter import ROUNDING_STATES, PerParameter, add_noise_, rounding_seed
 
-# A batch may always have this many elements, also in a model of small parameters: 128 KiB of each
-# fp32 copy.
+# A batch may have this many elements even if all parameters are smaller. Each fp32 copy of such a
+# batch takes 128 KiB.
 ELEMENTS = 2**15
 # Optimizers that update each element independently of the others.
 ELEMENTWISE = ("adamw", "sgd", "lion")
 
-# By name of a state: its flat buffer, and the views of it that the optimizer updates.
+# By name of a state: the flat buffer of a batch, and the views of this buffer that the optimizer
+# updates, one for each parameter.
 Wide = dict[str, tuple[Tensor, list[Tensor]]]
 
 
 def update_batches(sizes: Sequence[int], largest: int) -> list[range]:
-    """The numbers of consecutive parameters that are updated together, one range for each batch.
+    """Divide consecutive parameters into batches that are updated together. Return one range of
+    parameter numbers for each batch.
 
     sizes    elements of each parameter
     largest  elements of the model's largest parameter
 
-    A batch has at most max(ELEMENTS, largest) elements, so it needs no more memory than the largest
-    parameter, or than ELEMENTS. Example: sizes 20000, 20000, 40000 with largest 40000 give the
-    ranges (0, 2) and (2, 3).
+    A batch has at most max(ELEMENTS, largest) elements. Example: sizes 20000, 20000, 40000 with
+    largest 40000 give range(0, 2) and range(2, 3).
     """
     most, found, start, elements = max(ELEMENTS, largest), list[range](), 0, 0
     for number, size in enumerate(sizes):
@@ -54,11 +56,11 @@ def update_batches(sizes: Sequence[int], largest: int) -> list[range]:
 
 
 class MultiTensor(PerParameter):
-    """Wraps a fresh elementwise optimizer and updates parameters in batches. Options as in
-    PerParameter.
+    """Wraps a fresh elementwise optimizer (see ELEMENTWISE) and updates parameters in batches. The
+    options are those of PerParameter.
 
-    The wrapped optimizer uses torch's foreach kernels if it has them. There is no update in
-    backward: its purpose is that only one gradient exists at a time.
+    The wrapped optimizer uses torch's foreach kernels if it has them. An update in backward
+    (`attach`) is not possible: it exists so that only one gradient is in memory at a time.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -83,10 +85,10 @@ class MultiTensor(PerParameter):
         ]
 
     def _update_batch(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """One step of the wrapped optimizer for a batch.
+        """Run one step of the wrapped optimizer for a batch.
 
-        Widens weights, gradients and states to fp32, updates them, narrows the states and rounds
-        the weights.
+        Widen weights, gradients and states to fp32, update them, narrow the states to the width in
+        which they are saved, and round the weights to 16 bits.
         """
         inner = self._inner
         before = [
@@ -118,10 +120,14 @@ class MultiTensor(PerParameter):
                 self._weight_store.take_back(parameter, one)
 
     def _widen_weights(self, here: list[Tensor], carried: list[Any]) -> tuple[Tensor | None, list[Tensor]]:
-        """A flat fp32 copy of 16-bit weights, and its views, one for each weight, with their
-        gradients.
+        """Return a flat fp32 copy of 16-bit weights, and views of this copy, one for each weight,
+        with fp32 gradients.
 
-        Weights that are not widened are returned as they are, with None for the copy.
+        here     the weights on the device
+        carried  the rounding error of each weight from its last update (kahan), which is added to
+                 the copy; other values are not read
+
+        Weights that are not widened are returned unchanged, with None instead of the copy.
         """
         if not self._is_widened(here[0]):
             return None, here
@@ -137,10 +143,13 @@ class MultiTensor(PerParameter):
         return flat, weights
 
     def _widen_states(self, before: list[dict[str, Any]], weights: list[Tensor]) -> tuple[list[dict[str, Any]], Wide]:
-        """Fetched states as the wrapped optimizer needs them: dequantized, in the type of the
-        weights.
+        """Convert fetched states to what the wrapped optimizer needs: dequantized, in the type of
+        the weights.
 
-        Returns the states of each weight, and the flat buffers that hold the widened ones.
+        before  the fetched states of each weight, by name
+
+        Returns the converted states of each weight, and the flat buffers that contain them. A state
+        that already has the type of the weight is returned unchanged and has no buffer.
         """
         states: list[dict[str, Any]] = [{} for _ in before]
         wide: Wide = {}
@@ -183,7 +192,13 @@ class MultiTensor(PerParameter):
         backups: list[dict[str, Any]],
     ) -> None:
         """Narrow the updated states and save them, in the tensors of the last update if these
-        exist."""
+        exist.
+
+        before   the states before the update
+        updated  the states after the update, in fp32
+        wide     the buffers that `_widen_states` returned
+        backups  the copies that `_backup` returned, one dict for each parameter
+        """
         kept: list[dict[str, Any]] = [{} for _ in parameters]
         for name in _names(updated):
             values = {number: states.pop(name) for number, states in enumerate(updated) if name in states}
@@ -207,8 +222,13 @@ class MultiTensor(PerParameter):
             self.state[parameter] = states
 
     def _into_own_tensors(self, values: dict[int, Any], old: dict[int, Any]) -> dict[int, Any]:
-        """`values` in tensors of their own: those of the last update if these exist and are on the
-        device."""
+        """Copy states out of the flat buffers of a batch into tensors of their own, and return
+        these.
+
+        values  the narrowed states, by number of the parameter
+        old     the same states before the update. Their tensors are overwritten if they are on the
+                device
+        """
         into: list[Tensor] = []
         source: list[Tensor] = []
         kept = dict(values)
@@ -230,14 +250,18 @@ class MultiTensor(PerParameter):
                 )
             else:
                 kept[number] = value.to(torch.bfloat16)
-        # a foreach kernel takes tensors of one type
+        # a foreach kernel copies tensors of one type
         for dtype in dict.fromkeys(one.dtype for one in into):
             pairs = [pair for pair in zip(into, source, strict=True) if pair[0].dtype == dtype]
             foreach_copy_([one for one, _ in pairs], [one for _, one in pairs])
         return kept
 
     def _quantize(self, name: str, flat: Tensor, like: list[Tensor]) -> Iterable[dict[str, Tensor]]:
-        """Codes and scales of each of the states that lie one after another in `flat`."""
+        """Quantize the states that lie one after another in `flat`. Return the codes and scales of
+        each.
+
+        like  one tensor for each state, with the size of the state
+        """
         assert self._blocks is not None
         packed, bits, size = self._blocks.quantize(name, flat), self._blocks.bits, self._blocks.size
         codes = packed["codes"].split([one.numel() * bits // 8 for one in like])
@@ -245,7 +269,7 @@ class MultiTensor(PerParameter):
         return [{"codes": code, "scale": scale} for code, scale in zip(codes, scales, strict=True)]
 
     def _is_narrowed(self, value: Any) -> bool:
-        """Whether a state of the wrapped optimizer is saved in fewer bits than fp32."""
+        """Whether a state is saved in fewer bits than the fp32 of the update."""
         if not isinstance(value, Tensor) or value.dim() == 0 or self._states == "fp32":
             return False
         return self._blocks is None or self._blocks.can_quantize(value)
@@ -258,7 +282,13 @@ class MultiTensor(PerParameter):
         carried: list[Any],
         backups: list[dict[str, Any]],
     ) -> None:
-        """Round the fp32 weights in `flat` into `here`, the 16-bit weights on the device."""
+        """Round the updated fp32 weights in `flat` to 16 bits and write them to `here`, the weights
+        on the device.
+
+        carried  what the last rounding of each weight left: its rounding error (kahan) or the
+                 number of its roundings (stochastic); None before the first update
+        backups  the copies that `_backup` returned, one dict for each parameter
+        """
         weights = _views_of(flat, here)
         if self._generator is not None:
             counts = [carried_one or 0 for carried_one in carried]
@@ -297,23 +327,24 @@ def _is_narrower(value: Any, weight: Tensor) -> bool:
 
 
 def _concatenate(tensors: list[Tensor]) -> Tensor:
-    """The elements of all tensors, one after another, as a flat tensor."""
+    """Return the elements of all tensors, one after another, as a flat tensor."""
     return torch.cat([one.reshape(-1) for one in tensors])
 
 
 def _views_of(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Consecutive views of `flat` with the shapes of `like`."""
+    """Return consecutive views of `flat` with the shapes of `like`."""
     parts = flat.split([one.numel() for one in like])
     return [part.view(one.shape) for part, one in zip(parts, like, strict=True)]
 
 
 def _with_layout_of(weight: Tensor, view: Tensor) -> Tensor:
-    """`view` with the memory layout of `weight`, for kernels that read both element by element."""
+    """Return `view` in the memory layout of `weight`, for kernels that read both element by
+    element. This is a copy if the weight is not contiguous."""
     return view if weight.is_contiguous() else torch.empty_like(weight, requires_grad=False).copy_(view)
 
 
 def _fills(flat: Tensor, views: list[Tensor]) -> bool:
-    """Whether the views fill `flat` one after another."""
+    """Whether the views cover all of `flat` and are contiguous."""
     return all(view.is_contiguous() for view in views) and sum(view.numel() for view in views) == flat.numel()
 
 

@@ -1,4 +1,4 @@
-"""LAMB: Adam with each layer's step scaled to the norm of its weights. For large batches.
+"""LAMB: Adam with each layer's step scaled to the norm of the layer's weights, for large batches.
 
 Source  You et al. 2020, Large Batch Optimization for Deep Learning, arXiv:1904.00962, algorithm 2.
 """
@@ -17,15 +17,20 @@ from tightfit.optim.one_by_one import OneByOne
 
 
 class LAMB(OneByOne):
-    """w <- w - lr * phi(|w|) / |u| * u, with u = m / (sqrt(v) + eps) + weight_decay * w and
-    bias-corrected m and v.
+    """The LAMB optimizer.
 
-    clamp  (low, high) of phi(z) = min(max(z, low), high). The paper gives this form without bounds,
+        u = m / (sqrt(v) + eps) + weight_decay * w
+        w <- w - lr * phi(|w|) / |u| * u
+
+    m and v are Adam's bias-corrected moments. phi(|w|) / |u| is the trust ratio.
+
+    clamp  (low, high) of phi(z) = min(max(z, low), high). The paper gives this form but no bounds,
            and its authors' code does not clamp
 
     Parameters with fewer than two dims (norms, biases) take Adam's step without weight decay and
     without the trust ratio, as in the authors' code. The ratio is 1 if the weight or its update is
-    zero, so that weights that start at zero can move. State: 8 bytes for each fp32 parameter.
+    zero, so that weights that start at zero can move. State: 8 bytes for each element of an fp32
+    parameter.
     """
 
     def __init__(
@@ -56,8 +61,8 @@ class LAMB(OneByOne):
 
 
 def _trust_ratio(weight: Tensor, update: Tensor, clamp: tuple[float, float]) -> Tensor:
-    """phi(|weight|) / |update| as a scalar tensor; 1 if either norm is zero. The host reads no
-    value."""
+    """Return phi(|weight|) / |update| as a scalar tensor; 1 if either norm is zero. The host does
+    not wait for the value."""
     weight_norm, update_norm = full_norms(weight, weight, update)
     weight_norm = weight_norm.clamp(*clamp)
     usable = (weight_norm > 0) & (update_norm > 0)

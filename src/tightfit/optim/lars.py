@@ -1,5 +1,5 @@
-"""LARS: momentum SGD with a rate for each layer, proportional to |weight| / |gradient|. For large
-batches.
+"""LARS: momentum SGD with a learning rate for each layer, proportional to |weight| / |gradient|,
+for large batches.
 
 Source  You et al. 2017, Large Batch Training of Convolutional Networks, arXiv:1708.03888, algorithm
         1.
@@ -18,14 +18,18 @@ from tightfit.optim.one_by_one import OneByOne
 
 
 class LARS(OneByOne):
-    """v <- momentum * v + lr * rate * (g + weight_decay * w), then w <- w - v.
+    """The LARS optimizer.
+
+        v <- momentum * v + lr * rate * (g + weight_decay * w)
+        w <- w - v
 
     rate   trust * |w| / (|g| + weight_decay * |w|), for each parameter
-    trust  the paper's eta: how far a layer may move in one step, as a share of its norm
+    trust  the paper's eta: how far a layer may move in one step with lr = 1, as a share of its norm
 
-    The momentum includes the learning rate, as in the paper. Parameters with fewer than two dims
+    The momentum v includes the learning rate, as in the paper. Parameters with fewer than two dims
     (norms, biases) take plain momentum SGD, without weight decay and without the layer's rate. The
-    rate is 1 if the weight or its gradient is zero. State: 4 bytes for each fp32 parameter.
+    rate is 1 if the weight or its gradient is zero. State: 4 bytes for each element of an fp32
+    parameter.
     """
 
     def __init__(
@@ -47,7 +51,8 @@ class LARS(OneByOne):
 
 
 def _local_rate(weight: Tensor, gradient: Tensor, trust: float, weight_decay: float) -> Tensor:
-    """trust * |w| / (|g| + weight_decay * |w|) as a scalar tensor; 1 if either norm is zero."""
+    """Return trust * |w| / (|g| + weight_decay * |w|) as a scalar tensor; 1 if either norm is
+    zero."""
     weight_norm, gradient_norm = full_norms(weight, weight, gradient)
     usable = (weight_norm > 0) & (gradient_norm > 0)
     rate = trust * weight_norm / (gradient_norm + weight_decay * weight_norm)

@@ -1,4 +1,5 @@
-"""Lion: an update by the sign of an interpolated momentum. It has one state; Adam has two.
+"""Lion: an update by the sign of an interpolated momentum. It has one state for each parameter;
+Adam has two.
 
 Source  Chen et al. 2023, Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675, algorithm
         2.
@@ -16,11 +17,14 @@ from tightfit.optim.one_by_one import OneByOne
 
 
 class Lion(OneByOne):
-    """w <- w - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * w), then m <- beta2 * m +
-    (1 - beta2) * g.
+    """The Lion optimizer.
 
-    Every weight moves by lr. The paper therefore uses a learning rate 3 to 10 times smaller than
-    AdamW's and a weight decay larger by the same factor. State: 4 bytes for each fp32 parameter.
+        w <- w - lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * w)
+        m <- beta2 * m + (1 - beta2) * g
+
+    Apart from weight decay, every weight moves by lr in each step. The paper therefore uses a
+    learning rate 3 to 10 times smaller than AdamW's and a weight decay larger by the same factor.
+    State: 4 bytes for each element of an fp32 parameter.
     """
 
     def __init__(

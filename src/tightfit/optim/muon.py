@@ -16,9 +16,10 @@ from tightfit.optim.one_by_one import Closure, loss_of
 
 
 class MuonWithAdamW(Optimizer):
-    """torch's Muon and torch's AdamW, each for the parameters that it was created with.
+    """Updates the parameters of a torch Muon and of a torch AdamW as one optimizer.
 
-    The key `algorithm` of a parameter group (muon or adamw) names the optimizer that updates it.
+    The key `algorithm` of a parameter group ("muon" or "adamw") names the optimizer that updates
+    it.
     """
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
@@ -29,8 +30,12 @@ class MuonWithAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. closure: computes the loss again and returns
-        it."""
+        """Update every parameter that has a gradient.
+
+        closure  computes the loss again and returns it, as in torch
+
+        Returns the closure's loss, or None without a closure.
+        """
         loss = loss_of(closure)
         for name, part in self._parts.items():
             part.param_groups = [group for group in self.param_groups if group["algorithm"] == name]
@@ -40,8 +45,8 @@ class MuonWithAdamW(Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The trainable 2-D weights, without those of embeddings (by module type) and of the last
-    Linear, the head."""
+    """Return the trainable 2-D weights, except those of embeddings (found by module type) and of
+    the last nn.Linear, which is taken to be the output head."""
     modules = list(model.modules())
     outer = {p for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag) for p in module.parameters()}
     linears = [module for module in modules if isinstance(module, nn.Linear)]

@@ -1,5 +1,4 @@
-"""What the optimizers here have in common: the closure, and a step of one parameter after
-another."""
+"""The base class of the optimizers here, which update one parameter after another."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ Closure = Callable[[], float]
 
 
 def loss_of(closure: Closure | None) -> float | None:
-    """Call the closure of a step, which computes the loss again and returns it; None without
-    one."""
+    """Call the closure of a step, which computes the loss again, and return the loss. Return None
+    if `closure` is None."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -23,13 +22,17 @@ def loss_of(closure: Closure | None) -> float | None:
 
 
 class OneByOne(Optimizer):
-    """An optimizer that updates one parameter after another. A subclass implements
+    """An optimizer that updates one parameter after another. Subclasses implement
     `update_parameter`."""
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. closure: computes the loss again and returns
-        it."""
+        """Update every parameter that has a gradient.
+
+        closure  computes the loss again and returns it, as in torch
+
+        Returns the closure's loss, or None without a closure.
+        """
         loss = loss_of(closure)
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -1,17 +1,17 @@
 """PerParameter: run any optimizer one parameter at a time, so that fp32 copies exist for one
 parameter only.
 
-`methods/optimizer_states.py` wraps the job's optimizer in it for narrow states (bf16, 8-bit,
-4-bit), 16-bit weights, offloaded states and the update in backward.
+`methods/optimizer_states.py` wraps the job's optimizer in a PerParameter for low-bit states (bf16,
+8-bit, 4-bit), 16-bit weights, offloaded states and the update in backward.
 
 Example: a bf16 weight of 16M elements with 8-bit AdamW states. One update makes fp32 copies of the
-weight, its gradient and its two states, 4 x 64 MiB, and frees them before the next parameter.
-Between updates only the bf16 weight (32 MiB) and the 8-bit states (2 x 16 MiB, plus one fp32 scale
-for each 256 elements) stay in memory.
+weight, its gradient and its two states, 4 x 64 MiB, and frees them before the next parameter is
+updated. Between updates only the bf16 weight (32 MiB) and the 8-bit states (2 x 16 MiB, plus one
+fp32 scale for each 256 elements) stay in memory.
 
-Source  Kahan and stochastic rounding of bf16 weights: Zamirai et al. 2020, arXiv:2010.06192. Narrow
-        states: see `blocks`. Update in backward: Lv et al. 2023 (LOMO), arXiv:2306.09782, by
-        torch's post-accumulate hook.
+Source  Kahan and stochastic rounding of bf16 weights: Zamirai et al. 2020, arXiv:2010.06192. 8-bit
+        and 4-bit states: see `blockwise_quantization`. Update in backward: Lv et al. 2023 (LOMO),
+        arXiv:2306.09782, implemented with torch's post-accumulate hook.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ from tightfit.optim.one_by_one import Closure, loss_of
 States = Literal["fp32", "bf16", "8-bit", "4-bit"]
 Rounding = Literal["nearest", "kahan", "stochastic"]
 
-# The state that each rounding mode adds: kahan a tensor, stochastic a count of roundings so far.
+# The state that each rounding mode adds: kahan a tensor with the rounding errors, stochastic the
+# number of roundings so far.
 ROUNDING_STATES = {"kahan": "compensation", "stochastic": "roundings"}
 # options that choose a kernel and do not change the mathematics
 _KERNEL_OPTIONS = ("fused", "foreach", "capturable")
 
 
 class StateStore(Protocol):
-    """A memory beside the device's for optimizer states, such as host memory.
+    """Stores optimizer states in a memory other than the device's, such as host memory.
 
-    put_state    store a state of a parameter, always at the same address
-    fetch_ahead  begin to fetch a stored tensor while the device computes
-    fetch        the stored tensor on the device
-    next_update  an update begins: all that the updates before the last one have stored must have
-                 left the device
-    end_updates  no more updates follow: all that they have stored must have left the device
+    put_state    store a state of a parameter, always at the same address; returns the stored tensor
+    fetch_ahead  begin to copy a stored tensor to the device, while the device computes
+    fetch        return the stored tensor on the device
+    next_update  call before each update. The device waits for the copies out of all updates before
+                 the last one
+    end_updates  call after the last update. The device waits for the copies out of all updates
     settle       the host waits until all copies from the device have ended
     """
 
@@ -65,11 +66,11 @@ class StateStore(Protocol):
 
 
 class WeightStore(Protocol):
-    """Offloaded weights, or weights whose gradients are offloaded.
+    """Stores weights, or only their gradients, in a memory other than the device's (offloading).
 
-    device       the device that updates them
-    bring_ahead  begin to bring a weight while the device computes
-    bring        the weight with its gradient on the device
+    device       the device that updates the weights
+    bring_ahead  begin to copy a weight to the device, while the device computes
+    bring        return the weight, with its gradient, on the device
     take_back    store the updated weight again
 
     The other methods are those of StateStore.
@@ -93,25 +94,26 @@ class WeightStore(Protocol):
 class PerParameter(Optimizer):
     """Wraps a fresh optimizer and updates one parameter at a time.
 
-    states         width of the states between updates; the update itself is in fp32. With 8-bit and
-                   4-bit, states of fewer than 4096 elements, or of no whole number of quantization
-                   blocks (256 elements in 8 bits, 128 in 4), stay fp32. "fp32" leaves all states as
-                   the wrapped optimizer makes them.
-    rounding       how an update of a 16-bit weight is rounded: nearest; kahan (a second 16-bit
-                   tensor carries the rounding error to the next update); or stochastic (bf16 only:
-                   up or down, with the probability that keeps the mean)
-    seed           the seed of the stochastic rounding
-    fp32_updates   16-bit weights have fp32 states and updates, whatever `states` and `rounding` say
-    state_store    the memory that holds the states; None keeps them on the device
-    weight_store   the memory that holds the weights or their gradients; None if both are on the
-                   device
-    undoes         whether steps may be skipped by a flag that only the device knows: see
-                   `leave_out`
+    states        width of the states between updates; the update itself is in fp32. With 8-bit and
+                  4-bit, a state stays fp32 if it has fewer than 4096 elements, or if its size is
+                  not a multiple of the quantization block (256 elements in 8 bits, 128 in 4).
+                  "fp32" leaves all states as the wrapped optimizer makes them.
+    rounding      how an update of a 16-bit weight is rounded: nearest; kahan (a second 16-bit
+                  tensor carries the rounding error to the next update); or stochastic (bf16 only:
+                  up or down, with the probability that keeps the mean)
+    seed          the seed of the stochastic rounding
+    fp32_updates  16-bit weights have fp32 states and updates, whatever `states` and `rounding` are
+    state_store   the memory that holds the states; None keeps them on the device
+    weight_store  the memory that holds the weights or their gradients; None if both are on the
+                  device
+    undoes        whether `leave_out` may be used, which skips a step by a flag that only the device
+                  knows
 
-    Learning rates and the other options are read from `param_groups` at each update. Beyond what
-    stays between updates, the memory needed is that of one parameter: its fp32 copy, gradient and
-    states. With a `state_store`, the states of the next parameter arrive and those of the previous
-    one leave during an update, so saved states of three parameters are on the device.
+    Learning rates and the other options are read from `param_groups` at each update. An update
+    needs memory for the fp32 copy, the gradient and the fp32 states of one parameter, in addition
+    to what stays between updates. With a `state_store`, saved states of three parameters are on the
+    device during an update: those of this parameter, of the next one, which are copied in, and of
+    the previous one, which are copied out.
     """
 
     def __init__(
@@ -145,12 +147,12 @@ class PerParameter(Optimizer):
         self._skip_step: Tensor | None = None
         # Returns on the host whether the last step was skipped.
         self._was_skipped: Callable[[], bool] | None = None
-        # For each parameter, the counters on the host as they were before the last step.
+        # Each parameter's counters on the host (such as step), as they were before the last step.
         self._host_counters: list[tuple[Tensor, dict[str, Any]]] = []
 
     def attach(self) -> None:
-        """From now on, backward updates each parameter when its gradient is complete, and frees the
-        gradient.
+        """Make backward update each parameter as soon as its gradient is complete, and then free
+        the gradient.
 
         A second gradient of a parameter before `step()` then raises InputError.
         """
@@ -159,10 +161,12 @@ class PerParameter(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that still has a gradient; after an update in backward there is
-        none.
+        """Update every parameter that still has a gradient. After an update in backward no
+        parameter has one.
 
         closure  computes the loss again and returns it, as in torch
+
+        Returns the closure's loss, or None without a closure.
         """
         loss = loss_of(closure)
         self._restore_counters()
@@ -171,7 +175,7 @@ class PerParameter(Optimizer):
             self._fetch_ahead(parameters)
         for number, (parameters, group) in enumerate(updates):
             self._next_update()
-            for following, _ in updates[number + 1 : number + 2]:  # arrives while this update runs
+            for following, _ in updates[number + 1 : number + 2]:  # copied during this update
                 self._fetch_ahead(following)
             self._update_batch(parameters, group)
         self._end_updates()
@@ -183,23 +187,23 @@ class PerParameter(Optimizer):
         return loss
 
     def can_leave_out(self) -> bool:
-        """Whether `leave_out` may be called.
+        """Whether `leave_out` may be called now.
 
-        Every parameter with a gradient must have states already: the first update creates them,
-        and this cannot be undone.
+        Every parameter with a gradient must have states already: the first update of a parameter
+        creates its states, which cannot be undone.
         """
         return self.undoes and all(one in self.state for one in self._parameters() if one.grad is not None)
 
     def leave_out(self, found_inf: Tensor, asks: Callable[[], bool]) -> None:
-        """Let the next step change neither weights nor states if `found_inf` is true.
+        """Skip the next step if `found_inf` is true: it then changes neither weights nor states.
 
         found_inf  bool scalar on the device
         asks       returns the same value on the host
 
-        The host does not wait. Each update is made, and if `found_inf` is true, the device restores
-        what the update has changed. This takes a copy of the weight and of its saved states.
-        Counters on the host, such as the step count, are corrected later: before the following
-        step or `state_dict()`, which calls `asks`.
+        The host does not wait for `found_inf`. Each update is made, and if `found_inf` is true, the
+        device restores what the update has changed. This takes a copy of the weight and of its
+        saved states. Counters on the host, such as the step count, are corrected later: the
+        following step or `state_dict()` calls `asks` first.
         """
         assert self.can_leave_out()
         self._restore_counters()
@@ -213,10 +217,11 @@ class PerParameter(Optimizer):
                 self.state[parameter].update(backup)
 
     def _backup(self, parameter: Tensor, here: Tensor, states: dict[str, Any]) -> dict[str, Any]:
-        """Copies of what an update may have to restore: the weight, under the name "", and its
-        states as they are saved. Empty unless `leave_out` was called.
+        """Return copies of what an update may have to restore: the weight, under the name "", and
+        its saved states, under their names. Empty unless `leave_out` was called.
 
-        States that are not on the device are counters; their copies go to `_host_counters`.
+        States that are not on the device are counters. Their copies are added to `_host_counters`
+        instead.
         """
         if self._skip_step is None:
             return {}
@@ -226,7 +231,7 @@ class PerParameter(Optimizer):
         return {"": here.detach().clone(), **kept}
 
     def _restore_if_skipped(self, value: Any, backup: Any) -> Any:
-        """`value`, overwritten in place with `backup` if the step is skipped.
+        """Return `value`, overwritten in place with `backup` if the step is skipped.
 
         A `backup` of None means that there is nothing to restore.
         """
@@ -237,7 +242,8 @@ class PerParameter(Optimizer):
         return value.copy_(torch.where(self._skip_step, backup, value))
 
     def _batches_of(self, group: dict[str, Any]) -> list[tuple[list[Tensor], dict[str, Any]]]:
-        """The parameters that are updated together, in the order of updates, with their group."""
+        """Return the batches of parameters that are updated together, in the order of updates, each
+        with `group`. Here a batch is one parameter. Parameters without a gradient are left out."""
         return [([parameter], group) for parameter in group["params"] if parameter.grad is not None]
 
     def _update_batch(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -245,7 +251,8 @@ class PerParameter(Optimizer):
             self._update(parameter, group)
 
     def _fetch_ahead(self, parameters: list[Tensor]) -> None:
-        """Begin to fetch the weights and states that an update of these parameters needs."""
+        """Begin to copy to the device the weights and states that an update of these parameters
+        needs."""
         for parameter in parameters:
             if self._weight_store is not None:
                 self._weight_store.bring_ahead(parameter)
@@ -279,10 +286,10 @@ class PerParameter(Optimizer):
         self._updated.add(parameter)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """One step of the wrapped optimizer for one parameter.
+        """Run one step of the wrapped optimizer for one parameter.
 
-        Widens the weight, gradient and states to fp32, updates them, narrows the states and rounds
-        the weight.
+        Widen the weight, gradient and states to fp32, update them, narrow the states to the width
+        in which they are saved, and round the weight to 16 bits.
         """
         kept = {name: self._fetch(value) for name, value in self.state.get(parameter, {}).items()}
         here = (
@@ -310,7 +317,8 @@ class PerParameter(Optimizer):
             self._weight_store.take_back(parameter, here)
 
     def _is_widened(self, parameter: Tensor) -> bool:
-        """Whether the wrapped optimizer gets an fp32 copy in place of the parameter."""
+        """Whether the wrapped optimizer updates an fp32 copy of the parameter instead of the
+        parameter."""
         return parameter.dtype.itemsize < 4 and self._fp32_updates
 
     def _widen_weight(self, parameter: Tensor, carried: Any) -> Tensor:
@@ -322,11 +330,17 @@ class PerParameter(Optimizer):
         return weight.add_(carried) if isinstance(carried, Tensor) else weight
 
     def _round(self, parameter: Tensor, here: Tensor, weight: Tensor, carried: Any, backup: dict[str, Any]) -> None:
-        """Round the fp32 `weight` into `here`, the 16-bit `parameter` on the device."""
+        """Round the fp32 `weight` to the 16-bit type of `parameter` and write it to `here`, the
+        parameter's copy on the device (or the parameter itself, if it is on the device).
+
+        carried  what the last rounding left: the number of roundings (stochastic); not read
+                 otherwise
+        backup   the copies that `_backup` returned
+        """
         if self._generator is not None:
             assert here.dtype is torch.bfloat16
             count = carried or 0
-            # The planner's trace replaces the weights by others, which have no number.
+            # The planner's trace replaces the weights by other tensors, which have no number.
             number = self._number.get(parameter, 0)
             self._generator.manual_seed(rounding_seed(self._seed, number, count))
             round_stochastically_(weight, self._generator)
@@ -337,8 +351,8 @@ class PerParameter(Optimizer):
             self.state[parameter]["compensation"] = self._put(parameter, "compensation", lost)
 
     def _narrow(self, name: str, value: Any) -> Any:
-        """A state in the width in which it is saved. Counters (numbers, tensors without dims) do
-        not change."""
+        """Return a state in the width in which it is saved. Counters (numbers, tensors without
+        dims) are returned unchanged."""
         if not isinstance(value, Tensor) or value.dim() == 0 or self._states == "fp32":
             return value
         if self._blocks is None:
@@ -346,7 +360,8 @@ class PerParameter(Optimizer):
         return self._blocks.quantize(name, value) if self._blocks.can_quantize(value) else value
 
     def _put(self, parameter: Tensor, name: str, value: Any) -> Any:
-        """A narrowed state in the memory that holds it."""
+        """Store a narrowed state in the state store and return the stored tensor. Without a state
+        store, and for counters, return the state itself."""
         if self._state_store is None:
             return value
         if isinstance(value, dict):
@@ -360,8 +375,8 @@ class PerParameter(Optimizer):
         )
 
     def _widen(self, name: str, value: Any, weight: Tensor) -> Any:
-        """A fetched state as the wrapped optimizer needs it: dequantized, in the type of the
-        weight."""
+        """Return a fetched state as the wrapped optimizer needs it: dequantized, in the type of the
+        weight. Counters are returned unchanged."""
         if isinstance(value, dict):
             assert self._blocks is not None
             return self._blocks.dequantize(name, value, weight)
@@ -370,7 +385,8 @@ class PerParameter(Optimizer):
         return value.to(weight.dtype)
 
     def _fetch(self, value: Any) -> Any:
-        """A saved state on the device. Counters stay where they are."""
+        """Return a saved optimizer state on the device: copied there from the state store, if the
+        optimizer has one. Counters are returned unchanged."""
         if isinstance(value, dict):
             return {part: self._fetch(one) for part, one in value.items()}
         if self._state_store is None or not isinstance(value, Tensor) or value.dim() == 0:
@@ -381,11 +397,11 @@ class PerParameter(Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the states of any PerParameter or plain optimizer.
+        """Load a state dict that any PerParameter or a plain optimizer returned.
 
-        A PerParameter with the same options continues exactly. States of another width are
-        converted. A state dict holds plain tensors and numbers; a quantized state is {"codes",
-        "scale"}.
+        If the state dict comes from a PerParameter with the same options, training continues
+        exactly. States of another width are converted. A state dict contains plain tensors and
+        numbers; a quantized state is a dict {"codes": ..., "scale": ...}.
         """
         super().load_state_dict({**with_kernel_options_of(self, state_dict), "state": {}})
         self._host_counters.clear()
@@ -403,7 +419,7 @@ class PerParameter(Optimizer):
             self._state_store.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict, as torch's optimizers return it.
+        """Return the state dict, as torch's optimizers do.
 
         The host waits for the last step if states are offloaded or if that step may have been
         skipped.
@@ -421,7 +437,7 @@ class PerParameter(Optimizer):
             value = dequantize_state(name, value, parameter)
         if not isinstance(value, Tensor):
             return value
-        # A counter: on the host, except for kernels that read it on the device.
+        # A counter stays on the host, except for kernels that read it on the device.
         if value.dim() == 0:
             return value.to(self._device if group.get("fused") or group.get("capturable") else "cpu", copy=True)
         if name == "compensation":
@@ -464,26 +480,30 @@ def add_noise_(values: Tensor, noise: Tensor) -> Tensor:
 
 
 def rounding_seed(seed: int, number: int, count: int) -> int:
-    """The seed of the noise for a parameter's next rounding.
+    """Return the seed of the noise for a parameter's next rounding.
 
-    seed: the job's. number: the parameter's. count: how often it was rounded. Nothing else goes in,
-    so neither a resume nor the order of the updates changes the noise.
+    seed    the job's seed
+    number  the parameter's number in the optimizer
+    count   how often the parameter was rounded before
+
+    The noise depends on nothing else, so neither a resume nor the order of the updates changes it.
     """
     return abs(hash((seed, number, count)))
 
 
 def dequantize_state(name: str, packed: dict[str, Tensor], parameter: Tensor) -> Tensor:
-    """The fp32 state of `parameter`, dequantized from 8 or 4 bits. It has the parameter's shape."""
+    """Return the fp32 state of `parameter`, dequantized from 8 or 4 bits, with the parameter's
+    shape."""
     device = packed["codes"].device  # not the parameter's device if the parameter is offloaded
     like = torch.empty_like(parameter, dtype=torch.float32, device=device, requires_grad=False)
     return BlockQuantizer(bits_of(packed, parameter), device).dequantize(name, packed, like)
 
 
 def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A pre-hook for a plain optimizer's load_state_dict, which lets it load the states of any
-    PerParameter.
+    """Convert a PerParameter's state dict so that a plain optimizer can load it.
 
-    Dequantizes states and drops those of the rounding.
+    It is a pre-hook for the plain optimizer's `load_state_dict`. It dequantizes states, and drops
+    the states that a rounding mode added.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     carried = set(ROUNDING_STATES.values())
@@ -501,8 +521,8 @@ def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
 
 
 def with_kernel_options_of(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`state_dict` with the kernel options that `optimizer` was made with: the plan sets them, not
-    the checkpoint."""
+    """Return `state_dict` with the kernel options of `optimizer`, such as fused. The plan sets
+    these options, not the checkpoint."""
     groups = [
         {**saved, **{option: group[option] for option in _KERNEL_OPTIONS if option in group}}
         for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True)

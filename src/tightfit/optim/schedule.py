@@ -11,9 +11,9 @@ from tightfit.job import Train
 
 
 def total_steps(train: Train, samples: int | None) -> int | None:
-    """The number of optimizer steps of the whole training; None if it is endless.
+    """Return the number of optimizer steps of the training, or None if the training is endless.
 
-    samples  in one epoch; None for a stream of unknown length
+    samples  number of samples in one epoch; None for a stream of unknown length
 
     A job with neither steps nor epochs runs one epoch.
     """
@@ -23,15 +23,17 @@ def total_steps(train: Train, samples: int | None) -> int | None:
 
 
 def learning_rate(train: Train, total_steps: int | None) -> Callable[[int], float]:
-    """A function from the step (from 0) to the learning rate.
+    """Return a function from the step (counted from 0) to the learning rate.
+
+    total_steps  number of steps of the training; None if it is endless
 
     The rate warms up linearly, then follows constant | linear | cosine | warmup-stable-decay. Step
     `warmup - 1` is the first at the full rate. The rate reaches `final_learning_rate` (a share of
-    the full one) at step `total_steps`, one past the last step, so no step is taken at a rate of
-    zero.
+    the full rate) at step `total_steps`, one step after the last, so that no step is taken at a
+    rate of zero.
 
-    Raises InputError if the schedule needs a length and there is none, or if the warm-up is longer
-    than the training. Source: cosine, Loshchilov & Hutter 2017, arXiv:1608.03983;
+    Raises InputError if the schedule needs `total_steps` and it is None, or if the warm-up is
+    longer than the training. Source: cosine, Loshchilov & Hutter 2017, arXiv:1608.03983;
     warmup-stable-decay, Hu et al. 2024, arXiv:2404.06395.
     """
     _check(train, total_steps)
@@ -47,8 +49,8 @@ def learning_rate(train: Train, total_steps: int | None) -> Callable[[int], floa
 
 
 def _remaining_share(train: Train, step: int, total_steps: int | None) -> float:
-    """The remaining share of the way from the full to the final rate: 1 at first, 0 at the end and
-    after it."""
+    """Return which share of the way from the full to the final rate remains at `step`: 1 before the
+    decay, 0 at the end of the training and after it."""
     if train.schedule == "constant" or total_steps is None:
         return 1.0
     start = train.warmup

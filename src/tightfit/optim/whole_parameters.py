@@ -1,7 +1,8 @@
 """UnshardingOptimizer: run an optimizer that needs full matrices (Adafactor, Muon) on sharded
 parameters.
 
-`methods/optimizer_states.py` wraps such an optimizer in it if parameters are sharded.
+`methods/optimizer_states.py` wraps the job's optimizer in an UnshardingOptimizer if it needs full
+matrices and the parameters are sharded.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _FACTORS = ("row_var", "col_var")
 
 
 def has_parameter_shape(name: str, value: Any, shape: torch.Size) -> bool:
-    """Whether a state has the shape of its parameter, and so is sharded like it. A tensor without
-    dims is a counter."""
+    """Whether a state has the shape of its parameter, so that it is sharded like the parameter.
+    False for Adafactor's factors and for counters (tensors without dims)."""
     return name not in _FACTORS and isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape
 
 
@@ -34,8 +35,8 @@ class UnshardingOptimizer(OneByOne):
     shard    (weight, full tensor) -> this device's shard
 
     States with the shape of their parameter are sharded; others (factors, counters) are replicated.
-    A step is a collective operation: every device computes the same update. Beyond what stays
-    between updates, the memory needed is that of one full parameter, its gradient and its states.
+    A step is a collective operation: every device computes the same update. An update needs memory
+    for one full parameter, its gradient and its states, in addition to what stays between updates.
 
     Example: a (4096, 4096) fp32 matrix on 8 devices. Each device stores 8 MiB of it. During its
     update with Muon, the weight, its gradient and its momentum are gathered: 3 x 64 MiB on each

@@ -625,7 +625,7 @@ REFUSED: dict[type[nn.Module], str] = {
     Counts: "each forward changes calls",
     Noise: "noise",
     DecidesByHidden: "decides by",
-    TwoLists: "in a row",
+    TwoLists: "once, in order",
     CollectsLater: "registers a hook on blocks.0",
     LeavesInList: "block 2 is called with a value that a block leaves behind",
     LeavesReturnedInList: "block 2 is called with a value that a block leaves behind",
