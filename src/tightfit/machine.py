@@ -63,7 +63,8 @@ class Machine(Value):
     memory_bytes         memory of one device that a process can use
     host_memory_bytes    memory of one host
     matrix_peak_flops_per_s  the dense peak that the maker publishes, by dtype, FLOP/s per device.
-                         Used only to compute MFU, not to predict times
+                         Used to compute MFU; predictions use it only to derive an unknown float8
+                         rate
     matrix_flops_per_s   achieved rate of square matrix products by dtype, FLOP/s per device
     matrix_flops_per_s_by_size  achieved rate of square matrix products by dtype and matrix width
     memory_bytes_per_s   achieved bandwidth of device memory
