@@ -25,7 +25,7 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
 
 WRONG: list[tuple[str, str, str]] = [
     ("an empty field", f"'': 3\nmodel: {{{LLAMA}}}\n{REST}", "empty name"),
-    ("no field", f"? \n: 3\nmodel: {{{LLAMA}}}\n{REST}", "field's name is text"),
+    ("no field", f"? \n: 3\nmodel: {{{LLAMA}}}\n{REST}", "field names must be strings"),
     ("config is text", f"model: {{architecture: llama, config: text}}\n{REST}", "model: config(.|\n)*mapping"),
     ("config is a number", f"model: {{{LLAMA}, config: 3}}\n{REST}", "model.config(.|\n)*write it like config"),
     (
