@@ -187,7 +187,7 @@ KEYS: tuple[Key, ...] = (
 
 
 def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Reads DeepSpeed's file, if it is found."""
+    """Put the content of DeepSpeed's file in the place of its name, if the file is found."""
     section = content.get("deepspeed_config")
     if not isinstance(section, dict):
         return content

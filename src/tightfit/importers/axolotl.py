@@ -457,7 +457,8 @@ KEYS: tuple[Key, ...] = (
 
 
 def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Reads DeepSpeed's file, and makes the paths of data sets and of the model whole."""
+    """Put the content of DeepSpeed's file in the place of its name, and make the paths of data sets
+    and of the model absolute if they exist."""
     content = hf.prepare(content, folder)
     found = dict(content)
     for name in ("datasets", "pretraining_dataset"):
@@ -474,7 +475,7 @@ def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _whole_paths(one: Any, folder: Path) -> Any:
-    """A data set with its paths made absolute where they exist."""
+    """Return a data set whose paths are absolute if they exist."""
     if not isinstance(one, dict):
         return one
     return {name: existing(v, folder) if name in ("path", "data_files") else v for name, v in one.items()}

@@ -1,5 +1,9 @@
-"""Conversions that several tools' tables share. Each returns the field's value or Lacks, and raises
-ValueError, which says what it wants, for a value that the other tool would not take either."""
+"""Conversions that the tables of several tools share.
+
+Each conversion returns the value of tightfit's field, or Lacks. It raises ValueError, whose message
+names the accepted values, for a value that the other tool would not accept either. docs/import.md
+prints the docstrings.
+"""
 
 from __future__ import annotations
 
@@ -67,9 +71,9 @@ def seed(value: Any) -> int | Lacks:
 
 
 def chosen(words: Mapping[Any, Any], otherwise: str = "") -> Callable[[Any], Any]:
-    """A conversion by a table of words (in lower case).
+    """Return a conversion that looks a word up in `words` (keys in lower case).
 
-    otherwise  the reason for words that are not in it; without one they are wrong values
+    otherwise  why other words have no counterpart; if empty, other words raise ValueError
     """
 
     def convert(value: Any) -> Any:
@@ -105,7 +109,13 @@ def packed(value: Any) -> str | Lacks:
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """What the name of an optimizer says: tightfit's name, the type of its states, the kernel."""
+    """What the name of an optimizer in another tool stands for.
+
+    name      tightfit's name of the optimizer
+    states    value of plan.states; empty if the name does not decide it
+    is_fused  value of plan.fused_optimizer; None if the name does not decide it
+    note      a remark for the row of the key
+    """
 
     name: str
     states: str = ""
@@ -157,7 +167,8 @@ def optimizer(value: Any) -> OptimizerChoice | Lacks:
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """What the name of a schedule says: tightfit's name, and whether it warms up."""
+    """What the name of a learning-rate schedule in another tool stands for: tightfit's name, and
+    whether the schedule warms up."""
 
     name: str
     warms_up: bool = True
@@ -221,7 +232,7 @@ def report_to(value: Any) -> list[str] | Lacks:
     return known or Lacks(f"tightfit does not report to {', '.join(map(str, words))}")
 
 
-FSDP_STRATEGIES: Mapping[Any, tuple[int, bool]] = {  # zero, whether replicas of shards (hybrid)
+FSDP_STRATEGIES: Mapping[Any, tuple[int, bool]] = {  # (zero, whether hybrid: replicas that shard)
     "full_shard": (3, False),
     "shard_grad_op": (2, False),
     "no_shard": (0, False),
@@ -257,8 +268,11 @@ def offload_all(value: Any) -> tuple[str, ...]:
 
 
 def existing(value: Any, folder: Path) -> Any:
-    """A path made absolute if it exists beside the file or here; else as it is: a hub id, or a
-    folder that is still to come. A list's paths one by one."""
+    """Return a path as an absolute path if it exists in `folder` or in the current folder. Any
+    other value, such as a hub id, is returned unchanged. In a list, each path is treated so.
+
+    folder  the folder of the imported file
+    """
     if isinstance(value, list):
         return [existing(one, folder) for one in value]
     if not isinstance(value, str):

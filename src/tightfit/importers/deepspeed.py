@@ -52,8 +52,8 @@ def _loss_scale(value: Any) -> float | str:
 
 
 def _optimizer(value: Any) -> OptimizerChoice | Lacks:
-    """Adam is adamw, because DeepSpeed's decouples weight decay; AdamW, Lamb, Lion, Muon and SGD have
-    their names."""
+    """Adam is adamw, because DeepSpeed's decouples weight decay; AdamW, Lamb, Lion, Muon and SGD
+    have their names."""
     return OptimizerChoice("adamw") if str(value).lower() == "adam" else optimizer(value)
 
 
@@ -283,7 +283,8 @@ def _combine(draft: Draft) -> None:
 
 
 def places(draft: Draft) -> None:
-    """plan.offload_to: cpu is host, nvme is disk. tightfit offloads everything to one place."""
+    """Set plan.offload_to: cpu is host, nvme is disk. tightfit offloads everything to one place, so
+    cpu together with nvme is a contradiction."""
     said = {
         row.key: str(row.value).lower()
         for row in draft.rows
@@ -301,7 +302,7 @@ def places(draft: Draft) -> None:
 
 
 def _warmup(draft: Draft) -> None:
-    """By default DeepSpeed's schedules warm up for 1,000 steps, along a logarithm."""
+    """Add the defaults of DeepSpeed's schedules: a logarithmic warm-up of 1,000 steps."""
     said = {row.key.rpartition(".")[2] for row in draft.rows}
     if not draft.giver("schedule").endswith("scheduler.type"):
         return
@@ -313,7 +314,7 @@ def _warmup(draft: Draft) -> None:
 
 
 def check_stage(draft: Draft) -> None:
-    """What DeepSpeed itself refuses."""
+    """Add a contradiction for ZeRO stages that DeepSpeed itself refuses."""
     stage = draft.parts.get("zero", (0, False))[0]
     if stage >= 2 and draft.parts.get("pp", 1) > 1:
         draft.contradict(
@@ -325,13 +326,15 @@ def check_stage(draft: Draft) -> None:
 
 
 def combine_deepspeed(draft: Draft) -> None:
-    """What DeepSpeed's own keys say together, also where another tool's file contains them."""
+    """Set the fields that depend on several of DeepSpeed's keys. Other tools whose files contain
+    these keys call this function, too."""
     places(draft)
     _combine(draft)
 
 
 def _combine_alone(draft: Draft) -> None:
-    """Without a batch, DeepSpeed accumulates once."""
+    """Combine the keys of a DeepSpeed file. Without train_batch_size and
+    gradient_accumulation_steps, DeepSpeed runs one micro-batch per step."""
     said = {row.key for row in draft.rows}
     if "micro_batch" in draft.parts and not {"train_batch_size", "gradient_accumulation_steps"} & said:
         draft.imply("accumulation", 1, "micro_batch")

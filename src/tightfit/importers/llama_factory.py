@@ -252,7 +252,8 @@ KEYS: tuple[Key, ...] = _OWN + tuple(key for key in hf.KEYS if key.name not in _
 
 
 def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Reads DeepSpeed's and FSDP's files, if they are found."""
+    """Put the contents of DeepSpeed's and FSDP's files in the place of their names, if they are
+    found."""
     return hf.prepare(content, folder)
 
 

@@ -335,7 +335,7 @@ KEYS: tuple[Key, ...] = (
 
 
 def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Makes the path of the tokenizer whole."""
+    """Make the path of the tokenizer absolute, if it exists."""
     model = content.get("model")
     if isinstance(model, dict):
         made = {
@@ -368,8 +368,11 @@ def _model(draft: Draft) -> None:
 
 
 def _split_batch(draft: Draft) -> None:
-    """local_batch_size is the samples of one forward; in a pipeline, of several forwards, each of
-    pipeline_parallel_microbatch_size."""
+    """Set micro-batch and accumulation.
+
+    Without a pipeline, one forward takes local_batch_size samples. In a pipeline, these samples are
+    divided into forwards of pipeline_parallel_microbatch_size samples.
+    """
     parts = draft.parts
     local, micro = parts.get("local"), parts.get("pp_micro", 1)
     if local is None:

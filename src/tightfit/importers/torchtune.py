@@ -36,8 +36,8 @@ HUB_SOURCES = {
 
 
 def _component(value: Any) -> str | Lacks:
-    """A builder with lora in its name trains adapters. Another one needs no counterpart, because the
-    weights' folder names the model."""
+    """A builder with lora in its name trains adapters. Another one needs no counterpart, because
+    the weights' folder names the model."""
     word = text(value).rpartition(".")[2]
     return Lacks(LORA) if "lora" in word else Lacks("the folder of model.from says it", is_lost=False)
 
@@ -234,7 +234,7 @@ KEYS: tuple[Key, ...] = (
 
 
 def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Puts values in the place of ${name} and ${section.name}."""
+    """Replace ${name} and ${section.name} by the values that they refer to."""
 
     def look_up(name: str) -> Any:
         value: Any = content

@@ -392,7 +392,12 @@ DEFAULTS = {
 
 
 def read_file(content: dict[str, Any], folder: Path, *names: str) -> dict[str, Any]:
-    """The content with the files that these keys name in their place, where they are found."""
+    """Return the content with the files that these keys name read into it. A name is kept if the
+    file is not found.
+
+    folder  the folder of the imported file
+    names   keys whose value may be the name of a file
+    """
     for name in names:
         value = content.get(name)
         if isinstance(value, str):
@@ -404,15 +409,15 @@ def read_file(content: dict[str, Any], folder: Path, *names: str) -> dict[str, A
 
 
 def prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Reads DeepSpeed's and FSDP's files and makes the model's path absolute, where they are
-    found."""
+    """Put the contents of DeepSpeed's and FSDP's files in the place of their names, and make the
+    model's path absolute, as far as the files and the folder are found."""
     if "model_name_or_path" in content:
         content = {**content, "model_name_or_path": existing(content["model_name_or_path"], folder)}
     return read_file(content, folder, "deepspeed", "fsdp_config")
 
 
 def combine(draft: Draft) -> None:
-    """What transformers and DeepSpeed say together."""
+    """Set the fields that depend on several keys of transformers and DeepSpeed."""
     deepspeed.combine_deepspeed(draft)
     words = next((str(row.value).lower() for row in draft.rows if row.key == "fsdp"), "")
     if "offload" in words:
