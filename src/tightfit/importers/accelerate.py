@@ -13,7 +13,7 @@ from tightfit.importers.training_arguments import FSDP_KEYS
 
 
 def _stage(value: Any) -> tuple[int, bool]:
-    """The same stage, 0 to 3."""
+    """Keep the stage, 0 to 3."""
     found = whole(value)
     if found not in (0, 1, 2, 3):
         raise ValueError("a stage: 0, 1, 2 or 3")
@@ -31,7 +31,7 @@ def _place(*words: str) -> Any:
 
 
 def _accumulation(value: Any) -> int:
-    """A factor of train.batch."""
+    """Keep the number of accumulation steps, a factor of train.batch."""
     return whole(value)
 
 

@@ -30,32 +30,35 @@ _PLAIN = ("completion", "pretrain")
 
 
 def _bf16(value: Any) -> bool | str:
-    """true is bf16-mixed; auto is true, as on a GPU since Ampere; full is bf16-true."""
+    """Convert true to bf16-mixed and full to bf16-true. auto counts as true, as on GPUs since
+    Ampere."""
     word = str(value).lower()
     return word if word == "full" else True if word == "auto" else flag(value)
 
 
 def _tf32(value: Any) -> bool | Lacks:
-    """tf32, if neither bf16 nor fp16 is on."""
+    """Convert true to tf32, which is used if neither bf16 nor fp16 is on."""
     return Lacks("tightfit uses tf32 where the plan says so", False) if value == "auto" else flag(value)
 
 
 def _recompute(value: Any) -> str | Lacks:
-    """true is full."""
+    """Convert true to full (every block is recomputed) and false to none. Values that offload, such
+    as offload_disk, have no counterpart here."""
     if str(value).lower() in ("offload", "offload_disk", "unsloth"):
         return Lacks("use plan.recompute: full with plan.offload: [activations]")
     return "full" if flag(value) else "none"
 
 
 def _datasets(value: Any) -> list[dict[str, Any]]:
-    """One data set is data.jsonl, parquet, text or dataset, by its files; several have no field."""
+    """Keep the list of data sets. A single data set becomes data.jsonl, data.parquet, data.text or
+    data.dataset, depending on its files. Several data sets have no counterpart."""
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise ValueError("a list of data sets, each with a path")
     return value
 
 
 def _share(value: Any) -> float | Lacks:
-    """A share of the samples; 0 keeps none. A number of samples has no counterpart."""
+    """Keep a fraction of the samples; 0 holds out none. A number of samples has no counterpart."""
     found = number(value)
     return found if found < 1 else Lacks("data.held_out is a share of the samples, not a number of them")
 

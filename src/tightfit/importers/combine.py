@@ -135,7 +135,9 @@ def _sharding(draft: Draft) -> None:
         if shard is not None and shard >= 1:
             draft.fields["plan.dp_shard"] = shard
         else:
-            draft.to_do.append("plan.dp_shard is left open: it takes all remaining ranks, whose number the file does not say")
+            draft.to_do.append(
+                "plan.dp_shard is left open: it takes all remaining ranks, whose number the file does not say"
+            )
     if replicate is not None:
         draft.fields["plan.dp_replicate"] = replicate
     cp = parts.get("cp", 1)

@@ -21,7 +21,7 @@ from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needl
 
 
 def _stage(value: Any) -> tuple[int, bool]:
-    """The same stage, 0 to 3."""
+    """Keep the stage, 0 to 3."""
     stage = whole(value)
     if stage not in (0, 1, 2, 3):
         raise ValueError("a stage: 0, 1, 2 or 3")
@@ -29,7 +29,7 @@ def _stage(value: Any) -> tuple[int, bool]:
 
 
 def _pair(value: Any) -> list[float]:
-    """Both numbers, as they are."""
+    """Keep both numbers."""
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError("two numbers")
     return [number(one) for one in value]
@@ -47,18 +47,18 @@ def _offloaded(*words: str) -> Any:
 
 
 def _loss_scale(value: Any) -> float | str:
-    """0 is dynamic."""
+    """Convert 0 to dynamic. Any other number is a fixed loss scale."""
     return number(value) or "dynamic"
 
 
 def _optimizer(value: Any) -> OptimizerChoice | Lacks:
-    """Adam is adamw, because DeepSpeed's decouples weight decay; AdamW, Lamb, Lion, Muon and SGD
-    have their names."""
+    """Convert Adam to adamw, because DeepSpeed's Adam decouples weight decay. AdamW, Lamb, Lion,
+    Muon and SGD keep their names."""
     return OptimizerChoice("adamw") if str(value).lower() == "adam" else optimizer(value)
 
 
 def _batch(value: Any) -> int:
-    """The same number: samples of one optimizer step on all devices."""
+    """Keep the number of samples, which must be at least 1."""
     found = whole(value)
     if found < 1:
         raise ValueError("a number of 1 or more")
@@ -66,12 +66,12 @@ def _batch(value: Any) -> int:
 
 
 def _least_rate(value: Any) -> Lacks:
-    """0, from which tightfit warms up; more has no counterpart."""
+    """Check that the warm-up starts from 0, as in tightfit. Any other rate has no counterpart."""
     return Lacks("tightfit warms up from 0", number(value) > 0)
 
 
 def _total_steps(value: Any) -> int | Lacks:
-    """The same number, unless the training script ends the training earlier."""
+    """Keep the number of steps. The training script may end the training earlier."""
     return count(value)
 
 

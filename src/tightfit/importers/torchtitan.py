@@ -41,23 +41,23 @@ _QUANT = "tightfit's float8 is chosen by plan.float8, for the blocks' linear lay
 
 
 def _batch(value: Any) -> int | Lacks:
-    """The same number; -1 is local_batch_size x data ranks."""
+    """Keep the number of samples. -1 means local_batch_size x data ranks."""
     found = whole(value)
     return found if found > 0 else Lacks("it follows from local_batch_size and the data ranks", is_lost=False)
 
 
 def _data(value: Any) -> str | Lacks:
-    """c4 is the hub's allenai/c4; a test data set has no counterpart."""
+    """Convert c4 to the hub id allenai/c4. Torchtitan's test data sets have no counterpart."""
     return "allenai/c4" if value == "c4" else Lacks(f"{value} is a data set of torchtitan's own")
 
 
 def _shard(value: Any) -> int:
-    """The same number; -1 takes the ranks that remain."""
+    """Keep the number of ranks. -1 means all remaining ranks."""
     return whole(value)
 
 
 def _mode(value: Any) -> str | Lacks:
-    """none, selective or full."""
+    """Keep none, selective or full. memory_budget has no counterpart."""
     word = str(value).lower()
     if word == "memory_budget":
         return Lacks("tightfit has none, selective and full; search chooses by memory")
@@ -67,12 +67,14 @@ def _mode(value: Any) -> str | Lacks:
 
 
 def _pipeline(value: Any) -> str | Lacks:
-    """1F1B, GPipe, Interleaved1F1B is interleaved, ZBVZeroBubble is zero-bubble."""
+    """Convert 1F1B to 1f1b, GPipe to gpipe, Interleaved1F1B to interleaved, and ZBVZeroBubble,
+    InterleavedZeroBubble and DualPipeV to zero-bubble."""
     return SCHEDULES.get(str(value).lower()) or Lacks(f"tightfit has no schedule {value}")
 
 
 def _converters(value: Any) -> str | Lacks:
-    """float8 is plan.float8: tensorwise, unless a recipe is given."""
+    """Convert float8 to tensorwise, unless the file gives a recipe. Other converters have no
+    counterpart."""
     names = list(value) if isinstance(value, list | tuple) else [value]
     if not names:
         return Lacks("there are none", is_lost=False)
@@ -83,18 +85,20 @@ def _converters(value: Any) -> str | Lacks:
 
 
 def _recipe(value: Any) -> str:
-    """tensorwise, or a recipe that begins with rowwise."""
+    """Convert recipes that begin with rowwise to rowwise, and all others to tensorwise."""
     return "rowwise" if str(value).startswith("rowwise") else "tensorwise"
 
 
 def _decay(value: Any) -> str | Lacks:
-    """linear or cosine to the end of the training; with a decay_ratio, warmup-stable-decay."""
+    """Keep linear or cosine, which decay until the end of the training. With a decay_ratio, the
+    schedule is warmup-stable-decay."""
     word = str(value).lower()
     return word if word in ("linear", "cosine") else Lacks(f"tightfit has no decay {value}")
 
 
 def _reshard(value: Any) -> str:
-    """default and always are zero 3, never is zero 2; in a pipeline default is never."""
+    """Check the word. default and always mean zero: 3, never means zero: 2. In a pipeline, default
+    means never."""
     word = str(value).lower()
     if word not in ("default", "always", "never"):
         raise ValueError("default, always or never")

@@ -36,14 +36,15 @@ HUB_SOURCES = {
 
 
 def _component(value: Any) -> str | Lacks:
-    """A builder with lora in its name trains adapters. Another one needs no counterpart, because
-    the weights' folder names the model."""
+    """Check the model's builder. A builder with lora in its name trains adapters, which tightfit
+    does not have. Other builders need no counterpart, because the folder of the weights describes
+    the model."""
     word = text(value).rpartition(".")[2]
     return Lacks(LORA) if "lora" in word else Lacks("the folder of model.from says it", is_lost=False)
 
 
 def _loss(value: Any) -> int | Lacks:
-    """LinearCrossEntropyLoss and CEWithChunkedOutputLoss are chunked_loss: 1024."""
+    """Convert LinearCrossEntropyLoss and CEWithChunkedOutputLoss to chunked_loss: 1024."""
     word = text(value).rpartition(".")[2]
     if word in ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss"):
         return 1024
@@ -53,12 +54,12 @@ def _loss(value: Any) -> int | Lacks:
 
 
 def _recipe_step(value: Any) -> str | Lacks:
-    """true is full."""
+    """Convert true to full (every block is recomputed) and false to none."""
     return "full" if flag(value) else "none"
 
 
 def _tracker(value: Any) -> list[str] | Lacks:
-    """TensorBoardLogger is tensorboard, WandBLogger wandb, MLFlowLogger mlflow."""
+    """Convert TensorBoardLogger to tensorboard, WandBLogger to wandb, MLFlowLogger to mlflow."""
     word = text(value).rpartition(".")[2].lower()
     for name in ("tensorboard", "wandb", "mlflow"):
         if name in word:

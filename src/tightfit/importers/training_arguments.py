@@ -46,23 +46,23 @@ CODE = "tightfit runs no code of the hub"
 
 
 def _steps(value: Any) -> int | Lacks:
-    """The same number; -1 leaves it to num_train_epochs."""
+    """Keep the number of steps. With -1, num_train_epochs decides the length."""
     found = whole(value)
     return found if found > 0 else Lacks("the epochs end the training", is_lost=False)
 
 
 def _epochs(value: Any) -> float | Lacks:
-    """The same number."""
+    """Keep the number of epochs."""
     return positive(value)
 
 
 def _warmup(value: Any) -> int | float:
-    """A number of steps; below 1, a share of all steps, which is rounded up."""
+    """Keep the number of steps. A number below 1 is a fraction of all steps, rounded up."""
     return warmup(value)
 
 
 def _strategy(value: Any) -> str:
-    """no, steps or epoch; with steps, the number of steps counts."""
+    """Keep the strategy: no, steps or epoch. With steps, another key gives the number of steps."""
     word = "no" if value is False else str(value).lower()
     if word not in ("no", "steps", "epoch", "best"):
         raise ValueError("no, steps or epoch")
@@ -70,7 +70,8 @@ def _strategy(value: Any) -> str:
 
 
 def fsdp(value: Any) -> tuple[int, bool] | Lacks:
-    """full_shard is zero 3, shard_grad_op zero 2, hybrid_shard also replicates; true is zero 3."""
+    """Convert full_shard and true to zero: 3, shard_grad_op to zero: 2. hybrid_shard also
+    replicates the model over nodes."""
     words = value if isinstance(value, list) else str(value).lower().split()
     if value is True or str(value).lower() == "true":
         return 3, False
@@ -83,12 +84,12 @@ def fsdp(value: Any) -> tuple[int, bool] | Lacks:
 
 
 def _version(value: Any) -> Lacks:
-    """tightfit has its own sharding."""
+    """Ignore the version of FSDP, because tightfit chooses how it shards."""
     return Lacks("tightfit shards by itself, neither with FSDP 1 nor 2", is_lost=False)
 
 
 def _min_rate(value: Any) -> float:
-    """A share of the learning rate."""
+    """Keep the final learning rate, which is a fraction of the learning rate."""
     return number(value)
 
 
