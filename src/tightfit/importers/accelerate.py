@@ -119,7 +119,7 @@ KEYS: tuple[Key, ...] = (
     Key("deepspeed_config.offload_optimizer_nvme_path", "plan.offload_folder", text, "states_folder"),
     Key("deepspeed_config.offload_param_nvme_path", "plan.offload_folder", text, "parameters_folder"),
     *needless("tightfit creates a sharded model by itself", "deepspeed_config.zero3_init_flag"),
-    *needless("checkpoints of tightfit are whole", "deepspeed_config.zero3_save_16bit_model"),
+    *needless("tightfit's checkpoints contain full tensors", "deepspeed_config.zero3_save_16bit_model"),
     *needless(
         _START,
         "deepspeed_config.deepspeed_hostfile",
@@ -132,13 +132,15 @@ KEYS: tuple[Key, ...] = (
     *under("deepspeed_config.deepspeed_config_file", deepspeed.KEYS),
     Key(
         "deepspeed_config.deepspeed_config_file",
-        reason="a file that was not found: import it by itself, or put it beside this one",
+        reason="the file was not found; put it in the folder of this file, or import it separately",
     ),
     Key("parallelism_config.parallelism_config_dp_shard_size", "plan.dp_shard", whole, "dp_shard"),
     Key("parallelism_config.parallelism_config_dp_replicate_size", "plan.dp_replicate", whole, "dp_replicate"),
     Key("parallelism_config.parallelism_config_tp_size", "plan.tp", whole, "tp"),
     Key("parallelism_config.parallelism_config_cp_size", "plan.cp", whole, "cp"),
-    *needless("tightfit's context parallelism goes around in a ring", "parallelism_config.parallelism_config_cp_*"),
+    *needless(
+        "tightfit's context parallelism always uses ring attention", "parallelism_config.parallelism_config_cp_*"
+    ),
     Key("megatron_lm_config.megatron_lm_tp_degree", "plan.tp", whole, "tp"),
     Key("megatron_lm_config.megatron_lm_pp_degree", "plan.pp", whole, "pp"),
     Key("megatron_lm_config.megatron_lm_sequence_parallelism", "plan.sequence_parallel", flag),
@@ -228,7 +230,7 @@ def _combine(draft: Draft) -> None:
     draft.imply("zero", ({"fsdp": 3, "deepspeed": 2}.get(str(kind), 0), False), "distributed_type")
     for row in draft.rows:
         if row.key == "deepspeed_config.deepspeed_config_file" and isinstance(row.value, str):
-            draft.to_do.append(f"{row.key} names {row.value}, which was not found: import it, too")
+            draft.to_do.append(f"{row.key} names {row.value}, which was not found; import it separately")
             if parts["zero"] == (2, False) and draft.giver("zero") == "distributed_type":
                 del parts["zero"]  # the other file says the stage
     if parts.get("tp", 1) > 1 and "plan.sequence_parallel" not in draft.fields:

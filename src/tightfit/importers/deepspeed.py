@@ -76,8 +76,8 @@ def _total_steps(value: Any) -> int | Lacks:
 
 
 _BUCKETS = "tightfit chooses the sizes of its buckets and when it gathers"
-_KERNELS = "a choice of kernel, which the plan makes"
-_LOG = "what is printed; tightfit prints its own"
+_KERNELS = "the plan chooses the kernel"
+_LOG = "only changes what is printed"
 
 KEYS: tuple[Key, ...] = (
     Key("train_batch_size", "train.batch", _batch, "batch"),
@@ -123,7 +123,7 @@ KEYS: tuple[Key, ...] = (
         "bf16.bf16_optimizer_states",
         "bf16.immediate_grad_update",
     ),
-    *needless("gradients are summed in fp32 where the plan has them so", "data_types.grad_accum_dtype"),
+    *needless("the plan decides in which dtype gradients are summed", "data_types.grad_accum_dtype"),
     *lacks("tightfit has autocast without Apex", "amp.enabled", "amp.*"),
     Key("zero_optimization.stage", "plan.zero", _stage, "zero"),
     Key("zero_optimization.offload_optimizer.device", "plan.offload", _offloaded("states"), "offload_states"),
@@ -154,7 +154,7 @@ KEYS: tuple[Key, ...] = (
         "aio.*",
     ),
     *needless(
-        "checkpoints of tightfit are whole, in the weights' own type",
+        "tightfit's checkpoints contain full tensors, in the dtype of the weights",
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",
         "zero_optimization.gather_16bit_weights_on_model_save",
         "zero_optimization.stage3_gather_fp16_weights_on_model_save",
@@ -204,7 +204,7 @@ KEYS: tuple[Key, ...] = (
     Key("pipeline.micro_batches", "", None, "", "the micro-batches of a step follow from batch and micro_batch", False),
     *needless("tightfit splits the blocks evenly, or by plan.split", "pipeline.partition", "pipeline.partition_method"),
     *lacks("tightfit recomputes by plan.recompute", "pipeline.activation_checkpoint_interval"),
-    *needless("tightfit's pipelines have their own messages and seeds", "pipeline.*"),
+    *needless("tightfit's pipelines have no such setting", "pipeline.*"),
     Key("tensor_parallel.autotp_size", "plan.tp", whole, "tp"),
     Key("tensor_parallel.tp_size", "plan.tp", whole, "tp"),
     *needless("tightfit knows how to shard its models", "tensor_parallel.*"),
@@ -227,7 +227,14 @@ KEYS: tuple[Key, ...] = (
     Key("compile.enabled", "plan.compile", lambda value: "block" if flag(value) else "none", "", "true is block"),
     *needless("tightfit compiles with torch's default backend", "compile.*"),
     Key("seed", "train.seed", seed),
-    Key("dataloader_drop_last", "", None, "", "tightfit's order of samples goes on into the next epoch", False),
+    Key(
+        "dataloader_drop_last",
+        "",
+        None,
+        "",
+        "in tightfit, a batch that the epoch does not fill continues with samples of the next epoch",
+        False,
+    ),
     *needless(
         _LOG,
         "steps_per_print",
@@ -251,9 +258,9 @@ KEYS: tuple[Key, ...] = (
         False,
     ),
     Key("wandb.enabled", "", None, "", "add wandb to train.trackers", False),
-    *needless("names and folders of a tracker; tightfit's lie in the run's folder", "tensorboard.*", "wandb.*"),
+    *needless("tightfit names its trackers' runs, and writes them to the run's folder", "tensorboard.*", "wandb.*"),
     *needless(
-        "tightfit's checkpoints have one form",
+        "tightfit has one checkpoint format",
         "checkpoint.*",
         "load_universal_checkpoint",
         "use_data_before_expert_parallel_parallelism",

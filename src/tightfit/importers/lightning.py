@@ -43,7 +43,7 @@ STRATEGIES = {
     "deepspeed_stage_3_offload": (3, False),
     "deepspeed_stage_3_offload_nvme": (3, False),
 }
-_CODE = "it is part of your code, which model.python or the training loop of your own takes over"
+_CODE = "it is code of yours: name it in model.python, or call it in your own training loop"
 _DEBUGGING = "for debugging; tightfit train --set train.steps=5 is a short run, explain needs none"
 _EVALUATION = "tightfit evaluates train.evaluate_samples samples every train.evaluate_every steps"
 
@@ -179,9 +179,9 @@ _TRAINER: tuple[Key, ...] = (
     *lacks("tightfit ends at train.steps or train.epochs alone", "min_epochs", "min_steps", "max_time"),
     Key("logger", "train.trackers", _trackers),
     Key("loggers", "train.trackers", _trackers),
-    *needless("names and folders of a logger; tightfit's lie in the run's folder", "logger.*"),
+    *needless("tightfit names its loggers' runs, and writes them to the run's folder", "logger.*"),
     *needless(
-        "what is printed and logged; tightfit logs every step in metrics.jsonl",
+        "only changes what is printed and logged; tightfit logs every step in metrics.jsonl",
         "log_every_n_steps",
         "enable_progress_bar",
         "enable_model_summary",
@@ -199,11 +199,11 @@ _TRAINER: tuple[Key, ...] = (
     *needless("tightfit has no evaluation under autograd", "inference_mode"),
     *needless(_DEBUGGING, "fast_dev_run", "overfit_batches", "detect_anomaly"),
     *lacks("tightfit trains on all samples; data names fewer", "limit_train_batches"),
-    *lacks("callbacks are code; tightfit's loop is yours in Python", "callbacks", "callbacks.*"),
+    *lacks("callbacks are code: call them in a Python training loop of your own", "callbacks", "callbacks.*"),
     *lacks("tightfit has no plugins of Lightning's", "plugins", "plugins.*"),
     Key("accelerator", "", None, "", "tightfit takes the devices of the machine", False, True),
     *needless("cuDNN's search for kernels is torch's own setting", "benchmark"),
-    *lacks("tightfit asks for no deterministic kernels", "deterministic"),
+    *lacks("tightfit cannot request deterministic kernels", "deterministic"),
     *lacks("tightfit has no synchronized BatchNorm", "sync_batchnorm"),
     *needless(
         "tightfit divides the samples over devices by itself",
@@ -221,7 +221,7 @@ _REST: tuple[Key, ...] = (
         "",
         "the same number",
     ),
-    Key("ckpt_path", "", None, "", "tightfit train --resume goes on from its own checkpoints", False),
+    Key("ckpt_path", "", None, "", "tightfit train --resume continues from tightfit's own checkpoints", False),
     Key("optimizer.class_path", "train.optimizer", optimizer, "optimizer"),
     Key("optimizer.init_args.lr", "train.learning_rate", number),
     Key("optimizer.init_args.weight_decay", "train.weight_decay", number),

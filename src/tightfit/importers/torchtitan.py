@@ -36,7 +36,7 @@ SCHEDULES = {
     "dualpipev": "zero-bubble",
 }
 _OWN_LAYOUT = "tightfit splits the blocks evenly, or by plan.split"
-_LOG = "what is printed and logged; tightfit logs every step in metrics.jsonl"
+_LOG = "only changes what is printed and logged; tightfit logs every step in metrics.jsonl"
 _QUANT = "tightfit's float8 is chosen by plan.float8, for the blocks' linear layers"
 
 
@@ -182,12 +182,12 @@ KEYS: tuple[Key, ...] = (
     Key("training.enable_cpu_offload", "plan.offload", offload_all, "offload_all"),
     Key("training.compile", "plan.compile", lambda v: "block" if flag(v) else "none", "", "true is block"),
     Key("training.seed", "train.seed", whole),
-    Key("training.deterministic", "", None, "", "tightfit asks for no deterministic kernels"),
+    Key("training.deterministic", "", None, "", "tightfit cannot request deterministic kernels"),
     Key("training.dataloader.num_workers", "plan.loader_workers", whole),
     Key("training.dataloader.pin_memory", "plan.pin_memory", flag),
     Key("training.dataloader.prefetch_factor", "plan.prefetch", count),
     *needless("tightfit's loader keeps its workers", "training.dataloader.persistent_workers"),
-    *needless("tightfit's allocator setting keeps memory in order", "training.gc_freq", "training.gc_debug"),
+    *needless("plan.allocator decides how memory is freed", "training.gc_freq", "training.gc_debug"),
     Key("parallelism.data_parallel_shard_degree", "plan.dp_shard", _shard, "dp_shard"),
     Key("training.data_parallel_shard_degree", "plan.dp_shard", _shard, "dp_shard"),
     Key("training.data_parallel_degree", "plan.dp_shard", _shard, "dp_shard"),
@@ -232,7 +232,7 @@ KEYS: tuple[Key, ...] = (
         "experimental.pipeline_parallel_split_points",
     ),
     *needless(
-        "tightfit shards the loss by vocabulary and goes around in a ring by itself",
+        "tightfit always shards the loss by vocabulary and uses ring attention",
         "parallelism.disable_loss_parallel",
         "training.disable_loss_parallel",
         "parallelism.enable_async_tensor_parallel",
@@ -264,7 +264,7 @@ KEYS: tuple[Key, ...] = (
         "ac_option",
         "with mode selective: op is selective, a number n is every-n",
     ),
-    *needless("tightfit's recompute has one way", "activation_checkpoint.*"),
+    *needless("plan.recompute has no such setting", "activation_checkpoint.*"),
     Key("compile.enable", "plan.compile", lambda v: "block" if flag(v) else "none", "", "true is block"),
     *needless("tightfit compiles blocks, or the model with its loss", "compile.*"),
     Key(
@@ -301,7 +301,7 @@ KEYS: tuple[Key, ...] = (
         "initial",
         "with initial_load_in_hf, the folder of the weights",
     ),
-    *needless("tightfit's checkpoints have one form; transformers reads them", "checkpoint.*"),
+    *needless("tightfit has one checkpoint format, which transformers can read", "checkpoint.*"),
     Key(
         "validation.enable",
         "train.evaluate_every",
@@ -313,7 +313,7 @@ KEYS: tuple[Key, ...] = (
     *needless("tightfit evaluates train.evaluate_samples samples of data.held_out", "validation.*"),
     Key("debug.seed", "train.seed", whole),
     *lacks(
-        "tightfit asks for no deterministic kernels",
+        "tightfit cannot request deterministic kernels",
         "debug.deterministic",
         "debug.deterministic_warn_only",
         "debug.moe_force_load_balance",
@@ -327,7 +327,7 @@ KEYS: tuple[Key, ...] = (
         "",
         "adds wandb",
     ),
-    *needless("tightfit waits for a silent process by --timeout", "comm.*"),
+    *needless("--timeout sets how long tightfit waits for a process", "comm.*"),
     *lacks("tightfit has no fault-tolerant replicas (torchft)", "fault_tolerance.*"),
     *lacks(
         "code of torchtitan's extensions",
