@@ -441,8 +441,8 @@ _FUSED_ATTENTION = {
     **dict.fromkeys(("sm_80", "sm_86", "sm_89"), _TUNED),
     "sm_90": {"attention": 0.35 / 0.724, "attention backward": 0.335 / 0.724},
 }
-# With a causal mask, a kernel takes 1 / 1.75 of the time (arXiv:2307.08691, section 3.1) but computes
-# 1 / 2 of the pairs. Its rate per computed pair is therefore 1.75 / 2 = 0.875 of the rate without.
+# With a causal mask, a kernel takes 1 / 1.75 of the time (arXiv:2307.08691, section 3.1) for half of
+# the pairs. Its rate per computed pair is therefore 1.75 / 2 = 0.875 of the rate without a mask.
 _CAUSAL = 0.875
 _SEEN = (  # fields that are always detected; their values in the calibration's file are ignored
     "architecture", "devices_per_node", "cores", "memory_bytes", "host_memory_bytes", "matrix_peak_flops_per_s",

@@ -342,7 +342,7 @@ def this_machine(say: Callable[[str], None]) -> Machine:
         say(f"warning  {without}")
     if machine.device != "cpu" or machine.matrix_flops_per_s:
         return machine
-    say("a glance at this machine (some seconds, only once), to know how fast it is")
+    say("measuring the speed of this machine (some seconds, only once)")
     from tightfit.measure.calibrate import quick_calibrate
 
     return quick_calibrate(machine)
