@@ -27,7 +27,11 @@ WRONG: list[tuple[str, str, str]] = [
     ("an empty field", f"'': 3\nmodel: {{{LLAMA}}}\n{REST}", "empty name"),
     ("no field", f"? \n: 3\nmodel: {{{LLAMA}}}\n{REST}", "field names must be strings"),
     ("config is text", f"model: {{architecture: llama, config: text}}\n{REST}", "model: config(.|\n)*mapping"),
-    ("config is a number", f"model: {{{LLAMA}, config: 3}}\n{REST}", "model.config(.|\n)*write config: {hidden_size: 384}"),
+    (
+        "config is a number",
+        f"model: {{{LLAMA}, config: 3}}\n{REST}",
+        "model.config(.|\n)*write config: {hidden_size: 384}",
+    ),
     (
         "config is a list",
         f"model: {{{LLAMA}, config: [3]}}\n{REST}",
